@@ -1,0 +1,320 @@
+"""Run a function on N real ranks of this machine, from a notebook cell or a script.
+
+    results = launch(fn, *args, nproc=4)
+
+Each call gets fresh ranks, forked by a standard multiprocessing forkserver that has torch imported already, so a
+call costs a fork and a gloo rendezvous. The forkserver ends with this process; the ranks end with the call.
+"""
+
+import contextlib
+import linecache
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from multiprocessing import connection, forkserver, util
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import cloudpickle
+
+from helpers._rank import Failure, is_library, place, rank_main
+
+MAX_RANKS = 64
+PEERS_WITHIN = 0.2  # seconds to wait after a failure, for its cause or for peers that fail in the same way
+context = multiprocessing.get_context("forkserver")
+
+
+class LaunchError(ValueError):
+    """A call that cannot work; the message names the next thing to try. Nothing was started."""
+
+    def _render_traceback_(self):
+        """What IPython shows: the message, not the launcher's frames."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or hung.
+
+    ``rank`` is the one that failed first, or None after a hang; ``failures`` maps each rank that failed to its
+    story, as text with its traceback.
+    """
+
+    def __init__(self, message, rank=None, failures=None):
+        super().__init__(message)
+        self.rank, self.failures = rank, failures or {}
+
+    def _render_traceback_(self):
+        """What IPython shows: the traceback of the rank, not the launcher's."""
+        return [*self.failures.get(self.rank, "").splitlines(), f"{type(self).__name__}: {self}"]
+
+
+def warm():
+    """Start the forkserver unless it runs. Returns at once; torch is imported in the background."""
+    os.environ["WORLD_SIZE_ONE_FOLDER"] = util.get_temp_dir()
+    context.set_forkserver_preload(["helpers._preload"])
+    with without_main():
+        forkserver.ensure_running()
+
+
+def launch(fn, *args, nproc=4, timeout=60, env=None):
+    """Call ``fn(*args)`` on ``nproc`` fresh ranks and return their results, ``[rank 0's, rank 1's, …]``.
+
+    In each rank the default process group runs (gloo, loopback only), and RANK, LOCAL_RANK, WORLD_SIZE and
+    LOCAL_WORLD_SIZE are set as torchrun sets them. ``fn``, its arguments and its results travel by cloudpickle. What
+    the ranks print appears here when they end, in rank order, a line that several ranks print folded into one.
+    ``timeout`` is in seconds and for the whole call; ``env`` adds to the ranks' environment variables.
+
+    Raises RankError when a rank raises, dies, or still runs at ``timeout``; LaunchError for an argument that cannot
+    work.
+    """
+    check(fn, nproc, timeout, env)
+    payload = pack(fn, args)
+    warm()
+    folder = Path(tempfile.mkdtemp(dir=util.get_temp_dir()))
+    environment = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "WORLD_SIZE_ONE_STORE": str(folder / "store"),
+        **(env or {}),
+    }
+    ranks, stands = [], {}
+    oom_kills = count_oom_kills()
+    try:
+        for rank in range(nproc):
+            here, there = context.Pipe(duplex=False)
+            task = (there, folder, rank, nproc, timeout, environment, payload)
+            process = context.Process(target=rank_main, args=task, name=f"rank {rank}")
+            ranks.append((process, here))
+            with without_main(), there:
+                process.start()
+        results, failures = collect(ranks, time.monotonic() + timeout)
+        if not failures and len(results) < nproc:
+            stands = where_they_stand(folder, ranks)
+    finally:
+        with uninterrupted():
+            for process, here in ranks:
+                end(process)
+                here.close()
+            outputs = [read(folder / f"output{rank}") for rank in range(len(ranks))]
+            shutil.rmtree(folder, ignore_errors=True)
+        for line in fold(outputs):
+            print(line)
+    if failures:
+        raise first_failure(failures, count_oom_kills() > oom_kills)
+    if stands:
+        raise hang(stands, results, timeout)
+    return [cloudpickle.loads(results[rank]) for rank in range(nproc)]
+
+
+def check(fn, nproc, timeout, env):
+    """Refuse what cannot work before anything is started."""
+    if not callable(fn):
+        raise LaunchError(f"launch needs a function, and got {fn!r}.\nPass it uncalled: launch(fn, argument, nproc=4).")
+    if isinstance(nproc, bool) or not isinstance(nproc, int):
+        raise LaunchError(f"nproc is the number of ranks, an int; it was {nproc!r}.\nTry nproc=4.")
+    if not 1 <= nproc <= MAX_RANKS:
+        raise LaunchError(
+            f"nproc={nproc} is not between 1 and {MAX_RANKS}.\nMore ranks need more machines: see torchrun."
+        )
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < threading.TIMEOUT_MAX:
+        raise LaunchError(f"timeout is a number of seconds above 0; it was {timeout!r}.\nTry timeout=60.")
+    if not all(isinstance(text, str) for pair in (env or {}).items() for text in pair):
+        raise LaunchError("env maps names to strings.\nTry env={'TORCH_DISTRIBUTED_DEBUG': 'DETAIL'}.")
+    if "WORLD_SIZE_ONE_STORE" in os.environ:
+        raise LaunchError("launch was called inside a rank.\nStart ranks from the notebook, and call dist.* in them.")
+
+
+def pack(fn, args):
+    """The function, its arguments and the sources of the notebook's cells, as bytes."""
+    sources = {name: entry for name, entry in linecache.cache.items() if "ipykernel_" in name or name.startswith("<")}
+    try:
+        return cloudpickle.dumps((fn, args, sources))
+    except Exception as error:
+        parts = {f"the function {getattr(fn, '__name__', fn)}": fn}
+        parts |= {f"argument {index}, a {type(arg).__name__},": arg for index, arg in enumerate(args)}
+        raise cannot_be_sent(parts) or error from None
+
+
+def cannot_be_sent(parts):
+    """The LaunchError for the first of ``{label: object}`` that cloudpickle refuses, or None."""
+    for name, part in parts.items():
+        try:
+            cloudpickle.dumps(part)
+        except Exception as reason:
+            return LaunchError(
+                f"{name} cannot be sent to the ranks ({reason}).\n"
+                "Build process groups, DDP models, locks and open files in the ranks."
+            )
+    return None
+
+
+def collect(ranks, deadline):
+    """Wait until every rank has reported, one has failed, or the deadline: ({rank: result}, {rank: Failure})."""
+    results, failures, reported = {}, {}, set()
+    while len(reported) < len(ranks):
+        waiting = {rank: pair for rank, pair in enumerate(ranks) if rank not in reported}
+        patience = deadline - time.monotonic()
+        if failures:
+            first = min(failure.when for failure in failures.values())
+            patience = min(patience, first + PEERS_WITHIN - time.monotonic())
+        if patience <= 0:
+            break
+        ready = connection.wait(
+            [handle for process, here in waiting.values() for handle in (process.sentinel, here)], patience
+        )
+        for rank, (process, here) in waiting.items():
+            if here in ready or process.sentinel in ready:
+                try:
+                    while here.poll():  # a rank that died may have reported before
+                        kind, value = here.recv()
+                        if kind == "end":
+                            reported.add(rank)
+                        else:
+                            (results if kind == "result" else failures)[rank] = value
+                except EOFError:
+                    pass
+                if rank not in reported and process.sentinel in ready:
+                    reported.add(rank)
+                    results.pop(rank, None)
+                    failures.setdefault(rank, death(process))
+    return results, failures
+
+
+def death(process):
+    """The Failure of a rank whose process is gone."""
+    process.join()
+    code = process.exitcode
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended by itself with exit code {code}"
+    return Failure(when=time.monotonic(), what=how)
+
+
+def end(process):
+    """Kill a rank and whatever it started, and wait until it is gone."""
+    if process.pid is None:
+        return
+    for kill in (lambda: os.killpg(process.pid, signal.SIGKILL), process.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill()
+    process.join()
+    process.close()
+
+
+def where_they_stand(folder, ranks):
+    """{rank: the innermost line of the reader's own code} for the ranks that still run."""
+    for process, _ in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.2)
+    return {rank: innermost(read(folder / f"stack{rank}")) for rank in range(len(ranks))}
+
+
+def innermost(dump):
+    """The innermost line of the reader's own code in a faulthandler dump, which opens with the main thread's id."""
+    main, _, dump = dump.partition("\n")
+    for block in dump.split("\n\n"):
+        if main and block.startswith((f"Thread {main}", f"Current thread {main}")):
+            for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', block):
+                if not is_library(file):
+                    source = linecache.getline(file, int(line)).strip()
+                    return place(traceback.FrameSummary(file, int(line), function, line=source))
+    return "no line of its own code"
+
+
+def first_failure(failures, out_of_memory):
+    """The RankError for what failed first: a cause before its peers' echo of it, equal failures as one."""
+    cause = min(failures.values(), key=lambda failure: (failure.echo, failure.when))
+    alike = [
+        rank for rank in sorted(failures) if (failures[rank].what, failures[rank].where) == (cause.what, cause.where)
+    ]
+    what = cause.what
+    if what == "killed by SIGKILL":
+        what += " (the system's out-of-memory killer: use less memory)" if out_of_memory else " (by another process)"
+    how = ("failed" if cause.traceback else "died") + (" first" if len(alike) == 1 else "")
+    message = f"{label(alike)} {how}: {what}" + (f"\n  at {cause.where}" if cause.where else "")
+    return RankError(message, alike[0], {rank: failure.traceback or failure.what for rank, failure in failures.items()})
+
+
+def hang(stands, finished, timeout):
+    """The RankError that says in which line each rank stood when the time was over."""
+    lines = {rank: "finished" if rank in finished else f"at {line}" for rank, line in sorted(stands.items())}
+    groups = {}
+    for rank, line in lines.items():
+        groups.setdefault(line, []).append(rank)
+    message = f"{len(lines) - len(finished)} of {len(lines)} ranks still ran after timeout={timeout} s:"
+    message += "".join(f"\n  {label(ranks)}: {line}" for line, ranks in groups.items())
+    return RankError(message, None, {rank: line for rank, line in lines.items() if rank not in finished})
+
+
+def fold(outputs):
+    """Merge the ranks' outputs into labelled lines.
+
+    Every rank's lines keep their order; a line that several ranks print at the same point is shown once, with the
+    ranks that printed it.
+    """
+    texts = [output.splitlines() for output in outputs]
+    ahead = [Counter(lines) for lines in texts]
+    at = [0] * len(texts)
+    while unread := [rank for rank, lines in enumerate(texts) if at[rank] < len(lines)]:
+        heads = {rank: texts[rank][at[rank]] for rank in unread}
+        # A line that a peer will also print, but not next, waits for that peer.
+        ready = (r for r in unread if all(heads[o] == heads[r] or not ahead[o][heads[r]] for o in unread))
+        line = heads[next(ready, unread[0])]
+        same = [rank for rank in unread if heads[rank] == line]
+        for rank in same:
+            ahead[rank][line] -= 1
+            at[rank] += 1
+        yield f"[{label(same)}] {line}".rstrip()
+
+
+def label(ranks):
+    """``rank 2``, ``ranks 0-3`` or ``ranks 0, 2`` for a list of ranks in order."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))
+
+
+def read(path):
+    """A file's text, or nothing where a rank ended before it wrote one."""
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def count_oom_kills():
+    """How many processes Linux has killed for want of memory since it started; 0 on other systems."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE):
+            return int(found[1])
+    return 0
+
+
+@contextlib.contextmanager
+def without_main():
+    """Keep multiprocessing from importing the caller's main module in the ranks: cloudpickle carries what they need."""
+    with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
+        yield
+
+
+@contextlib.contextmanager
+def uninterrupted():
+    """Let a Ctrl-C wait until the ranks are gone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler, pending = signal.getsignal(signal.SIGINT), []
+    signal.signal(signal.SIGINT, lambda *_: pending.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pending:
+        raise KeyboardInterrupt
