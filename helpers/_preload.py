@@ -4,15 +4,23 @@ A ``torch.optim`` constructor imports torch._dynamo, which takes as long as torc
 """
 
 import atexit
+import contextlib
+import importlib
 import os
 import shutil
+import signal
+from pathlib import Path
 
-import torch._dynamo
-import torch.nn.parallel
-import torch.optim
-import torch.utils.data  # noqa: F401
 
-import helpers._rank  # noqa: F401
+def tidy_up(folder):
+    """After a kernel that was killed and so could not: end its ranks and remove its files."""
+    for file in Path(folder).glob("*/pid*"):
+        with contextlib.suppress(OSError, ValueError):
+            os.killpg(int(file.read_text()), signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
 
-# A killed kernel cannot tidy up. The forkserver outlives it by a moment, long enough to remove what it left.
-atexit.register(shutil.rmtree, os.environ["WORLD_SIZE_ONE_FOLDER"], ignore_errors=True)
+
+os.setsid()  # a Ctrl-C and a kernel's restart signal its whole process group; this process must outlive it by a moment
+for name in ("torch._dynamo", "torch.nn.parallel", "torch.optim", "torch.utils.data", "helpers._rank"):
+    importlib.import_module(name)
+atexit.register(tidy_up, os.environ["WORLD_SIZE_ONE_FOLDER"])

@@ -2,6 +2,7 @@
 
 import faulthandler
 import linecache
+import multiprocessing
 import os
 import signal
 import site
@@ -12,7 +13,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, parent_process
+from multiprocessing import connection, forkserver, parent_process
 
 import cloudpickle
 
@@ -34,7 +35,10 @@ def rank_main(conn, folder, rank, world_size, timeout, environment, payload):
     """Run in a process of its own, forked by the forkserver; never returns before the launcher ends it."""
     os.setsid()  # the kernel's Ctrl-C is for the launcher, and what this rank starts can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    multiprocessing.set_start_method(None, force=True)  # a DataLoader's workers are this rank's, as under torchrun
     threading.Thread(target=end_with_parent, daemon=True).start()
+    (folder / f"pid{rank}").write_text(str(os.getpid()))  # for the forkserver: that thread needs the GIL
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # or it would not see the launcher's end before this rank's
     output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)  # descriptors, not sys.stdout alone: C++ writes to them too
     os.dup2(output, 2)
@@ -63,8 +67,10 @@ def run(rank, world_size, timeout, environment, payload):
     import torch.distributed as dist
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = min(cores // world_size, int(os.environ.get("OMP_NUM_THREADS") or cores))
-    torch.set_num_threads(max(1, threads))
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    threads = max(1, min(cores // world_size, int(asked) if asked.isdigit() else cores))
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the function imports
     dist.set_debug_level_from_env()  # torch read it when the forkserver imported it
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # or every rank of every call would draw the forkserver's numbers

@@ -26,9 +26,10 @@ from unittest import mock
 
 import cloudpickle
 
-from helpers._rank import Failure, is_library, place, rank_main
+from helpers._rank import NOTEBOOK, Failure, is_library, place, rank_main
 
 MAX_RANKS = 64
+MAX_SECONDS = 1_000_000
 PEERS_WITHIN = 0.2  # seconds to wait after a failure, for its cause or for peers that fail in the same way
 context = multiprocessing.get_context("forkserver")
 
@@ -51,6 +52,8 @@ class RankError(RuntimeError):
     def __init__(self, message, rank=None, failures=None):
         super().__init__(message)
         self.rank, self.failures = rank, failures or {}
+        if rank in self.failures:
+            self.add_note(self.failures[rank])  # a plain interpreter shows it under the message
 
     def _render_traceback_(self):
         """What IPython shows: the traceback of the rank, not the launcher's."""
@@ -94,7 +97,7 @@ def launch(fn, *args, nproc=4, timeout=60, env=None):
             task = (there, folder, rank, nproc, timeout, environment, payload)
             process = context.Process(target=rank_main, args=task, name=f"rank {rank}")
             ranks.append((process, here))
-            with without_main(), there:
+            with uninterrupted(), without_main(), there:
                 process.start()
         results, failures = collect(ranks, time.monotonic() + timeout)
         if not failures and len(results) < nproc:
@@ -104,7 +107,7 @@ def launch(fn, *args, nproc=4, timeout=60, env=None):
             for process, here in ranks:
                 end(process)
                 here.close()
-            outputs = [read(folder / f"output{rank}") for rank in range(len(ranks))]
+            outputs = [tidy(read(folder / f"output{rank}")) for rank in range(len(ranks))]
             shutil.rmtree(folder, ignore_errors=True)
         for line in fold(outputs):
             print(line)
@@ -125,9 +128,11 @@ def check(fn, nproc, timeout, env):
         raise LaunchError(
             f"nproc={nproc} is not between 1 and {MAX_RANKS}.\nMore ranks need more machines: see torchrun."
         )
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < threading.TIMEOUT_MAX:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_SECONDS:
         raise LaunchError(f"timeout is a number of seconds above 0; it was {timeout!r}.\nTry timeout=60.")
-    if not all(isinstance(text, str) for pair in (env or {}).items() for text in pair):
+    if not isinstance(env or {}, dict) or not all(
+        isinstance(text, str) for pair in (env or {}).items() for text in pair
+    ):
         raise LaunchError("env maps names to strings.\nTry env={'TORCH_DISTRIBUTED_DEBUG': 'DETAIL'}.")
     if "WORLD_SIZE_ONE_STORE" in os.environ:
         raise LaunchError("launch was called inside a rank.\nStart ranks from the notebook, and call dist.* in them.")
@@ -180,7 +185,7 @@ def collect(ranks, deadline):
                             reported.add(rank)
                         else:
                             (results if kind == "result" else failures)[rank] = value
-                except EOFError:
+                except (EOFError, OSError):  # it died, perhaps in the middle of a message
                     pass
                 if rank not in reported and process.sentinel in ready:
                     reported.add(rank)
@@ -231,11 +236,14 @@ def innermost(dump):
 
 def first_failure(failures, out_of_memory):
     """The RankError for what failed first: a cause before its peers' echo of it, equal failures as one."""
-    cause = min(failures.values(), key=lambda failure: (failure.echo, failure.when))
-    alike = [
-        rank for rank in sorted(failures) if (failures[rank].what, failures[rank].where) == (cause.what, cause.where)
-    ]
-    what = cause.what
+
+    def story(rank):  # without the rank's own number, which torch's messages carry
+        return re.sub(rf"\brank {rank}\b", "rank", failures[rank].what), failures[rank].where
+
+    first = min(failures, key=lambda rank: (failures[rank].echo, failures[rank].when))
+    alike = [rank for rank in sorted(failures) if story(rank) == story(first)]
+    cause = failures[alike[0]]
+    what = cause.what.split("\n")[0]  # the traceback has the rest
     if what == "killed by SIGKILL":
         what += " (the system's out-of-memory killer: use less memory)" if out_of_memory else " (by another process)"
     how = ("failed" if cause.traceback else "died") + (" first" if len(alike) == 1 else "")
@@ -260,7 +268,7 @@ def fold(outputs):
     Every rank's lines keep their order; a line that several ranks print at the same point is shown once, with the
     ranks that printed it.
     """
-    texts = [output.splitlines() for output in outputs]
+    texts = [output.removesuffix("\n").split("\n") if output else [] for output in outputs]
     ahead = [Counter(lines) for lines in texts]
     at = [0] * len(texts)
     while unread := [rank for rank, lines in enumerate(texts) if at[rank] < len(lines)]:
@@ -287,6 +295,13 @@ def label(ranks):
 def read(path):
     """A file's text, or nothing where a rank ended before it wrote one."""
     return path.read_text(errors="replace") if path.exists() else ""
+
+
+def tidy(text):
+    """A rank's output without what differs from run to run: the kernel's process id, the time of a C++ message."""
+    text = re.sub(r"\S*ipykernel_\d+/\d+\.py", NOTEBOOK, text)
+    # [rank0]:[W1120 23:56:46.832225602 reducer.cpp:1529] … becomes [W reducer.cpp:1529] …
+    return re.sub(r"^(?:\[rank\d+\]:)?\[([IWEF])\d{4} [\d:.]+ ", r"[\1 ", text, flags=re.MULTILINE)
 
 
 def count_oom_kills():

@@ -6,6 +6,6 @@ Run-time module: what a chapter uses from here is copied into its exported scrip
 from torch import nn
 
 
-def mlp(width=64):
+def mlp(width=256):
     """A two-layer classifier of the digits: images [batch, 64] to logits [batch, 10]."""
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))

@@ -1,0 +1,108 @@
+# `make` alone lists the commands. Every one sets up .venv first, once; works with GNU make 3.81 and newer.
+
+PYTHON ?= python3
+CHAPTER ?= 04
+NPROC ?= 4
+PORT ?= 8000
+RUNS ?= 40
+NOTEBOOK ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Set-up is done when this file exists. Its name changes with what set-up reads, and with the folder's place.
+READY := $(VENV)/ready-$(word 1,$(shell (pwd; cat requirements.txt pyproject.toml) | cksum))
+BENCH_READY := $(READY)-bench-$(word 1,$(shell cat requirements-bench.txt 2>/dev/null | cksum))
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help book serve test lab scripts run bench soak portability outputs browser setup
+
+help:
+	@echo "World Size One"
+	@echo
+	@echo "  make book         build the book, and every chapter's script"
+	@echo "  make serve        show the built book at http://127.0.0.1:8000/  (PORT=8000)"
+	@echo "  make test         run everything that verifies this project, every notebook's cell included"
+	@echo
+	@echo "  make lab          open the notebooks in JupyterLab"
+	@echo "  make scripts      write every chapter's torchrun script to scripts/"
+	@echo "  make run          export one chapter and run it under torchrun  (CHAPTER=04 NPROC=4 ARGS='--epochs 2')"
+	@echo
+	@echo "  make bench        measure this project against other ways to do the same"
+	@echo "  make soak         run a chapter's script 40 times on 2 ranks and 40 times on 4  (CHAPTER=04 RUNS=40)"
+	@echo "  make portability  compare the notebooks' outputs under other CPU settings"
+	@echo "  make outputs      run notebooks and store their outputs  (NOTEBOOK=notebooks/04_ddp.ipynb, default all)"
+	@echo
+	@echo "The first command makes .venv, with PYTHON=python3; that takes a few minutes."
+
+# --- set-up ---------------------------------------------------------------------------------------------------------
+
+setup: $(READY)
+
+# A .venv that no set-up finished (interrupted, moved, or somebody's own) is made anew; a finished one is brought up to
+# date. The old mark goes first and the new one comes last, so a step that fails leaves none.
+$(READY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) -V 2>&1 || true)."; \
+	  echo "Install one, then name it: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
+	@echo "Setting up $(VENV) from requirements.txt (the first time takes a few minutes)."
+	@ls $(VENV)/ready-* >/dev/null 2>&1 && grep -qsF "$(CURDIR)/$(BIN)" $(BIN)/pip && $(BIN)/python -c "" 2>/dev/null \
+	  || $(PYTHON) -m venv --clear $(VENV)
+	@rm -f $(VENV)/ready-*
+	@[ -t 1 ] || quiet=--quiet; $(PIP) install $$quiet -r requirements.txt
+	@$(PIP) install --quiet --no-deps --editable .
+	@touch $@
+
+$(BENCH_READY): $(READY) requirements-bench.txt
+	@$(PIP) install --quiet -r requirements-bench.txt
+	@touch $@
+
+# --- the book -------------------------------------------------------------------------------------------------------
+
+scripts: $(READY)
+	@$(BIN)/python -m helpers export --all --out scripts --force
+
+# From nothing every time: a page that left the table of contents must not linger, nor a warning be seen only once.
+book: scripts
+	@rm -rf _build
+	@$(BIN)/jupyter-book build . --warningiserror --keep-going -n --quiet >/dev/null
+	@test -f _build/html/index.html || { echo "The build wrote no _build/html/index.html." >&2; exit 1; }
+	@echo
+	@echo "The book is in _build/html: open file://$(CURDIR)/_build/html/index.html, or run 'make serve'."
+
+serve: $(READY)
+	@test -f _build/html/index.html || { echo "The book is not built yet. Run 'make book' first." >&2; exit 1; }
+	@$(BIN)/python -c 'import socket; socket.create_server(("127.0.0.1", $(PORT))).close()' 2>/dev/null || { \
+	  echo "Port $(PORT) is taken. Try another: make serve PORT=8001" >&2; exit 1; }
+	@echo "The book is at http://127.0.0.1:$(PORT)/ until you press Ctrl-C."
+	@$(BIN)/python -m http.server $(PORT) --bind 127.0.0.1 --directory _build/html || test $$? -eq 130
+
+lab: $(READY)
+	@$(BIN)/jupyter lab --notebook-dir=notebooks --ip=127.0.0.1
+
+run: $(READY)
+	@$(BIN)/python -m helpers run $(CHAPTER) --nproc $(NPROC) -- $(ARGS)
+
+# --- verification ---------------------------------------------------------------------------------------------------
+
+browser:
+	@sh tests/install_browser.sh
+
+test: $(READY) browser
+	@$(BIN)/python -m pytest --nbval -n 2 --dist loadfile $(ARGS)
+
+soak: $(READY)
+	@$(BIN)/python tests/soak.py --chapter $(CHAPTER) --runs $(RUNS)
+
+# DNNL_MAX_CPU_ISA and ATEN_CPU_CAPABILITY limit which of the CPU's instructions torch uses, as an older CPU would.
+portability: $(READY)
+	@for setting in ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1; do \
+	  echo "$$setting"; env $$setting $(BIN)/python -m pytest --nbval notebooks -q $(ARGS) || exit 1; done
+
+outputs: $(READY)
+	@$(BIN)/python tests/store_outputs.py $(NOTEBOOK)
+
+bench: $(BENCH_READY)
+	@$(BIN)/python tests/bench.py $(ARGS)

@@ -1,0 +1,43 @@
+"""Give the pages a repository link and launch buttons when BOOK_REPOSITORY_URL names a repository."""
+
+import os
+import re
+
+from sphinx.util import logging
+
+
+def theme_options(url):
+    """The theme's options for a repository on GitHub; ValueError for any other address."""
+    url = url.strip().removesuffix("/").removesuffix(".git")
+    if not re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+", url):
+        raise ValueError(
+            f"BOOK_REPOSITORY_URL is {url!r}, which is not https://github.com/OWNER/NAME. "
+            "Correct it, or unset it to build the book without links to a repository."
+        )
+    return {
+        "repository_url": url,
+        "repository_branch": "main",
+        "path_to_docs": "",
+        "use_repository_button": True,
+        "use_issues_button": True,
+        "launch_buttons": {
+            "notebook_interface": "jupyterlab",
+            "binderhub_url": "https://mybinder.org",
+            "colab_url": "https://colab.research.google.com",
+        },
+    }
+
+
+def add_repository(app, config):
+    url = os.environ.get("BOOK_REPOSITORY_URL")
+    if not url:
+        return
+    try:
+        config.html_theme_options.update(theme_options(url))
+    except ValueError as error:
+        logging.getLogger(__name__).warning(str(error))  # an error where the book is built with -W, as it should be
+
+
+def setup(app):
+    app.connect("config-inited", add_repository)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,94 @@
+"""What several test files share: the built book, a server for a folder, a browser."""
+
+import functools
+import http.server
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from filelock import FileLock
+
+ROOT = Path(__file__).parents[1]
+CHROME_ON_MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+BROWSERS = ["chromium", "chromium-browser", "google-chrome", CHROME_ON_MACOS]
+
+
+def toc_files():
+    """The files that _toc.yml names, without suffix, in reading order: ``["book/intro", …]``."""
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
+    return [toc["root"]] + [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
+
+
+def build_book(folder, **env):
+    """Copy the book's sources into ``folder`` and build them there, warnings being errors.
+
+    Returns (folder of the HTML, exit status, what the build complained about).
+    """
+    for name in ["_config.yml", "_toc.yml"]:
+        shutil.copy(ROOT / name, folder)
+    for name in ["book", "notebooks"]:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__"))
+    env = {**os.environ, "NO_COLOR": "1", **env}
+    export = [sys.executable, "-m", "helpers", "export", "--all", "--out", folder / "scripts"]
+    subprocess.run(export, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
+    build = [Path(sys.executable).with_name("jupyter-book"), "build", folder, "-W", "--keep-going", "-n", "-q"]
+    done = subprocess.run(build, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return folder / "_build" / "html", done.returncode, done.stderr
+
+
+@pytest.fixture(scope="session")
+def book(tmp_path_factory, worker_id):
+    """The book, built once for all tests: ``.html`` (its folder), ``.status`` and ``.complaints`` of the build."""
+    shared = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        shared = shared.parent  # one folder for all of pytest-xdist's workers
+    folder = shared / "built-book"
+    with FileLock(shared / "built-book.lock"):
+        if not (folder / "status").exists():
+            folder.mkdir()
+            _, status, complaints = build_book(folder, BOOK_REPOSITORY_URL="")
+            (folder / "complaints").write_text(complaints)
+            (folder / "status").write_text(str(status))
+    return SimpleNamespace(
+        html=folder / "_build" / "html",
+        scripts=folder / "scripts",
+        status=int((folder / "status").read_text()),
+        complaints=(folder / "complaints").read_text(),
+    )
+
+
+@pytest.fixture(scope="module")
+def book_url(book):
+    """The address of the built book, served on 127.0.0.1."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    handler = functools.partial(Quiet, directory=book.html)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless chromium. Where there is none: a skip, but a failure under CI."""
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        reason = "no chromium or Chrome on this machine: `make browser` installs one where apt is available"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    from playwright.sync_api import sync_playwright
+
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=flags)
+        yield chromium
+        chromium.close()

@@ -1,0 +1,268 @@
+"""What a notebook must be beyond what nbval compares: rules, each a generator of what is wrong with a notebook."""
+
+import json
+import re
+
+import nbformat
+from IPython.core.inputtransformer2 import TransformerManager
+from store_outputs import normalised, text_of
+
+MAGICS = {"load_ext", "ranks"}  # an unknown magic can pass under nbval, so the known ones are listed
+MOST_BYTES = 1_500_000
+
+# nbval reads tags and, in comments, the same words as markers.
+RAISES = {"raises-exception", "nbval-raises-exception", "NBVAL_RAISES_EXCEPTION"}
+IGNORES = {"nbval-ignore-output", "NBVAL_IGNORE_OUTPUT", "PYTEST_VALIDATE_IGNORE_OUTPUT"}
+SKIPS = {"nbval-skip", "NBVAL_SKIP", "skip-execution"}
+
+# Paths, processes and addresses of the machine that ran the notebook.
+MACHINE = re.compile(
+    r"(?<![\w.:/])/(?:work|home|root|tmp|Users|private|var/folders|mnt|opt)/|site-packages/|ipykernel_\d"
+    r"|\bpid[ =:]+\d|\b0x[0-9a-f]{6,}\b"
+)
+
+
+# --- looking into a notebook ------------------------------------------------------------------------------------------
+
+
+def code_cells(nb):
+    """(name for messages, cell) of each code cell."""
+    return [(f"cell {number}", cell) for number, cell in enumerate(nb.cells, 1) if cell.cell_type == "code"]
+
+
+def marks(cell):
+    """The cell's tags, and its comments, among which nbval looks for markers."""
+    comments = {line.strip().lstrip("#").strip() for line in cell.source.splitlines() if line.strip().startswith("#")}
+    return set(cell.metadata.get("tags", [])) | comments
+
+
+def last_code_line(cell):
+    """The last line that is more than a comment, without its comment; "" if there is none."""
+    lines = [line.split("#")[0].rstrip() for line in cell.source.splitlines()]
+    return next(filter(None, reversed(lines)), "")
+
+
+def texts(output):
+    """Every text that an output holds: stream, representations, error, traceback."""
+    yield from [output.get("text", ""), output.get("evalue", ""), *output.get("traceback", [])]
+    for mime, value in output.get("data", {}).items():
+        if not mime.startswith("image/") or mime == "image/svg+xml":
+            yield value if isinstance(value, str) else json.dumps(value)
+
+
+def prose(nb):
+    """The markdown of all cells as one text; in its fences no line looks like a heading."""
+    text = "\n\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
+    return re.sub(r"^(`{3,}|~{3,}).*?^\1", lambda fence: fence[0].replace("\n#", "\n "), text, flags=re.M | re.S)
+
+
+def headings(nb):
+    """(level, text) of each heading."""
+    return [(len(level), text.strip()) for level, text in re.findall(r"^(#{1,6}) (.+)$", prose(nb), flags=re.M)]
+
+
+def section(nb, title):
+    """The prose under the first heading that contains ``title``, up to the next heading of its level; "" if none."""
+    found = re.search(rf"^(#{{2,6}}) [^\n]*{title}.*?(?=^\1 |\Z)", prose(nb), flags=re.M | re.S | re.I)
+    return found[0] if found else ""
+
+
+# --- every notebook ---------------------------------------------------------------------------------------------------
+
+
+def is_valid(nb):
+    """nbformat's own schema, which asks for cells' ids from 4.5 on."""
+    if (nb.nbformat, nb.nbformat_minor) != (4, 5):
+        yield f"format {nb.nbformat}.{nb.nbformat_minor} instead of 4.5"
+    for error in nbformat.validator.iter_validate(nb):
+        yield error.message
+    ids = [cell.get("id") for cell in nb.cells]
+    for name in {name for name in ids if ids.count(name) > 1}:
+        yield f"two cells have the id {name}"
+
+
+def is_executed_in_order(nb):
+    """nbval passes a cell that was never run without comparing it."""
+    for count, (name, cell) in enumerate(code_cells(nb), 1):
+        if cell.execution_count != count:
+            yield f"{name} has the execution count {cell.execution_count} instead of {count}"
+        if not cell.source.strip():
+            yield f"{name} is empty"
+
+
+def is_normalised(nb):
+    """No widget state, timings, versions, collapsed cells or machine's paths: what `make outputs` stores."""
+    clean = normalised(nb)
+    if nb.metadata != clean.metadata:
+        yield "the notebook's metadata differ from what `make outputs` stores"
+    for number, (cell, stored) in enumerate(zip(nb.cells, clean.cells, strict=True), 1):
+        if cell != stored:
+            yield f"cell {number} differs from what `make outputs` stores: metadata, a widget view or a traceback"
+
+
+def has_no_attachments(nb):
+    for number, cell in enumerate(nb.cells, 1):
+        if cell.get("attachments"):
+            yield f"cell {number} has attachments"
+
+
+def has_known_magics(nb):
+    """An unknown magic prints an error that nbval can pass over; a shell line that fails raises nothing."""
+    for name, cell in code_cells(nb):
+        python = TransformerManager().transform_cell(cell.source)
+        for magic in re.findall(r"get_ipython\(\)\.run_(?:line|cell)_magic\('([^']*)'", python):
+            if magic not in MAGICS:
+                yield f"{name} uses %{magic}, which is not among {sorted(MAGICS)}"
+        if re.search(r"get_ipython\(\)\.(system|getoutput)\(", python):
+            yield f"{name} runs a shell line, whose failure would pass: use subprocess.run(…, check=True)"
+        if any("UsageError" in text for output in cell.outputs for text in texts(output)):
+            yield f"{name} stores a UsageError"
+
+
+def raises_what_it_announces(nb):
+    """nbval passes a cell tagged as raising that does not raise, unless its stored output holds the error."""
+    for name, cell in code_cells(nb):
+        stored = any(output.output_type == "error" for output in cell.outputs)
+        if stored and not marks(cell) & RAISES:
+            yield f"{name} stores an error and has no tag raises-exception"
+        if not stored and marks(cell) & RAISES:
+            yield f"{name} is tagged as raising and stores no error"
+
+
+def compares_every_output(nb):
+    """An output may go uncompared only where the cell says why and something is asserted in its place."""
+    cells = code_cells(nb)
+    for place, (name, cell) in enumerate(cells):
+        if marks(cell) & SKIPS:
+            yield f"{name} is skipped"
+        if marks(cell) & IGNORES:
+            if not re.search(r"^# not compared: \w+ \w+", cell.source, flags=re.M):
+                yield f"{name} is not compared and does not say why in a line `# not compared: why`"
+            if not any("assert" in near.source for _, near in cells[place : place + 2]):
+                yield f"{name} is not compared, and neither it nor the next code cell asserts anything"
+
+
+def has_no_warnings(nb):
+    """A warning under nbval is an output that is not stored, so it fails; hence none may be stored either."""
+    for name, cell in code_cells(nb):
+        for output in cell.outputs:
+            if output.get("name") == "stderr":
+                yield f"{name} stores what it printed to stderr: {output.text[:80]!r}"
+            for text in texts(output):
+                for warning in re.findall(r"\w*Warning: .*", text):
+                    yield f"{name} stores a {warning}"
+
+
+def names_no_machine(nb):
+    for number, cell in enumerate(nb.cells, 1):
+        for text in [cell.source, *(text for output in cell.get("outputs", []) for text in texts(output))]:
+            for found in MACHINE.finditer(text):
+                yield f"cell {number} names this machine: {text[max(0, found.start() - 20) : found.end() + 30]!r}"
+
+
+def describes_its_images(nb):
+    """The page gives a stored image its path as alternative text, unless the cell's metadata has a better one."""
+    for name, cell in code_cells(nb):
+        if any(mime.startswith("image/") for output in cell.outputs for mime in output.get("data", {})):
+            if not cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "").strip():
+                yield f"{name} shows an image without metadata mystnb.image.alt"
+
+
+def ends_no_cell_with_a_semicolon(nb):
+    """Under nbval a trailing semicolon hides nothing, so the outputs would differ."""
+    for name, cell in code_cells(nb):
+        if last_code_line(cell).endswith(";"):
+            yield f"{name} ends with a semicolon"
+
+
+def has_sensible_headings(nb):
+    found = headings(nb)
+    if nb.cells[0].cell_type != "markdown" or [level for level, _ in found[:1]] != [1]:
+        yield "the first cell is not the title"
+    for (above, before), (level, text) in zip(found, found[1:], strict=False):
+        if level == 1:
+            yield f"heading {text!r} is a second title"
+        if level > above + 1:
+            yield f"heading {text!r} (level {level}) follows {before!r} (level {above})"
+
+
+def is_small(nb):
+    size = len(text_of(nb).encode())
+    if size > MOST_BYTES:
+        yield f"{size:,} bytes; one page of a book has at most {MOST_BYTES:,}"
+
+
+# --- a chapter, and the template of one -------------------------------------------------------------------------------
+
+
+def starts_with_helpers(nb):
+    """The extension starts importing torch for the ranks, so it comes before everything else."""
+    if not code_cells(nb)[0][1].source.startswith("%load_ext helpers"):
+        yield "the first code cell does not start with `%load_ext helpers`"
+
+
+def promises_what_it_proves(nb):
+    """Under "What you will prove": three to six invariants, each a link to the cell that asserts it."""
+    bullet = r"^(?:[-*]|\d+\.) "
+    promises = re.split(bullet, section(nb, "What you will prove"), flags=re.M)[1:]
+    if not 3 <= len(promises) <= 6:
+        yield f"'What you will prove' lists {len(promises)} invariants, not three to six"
+    for promise in promises:
+        if "](#" not in promise.split("\n\n")[0]:
+            yield f"a promise links to no cell: {promise[:60]!r}"
+
+
+def has_one_parameters_cell(nb):
+    """The exporter makes flags of it."""
+    cells = [cell for _, cell in code_cells(nb) if "parameters" in marks(cell)]
+    if len(cells) != 1:
+        yield f"{len(cells)} cells are tagged parameters, not one"
+    for line in [line for cell in cells for line in cell.source.splitlines()]:
+        if line.strip() and not re.match(r"#|\w+: .+ = .+  # \w", line):
+            yield f"a parameter is not `name: type = value  # what it does`: {line}"
+
+
+def exports_a_script(nb):
+    if not any("export" in marks(cell) for _, cell in code_cells(nb)):
+        yield "no cell is tagged export"
+
+
+def asks_for_a_prediction(nb):
+    if not re.search(r"^[:`]{3,}\{admonition\}.*predict", prose(nb), flags=re.M | re.I):
+        yield "no admonition asks to predict"
+
+
+def hands_over_its_script(nb):
+    """Downloads of the notebook and of the script, the script's listing, and how to start it."""
+    text = section(nb, "Take it to your GPUs")
+    least = {"{download}": 2, ".ipynb>": 1, "../scripts/": 2, "{literalinclude}": 1, "torchrun": 1}
+    for wanted, times in least.items():
+        if text.count(wanted) < times:
+            yield f"'Take it to your GPUs' has {wanted} {text.count(wanted)} times, fewer than {times}"
+
+
+def has_solved_exercises(nb):
+    """Two to four exercises, each with a solution that is checked on every run and folded on the page."""
+    if not section(nb, "Exercises"):
+        yield "there is no section 'Exercises'"
+    solutions = [(name, cell) for name, cell in code_cells(nb) if "solution" in marks(cell)]
+    if len(solutions) < 2:
+        yield f"{len(solutions)} cells are tagged solution, fewer than two"
+    for name, cell in solutions:
+        if not marks(cell) & {"hide-cell", "hide-input"}:
+            yield f"{name} is a solution that is not folded"
+        if "assert" not in cell.source:
+            yield f"{name} is a solution that asserts nothing"
+
+
+def recapitulates(nb):
+    if not re.search(r"^\|.*\|$", section(nb, "Recap"), flags=re.M):
+        yield "there is no section 'Recap' with a table"
+
+
+RULES = [
+    is_valid, is_executed_in_order, is_normalised, has_no_attachments, has_known_magics, raises_what_it_announces,
+    compares_every_output, has_no_warnings, names_no_machine, describes_its_images, ends_no_cell_with_a_semicolon,
+    has_sensible_headings, is_small, starts_with_helpers, promises_what_it_proves, has_one_parameters_cell,
+    exports_a_script, asks_for_a_prediction, hands_over_its_script, has_solved_exercises, recapitulates,
+]  # fmt: skip

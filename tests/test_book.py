@@ -1,0 +1,265 @@
+"""The built book: a quiet build, links, nothing fetched from outside, downloads; and the commands that prose names."""
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from bs4 import BeautifulSoup
+from conftest import ROOT, build_book, toc_files
+
+CHAPTERS = [name for name in toc_files() if name.startswith("notebooks/")]
+each_chapter = pytest.mark.parametrize("chapter", CHAPTERS)
+
+# Attributes by which a page makes the browser fetch something at once.
+FETCHED = {
+    "script": ["src"], "img": ["src", "srcset"], "source": ["src", "srcset"], "iframe": ["src"], "embed": ["src"],
+    "video": ["src", "poster"], "audio": ["src"], "object": ["data"],
+    "image": ["href", "xlink:href"], "use": ["href", "xlink:href"],
+}  # fmt: skip
+FETCHED_LINKS = {"stylesheet", "icon", "preload", "prefetch", "preconnect", "modulepreload", "manifest", "dns-prefetch"}
+
+
+@cache
+def parsed(path):
+    return BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+
+
+def pages(html):
+    """(path below the book's folder, parsed page) of each page."""
+    found = [(path.relative_to(html).as_posix(), parsed(path)) for path in sorted(html.rglob("*.html"))]
+    return [(name, page) for name, page in found if not name.startswith("_")]
+
+
+def page_of(book, docname):
+    return parsed(book.html / f"{docname}.html")
+
+
+# --- checks on a page, each also shown a page that breaks it ----------------------------------------------------------
+
+
+def fetched_from_outside(page):
+    """Addresses on other hosts that the browser would ask for when it shows this page."""
+    addresses = [tag.get(name, "") for tag in page(list(FETCHED)) for name in FETCHED[tag.name]]
+    addresses += [tag.get("href", "") for tag in page("link") if FETCHED_LINKS & set(tag.get("rel", []))]
+    styles = [tag.get_text() for tag in page("style")] + [tag["style"] for tag in page(style=True)]
+    return [address for address in addresses if is_outside(address)] + outside_in_css("\n".join(styles))
+
+
+def is_outside(address):
+    return bool(re.match(r"\s*(https?:)?//", address))
+
+
+def outside_in_css(css):
+    return [found for found in re.findall(r"(?:url\(|@import)\s*['\"]?([^'\")\s;]+)", css) if is_outside(found)]
+
+
+def broken_links(page, path, html):
+    """Links, sources and anchors of the page at ``path`` that lead to nothing inside the folder ``html``."""
+    for tag in page(["a", "link", "script", "img"]):
+        link = tag.get("href", tag.get("src"))
+        if link is None or is_outside(link) or re.match(r"(mailto|data|javascript):", link):
+            continue
+        target, _, anchor = link.partition("#")
+        file = (path.parent / unquote(urlsplit(target).path)).resolve() if target else path
+        if file.is_dir() or not file.exists() or not file.is_relative_to(html.resolve()):
+            yield f"{link}: no such file"
+        elif anchor and file.suffix == ".html" and not parsed(file).find(attrs={"id": unquote(anchor)}):
+            yield f"{link}: no such anchor"
+
+
+def badly_formed(page):
+    """Outside links that no reader could follow."""
+    links = [tag["href"] for tag in page("a", href=True) if is_outside(tag["href"])]
+    return [link for link in links if not re.fullmatch(r"https?://[\w-]+(\.[\w-]+)+(:\d+)?(/[^\s<>\"]*)?", link)]
+
+
+def images_without_text(page):
+    return [tag.get("src") for tag in page("img") if not tag.get("alt", "").strip() or is_file_name(tag["alt"])]
+
+
+def is_file_name(alt):
+    return bool(re.search(r"\.(png|svg|jpe?g|gif)$", alt))
+
+
+def test_checks_see_what_they_look_for(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(
+        "<img src='https://a.example/x.png'><script src='//b.example/x.js'></script>"
+        "<p style='background: url(http://c.example/d)'><style>@import 'https://f.example/y.css'</style>"
+        "<link rel='stylesheet' href='https://e.example/x.css'>"
+        "<a href='https://fine.example/page'>fine</a><a href='https://bad'>bad</a>"
+        "<a href='gone.html'>gone</a><a href='../out.html'>outside</a>"
+        "<a href='#here'>no anchor</a><a href='page.html#there' id='there'>good</a>"
+        "<img src='page.html' alt='x.png'><img src='page.html' alt='A drawing'>"
+    )
+    page = parsed(path)
+    assert len(fetched_from_outside(page)) == 5
+    assert [link.split(":")[0] for link in broken_links(page, path, tmp_path)] == ["gone.html", "../out.html", "#here"]
+    assert badly_formed(page) == ["https://bad"]
+    assert images_without_text(page) == ["https://a.example/x.png", "page.html"]
+
+
+# --- the book ---------------------------------------------------------------------------------------------------------
+
+
+def test_build_is_quiet(book):
+    assert (book.status, book.complaints) == (0, "")
+    assert (book.html / "index.html").exists()
+    assert (book.html / ".nojekyll").exists(), "GitHub Pages would leave out the folders that start with _"
+
+
+def test_every_page_of_the_toc_is_there(book):
+    assert {f"{name}.html" for name in toc_files()} <= {name for name, _ in pages(book.html)}
+    assert f"url={toc_files()[0]}.html" in (book.html / "index.html").read_text()
+
+
+def test_links_and_anchors_resolve(book):
+    broken = []
+    for name, page in pages(book.html):
+        broken += [f"{name}: {link}" for link in broken_links(page, book.html / name, book.html)]
+    assert not broken, "\n".join(broken)
+
+
+def test_nothing_comes_from_outside(book):
+    outside = [f"{name}: {address}" for name, page in pages(book.html) for address in fetched_from_outside(page)]
+    for path in sorted(book.html.rglob("*.css")):
+        outside += [f"{path.name}: {address}" for address in outside_in_css(path.read_text(encoding="utf-8"))]
+    assert not outside, "\n".join(outside)
+
+
+def test_outside_links_are_well_formed(book):
+    bad = [f"{name}: {link}" for name, page in pages(book.html) for link in badly_formed(page)]
+    assert not bad, "\n".join(bad)
+
+
+def test_images_have_alternative_text(book):
+    bad = [f"{name}: {src}" for name, page in pages(book.html) for src in images_without_text(page)]
+    assert not bad, "\n".join(bad)
+
+
+@each_chapter
+def test_chapter_offers_its_notebook_and_its_script(book, chapter):
+    page, folder = page_of(book, chapter), (book.html / chapter).parent
+    offered = [(folder / tag["href"]).resolve() for tag in page("a", class_="download")]
+    notebook, script = ROOT / f"{chapter}.ipynb", book.scripts / f"{chapter.split('/')[1]}.py"
+    contents = {path.name: path.read_bytes() for path in offered}
+    assert contents.get(notebook.name) == notebook.read_bytes()
+    assert contents.get(script.name) == script.read_bytes()
+    button = page.select_one(".btn-download-source-button")
+    assert (folder / button["href"]).read_bytes() == notebook.read_bytes()
+
+
+@each_chapter
+def test_chapter_lists_its_script_folded(book, chapter):
+    script = (book.scripts / f"{chapter.split('/')[1]}.py").read_text().strip()
+    listings = [fold.pre.get_text().strip() for fold in page_of(book, chapter)("details") if fold.pre]
+    assert script in listings
+
+
+@each_chapter
+def test_page_shows_the_stored_outputs(book, chapter):
+    """Every text that the notebook prints stands on the page."""
+    page = page_of(book, chapter).get_text()
+    cells = json.loads((ROOT / f"{chapter}.ipynb").read_text())["cells"]
+    printed = ["".join(output["text"]) for cell in cells for output in cell.get("outputs", []) if "text" in output]
+    assert printed or not CHAPTERS
+    assert [text for text in printed if text.strip() not in page] == []
+
+
+def test_search_index_holds_the_chapters(book):
+    script = (book.html / "searchindex.js").read_text()
+    index = json.loads(script.removeprefix("Search.setIndex(").removesuffix(")"))
+    assert set(toc_files()) <= set(index["docnames"])
+    places = index["terms"]["rank"]  # a number, or a list where several pages have the word
+    found = {index["docnames"][place] for place in (places if isinstance(places, list) else [places])}
+    assert set(CHAPTERS) <= found
+
+
+# --- with and without a repository ------------------------------------------------------------------------------------
+
+
+def repository_links(page):
+    return [tag["href"] for tag in page.select(".article-header-buttons a[href]") if is_outside(tag["href"])]
+
+
+def test_no_repository_link_without_the_variable(book):
+    assert [link for _, page in pages(book.html) for link in repository_links(page)] == []
+
+
+def test_repository_and_launch_links_with_the_variable(tmp_path):
+    html, status, complaints = build_book(tmp_path, BOOK_REPOSITORY_URL="https://github.com/an-owner/a.name/")
+    assert (status, complaints) == (0, "")
+    links = repository_links(parsed(html / f"{CHAPTERS[0]}.html"))
+    assert "https://github.com/an-owner/a.name" in links
+    assert f"https://mybinder.org/v2/gh/an-owner/a.name/main?urlpath=lab/tree/{CHAPTERS[0]}.ipynb" in links
+    assert f"https://colab.research.google.com/github/an-owner/a.name/blob/main/{CHAPTERS[0]}.ipynb" in links
+    assert not any(fetched_from_outside(page) for _, page in pages(html))
+
+
+def test_bad_repository_url_fails_the_build(tmp_path):
+    _, status, complaints = build_book(tmp_path, BOOK_REPOSITORY_URL="example.org/book")
+    assert status != 0
+    assert "BOOK_REPOSITORY_URL is 'example.org/book', which is not https://github.com/OWNER/NAME" in complaints
+    assert "Traceback" not in complaints
+
+
+# --- the commands that the prose tells a reader to type ---------------------------------------------------------------
+
+PROSE = [path for path in [*ROOT.glob("*.md"), *(ROOT / "book").glob("*.md")] if path.is_file()]
+
+
+def commands(text):
+    """The lines of the text's shell listings, without prompts, comments and continuation marks."""
+    fence = r"^(?:```+|:::+)(?:\{code-block\} )?(?:bash|console|shell|sh)\n(.*?)^(?:```|:::)"
+    for listing in re.findall(fence, text, flags=re.M | re.S):
+        for line in re.sub(r"\\\n\s*", "", listing).splitlines():
+            line = re.sub(r"\s+#.*", "", line.strip().removeprefix("$ "))
+            if line and not line.startswith("#"):
+                yield line
+
+
+def all_commands():
+    return sorted({command for path in PROSE for command in commands(path.read_text(encoding="utf-8"))})
+
+
+def targets():
+    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+
+
+def test_readme_starts_with_the_two_commands():
+    found = list(commands((ROOT / "README.md").read_text(encoding="utf-8")))
+    assert [command for command in found if command.startswith("make")][:2] == ["make book", "make test"]
+
+
+@pytest.mark.parametrize("command", all_commands())
+def test_command_in_the_prose_works(command, tmp_path):
+    """A make target exists; a command of this project is run, or its help is; others are among the known ones."""
+    words = command.split()
+    while "=" in words[0]:
+        words.pop(0)  # VARIABLE=value before the command
+    program, arguments = words[0], words[1:]
+    if program == "make":
+        unknown = [word for word in arguments if "=" not in word and not word.startswith("-") and word not in targets()]
+        assert not unknown
+        listed = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
+        assert listed.returncode == 0, listed.stderr
+    elif words[:3] == ["python", "-m", "helpers"]:
+        chosen = [*words[3:], "--out", tmp_path] if "export" in words and "--out" not in words else words[3:]
+        chosen = [words[3], "--help"] if words[3] == "run" else chosen
+        assert subprocess.run([sys.executable, "-m", "helpers", *chosen], cwd=ROOT, capture_output=True).returncode == 0
+    elif words[:2] == ["jupyter", "nbconvert"]:
+        convert = [sys.executable, "-m", "nbconvert", *words[2:], "--output-dir", tmp_path]
+        assert subprocess.run(convert, cwd=ROOT, capture_output=True).returncode == 0
+        assert list(tmp_path.iterdir())
+    elif program == "pytest":
+        collected = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]
+        assert subprocess.run(collected, cwd=ROOT, capture_output=True).returncode == 0
+    elif program == "torchrun":
+        script = next(word for word in arguments if word.endswith(".py")).split("/")[-1]
+        assert f"notebooks/{script.removesuffix('.py')}" in CHAPTERS
+    else:
+        assert words[:2] in (["git", "clone"], ["pip", "install"], ["sudo", "apt-get"]) or program in ("cd", "sbatch")

@@ -1,0 +1,149 @@
+"""The built book in a real browser: no outside request, no error, sliders, dark mode, narrow pages, axe, search."""
+
+import re
+
+import nbformat
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from conftest import ROOT, toc_files
+
+PAGES = [*toc_files(), "index", "search", "genindex"]
+CHAPTERS = [name for name in toc_files() if name.startswith("notebooks/")]
+THEMES_OWN = {"label-content-name-mismatch", "region"}  # axe's findings on an empty page of the theme
+
+WIDE = {"width": 1280, "height": 900}
+NARROW = {"width": 360, "height": 740}
+VISIBLE_PICTURE = (
+    "figure => [...figure.querySelectorAll('svg')].filter(svg => svg.checkVisibility()).map(svg => svg.outerHTML)"
+)
+
+
+class Visit:
+    """A page of the book, opened, with everything that its browser complained about or asked of another host."""
+
+    def __init__(self, context, url, page):
+        self.complaints = []
+        self.page = context.new_page()
+        self.page.on("console", lambda message: message.type in ("error", "warning") and self.complain(message.text))
+        self.page.on("pageerror", lambda error: self.complain(f"page error: {error}"))
+        self.page.on("requestfailed", lambda request: self.complain(f"failed: {request.url}"))
+        self.page.on("request", lambda request: self.check(request.url, url))
+        self.page.on("response", lambda reply: reply.status >= 400 and self.complain(f"{reply.status}: {reply.url}"))
+        self.page.goto(f"{url}/{page}.html", wait_until="networkidle")
+
+    def complain(self, text):
+        self.complaints.append(text)
+
+    def check(self, address, url):
+        if not address.startswith((url, "data:", "blob:")):
+            self.complain(f"outside request: {address}")
+
+
+@pytest.fixture
+def visit(browser, book_url):
+    """visit(page, viewport=WIDE, **context options) opens a page of the book; no address resolves to another host."""
+    contexts = []
+
+    def open_page(page, viewport=WIDE, **options):
+        contexts.append(browser.new_context(viewport=viewport, **options))
+        return Visit(contexts[-1], book_url, page)
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+def figures(page):
+    """The figures of the page that have a slider."""
+    return page.locator("figure:has(input[type=range])")
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_page_is_clean_and_accessible(visit, name, scheme):
+    """No error, no outside request, mathematics set, nothing for axe but what the theme brings."""
+    seen = visit(name, color_scheme=scheme)
+    assert seen.page.locator("html").get_attribute("data-theme") == scheme
+    for formula in seen.page.locator(".math").all():
+        assert formula.locator("mjx-container").count() == 1
+    for fold in seen.page.locator("details").all():
+        fold.evaluate("fold => fold.open = true")  # what is folded is looked at too
+    assert not seen.complaints, "\n".join(seen.complaints)  # before axe, which fetches style sheets by itself
+    found = Axe().run(seen.page).response["violations"]
+    worst = [f"{v['id']}: {node['html'][:200]}" for v in found if v["id"] not in THEMES_OWN for node in v["nodes"]]
+    assert not worst, "\n".join(worst)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_fits_a_telephone(visit, name):
+    """At 360 pixels nothing makes the page itself scroll sideways."""
+    page = visit(name, viewport=NARROW).page
+    for fold in page.locator("details").all():
+        fold.evaluate("fold => fold.open = true")
+    assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+    page.evaluate("window.scrollTo(200, 0)")
+    assert page.evaluate("window.scrollX") == 0
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_sliders_move_by_mouse_and_by_keyboard(visit, chapter):
+    seen = visit(chapter)
+    assert figures(seen.page).count() > 0, "a chapter has at least one figure with a slider"
+    for figure in figures(seen.page).all():
+        for slider in figure.locator("input[type=range]").all():
+            name = slider.evaluate("input => (input.labels[0]?.innerText ?? '') + (input.ariaLabel ?? '')")
+            assert name.strip(), "a slider without a label"
+            slider.scroll_into_view_if_needed()
+            first, value = figure.evaluate(VISIBLE_PICTURE), slider.input_value()
+            assert len(first) == 1
+
+            box = slider.bounding_box()
+            seen.page.mouse.click(box["x"] + box["width"] - 3, box["y"] + box["height"] / 2)
+            assert slider.input_value() != value
+            assert figure.evaluate(VISIBLE_PICTURE) != first
+
+            slider.focus()
+            seen.page.keyboard.press("Home")
+            seen.page.keyboard.press("ArrowRight")
+            assert slider.input_value() == str(int(slider.get_attribute("min")) + 1)
+            second = figure.evaluate(VISIBLE_PICTURE)
+            seen.page.keyboard.press("ArrowLeft")
+            assert figure.evaluate(VISIBLE_PICTURE) != second
+    assert not seen.complaints, "\n".join(seen.complaints)
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_figures_show_their_first_frame_without_javascript(visit, chapter):
+    page = visit(chapter, java_script_enabled=False).page
+    for figure in figures(page).all():
+        shown = [svg for svg in figure.locator("svg").all() if svg.is_visible()]
+        assert len(shown) == 1
+        assert not any(slider.is_visible() for slider in figure.locator("input").all()), "a slider that moves nothing"
+
+
+def test_dark_mode_toggles(visit):
+    """The button goes through the system's choice, light and dark; the page and its figures' ink follow."""
+    page = visit(CHAPTERS[0], color_scheme="light").page
+    colours = (
+        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('figure')).color]"
+    )
+    seen = {}
+    for _ in range(3):
+        page.locator(".theme-switch-button:visible").first.click()
+        page.wait_for_timeout(100)
+        seen[page.locator("html").get_attribute("data-theme")] = page.evaluate(colours)
+    assert set(seen) == {"light", "dark"}
+    for light, dark in zip(seen["light"], seen["dark"], strict=True):
+        assert light != dark
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_search_finds_a_chapter_by_its_title(visit, chapter):
+    title = nbformat.read(ROOT / f"{chapter}.ipynb", as_version=4).cells[0].source.splitlines()[0].lstrip("# ")
+    word = max(re.findall(r"\w+", title), key=len)
+    seen = visit(toc_files()[0])
+    seen.page.keyboard.press("Control+k")
+    seen.page.locator("input[type=search]:visible").first.fill(word)
+    seen.page.keyboard.press("Enter")
+    seen.page.locator(f"#search-results a[href*='{chapter}.html']").first.wait_for(timeout=10_000)
+    assert not seen.complaints, "\n".join(seen.complaints)

@@ -1,0 +1,289 @@
+"""The book's figures: one look, the same bytes every time, and what nbval sees of them."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
+from nbclient import NotebookClient
+
+from helpers import figures
+from helpers.figures import RANK_COLORS, ddp_overlap, exposed, overlap_schedule, rank_color, rank_hatch, show
+
+ROOT = Path(__file__).parents[1]
+
+# Viénot's and Machado's question, Machado's answer: linear RGB as dichromats see it (Machado, Oliveira and Fernandes,
+# "A physiologically-based model for simulation of color vision deficiency", 2009, table 1, severity 1).
+SIGHT = {
+    "usual": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+}
+OKLAB = (  # Ottosson, "A perceptual color space for image processing", 2020
+    [[0.4122214708, 0.5363325363, 0.0514459929], [0.2119034982, 0.6806995451, 0.1073969566],
+     [0.0883024619, 0.2817188376, 0.6299787005]],
+    [[0.2104542553, 0.793617785, -0.0040720468], [1.9779984951, -2.428592205, 0.4505937099],
+     [0.0259040371, 0.7827717662, -0.808675766]],
+)  # fmt: skip
+
+
+def linear(color):
+    """A ``#rrggbb`` as linear RGB, 0 to 1."""
+    rgb = np.array([int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)])
+    return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(one, other):
+    """WCAG's contrast ratio of two colours, 1 to 21."""
+    darker, lighter = sorted(linear(color) @ [0.2126, 0.7152, 0.0722] + 0.05 for color in (one, other))
+    return lighter / darker
+
+
+@pytest.mark.parametrize("background", ["#ffffff", "#121212"])  # the theme's two pages
+@pytest.mark.parametrize("color", RANK_COLORS)
+def test_a_rank_color_stands_out_on_both_pages(color, background):
+    assert contrast(color, background) >= 3
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+def test_two_rank_colors_differ_for_every_kind_of_sight(sight):
+    seen = [np.clip(linear(color) @ np.array(SIGHT[sight]).T, 0, 1) for color in RANK_COLORS]
+    lab = [np.cbrt(rgb @ np.array(OKLAB[0]).T) @ np.array(OKLAB[1]).T for rgb in seen]
+    nearest = min(np.linalg.norm(one - other) for one, other in itertools.combinations(lab, 2))
+    assert nearest > 0.065  # two neighbours of a printed grey scale of eleven steps are 0.1 apart
+
+
+def test_a_rank_keeps_its_color_and_takes_a_hatch_when_colors_repeat():
+    looks = [(rank_color(rank), rank_hatch(rank)) for rank in range(32)]
+    assert len(set(looks)) == 32
+    assert looks[3] == (RANK_COLORS[3], "") and looks[11] == (RANK_COLORS[3], "///")
+    with pytest.raises(ValueError, match="whole number"):
+        rank_color(-1)
+
+
+def colors_of(page):
+    return set(re.findall(r"#[0-9a-f]{6}\b", page))
+
+
+def test_the_same_rank_has_the_same_color_in_every_figure():
+    three = {rank: 10.0 - rank for rank in range(3)}
+    pages = [
+        show(figures.bars(three, "samples/s"), "a").page,
+        show(figures.lines({rank: [1, value] for rank, value in three.items()}, [0, 1], "step", "loss"), "a").page,
+        show(figures.replicas(3), "a").page,
+        show(ddp_overlap(3, 2), "a").page,
+    ]
+    assert [colors_of(page) for page in pages] == [set(RANK_COLORS[:3])] * 4
+
+
+def every_figure():
+    for world_size, buckets in itertools.product([1, 2, 8], [1, 4, 16]):
+        yield ddp_overlap(world_size, buckets)
+    for world_size in [1, 4, 8]:
+        yield figures.replicas(world_size)
+    yield figures.lines({0: [3, 2, 1], 9: [1, 2, 3]}, [1, 2, 3], "step", "loss")
+    yield figures.lines({"plain": [3, 2, 1], "no_sync": [1, 2, 3]}, [1, 2, 3], "step", "time (ms)")
+    yield figures.bars({"fp32": 4.0, "fp16": 2.0}, "megabytes")
+
+
+def test_a_figure_has_the_same_bytes_every_time_whatever_the_style_around_it():
+    first = [show(fig, "a", "c").page for fig in every_figure()]
+    with pyplot.style.context("dark_background"), pyplot.rc_context({"font.size": 30, "svg.fonttype": "path"}):
+        assert [show(fig, "a", "c").page for fig in every_figure()] == first
+
+
+def test_a_figure_has_the_same_bytes_in_another_process():
+    code = "from helpers.figures import *; print(show(ddp_overlap(4, 4), 'a').page, end='')"
+    env = {**os.environ, "PYTHONHASHSEED": "1", "MPLBACKEND": "svg"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == show(ddp_overlap(4, 4), "a").page
+
+
+def test_the_drawing_is_small_uses_the_page_s_ink_and_says_nothing_to_the_rest_of_the_page():
+    for fig in every_figure():
+        drawing = figures.svg(fig)
+        root = ElementTree.fromstring(drawing)
+        assert root.tag == "svg" and root.get("viewBox").startswith("0 0 ")
+        tags = {element.tag for element in root.iter()}
+        assert tags <= {"svg", "g", "path", "text", "defs", "clipPath", "rect", "use", "pattern"}
+        assert "currentColor" in drawing and figures.INK not in drawing
+        assert "font-family" not in drawing and "DejaVu" not in drawing and "http" not in drawing
+        assert not re.search(r"\d\.\d{3}", drawing), "numbers are rounded"
+        assert len(drawing) < 21_000
+        background = [path for path in root.iter("path") if "fill:#ffffff" in path.get("style", "")]
+        assert not background
+
+
+def test_words_of_a_figure_lie_within_it_and_nowhere_on_each_other():
+    for fig in every_figure():
+        root = ElementTree.fromstring(figures.svg(fig))
+        width, height = (float(root.get(name)) for name in ("width", "height"))
+        boxes = []
+        for text in root.iter("text"):
+            assert not text.get("transform"), "a turned text is placed by the width of another font"
+            rules = dict(rule.split(":") for rule in text.get("style").split(";"))
+            size = float(rules["font-size"].removesuffix("px"))
+            font = FontProperties(family="DejaVu Sans", size=size, weight=rules.get("font-weight", "normal"))
+            wide = TextPath((0, 0), text.text, prop=font).get_extents().x1
+            left = float(text.get("x")) - {"middle": wide / 2, "end": wide}.get(rules.get("text-anchor"), 0)
+            boxes.append((left, float(text.get("y")) - 0.7 * size, left + wide, float(text.get("y")), text.text))
+            assert size >= 10
+        assert boxes
+        for left, top, right, bottom, word in boxes:
+            assert left > -1 and right < width + 1 and top > 0 and bottom < height, word
+        for one, other in itertools.combinations(boxes, 2):
+            apart = one[2] < other[0] or other[2] < one[0] or one[3] < other[1] or other[3] < one[1]
+            assert apart, (one, other)
+
+
+def test_figures_of_one_page_share_no_id():
+    fig = figures.lines({0: [3, 2, 1]}, [1, 2, 3], "step", "loss")
+    pages = [show(fig, "a").page, show(fig, "a", "another caption").page, show(fig, "b").page]
+    pages += [show(ddp_overlap(4, 2), "a").page, show(ddp_overlap(4, 4), "a").page]
+    ids = [re.findall(r'\bid="([^"]+)"', page) for page in pages]
+    assert all(ids), "a clip path or a hatch is needed for this test"
+    flat = list(itertools.chain(*ids))
+    assert len(set(flat)) == len(flat)
+    for page, own in zip(pages, ids, strict=True):
+        used = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', page)
+        assert {one or other for one, other in used} == set(own)
+
+
+def test_show_asks_for_alt_text_and_a_figure():
+    with pytest.raises(ValueError, match="alt text is empty"):
+        show(ddp_overlap(), alt=" ")
+    with pytest.raises(TypeError, match="Figure was expected, not Axes"):
+        show(Figure().add_subplot(), alt="axes")
+
+
+def test_show_escapes_its_words_and_has_a_short_repr():
+    shown = show(figures.replicas(2), alt='two <ranks> & "one" model', caption="`no_sync` < all")
+    assert 'role="img" tabindex="0" aria-label="two &lt;ranks&gt; &amp; &quot;one&quot; model"' in shown.page
+    assert "<figcaption><code>no_sync</code> &lt; all</figcaption>" in shown.page
+    assert repr(shown) == 'Figure: two <ranks> & "one" model'
+    assert "<figcaption>" not in show(figures.replicas(2), alt="a").page
+
+
+def test_show_closes_a_pyplot_figure_so_that_it_is_not_drawn_twice():
+    fig, ax = pyplot.subplots()
+    ax.plot([1, 2])
+    assert "currentColor" not in figures.svg(Figure())  # an empty one draws nothing
+    show(fig, alt="a line")
+    assert not pyplot.fignum_exists(fig.number)
+
+
+def test_the_words_of_a_drawing_are_kept_as_they_are():
+    fig, ax = figures.canvas(200, 40)
+    ax.text(4, 20, "1.23456  two  spaces <b> d")
+    root = ElementTree.fromstring(figures.svg(fig))
+    assert [element.text for element in root.iter("text")] == ["1.23456  two  spaces <b> d"]
+
+
+# --- the model behind ddp_overlap -------------------------------------------------------------------------------------
+
+
+def test_one_bucket_overlaps_nothing():
+    # forward 10 ms, backward 20 ms, then 1 ms + 2 * 3/4 * 100 MB / (10 GB/s) = 16 ms of all-reduce
+    assert overlap_schedule(4, 1) == [
+        ("compute", 0, 10, "forward"),
+        ("compute", 10, 30, "backward"),
+        ("network", 30, 46, "all-reduce"),
+        ("compute", 30, 46, "wait"),
+        ("compute", 46, 49, "step"),
+    ]
+
+
+def test_two_buckets_hide_the_first_all_reduce():
+    # each 1 + 2 * 3/4 * 50 / 10 = 8.5 ms; the first is ready after half of the backward pass
+    assert overlap_schedule(4, 2) == [
+        ("compute", 0, 10, "forward"),
+        ("compute", 10, 20, "backward"),
+        ("network", 20, 28.5, "all-reduce"),
+        ("compute", 20, 30, "backward"),
+        ("network", 30, 38.5, "all-reduce"),
+        ("compute", 30, 38.5, "wait"),
+        ("compute", 38.5, 41.5, "step"),
+    ]
+
+
+def test_many_buckets_queue_for_the_network_and_each_pays_the_latency():
+    # 16 of 1 + 2 * 3/4 * 6.25 / 10 = 1.9375 ms one after the other from 11.25 ms on, 12.25 ms past the backward's end
+    network = [span for span in overlap_schedule(4, 16) if span[0] == "network"]
+    assert network[0][1:3] == (11.25, 13.1875)
+    assert network[-1][2] == pytest.approx(42.25)
+    assert all(this[2] == pytest.approx(after[1]) for this, after in itertools.pairwise(network))
+    assert exposed(overlap_schedule(4, 16)) == pytest.approx(12.25)
+
+
+def test_the_best_number_of_buckets_lies_in_between():
+    waits = {n: exposed(overlap_schedule(4, n)) for n in (1, 2, 4, 8, 16)}
+    assert waits == pytest.approx({1: 16, 2: 8.5, 4: 4.75, 8: 5.5, 16: 12.25})
+    assert exposed(overlap_schedule(4, 8, latency=0, gigabytes_per_second=1000)) == pytest.approx(0.01875)
+
+
+def test_one_rank_sends_nothing_and_nonsense_is_refused():
+    assert [span[3] for span in overlap_schedule(1, 2)] == ["forward", "backward", "backward", "step"]
+    for bad in [(0, 1), (4, 0)]:
+        with pytest.raises(ValueError, match="at least one"):
+            overlap_schedule(*bad)
+
+
+# --- what nbval compares ----------------------------------------------------------------------------------------------
+
+CELLS = {
+    "import": "from helpers.figures import bars, show\nvalue = float(open('value').read())",
+    "measured": "show(bars({0: 2, 1: value}, 'ms'), alt='two bars', measured=True)",
+    "not measured": "show(bars({0: 2, 1: value}, 'ms'), alt='two bars')",
+    "measured, caption": "show(bars({0: 2, 1: 1}, 'ms'), alt='two bars', caption=f'{value}', measured=True)",
+    "measured, alt": "show(bars({0: 2, 1: 1}, 'ms'), alt=f'two bars {value}', measured=True)",
+    "measured, and text": "print(value)\nshow(bars({0: 2, 1: 1}, 'ms'), alt='two bars', measured=True)",
+    "two measured": "for n in 1, 2:\n    display(show(bars({0: n, 1: value}, 'ms'), alt='two bars', measured=True))",
+    "words between": (
+        "from IPython.display import HTML\n"
+        "page = [show(bars({0: n, 1: value}, 'ms'), alt='two bars', measured=True).page for n in (1, 2)]\n"
+        "HTML(f'{page[0]} {value} {page[1]}')"
+    ),
+}
+
+
+def nbval(path):
+    """Run nbval on a notebook with the project's sanitising; the outcome of each cell, "." or "F"."""
+    command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "-q", "-x"]
+    command += [f"--nbval-sanitize-with={ROOT / 'tests' / 'nbval_sanitize.cfg'}", "--maxfail=99", path.name]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=path.parent, env=env, capture_output=True, text=True)
+    found = re.search(r"^([.FEsx]+) +\[100%\]$", done.stdout, re.MULTILINE)
+    assert found, done.stdout + done.stderr
+    return found[1], done.stdout
+
+
+def stored(path, cells):
+    """Write a notebook of these cells with the outputs that they have now."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    client = NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}})
+    client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
+    nbformat.write(notebook, path)
+    return notebook
+
+
+def test_nbval_masks_the_drawing_of_a_measured_figure_and_nothing_else(tmp_path):
+    path = tmp_path / "figures.ipynb"
+    (tmp_path / "value").write_text("3")
+    stored(path, CELLS.values())
+    assert nbval(path)[0] == "." * len(CELLS)
+
+    (tmp_path / "value").write_text("1.5")
+    outcomes, report = nbval(path)
+    passed = [name for name, outcome in zip(CELLS, outcomes, strict=True) if outcome == "."]
+    assert passed == ["import", "measured", "two measured"], report

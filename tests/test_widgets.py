@@ -1,0 +1,186 @@
+"""``explore``: the same frames for a live kernel and for a static page."""
+
+import functools
+import html
+import json
+import re
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+
+from helpers import widgets
+from helpers.figures import canvas, ddp_overlap, show
+from helpers.widgets import explore
+from tests.test_figures import nbval, stored
+
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+def word(text="a", size=1, **other):
+    fig, ax = canvas(200, 40)
+    ax.text(10, 20, f"{text} at {size}")
+    return fig
+
+
+def words_of(page):
+    """What the frames of a page say, in order."""
+    return re.findall(r"<text[^>]*>([^<]*)</text>", page)
+
+
+def test_there_is_one_frame_for_each_combination_and_the_last_slider_runs_fastest():
+    page = explore(word, alt="a word", text=["x", "y"], size=[1, 2, 3]).page()
+    assert words_of(page) == ["x at 1", "x at 2", "x at 3", "y at 1", "y at 2", "y at 3"]
+    says = re.findall(r'aria-label="([^"]*)"', page)
+    assert says[0] == "a word (text x, size 1)" and says[-1] == "a word (text y, size 3)" and len(says) == 6
+    assert page.count("wso-view wso-on") == 1 and page.index('wso-on"') < page.index('wso-view"')
+
+
+def test_sliders_are_labelled_and_values_of_any_type_are_named():
+    page = explore(word, alt="a", world_size=[None, 0.5, "<two>"]).page()
+    assert '<label><span>world size</span><input type="range"' in page
+    assert 'aria-valuetext="None"' in page and '<output aria-live="off">None</output>' in page
+    labels = (
+        re.search(r'data-labels="([^"]*)"', page)[1].replace("&quot;", '"').replace("&lt;", "<").replace("&gt;", ">")
+    )
+    assert json.loads(labels) == ["None", "0.5", "<two>"]
+
+
+def test_it_is_the_same_every_time_and_its_repr_names_no_address():
+    make = functools.partial(explore, ddp_overlap, alt="a", world_size=[1, 2], buckets=[1, 4])
+    assert make().page() == make().page()
+    assert repr(make()) == "explore(ddp_overlap, world_size=[1, 2], buckets=[1, 4])"
+    assert repr(explore(functools.partial(word, size=3), alt="a", text=["x"])) == "explore(word, text=['x'])"
+
+
+def test_nothing_of_a_page_has_an_id_that_another_has():
+    pages = [explore(ddp_overlap, alt="a", caption=str(n), world_size=[1, 2], buckets=[1, 2]).page() for n in range(2)]
+    ids = [name for page in pages for name in re.findall(r'\bid="([^"]+)"', page)]
+    assert ids and len(set(ids)) == len(ids)
+    assert "http" not in pages[0].replace("http-equiv", "") and pages[0].count("<script>") == 1
+
+
+def test_frames_are_small():
+    explorer = explore(ddp_overlap, alt="a", world_size=[1, 2, 4, 8], buckets=[1, 2, 4, 8, 16])
+    assert len(explorer.page()) / len(explorer.views) < 12_000
+
+
+def test_a_live_slider_changes_the_drawing():
+    explorer = explore(word, alt="a", caption="c", text=["x", None], size=[1, 2])
+    text, size, drawing = explorer.live().children
+    assert (text.description, size.description) == ("text", "size")
+    assert [name for name, _ in text.options] == ["x", "None"]
+    assert words_of(drawing.value) == ["x at 1"]
+    text.value = 1
+    assert words_of(drawing.value) == ["None at 1"]
+    size.value = 1
+    assert words_of(drawing.value) == ["None at 2"]
+    assert drawing.value == show(word(None, 2), "a (text None, size 2)", "c").page  # what show() would put there
+    assert explorer.live().children[2] is drawing
+
+
+def test_the_widget_is_in_the_bundle_only_where_a_kernel_is_live(monkeypatch):
+    explorer = explore(word, alt="a", size=[1, 2])
+    for shell in [None, SimpleNamespace()]:
+        monkeypatch.setattr(widgets, "get_ipython", lambda shell=shell: shell)
+        assert explorer._repr_mimebundle_() == {"text/plain": repr(explorer), "text/html": explorer.page()}
+    monkeypatch.setattr(widgets, "get_ipython", lambda: SimpleNamespace(kernel=object()))
+    view = explorer._repr_mimebundle_()[WIDGET_VIEW]
+    assert view["model_id"] == explorer.live().model_id == explorer._repr_mimebundle_()[WIDGET_VIEW]["model_id"]
+
+
+@pytest.mark.parametrize(
+    "error, match, fn, sliders",
+    [
+        (ValueError, "needs a slider", word, {}),
+        (ValueError, "no values", word, {"size": []}),
+        (ValueError, "repeats a value", word, {"size": [1, "1"]}),
+        (ValueError, "at most 64 frames, these are 66", word, {"size": range(11), "text": range(6)}),
+        (TypeError, "Figure was expected, not str", str, {"object": [1]}),
+        (ValueError, "alt text is empty", word, {"size": [1], "alt": ""}),
+    ],
+)
+def test_what_cannot_be_explored_is_refused_in_one_line(error, match, fn, sliders):
+    with pytest.raises(error, match=match) as raised:
+        explore(fn, **{"alt": "a", **sliders})
+    assert "\n" not in str(raised.value)
+
+
+def test_nbval_finds_it_equal_on_every_run_with_and_without_the_stored_widget(tmp_path):
+    path = tmp_path / "explore.ipynb"
+    cells = ["from helpers.figures import ddp_overlap\nfrom helpers.widgets import explore"]
+    cells += ["explore(ddp_overlap, alt='a', caption='c', world_size=[1, 2], buckets=[1, 4])"] * 2
+    notebook = stored(path, cells)
+    assert all(WIDGET_VIEW in cell.outputs[0].data for cell in notebook.cells[1:])
+    assert nbval(path)[0] == "..."
+
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells[1:]:
+        del cell.outputs[0].data[WIDGET_VIEW]
+    notebook.cells[2].outputs[0].data["text/html"] += " "
+    nbformat.write(notebook, path)
+    outcomes, report = nbval(path)
+    assert outcomes == "..F", report
+
+
+# --- in a browser -----------------------------------------------------------------------------------------------------
+
+
+def two_explorers():
+    one = explore(word, alt="first", text=["x", "y"], size=[1, 2, 3])
+    other = explore(word, alt="second", caption="c", size=[7, 8])
+    return f"<!doctype html><title>t</title><main>{one.page()}{other.page()}</main>"
+
+
+def shown(page):
+    """The alt texts of the frames that can be seen."""
+    return [view.get_attribute("aria-label") for view in page.locator(".wso-view").all() if view.is_visible()]
+
+
+def test_sliders_move_by_keyboard_and_by_mouse_each_its_own_figure(browser):
+    page = browser.new_page()
+    asked, errors = [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.set_content(two_explorers())
+    assert shown(page) == ["first (text x, size 1)", "second (size 7)"]
+
+    text = page.get_by_role("slider", name="text", exact=True)
+    size = page.locator("figure").nth(0).get_by_role("slider", name="size", exact=True)
+    text.focus()
+    page.keyboard.press("ArrowRight")
+    assert shown(page) == ["first (text y, size 1)", "second (size 7)"]
+    assert (text.get_attribute("aria-valuetext"), size.get_attribute("aria-valuetext")) == ("y", "1")
+    page.keyboard.press("Tab")
+    page.keyboard.press("End")
+    assert shown(page)[0] == "first (text y, size 3)"
+    assert page.locator("output").all_text_contents() == ["y", "3", "7"]
+
+    track = page.locator("figure").nth(1).get_by_role("slider").bounding_box()
+    page.mouse.click(track["x"] + track["width"] - 3, track["y"] + track["height"] / 2)
+    assert shown(page) == ["first (text y, size 3)", "second (size 8)"]
+    assert (asked, errors) == ([], [])
+    page.close()
+
+
+def test_without_javascript_the_first_frame_shows_and_no_dead_slider(browser):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.set_content(two_explorers())
+    boxes = [view.bounding_box() for view in page.locator(".wso-view").all()]
+    assert [box is not None for box in boxes] == [True, False, False, False, False, False, True, False]
+    assert page.locator(".wso-controls").first.bounding_box() is None
+    context.close()
+
+
+def test_a_notebook_that_is_not_trusted_asks_to_run_the_cell_and_shows_no_stray_words(browser):
+    page = browser.new_page()
+    kept = re.sub(r"(?s)<(script|style)>.*?</\1>", "", two_explorers())  # as JupyterLab's sanitizer does
+    kept = re.sub(r"</?(svg|g|path|text|defs|clipPath|rect|use|pattern)\b[^>]*>", "", kept)
+    kept = re.sub(r' (role|tabindex|aria-label)="[^"]*"', "", kept)
+    page.set_content(kept + show(word(), "a").page.replace("<svg", "<svg class='trusted'"))
+    assert page.locator("svg").count() == 1 and page.locator("svg").is_visible()
+    notes = page.locator(".wso-note")
+    assert [note.is_visible() for note in notes.all()] == [True, True, False]
+    assert page.locator("main").inner_text().split("\n\n") == ["Run this cell to draw the figure."] * 2 + ["c"]
+    page.close()
