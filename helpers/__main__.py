@@ -65,7 +65,7 @@ def write_scripts(scripts, folder, force):
 def run(script, name, nproc, flags):
     """Run a script's text on ``nproc`` ranks of this machine under torchrun; return its exit status.
 
-    An interrupt (or SIGTERM, SIGHUP) ends every rank: 130.
+    Ctrl-C, SIGTERM and SIGHUP end every rank; the status is 130 then.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment = {
@@ -77,26 +77,28 @@ def run(script, name, nproc, flags):
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", "--rdzv-backend=c10d"]
     torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--shutdown-timeout=3"]
 
-    def interrupt(number, frame):
-        raise KeyboardInterrupt
+    process, stopped = None, False
+
+    def stop(number, frame):
+        nonlocal stopped
+        if process and not stopped:
+            process.terminate()  # once: a second signal would disturb torchrun as it ends its ranks
+        stopped = True
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.py"
         path.write_text(script, encoding="utf-8")
-        before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        # A session of its own: a terminal's Ctrl-C reaches torchrun once, through us.
-        process = subprocess.Popen([*torchrun, str(path), *flags], env=environment, start_new_session=True)
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         try:
-            return process.wait()
-        except KeyboardInterrupt:
-            for number in before:
-                signal.signal(number, signal.SIG_IGN)  # it is ending already
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-            return 130
+            # A session of its own: a terminal's Ctrl-C reaches torchrun through us alone.
+            process = subprocess.Popen([*torchrun, str(path), *flags], env=environment, start_new_session=True)
+            if stopped:
+                process.terminate()
+            status = process.wait()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+    return 130 if stopped else status
 
 
 def processes(text):

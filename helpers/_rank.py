@@ -102,7 +102,7 @@ def end_with_parent():
 
 def describe(error):
     """The Failure that tells an exception's story."""
-    story = traceback.TracebackException.from_exception(error)
+    story, here = traceback.TracebackException.from_exception(error), os.path.dirname(__file__)
     chain, stories = [], [story]
     while stories:
         one = stories.pop()
@@ -110,10 +110,11 @@ def describe(error):
             chain.append(one)
             stories += [one.__cause__, one.__context__]
     for one in chain:
-        while len(one.stack) > 1 and os.path.dirname(one.stack[0].filename) == os.path.dirname(__file__):
+        while len(one.stack) > 1 and os.path.dirname(one.stack[0].filename) == here:
             one.stack.pop(0)  # the launcher's own frames
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
-    own = [frame for frame in story.stack if not is_library(frame.filename)] or story.stack
+    outside = [frame for frame in story.stack if os.path.dirname(frame.filename) != here]
+    own = [frame for frame in outside if not is_library(frame.filename)] or outside
     text = "".join(story.format())
     for frame in {frame.filename for one in chain for frame in one.stack}:
         text = text.replace(f'File "{frame}"', f'File "{short(frame)}"')

@@ -162,6 +162,35 @@ def bars(values, xlabel, number="{:.3g}"):
     return fig
 
 
+@style()
+def timeline(spans, xlabel):
+    """What each rank did when, its lanes one below the other.
+
+    ``spans`` maps a rank to a list of (lane, start, end, label); times are in the unit that ``xlabel`` names. Lanes are
+    drawn in the order in which they first appear, the first one filled, the others solid.
+    """
+    lanes = list(dict.fromkeys(lane for events in spans.values() for lane, *_ in events))
+    rows = [(rank, lane) for rank in spans for lane in lanes]
+    fig = figure(600, 70 + 32 * len(rows), layout="constrained")
+    ax = fig.add_subplot()
+    for row, (rank, lane) in enumerate(rows):
+        for name, start, end, _ in spans[rank]:
+            if name == lane:
+                solid = lane != lanes[0]
+                ax.barh(
+                    row, end - start, 0.7, left=start, edgecolor=rank_color(rank), linewidth=1,
+                    facecolor=(rank_color(rank), 0.85 if solid else 0.25),
+                )  # fmt: skip
+    ax.set_yticks(range(len(rows)), [f"rank {rank}, {lane}" for rank, lane in rows])
+    ax.set(xlabel=xlabel, ylim=(len(rows) - 0.5, -0.5))
+    ax.set_xlim(left=0)
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    ax.grid(axis="x")
+    ax.set_axisbelow(True)
+    return fig
+
+
 # --- DDP --------------------------------------------------------------------------------------------------------------
 
 
@@ -363,7 +392,7 @@ def view(fig, alt, measured=False, salt="", on=True):
         raise ValueError("The alt text is empty: say in one sentence what the figure shows.")
     drawing = svg(fig, salt=alt + salt, attributes={"class": "measured"} if measured else {})
     return (
-        f'<div class="wso-view{" wso-on" if on else ""}" hidden role="img" tabindex="0" '
+        f'<div class="wso-view{" wso-on" if on else ""}" hidden="hidden" role="img" tabindex="0" '
         f'aria-label="{html.escape(alt)}">{drawing}</div>'
     )
 

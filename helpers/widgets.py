@@ -114,7 +114,8 @@ class Explorer:
                 f'max="{len(values) - 1}" step="1" value="0" autocomplete="off" aria-valuetext="{first}" '
                 f'data-labels="{data}"></label><output aria-live="off">{first}</output></div>'
             )
-        controls = f'<div class="wso-controls" hidden>{controls}</div>'  # dead without the script, which shows them
+        # Hidden until the script runs, without which they are dead; arrow keys are theirs in JupyterLab too.
+        controls = f'<div class="wso-controls" hidden="hidden" data-lm-suppress-shortcuts="true">{controls}</div>'
         return figure_html("".join(self.views), self.caption, controls, SCRIPT)
 
     def _repr_mimebundle_(self, include=None, exclude=None):

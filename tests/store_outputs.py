@@ -19,7 +19,7 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-CELL_METADATA = {"tags", "mystnb"}
+CELL_METADATA = {"tags", "mystnb", "jupyter"}  # the last hides a solution in JupyterLab
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"  # names a model of a kernel that is gone
 
 

@@ -5,11 +5,13 @@ import re
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from bs4 import BeautifulSoup
 from conftest import ROOT, build_book, toc_files
+from torch.distributed.run import get_args_parser
 
 CHAPTERS = [name for name in toc_files() if name.startswith("notebooks/")]
 each_chapter = pytest.mark.parametrize("chapter", CHAPTERS)
@@ -213,13 +215,14 @@ PROSE = [path for path in [*ROOT.glob("*.md"), *(ROOT / "book").glob("*.md")] if
 
 
 def commands(text):
-    """The lines of the text's shell listings, without prompts, comments and continuation marks."""
+    """The lines of the text's shell listings, without prompts and comments, and the commands that stand in a sentence."""
     fence = r"^(?:```+|:::+)(?:\{code-block\} )?(?:bash|console|shell|sh)\n(.*?)^(?:```|:::)"
     for listing in re.findall(fence, text, flags=re.M | re.S):
         for line in re.sub(r"\\\n\s*", "", listing).splitlines():
             line = re.sub(r"\s+#.*", "", line.strip().removeprefix("$ "))
             if line and not line.startswith("#"):
                 yield line
+    yield from re.findall(r"(?<!`)`((?:make|python -m|pytest|jupyter|torchrun) [^`]+)`(?!`)", text)
 
 
 def all_commands():
@@ -242,24 +245,38 @@ def test_command_in_the_prose_works(command, tmp_path):
     while "=" in words[0]:
         words.pop(0)  # VARIABLE=value before the command
     program, arguments = words[0], words[1:]
+    if "--out" in words:
+        words[words.index("--out") + 1] = str(tmp_path)
     if program == "make":
         unknown = [word for word in arguments if "=" not in word and not word.startswith("-") and word not in targets()]
         assert not unknown
-        listed = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
-        assert listed.returncode == 0, listed.stderr
+        run("make", "-n", *arguments)
     elif words[:3] == ["python", "-m", "helpers"]:
-        chosen = [*words[3:], "--out", tmp_path] if "export" in words and "--out" not in words else words[3:]
-        chosen = [words[3], "--help"] if words[3] == "run" else chosen
-        assert subprocess.run([sys.executable, "-m", "helpers", *chosen], cwd=ROOT, capture_output=True).returncode == 0
+        if words[3] == "export" and "--out" not in words:
+            words += ["--out", str(tmp_path)]
+        run(sys.executable, "-m", "helpers", *(["run", "--help"] if words[3] == "run" else words[3:]))
     elif words[:2] == ["jupyter", "nbconvert"]:
-        convert = [sys.executable, "-m", "nbconvert", *words[2:], "--output-dir", tmp_path]
-        assert subprocess.run(convert, cwd=ROOT, capture_output=True).returncode == 0
+        run(sys.executable, "-m", "nbconvert", *words[2:], "--output-dir", tmp_path)
         assert list(tmp_path.iterdir())
     elif program == "pytest":
-        collected = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]
-        assert subprocess.run(collected, cwd=ROOT, capture_output=True).returncode == 0
+        run(sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments)
     elif program == "torchrun":
-        script = next(word for word in arguments if word.endswith(".py")).split("/")[-1]
-        assert f"notebooks/{script.removesuffix('.py')}" in CHAPTERS
+        known = {option for action in get_args_parser()._actions for option in action.option_strings}
+        options = {word.split("=")[0] for word in arguments if word.startswith("--")}
+        assert not options - known - flags_of_chapters()
+        scripts = [word for word in arguments if word.endswith(".py")]
+        assert all(f"notebooks/{Path(script).stem}" in CHAPTERS for script in scripts)
     else:
         assert words[:2] in (["git", "clone"], ["pip", "install"], ["sudo", "apt-get"]) or program in ("cd", "sbatch")
+
+
+def run(*command):
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def flags_of_chapters():
+    """``--epochs`` and whatever else the parameters cells of the chapters define."""
+    cells = [cell for name in CHAPTERS for cell in json.loads((ROOT / f"{name}.ipynb").read_text())["cells"]]
+    sources = ["".join(cell["source"]) for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
+    return {f"--{name.replace('_', '-')}" for name in re.findall(r"^(\w+):", "\n".join(sources), flags=re.M)}

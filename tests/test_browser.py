@@ -58,6 +58,14 @@ def figures(page):
     return page.locator("figure:has(input[type=range])")
 
 
+def unfold(page):
+    """Open what is folded, so that it is looked at too, and let it fade in."""
+    page.evaluate("""() => {
+        for (const fold of document.querySelectorAll('details')) fold.open = true;
+        return Promise.allSettled(document.getAnimations().map(animation => animation.finished));
+    }""")
+
+
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_page_is_clean_and_accessible(visit, name, scheme):
@@ -66,8 +74,7 @@ def test_page_is_clean_and_accessible(visit, name, scheme):
     assert seen.page.locator("html").get_attribute("data-theme") == scheme
     for formula in seen.page.locator(".math").all():
         assert formula.locator("mjx-container").count() == 1
-    for fold in seen.page.locator("details").all():
-        fold.evaluate("fold => fold.open = true")  # what is folded is looked at too
+    unfold(seen.page)
     assert not seen.complaints, "\n".join(seen.complaints)  # before axe, which fetches style sheets by itself
     found = Axe().run(seen.page).response["violations"]
     worst = [f"{v['id']}: {node['html'][:200]}" for v in found if v["id"] not in THEMES_OWN for node in v["nodes"]]
@@ -78,8 +85,7 @@ def test_page_is_clean_and_accessible(visit, name, scheme):
 def test_page_fits_a_telephone(visit, name):
     """At 360 pixels nothing makes the page itself scroll sideways."""
     page = visit(name, viewport=NARROW).page
-    for fold in page.locator("details").all():
-        fold.evaluate("fold => fold.open = true")
+    unfold(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
     page.evaluate("window.scrollTo(200, 0)")
     assert page.evaluate("window.scrollX") == 0

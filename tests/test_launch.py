@@ -7,6 +7,7 @@ import itertools
 import linecache
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from jupyter_client import KernelManager
+
 from helpers import launch as launcher
 from helpers.launch import LaunchError, RankError, fold, launch
 
@@ -804,9 +807,10 @@ def test_result_that_cannot_be_sent_back():
             return threading.Lock() if dist.get_rank() == 1 else 1
     """)
     error = failure(page.step, nproc=2)
-    assert error.rank == 1
-    assert "the result, a lock, cannot be sent back" in str(error)
-    assert "Return tensors, arrays or plain objects" in str(error)
+    assert str(error) == (
+        "rank 1 failed first: TypeError: the result, a lock, cannot be sent back (cannot pickle '_thread.lock' object)."
+    )
+    assert "Return tensors, arrays or plain objects" in error.failures[1]
 
 
 def test_argument_that_cannot_be_unpacked_in_the_rank():
@@ -964,8 +968,10 @@ def test_forkserver_that_is_killed_during_a_call():
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(1000)
 
+    pid = forkserver._forkserver._forkserver_pid
     error = failure(kill_it, nproc=2)
     assert "ranks 0-1 died" in str(error)
+    assert census.soon(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     assert launch(dist.get_rank, nproc=2) == [0, 1]
 
 
@@ -985,3 +991,185 @@ def test_interrupt_in_the_middle_of_a_call():
         assert time.monotonic() - start < 5
         timer.join()
     assert launch(dist.get_rank, nproc=2) == [0, 1]
+
+
+# --- scripts ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def surroundings():
+    """(environment, mark): a private temporary folder and a mark for what is started; nothing of either may stay."""
+    folder, mark = tempfile.mkdtemp(prefix="one-"), f"{os.environ[census.MARK]}-{next(cells)}"
+    try:
+        yield {**os.environ, "TMPDIR": folder, census.MARK: mark}
+        assert_gone(folder, mark)
+    finally:
+        for pid in census.processes(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def assert_gone(folder, mark):
+    """Wait for the processes with this mark to be gone and for the folder to be empty."""
+    census.soon(lambda: not census.processes(mark) and not os.listdir(folder))
+    assert (census.processes(mark), os.listdir(folder)) == ({}, [])
+
+
+def run_script(source, environment, **options):
+    options = {"capture_output": True, "text": True, "timeout": 60, **options}
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(source)], env=environment, **options)
+
+
+def test_plain_script_without_main_guard(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""\
+        import torch.distributed as dist
+        from helpers.launch import launch
+
+        def step(x):
+            return x + dist.get_rank()
+
+        print(launch(step, 1, nproc=2))
+        """)
+    )
+    with surroundings() as environment:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", script], env=environment, capture_output=True, text=True, timeout=60
+        )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[1, 2]\n", "")
+
+
+def test_script_that_fails_shows_the_ranks_traceback():
+    with surroundings() as environment:
+        done = run_script("from helpers.launch import launch\nlaunch(lambda: 1 / 0, nproc=2)", environment)
+    assert done.returncode == 1
+    assert "RankError: ranks 0-1 failed: ZeroDivisionError: division by zero" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["sys.exit(launch(int, nproc=1)[0])", "os._exit(0)", "os.kill(os.getpid(), 9)"])
+def test_script_leaves_nothing_however_it_ends(how):
+    with surroundings() as environment:
+        run_script(f"import os, sys\nfrom helpers.launch import launch\nlaunch(int, nproc=2)\n{how}", environment)
+
+
+# --- a notebook's kernel ----------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """A real kernel with a private temporary folder and a mark of its own, and a client."""
+
+    def __init__(self, environment):
+        self.folder, self.mark = environment["TMPDIR"], environment[census.MARK]
+        self.manager = KernelManager(connection_file=f"{self.folder}.json", shutdown_wait_time=2)
+        self.manager.start_kernel(env=environment)
+        self.connect()
+
+    def connect(self):
+        self.client = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    def run(self, source):
+        """(reply, what it printed) of one cell."""
+        printed = []
+
+        def show(message):
+            if message["msg_type"] == "stream":
+                printed.append(message["content"]["text"])
+
+        reply = self.client.execute_interactive(textwrap.dedent(source), output_hook=show, timeout=60)
+        return reply["content"], "".join(printed)
+
+    def start(self, source):
+        """Run a cell without waiting for its end, but until its ranks have written that they are in it."""
+        self.client.execute(textwrap.dedent(source))
+        assert census.soon(lambda: len(list(Path(self.folder).rglob("inside*"))) == 2, 30)
+
+    def ranks(self):
+        """How many processes there are beside the kernel, its forkserver and its resource tracker."""
+        return len(census.processes(self.mark)) - 3
+
+    def close(self):
+        self.client.stop_channels()
+        if self.manager.has_kernel:
+            self.manager.shutdown_kernel(now=True)
+        self.manager.cleanup_resources()
+
+
+WARM = """
+    %load_ext helpers
+    import os, time, pathlib, torch
+    import torch.distributed as dist
+    from helpers.launch import launch
+
+    def hang(how):
+        inside = pathlib.Path(os.environ["WORLD_SIZE_ONE_STORE"]).parent
+        (inside / f"inside{dist.get_rank()}").touch()
+        if dist.get_rank() == 0:
+            exec(how)
+        dist.barrier()
+
+    print(launch(dist.get_rank, nproc=2))
+"""
+HANGS = {"in a collective": "time.sleep(1000)", "holding the GIL": "sum(range(10**13))"}
+
+
+@pytest.fixture
+def kernel(warmed_up):
+    with surroundings() as environment:
+        one = Kernel(environment)
+        try:
+            reply, printed = one.run(WARM)
+            assert (reply["status"], printed) == ("ok", "[0, 1]\n"), reply
+            yield one
+        finally:
+            one.close()
+
+
+def test_interrupt_of_the_kernel(kernel):
+    for hang in HANGS.values():
+        kernel.start(f"launch(hang, {hang!r}, nproc=2)")
+        assert kernel.ranks() == 2
+        start = time.monotonic()
+        kernel.manager.interrupt_kernel()
+        reply = kernel.client.get_shell_msg(timeout=20)["content"]
+        assert time.monotonic() - start < 5
+        assert (reply["status"], reply["ename"]) == ("error", "KeyboardInterrupt")
+        assert kernel.ranks() == 0  # at once: the cell ends after them
+        assert kernel.run("print(launch(dist.get_rank, nproc=2))")[1] == "[0, 1]\n"
+    kernel.manager.interrupt_kernel()  # while nothing runs
+    server = "from multiprocessing.forkserver import _forkserver as server; print(server._forkserver_pid)"
+    before = kernel.run(server)[1]
+    assert kernel.run("print(launch(dist.get_rank, nproc=2))")[1] == "[0, 1]\n"
+    assert kernel.run(server)[1] == before
+
+
+def restart_now(kernel):
+    kernel.manager.restart_kernel(now=True)
+
+
+def restart_politely(kernel):
+    kernel.manager.restart_kernel(now=False)
+
+
+def sigkill(kernel):
+    os.kill(kernel.manager.provisioner.pid, signal.SIGKILL)
+    kernel.manager.restart_kernel(now=True)
+
+
+@pytest.mark.parametrize("end", [restart_now, restart_politely, sigkill])
+def test_end_of_the_kernel_leaves_nothing(kernel, end):
+    """Idle, and with ranks that hang in each way: no process and no file is left of the old kernel."""
+    for hang in (None, *HANGS.values()):
+        if hang:
+            kernel.run(WARM)
+            kernel.start(f"launch(hang, {hang!r}, nproc=2)")
+        old = census.processes(kernel.mark)
+        assert len(old) == (5 if hang else 3)
+        end(kernel)
+        kernel.connect()
+        left = census.soon(lambda: not set(old) & set(census.processes(kernel.mark)))  # noqa: B023
+        assert left, census.processes(kernel.mark)
+        assert census.soon(lambda: not os.listdir(kernel.folder)), os.listdir(kernel.folder)
