@@ -80,7 +80,7 @@ serve: $(READY)
 	@$(BIN)/python -m http.server $(PORT) --bind 127.0.0.1 --directory _build/html || test $$? -eq 130
 
 lab: $(READY)
-	@$(BIN)/jupyter lab --notebook-dir=notebooks --ip=127.0.0.1
+	@$(BIN)/jupyter lab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
 run: $(READY)
 	@$(BIN)/python -m helpers run $(CHAPTER) --nproc $(NPROC) -- $(ARGS)

@@ -7,6 +7,7 @@ ink is the page's own text colour, so that it reads on white, on the dark theme 
 import hashlib
 import html
 import io
+import itertools
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -17,19 +18,18 @@ import matplotlib.style
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, PathPatch
 from matplotlib.path import Path
+from matplotlib.ticker import MaxNLocator
 
 # Rank k has the k-th colour everywhere. Each has a contrast of 3 to 1 or more on white and on the dark page, and any
 # two stay apart for readers with protanopia, deuteranopia and tritanopia (tests/test_figures.py computes both).
 RANK_COLORS = ["#3355ee", "#bb8800", "#ff4499", "#227755", "#cc2200", "#4499bb", "#aa77ff", "#994499"]
 HATCHES = ["", "///", "...", "xxx"]  # ranks 8 to 15 repeat the colours with the second hatch, and so on
-INK = "#010203"  # what is no rank's; show() turns it into the page's text colour
+DASHES = ["-", "--", ":", "-."]  # the same for lines
+INK = "black"  # what is no rank's; show() turns black into the page's text colour
 
 STYLE = {
     "font.family": "DejaVu Sans",  # measures the layout only: the page draws in its own, narrower, font
     "font.size": 13,
-    "text.color": INK,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
     "axes.prop_cycle": matplotlib.cycler(color=RANK_COLORS),
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -47,9 +47,6 @@ STYLE = {
     "legend.borderaxespad": 0,
     "lines.linewidth": 2,
     "lines.markersize": 5,
-    "patch.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
     "savefig.facecolor": "none",
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "world-size-one",
@@ -120,17 +117,17 @@ def lines(series, x, xlabel, ylabel):
     """Curves over a shared x axis.
 
     ``series`` maps a name to the y values, as many as ``x`` has. An int names a rank and takes its colour; other
-    names are drawn in ink, told apart by their dashes. Both labels carry their unit.
+    names are drawn in ink, told apart by their dashes: four at most. Both labels carry their unit.
     """
     fig = figure(440, 260, layout="constrained")
     ax = fig.add_subplot()
-    dashes = iter(["-", "--", ":", "-."] * len(series))
+    inks = itertools.cycle(DASHES)
     for name, values in series.items():
         if isinstance(name, int):
-            dash = "-" if name < len(RANK_COLORS) else "--"
+            dash = DASHES[HATCHES.index(rank_hatch(name))]
             ax.plot(x, values, dash, color=rank_color(name), label=f"rank {name}")
         else:
-            ax.plot(x, values, next(dashes), color=INK, label=name)
+            ax.plot(x, values, next(inks), color=INK, label=name)
     ax.set(xlabel=xlabel, title=ylabel)
     ax.grid(axis="y")
     ax.set_axisbelow(True)
@@ -251,7 +248,8 @@ def ddp_overlap(world_size=4, buckets=4, **model):
         return left + (right - left) * ms / slowest
 
     def spaced(y, height, label):
-        return [(at(start), y, at(end) - at(start) - 1.2, height) for _, start, end, name in schedule if name == label]
+        spans = [(at(start), at(end)) for _, start, end, name in schedule if name == label]
+        return [(start, y, max(end - start - 1.2, 0.6), height) for start, end in spans]
 
     looks = {  # of a rank's color
         "forward": lambda color: {"facecolor": (color, 0.18), "edgecolor": color, "linewidth": 0.8},
@@ -273,7 +271,7 @@ def ddp_overlap(world_size=4, buckets=4, **model):
         spans.setdefault(label, [start, end])[1] = end
     if "wait" in spans:
         start, end = spans["wait"]
-        ax.text(at(start), top - 8, f"waiting {end - start:.1f} ms", weight="bold")
+        ax.text(min(at(start), right - 112), top - 8, f"waiting {end - start:.1f} ms", weight="bold")
     edges = sorted({ms for label, span in spans.items() if label != "all-reduce" for ms in span})
     boxes(ax, [(at(ms) - 0.4, top, 0.8, bottom - top) for ms in edges], facecolor=(INK, 0.3))
 
@@ -287,7 +285,7 @@ def ddp_overlap(world_size=4, buckets=4, **model):
         if world_size == 1:
             ax.text(at(0), y + 0.8 * pitch, "one rank: nothing to average, nothing to send")
 
-    ticks = range(0, int(slowest) + 1, 10)
+    ticks = [int(ms) for ms in MaxNLocator(6, integer=True).tick_values(0, slowest) if ms <= slowest]
     axis = (left, bottom + 6, right - left, 1)
     boxes(ax, [axis, *[(at(ms) - 0.5, bottom + 6, 1, 5) for ms in ticks]], facecolor=INK)
     for ms in ticks:
@@ -374,11 +372,11 @@ def show(fig, alt, caption="", measured=False):
     return Shown(figure_html(view(fig, alt, measured=measured, salt=caption), caption), f"Figure: {alt}")
 
 
-def figure_html(views, caption="", controls="", script="", classes="wso"):
+def figure_html(views, caption="", controls="", script=""):
     """A ``<figure>`` around one or more ``view``\\ s, with what it needs outside of the book."""
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(caption, quote=False))
     return (
-        f'<figure class="{classes}"><style>{STYLE_SHEET}</style>{controls}{views}'
+        f'<figure class="wso"><style>{STYLE_SHEET}</style>{controls}{views}'
         '<p class="wso-note">Run this cell to draw the figure.</p>'
         f"{f'<figcaption>{text}</figcaption>' if text else ''}{script}</figure>"
     )
@@ -425,9 +423,10 @@ def svg(fig, salt="", attributes=None):
         "height": f"{height:g}",
         # Never so narrow that the text falls under 9 pixels: the view scrolls sideways then.
         "style": f"max-width:{width:g}px;min-width:{round(width * 9 / STYLE['font.size'])}px",
+        "fill": "currentColor",  # matplotlib writes no fill that is black
         "stroke-linejoin": "round",
     }
-    text = ElementTree.tostring(root, encoding="unicode").replace(INK, "currentColor")
+    text = ElementTree.tostring(root, encoding="unicode").replace("#000000", "currentColor")
     used = dict.fromkeys(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
     for number, name in enumerate(used):
         text = re.sub(rf"(id=\"|#){re.escape(name)}(?=[\")])", rf"\1ID-{number}", text)

@@ -19,32 +19,26 @@ import torch.distributed as dist
 
 
 def launcher_variables():
-    """What torchrun told this process, ``{"RANK": 0, …}``, or ``{}`` when no launcher started it.
+    """torchrun's variables, ``{"RANK": 0, "WORLD_SIZE": 4, …}``, or ``{}`` when no launcher set them.
 
-    Raises RuntimeError when only some of the variables are set, or when they contradict each other.
+    Raises RuntimeError when they are half set or impossible.
     """
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
     if not any(os.environ.get(name) for name in names[:3]):
         return {}  # MASTER_ADDR alone is often exported by a shell; it makes no rank
-    missing = [name for name in names if not os.environ.get(name)]
-    if missing:
+    found = {name: int(value) if (value := os.environ.get(name, "")).isdecimal() else -1 for name in names}
+    if not (
+        0 <= found["RANK"] < found["WORLD_SIZE"]
+        and 0 <= found["LOCAL_RANK"] < found["LOCAL_WORLD_SIZE"]
+        and found["MASTER_PORT"] >= 0
+        and os.environ.get("MASTER_ADDR")
+    ):
+        given = ", ".join(f"{name}={os.environ.get(name, 'missing')}" for name in [*names, "MASTER_ADDR"])
         raise RuntimeError(
-            f"The launcher's variables are half set: {', '.join(missing)} missing.\n"
-            "Start with `torchrun --nproc-per-node=N script.py`, or unset RANK, LOCAL_RANK and WORLD_SIZE."
+            f"The launcher's variables are half set or impossible: {given}.\n"
+            "Start with `torchrun --nproc-per-node=N script.py`, or unset RANK, WORLD_SIZE and LOCAL_RANK."
         )
-    try:
-        numbers = {name: int(os.environ[name]) for name in names if name != "MASTER_ADDR"}
-    except ValueError as error:
-        raise RuntimeError(
-            f"A launcher variable is not a whole number ({error}).\nStart with `torchrun`, which sets them all."
-        ) from None
-    for rank, size in [("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]:
-        if not 0 <= numbers[rank] < numbers[size]:
-            raise RuntimeError(
-                f"{rank}={numbers[rank]} is impossible with {size}={numbers[size]}: ranks count from 0 to {size} - 1.\n"
-                "Start with `torchrun`, which numbers them, or correct the variable."
-            )
-    return numbers
+    return found
 
 
 def start_process_group(backend=None, timeout=timedelta(minutes=10)):
@@ -62,30 +56,27 @@ def start_process_group(backend=None, timeout=timedelta(minutes=10)):
                 f"A process group on {dist.get_backend()} is running, and {backend} was asked for.\n"
                 "Call stop_process_group() first."
             )
-        if dist.get_backend() == "nccl":
-            return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        return torch.device("cpu")
+        on_gpu = dist.get_backend() == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
-    ranks = launcher_variables()
-    gpus, needed = torch.cuda.device_count(), ranks.get("LOCAL_WORLD_SIZE", 1)
+    launched = launcher_variables()
+    gpus, needed = torch.cuda.device_count(), launched.get("LOCAL_WORLD_SIZE", 1)
     if backend is None:
-        backend = "nccl" if ranks and gpus >= needed else "gloo"
+        backend = "nccl" if launched and gpus >= needed else "gloo"
     if backend == "nccl" and gpus < needed:
         raise RuntimeError(
             f"NCCL needs a GPU for every local rank: {needed} needed on this node, {gpus} found.\n"
             "Ask for backend='gloo', or start one rank per GPU (`torchrun --nproc-per-node=gpu`)."
         )
-    device = torch.device("cuda", ranks.get("LOCAL_RANK", 0)) if backend == "nccl" else torch.device("cpu")
-    device_id = device if backend == "nccl" else None
-    if ranks:
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
-    else:
+    device, options = torch.device("cpu"), {"timeout": timeout}
+    if backend == "nccl":
+        device = options["device_id"] = torch.device("cuda", launched.get("LOCAL_RANK", 0))
+        torch.cuda.set_device(device)
+    if not launched:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        dist.init_process_group(
-            backend, init_method=f"file://{private_folder()}/store", rank=0, world_size=1,
-            timeout=timeout, device_id=device_id,
-        )  # fmt: skip
+        options |= {"init_method": f"file://{private_folder()}/store", "rank": 0, "world_size": 1}
         atexit.register(stop_process_group)
+    dist.init_process_group(backend, **options)
     return device
 
 
@@ -110,18 +101,22 @@ def private_folder():
 
 
 def remove_private_folders():
-    """Remove this process's folder, and what processes left that were killed."""
+    """Remove this process's folder, and those of processes that were killed before they could."""
     for folder in Path(tempfile.gettempdir()).glob("one-rank-*-*"):
-        owner = int(folder.name.split("-")[2])
-        try:
-            os.kill(owner, 0)
-            gone = owner == os.getpid()
-        except ProcessLookupError:
-            gone = True
-        except PermissionError:
-            gone = False  # another user's process
-        if gone:
+        owner = folder.name.split("-")[2]
+        if owner.isdecimal() and (int(owner) == os.getpid() or not is_running(int(owner))):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_running(pid):
+    """Whether there is a process with this id, this user's or another's."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def print0(*args, **kwargs):

@@ -1,6 +1,7 @@
 """``explore``: one call makes a figure function interactive, in a live kernel and on a static page: for notebooks."""
 
 import html
+import inspect
 import itertools
 import json
 
@@ -14,7 +15,8 @@ MOST_FRAMES = 64
 SCRIPT = """<script>(function () {
   var script = document.currentScript, figure = script && script.closest("figure");
   if (!figure) return;
-  var views = figure.querySelectorAll(".wso-view"), inputs = figure.querySelectorAll("input"), shown = views[0];
+  var views = figure.querySelectorAll(".wso-view"), inputs = figure.querySelectorAll("input");
+  var shown = figure.querySelector(".wso-on");
   function draw() {
     var frame = 0;
     inputs.forEach(function (input) {
@@ -39,8 +41,8 @@ def explore(fn, *, alt, caption="", **sliders):
     """Show ``fn(**values)``, a Figure, with a slider for each keyword, as in ``explore(fn, alt="…", rank=[0, 1])``.
 
     In a live kernel the sliders are ipywidgets; on a static page they move between frames drawn now, one for each
-    combination of values (at most 64). It starts at the first value of each. ``alt`` and ``caption`` are as in
-    ``figures.show``; the values are added to ``alt`` in each frame.
+    combination of values (at most 64). A slider starts at the function's own default where that is among its values,
+    else at the first. ``alt`` and ``caption`` are as in ``figures.show``; each frame's ``alt`` adds its values.
 
     Raises ValueError for no slider, a slider without values or with a repeated one, and too many frames; TypeError
     when ``fn`` does not return a Figure.
@@ -62,41 +64,48 @@ class Explorer:
     def __init__(self, fn, alt, caption, sliders):
         self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)  # a partial has a .func
         self.caption, self.sliders = caption, sliders
+        self.start = [values.index(default) if default in values else 0 for default, values in defaults(fn, sliders)]
         combinations = list(itertools.product(*sliders.values()))
         if (count := len(combinations)) > MOST_FRAMES:
             raise ValueError(f"explore() draws at most {MOST_FRAMES} frames, these are {count}: list fewer values.")
         self.views = []
-        for combination in combinations:
+        for number, combination in enumerate(combinations):
             values = dict(zip(sliders, combination, strict=True))
             says = ", ".join(f"{label(name)} {value}" for name, value in values.items())
             words = f"{alt} ({says})" if alt.strip() else ""
-            self.views.append(view(fn(**values), words, salt=caption, on=not self.views))
+            self.views.append(view(fn(**values), words, salt=caption, on=number == self.number(self.start)))
         self.widget = None
 
-    def frame(self, *positions):
-        """The figure for these positions of the sliders, as HTML."""
+    def number(self, positions):
+        """Which frame belongs to these positions of the sliders."""
         number = 0
         for position, values in zip(positions, self.sliders.values(), strict=True):
             number = number * len(values) + position
-        return figure_html(self.views[number].replace('"wso-view"', '"wso-view wso-on"', 1), self.caption)
+        return number
+
+    def frame(self, positions):
+        """The figure for these positions of the sliders, as HTML."""
+        frame = self.views[self.number(positions)].replace('"wso-view"', '"wso-view wso-on"', 1)
+        return figure_html(frame, self.caption)
 
     def live(self):
         """The sliders and the figure as an ipywidget, made once."""
         import ipywidgets
 
         if self.widget is None:
-            drawing = ipywidgets.HTML(self.frame(*[0] * len(self.sliders)))
+            drawing = ipywidgets.HTML(self.frame(self.start))
             knobs = [
                 ipywidgets.SelectionSlider(
                     options=[(str(value), position) for position, value in enumerate(values)],
+                    value=start,
                     description=label(name),
                     style={"description_width": "initial"},
                 )
-                for name, values in self.sliders.items()
+                for start, (name, values) in zip(self.start, self.sliders.items(), strict=True)
             ]
 
             def draw(_):
-                drawing.value = self.frame(*[knob.value for knob in knobs])
+                drawing.value = self.frame([knob.value for knob in knobs])
 
             for knob in knobs:
                 knob.observe(draw, "value")
@@ -105,17 +114,18 @@ class Explorer:
 
     def page(self):
         """The sliders and all frames as HTML that needs nothing from outside."""
-        controls = ""
-        for name, values in self.sliders.items():
+        controls = ""  # data-lm-suppress-shortcuts leaves them the arrow keys in JupyterLab
+        for start, (name, values) in zip(self.start, self.sliders.items(), strict=True):
             labels = [str(value) for value in values]
-            first, data = html.escape(labels[0]), html.escape(json.dumps(labels))
+            first, data = html.escape(labels[start]), html.escape(json.dumps(labels))
             controls += (
                 f'<div><label><span>{html.escape(label(name))}</span><input type="range" min="0" '
-                f'max="{len(values) - 1}" step="1" value="0" autocomplete="off" aria-valuetext="{first}" '
-                f'data-labels="{data}"></label><output aria-live="off">{first}</output></div>'
+                f'max="{len(values) - 1}" step="1" value="{start}" autocomplete="off" aria-valuetext="{first}" '
+                f'data-labels="{data}" data-lm-suppress-shortcuts></label>'
+                f'<output aria-live="off">{first}</output></div>'
             )
-        # Hidden until the script runs, without which they are dead; arrow keys are theirs in JupyterLab too.
-        controls = f'<div class="wso-controls" hidden="hidden" data-lm-suppress-shortcuts="true">{controls}</div>'
+        # Hidden until the script runs, without which they are dead.
+        controls = f'<div class="wso-controls" hidden="hidden">{controls}</div>'
         return figure_html("".join(self.views), self.caption, controls, SCRIPT)
 
     def _repr_mimebundle_(self, include=None, exclude=None):
@@ -131,6 +141,15 @@ class Explorer:
     def __repr__(self):
         turns = ", ".join(f"{name}={values}" for name, values in self.sliders.items())
         return f"explore({self.name}, {turns})"
+
+
+def defaults(fn, sliders):
+    """Each slider's (default in ``fn``'s signature, values)."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except ValueError:  # some builtins have none
+        parameters = {}
+    return [(getattr(parameters.get(name), "default", None), values) for name, values in sliders.items()]
 
 
 def label(name):

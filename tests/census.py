@@ -1,8 +1,12 @@
 """What a test may leave behind: processes, files, descriptors, threads and sockets, counted before and after."""
 
 import contextlib
+import itertools
 import os
+import shutil
+import signal
 import tempfile
+import textwrap
 import threading
 import time
 import uuid
@@ -10,9 +14,11 @@ from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 
 import psutil
+from jupyter_client import KernelManager
 
 MARK = "WORLD_SIZE_ONE_CENSUS"  # in the environment of what a test starts, so that orphans are found too
 os.environ.setdefault(MARK, uuid.uuid4().hex)
+numbers = itertools.count()
 
 
 def processes(mark=None):
@@ -65,4 +71,71 @@ def unchanged():
     before = now()
     yield
     soon(lambda: now() == before)
-    assert now() == before
+    after = now()
+    assert after == before, {name: (before[name], after[name]) for name in after if after[name] != before[name]}
+
+
+@contextlib.contextmanager
+def surroundings():
+    """(environment, mark): a private temporary folder and a mark for what is started; nothing of either may stay."""
+    folder, mark = tempfile.mkdtemp(prefix="one-"), f"{os.environ[MARK]}-{next(numbers)}"
+    try:
+        yield {**os.environ, "TMPDIR": folder, MARK: mark}
+        assert_gone(folder, mark)
+    finally:
+        for pid in processes(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def listing(folder):
+    """What is in a temporary folder, but for the cache that torch keeps there for each user."""
+    return [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
+
+
+def assert_gone(folder, mark):
+    """Wait for the processes with this mark to be gone and for the folder to be empty."""
+    soon(lambda: not processes(mark) and not listing(folder))
+    assert (processes(mark), listing(folder)) == ({}, [])
+
+
+class Kernel:
+    """A real kernel with a private temporary folder and a mark of its own, and a client."""
+
+    def __init__(self, environment):
+        self.folder, self.mark = environment["TMPDIR"], environment[MARK]
+        self.manager = KernelManager(connection_file=f"{self.folder}.json", shutdown_wait_time=2)
+        self.manager.start_kernel(env=environment)
+        self.connect()
+
+    def connect(self):
+        self.client = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    def run(self, source):
+        """(reply, what it printed) of one cell."""
+        printed = []
+
+        def show(message):
+            if message["msg_type"] == "stream":
+                printed.append(message["content"]["text"])
+
+        reply = self.client.execute_interactive(textwrap.dedent(source), output_hook=show, timeout=60)
+        return reply["content"], "".join(printed)
+
+    def start(self, source):
+        """Run a cell without waiting for its end, but until its ranks have written that they are in it."""
+        self.client.execute(textwrap.dedent(source))
+        assert soon(lambda: len(list(Path(self.folder).rglob("inside*"))) == 2, 30)
+
+    def ranks(self):
+        """How many processes there are beside the kernel, its forkserver and its resource tracker."""
+        return len(processes(self.mark)) - 3
+
+    def close(self):
+        self.client.stop_channels()
+        if self.manager.has_kernel:
+            self.manager.shutdown_kernel(now=True)
+        self.manager.cleanup_resources()

@@ -203,8 +203,8 @@ def starts_with_helpers(nb):
 
 def promises_what_it_proves(nb):
     """Under "What you will prove": three to six invariants, each a link to the cell that asserts it."""
-    bullet = r"^(?:[-*]|\d+\.) "
-    promises = re.split(bullet, section(nb, "What you will prove"), flags=re.M)[1:]
+    promise = re.search(r"^(?:#+ |\*\*)What you will prove.*?(?=^#|\Z)", prose(nb), flags=re.M | re.S)
+    promises = re.split(r"^(?:[-*]|\d+\.) ", promise[0] if promise else "", flags=re.M)[1:]
     if not 3 <= len(promises) <= 6:
         yield f"'What you will prove' lists {len(promises)} invariants, not three to six"
     for promise in promises:

@@ -30,6 +30,8 @@ def normalised(nb):
     nb.nbformat_minor = 5
     for cell in nb.cells:
         cell.metadata = nbformat.from_dict({key: value for key, value in cell.metadata.items() if key in CELL_METADATA})
+        if "solution" in cell.metadata.get("tags", []):
+            cell.metadata["jupyter"] = {"source_hidden": True}  # folded in JupyterLab too
         for output in cell.get("outputs", []):
             output.get("data", {}).pop(WIDGET_VIEW, None)
             if "traceback" in output:  # nbval does not compare it

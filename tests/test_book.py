@@ -215,7 +215,7 @@ PROSE = [path for path in [*ROOT.glob("*.md"), *(ROOT / "book").glob("*.md")] if
 
 
 def commands(text):
-    """The lines of the text's shell listings, without prompts and comments, and the commands that stand in a sentence."""
+    """The lines of the text's shell listings, without prompts and comments, and commands that stand in a sentence."""
     fence = r"^(?:```+|:::+)(?:\{code-block\} )?(?:bash|console|shell|sh)\n(.*?)^(?:```|:::)"
     for listing in re.findall(fence, text, flags=re.M | re.S):
         for line in re.sub(r"\\\n\s*", "", listing).splitlines():

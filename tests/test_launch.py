@@ -7,11 +7,9 @@ import itertools
 import linecache
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -26,7 +24,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from jupyter_client import KernelManager
 
 from helpers import launch as launcher
 from helpers.launch import LaunchError, RankError, fold, launch
@@ -44,8 +41,9 @@ def warmed_up():
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(warmed_up):
-    with census.unchanged():
+def nothing_left(request, warmed_up):
+    """Every test leaves this process as it was; a kernel's test counts what the kernel leaves."""
+    with contextlib.nullcontext() if "kernel" in request.fixturenames else census.unchanged():
         yield
 
 
@@ -996,26 +994,6 @@ def test_interrupt_in_the_middle_of_a_call():
 # --- scripts ----------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def surroundings():
-    """(environment, mark): a private temporary folder and a mark for what is started; nothing of either may stay."""
-    folder, mark = tempfile.mkdtemp(prefix="one-"), f"{os.environ[census.MARK]}-{next(cells)}"
-    try:
-        yield {**os.environ, "TMPDIR": folder, census.MARK: mark}
-        assert_gone(folder, mark)
-    finally:
-        for pid in census.processes(mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def assert_gone(folder, mark):
-    """Wait for the processes with this mark to be gone and for the folder to be empty."""
-    census.soon(lambda: not census.processes(mark) and not os.listdir(folder))
-    assert (census.processes(mark), os.listdir(folder)) == ({}, [])
-
-
 def run_script(source, environment, **options):
     options = {"capture_output": True, "text": True, "timeout": 60, **options}
     return subprocess.run([sys.executable, "-c", textwrap.dedent(source)], env=environment, **options)
@@ -1034,7 +1012,7 @@ def test_plain_script_without_main_guard(tmp_path):
         print(launch(step, 1, nproc=2))
         """)
     )
-    with surroundings() as environment:
+    with census.surroundings() as environment:
         done = subprocess.run(
             [sys.executable, "-W", "error", script], env=environment, capture_output=True, text=True, timeout=60
         )
@@ -1042,7 +1020,7 @@ def test_plain_script_without_main_guard(tmp_path):
 
 
 def test_script_that_fails_shows_the_ranks_traceback():
-    with surroundings() as environment:
+    with census.surroundings() as environment:
         done = run_script("from helpers.launch import launch\nlaunch(lambda: 1 / 0, nproc=2)", environment)
     assert done.returncode == 1
     assert "RankError: ranks 0-1 failed: ZeroDivisionError: division by zero" in done.stderr
@@ -1050,52 +1028,11 @@ def test_script_that_fails_shows_the_ranks_traceback():
 
 @pytest.mark.parametrize("how", ["sys.exit(launch(int, nproc=1)[0])", "os._exit(0)", "os.kill(os.getpid(), 9)"])
 def test_script_leaves_nothing_however_it_ends(how):
-    with surroundings() as environment:
+    with census.surroundings() as environment:
         run_script(f"import os, sys\nfrom helpers.launch import launch\nlaunch(int, nproc=2)\n{how}", environment)
 
 
 # --- a notebook's kernel ----------------------------------------------------------------------------------------------
-
-
-class Kernel:
-    """A real kernel with a private temporary folder and a mark of its own, and a client."""
-
-    def __init__(self, environment):
-        self.folder, self.mark = environment["TMPDIR"], environment[census.MARK]
-        self.manager = KernelManager(connection_file=f"{self.folder}.json", shutdown_wait_time=2)
-        self.manager.start_kernel(env=environment)
-        self.connect()
-
-    def connect(self):
-        self.client = self.manager.blocking_client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
-
-    def run(self, source):
-        """(reply, what it printed) of one cell."""
-        printed = []
-
-        def show(message):
-            if message["msg_type"] == "stream":
-                printed.append(message["content"]["text"])
-
-        reply = self.client.execute_interactive(textwrap.dedent(source), output_hook=show, timeout=60)
-        return reply["content"], "".join(printed)
-
-    def start(self, source):
-        """Run a cell without waiting for its end, but until its ranks have written that they are in it."""
-        self.client.execute(textwrap.dedent(source))
-        assert census.soon(lambda: len(list(Path(self.folder).rglob("inside*"))) == 2, 30)
-
-    def ranks(self):
-        """How many processes there are beside the kernel, its forkserver and its resource tracker."""
-        return len(census.processes(self.mark)) - 3
-
-    def close(self):
-        self.client.stop_channels()
-        if self.manager.has_kernel:
-            self.manager.shutdown_kernel(now=True)
-        self.manager.cleanup_resources()
 
 
 WARM = """
@@ -1118,8 +1055,8 @@ HANGS = {"in a collective": "time.sleep(1000)", "holding the GIL": "sum(range(10
 
 @pytest.fixture
 def kernel(warmed_up):
-    with surroundings() as environment:
-        one = Kernel(environment)
+    with census.surroundings() as environment:
+        one = census.Kernel(environment)
         try:
             reply, printed = one.run(WARM)
             assert (reply["status"], printed) == ("ok", "[0, 1]\n"), reply
@@ -1172,4 +1109,4 @@ def test_end_of_the_kernel_leaves_nothing(kernel, end):
         kernel.connect()
         left = census.soon(lambda: not set(old) & set(census.processes(kernel.mark)))  # noqa: B023
         assert left, census.processes(kernel.mark)
-        assert census.soon(lambda: not os.listdir(kernel.folder)), os.listdir(kernel.folder)
+        assert census.soon(lambda: not census.listing(kernel.folder)), census.listing(kernel.folder)

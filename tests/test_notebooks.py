@@ -33,6 +33,7 @@ def test_file_is_laid_out_as_stored(path):
 
 # --- the rules themselves ---------------------------------------------------------------------------------------------
 
+SOLUTION = {"tags": ["solution", "hide-cell"], "jupyter": {"source_hidden": True}}
 GOOD = new_notebook(
     metadata=normalised(new_notebook()).metadata,
     cells=[
@@ -52,8 +53,8 @@ GOOD = new_notebook(
             "```{literalinclude} ../scripts/a.py\n```\n\n```bash\n# on one node\ntorchrun a.py\n```\n\n"
             "## Exercises\n\n### One\n\nTry it."
         ),
-        new_code_cell("assert f(1) == 1", execution_count=6, metadata={"tags": ["solution", "hide-cell"]}),
-        new_code_cell("assert f(2) == 2", execution_count=7, metadata={"tags": ["solution", "hide-input"]}),
+        new_code_cell("assert f(1) == 1", execution_count=6, metadata=SOLUTION),
+        new_code_cell("assert f(2) == 2", execution_count=7, metadata=SOLUTION),
         new_markdown_cell("## Recap\n\n| ran | proved |\n|---|---|\n| f | x |"),
     ],
 )  # fmt: skip
@@ -85,6 +86,7 @@ BROKEN = [
     (hygiene.is_normalised, lambda nb: nb.metadata.kernelspec.update(name="my-env")),
     (hygiene.is_normalised, lambda nb: nb.metadata.language_info.update(version="3.11.7")),
     (hygiene.is_normalised, change(4, metadata={"execution": {"iopub.execute_input": "12:00"}})),
+    (hygiene.is_normalised, change(7, metadata={"tags": ["solution", "hide-cell"]})),
     (hygiene.is_normalised, change(4, metadata={"collapsed": True})),
     (hygiene.is_normalised, change(4, outputs=[new_output("display_data", {WIDGET_VIEW: {}})])),
     (hygiene.has_no_attachments, change(0, attachments={"a.png": {"image/png": "AAAA"}})),

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+from test_figures import nbval, stored
 
 from helpers import widgets
 from helpers.figures import canvas, ddp_overlap, show
 from helpers.widgets import explore
-from tests.test_figures import nbval, stored
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -33,7 +33,17 @@ def test_there_is_one_frame_for_each_combination_and_the_last_slider_runs_fastes
     assert words_of(page) == ["x at 1", "x at 2", "x at 3", "y at 1", "y at 2", "y at 3"]
     says = re.findall(r'aria-label="([^"]*)"', page)
     assert says[0] == "a word (text x, size 1)" and says[-1] == "a word (text y, size 3)" and len(says) == 6
-    assert page.count("wso-view wso-on") == 1 and page.index('wso-on"') < page.index('wso-view"')
+    assert page.count('class="wso-view wso-on"') == 1 and page.count('class="wso-view"') == 5
+
+
+def test_a_slider_starts_at_the_function_s_default_where_it_has_it():
+    explorer = explore(word, alt="a", text=["x", "y"], size=[3, 2, 1])
+    assert explorer.start == [0, 2]
+    page = explorer.page()
+    assert re.findall(r'wso-on" [^>]*aria-label="([^"]*)"', page) == ["a (text x, size 1)"]
+    assert re.findall(r' value="(\d)"', page) == ["0", "2"] and page.count('<output aria-live="off">1</output>') == 1
+    text, size, drawing = explorer.live().children
+    assert (text.value, size.value, words_of(drawing.value)) == (0, 2, ["x at 1"])
 
 
 def test_sliders_are_labelled_and_values_of_any_type_are_named():

@@ -1,0 +1,127 @@
+"""Every chapter in JupyterLab, in a real browser: run all, no error, the sliders live, nothing left running."""
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+
+import psutil
+import pytest
+from conftest import ROOT, toc_files
+
+CHAPTERS = [name.split("/")[1] for name in toc_files() if name.startswith("notebooks/")]
+
+# In the page: `jupyterapp` is JupyterLab itself (--LabApp.expose_app_in_browser).
+NOTEBOOK = "jupyterapp.shell.currentWidget"
+STATE = f"""() => {{
+    const cells = [...{NOTEBOOK}.content.widgets].map(widget => widget.model).filter(model => model.type === 'code');
+    return {{
+        status: {NOTEBOOK}.sessionContext.session?.kernel?.status,
+        cells: cells.map(cell => ({{
+            count: cell.executionCount,
+            tags: cell.getMetadata('tags') ?? [],
+            errors: cell.outputs.toJSON().filter(output => output.output_type === 'error'),
+        }})),
+    }};
+}}"""
+WIDGET_CELLS = f"""() => [...{NOTEBOOK}.content.widgets].flatMap((widget, place) =>
+    widget.model.type === 'code' && widget.model.outputs.toJSON().some(
+        output => output.data && 'application/vnd.jupyter.widget-view+json' in output.data) ? [place] : [])"""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """The address of a JupyterLab, token included, on a copy of the notebooks; nothing of it runs afterwards."""
+    folder = tmp_path_factory.mktemp("lab")
+    shutil.copytree(ROOT / "notebooks", folder / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    token = secrets.token_hex(16)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "PYTEST"))}
+    for name in ["CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"]:  # not those of the person who runs the tests
+        env[f"JUPYTER_{name}"] = str(folder / name)
+    command = [
+        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0",
+        f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder / 'notebooks'}",
+        "--LabApp.expose_app_in_browser=True", "--LabApp.news_url=", "--LabApp.check_for_updates_class="
+        "jupyterlab.NeverCheckForUpdate",
+    ]  # fmt: skip
+    with open(folder / "log", "w") as log:
+        server = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+    try:
+        info = wait_for(lambda: next((folder / "RUNTIME_DIR").glob("jpserver-*.json"), None), 60)
+        url = wait_for(lambda: json.loads(info.read_text() or "{}").get("url"), 10)
+        yield url, token
+        kernels = psutil.Process(server.pid).children(recursive=True)
+        shutdown = urllib.request.Request(f"{url}api/shutdown?token={token}", method="POST")
+        urllib.request.urlopen(shutdown, timeout=10).close()
+        server.wait(timeout=20)
+        _, alive = psutil.wait_procs(kernels, timeout=5)
+        for process in alive:
+            process.kill()
+        assert not alive, f"left running: {alive}"
+    finally:
+        server.kill()  # does nothing where it has ended
+
+
+def wait_for(condition, seconds):
+    """The first true value of ``condition()``; an AssertionError after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.2)
+    raise AssertionError(f"not within {seconds} s")
+
+
+@pytest.fixture
+def run_all(browser, lab):
+    """run_all(chapter) opens the chapter in JupyterLab, runs all its cells and returns the browser's page."""
+    url, token = lab
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+
+    def open_and_run(chapter):
+        page = context.new_page()
+        page.goto(f"{url}lab/tree/{chapter}.ipynb?token={token}&reset")
+        page.wait_for_function(f"window.jupyterapp && {NOTEBOOK}?.sessionContext?.session?.kernel?.status === 'idle'")
+        page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
+        wait_for(lambda: has_run(page.evaluate(STATE)), 240)
+        return page
+
+    yield open_and_run
+    context.close()
+
+
+def has_run(state):
+    return state["status"] == "idle" and state["cells"][-1]["count"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_chapter_runs_in_jupyterlab(run_all, chapter):
+    page = run_all(chapter)
+
+    cells = page.evaluate(STATE)["cells"]
+    assert [cell["count"] for cell in cells] == list(range(1, len(cells) + 1))
+    unannounced = [cell["errors"] for cell in cells if cell["errors"] and "raises-exception" not in cell["tags"]]
+    assert not unannounced
+
+    places = page.evaluate(WIDGET_CELLS)
+    assert places, "no live figure"
+    for place in places:
+        page.evaluate(f"place => {NOTEBOOK}.content.scrollToItem(place, 'start')", place)
+        output = page.locator(f".jp-Notebook .jp-Cell[data-windowed-list-index='{place}'] .jp-OutputArea-output")
+        handle = output.locator("[role=slider]").first
+        handle.scroll_into_view_if_needed()
+        before = pictures(output)
+        assert before, "no picture beside the slider"
+        handle.focus()
+        page.keyboard.press("ArrowRight")
+        wait_for(lambda output=output, before=before: pictures(output) not in ([], before), 10)
+
+
+def pictures(output):
+    return output.locator("svg").evaluate_all("all => all.map(svg => svg.outerHTML)")

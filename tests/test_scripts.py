@@ -1,0 +1,232 @@
+"""Every notebook's script under real torchrun: alone in an empty folder, on 1, 2 and 4 ranks, with equal results.
+
+A script's last line is ``result {json}``, printed by rank 0. Its ``world_size`` must be the launched one; its other
+numbers must not depend on it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import census
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+RANKS = (1, 2, 4)
+TOLERANCE = 0.002  # of every number in a result: they are rounded to three digits
+AT_LEAST = {"04_ddp": {"val_accuracy": 0.95}}
+
+# Put before everything else on a rank's path, this hides the project however it is installed.
+SITECUSTOMIZE = """\
+import sys
+
+
+class Hidden:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] == "helpers":
+            raise ModuleNotFoundError("helpers is hidden: a script stands alone", name=name)
+
+
+sys.meta_path.insert(0, Hidden)
+"""
+
+FAILING = """\
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from helpers.process_group import print0, start_process_group, stop_process_group
+
+device = start_process_group()
+model = DDP(nn.Linear(8, 1).to(device))
+for step in range(steps):
+    if step == 3 and dist.get_rank() == fail:
+        print(f"failed at {time.time()}", flush=True)
+        raise ValueError(f"rank {fail} cannot go on")
+    model(torch.ones(4, 8, device=device)).sum().backward()
+    if step == 5:
+        print0("training")
+stop_process_group()
+"""
+
+
+def write_notebook(folder, source, parameters="steps: int = 10\nfail: int = -1"):
+    """A notebook of three cells, as folder/sample.ipynb."""
+    cells = [
+        new_markdown_cell("# Sample"),
+        new_code_cell(parameters, metadata={"tags": ["parameters"]}),
+        new_code_cell(source, metadata={"tags": ["export"]}),
+    ]
+    path = folder / "sample.ipynb"
+    nbformat.write(new_notebook(cells=cells), path)
+    return path
+
+
+def stand_alone(folder):
+    """The environment of a machine that does not have this project; ``folder`` is for what that takes."""
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {**environment, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
+
+
+def export(notebook, folder):
+    """Write a notebook's script into the folder, through the command line; return its path."""
+    command = [sys.executable, "-m", "helpers", "export", notebook, "--out", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+def torchrun(script, nproc, environment, *flags, timeout=120):
+    """Run a script under torchrun in its own folder, as (exit status, stdout, stderr, processes that it left).
+
+    The status is None when it hung for ``timeout`` seconds and was killed.
+    """
+    mark = uuid.uuid4().hex
+    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", *where, script, *flags]
+    process = subprocess.Popen(
+        command,
+        cwd=script.parent,
+        env={**environment, census.MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, errors = process.communicate(timeout=timeout)
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        status = None
+    census.soon(lambda: status is None or not census.processes(mark), seconds=2)
+    left = census.processes(mark)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    if status is None:
+        out, errors = process.communicate()
+    return status, out, errors, left
+
+
+def result(out):
+    """The numbers of a script's last line."""
+    word, _, numbers = out.strip().splitlines()[-1].partition(" ")
+    assert word == "result", out
+    return json.loads(numbers)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    (tmp_path / "path").mkdir()
+    return stand_alone(tmp_path / "path")
+
+
+def test_the_ranks_cannot_import_helpers(alone, tmp_path):
+    line = [sys.executable, "-c", "import helpers.data"]
+    assert subprocess.run(line, cwd=ROOT).returncode == 0
+    done = subprocess.run(line, cwd=ROOT, env=alone, capture_output=True, text=True)
+    assert done.returncode == 1 and "helpers is hidden" in done.stderr
+
+    (tmp_path / "cheat").mkdir()
+    script = tmp_path / "cheat" / "cheat.py"
+    script.write_text("import helpers.data")
+    status, _, errors, _ = torchrun(script, 1, alone)
+    assert status == 1 and "helpers is hidden" in errors
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_script(notebook, alone, tmp_path):
+    folder = tmp_path / "empty"
+    script = export(notebook, folder)
+    assert os.listdir(folder) == [f"{notebook.stem}.py"]
+    compile(script.read_text(), str(script), "exec")
+    for command in (["check", "--select=E,F,I,B,UP"], ["format", "--check"]):
+        style = ["--isolated", "--line-length=120", "--target-version=py311"]
+        done = subprocess.run([sys.executable, "-m", "ruff", *command, *style, script], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+    results = {}
+    for nproc in RANKS:
+        status, out, errors, left = torchrun(script, nproc, alone)
+        assert status == 0, f"{nproc} ranks: {'hung' if status is None else status}\n{out}{errors}"
+        assert not left and "Warning" not in errors, errors
+        results[nproc] = result(out)
+        assert results[nproc].pop("world_size") == nproc
+    assert results[1]
+    for nproc in RANKS:
+        assert results[nproc] == pytest.approx(results[1], abs=TOLERANCE)
+    for name, least in AT_LEAST.get(notebook.stem, {}).items():
+        assert results[1][name] > least
+    assert set(os.listdir(folder)) <= {script.name, "__pycache__"}
+
+
+def test_every_named_result_is_of_a_notebook():
+    assert set(AT_LEAST) <= {path.stem for path in NOTEBOOKS}
+
+
+def test_without_torchrun_a_script_is_one_rank(alone, tmp_path):
+    script = export(write_notebook(tmp_path, FAILING), tmp_path / "empty")
+    done = subprocess.run([sys.executable, script], env=alone, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "training\n", "")
+
+
+def test_a_rank_that_raises_ends_the_job_and_is_named(alone, tmp_path):
+    script = export(write_notebook(tmp_path, FAILING), tmp_path / "empty")
+    status, out, errors, left = torchrun(script, 4, alone, "--fail", "2", "--steps", "1000000")
+    ended = time.time()
+    assert status == 1 and not left
+    assert ended - float(out.partition("failed at ")[2].split()[0]) < 15
+    assert 'raise ValueError(f"rank {fail} cannot go on")' in errors  # the rank's own traceback, with its line
+    root_cause = errors.partition("Root Cause")[2]  # torchrun's summary, which @record fills
+    assert "rank      : 2 (local_rank: 2)" in root_cause
+    assert "error_file: " in root_cause and "error_file: <N/A>" not in root_cause
+    assert "ValueError: rank 2 cannot go on" in root_cause
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_interrupted_run_leaves_nothing(number, tmp_path):
+    notebook = write_notebook(tmp_path, FAILING)
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", "helpers", "run", notebook, "--nproc", "2", "--", "--steps", "100000000"]
+    environment = {**os.environ, census.MARK: mark, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout.readline() == "training\n"
+        assert len(census.processes(mark)) >= 4  # the command, torchrun, two ranks
+        sent = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 130
+        assert time.monotonic() - sent < 10
+    assert census.soon(lambda: not census.processes(mark)), census.processes(mark)
+    assert not list(tmp_path.glob("tmp*"))
+
+
+def test_run_passes_flags_and_status(tmp_path):
+    notebook = write_notebook(tmp_path, "import os\n\nprint(steps, os.environ['OMP_NUM_THREADS'])\nassert steps < 5")
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    for steps, status in (("3", 0), ("7", 1)):
+        command = [sys.executable, "-m", "helpers", "run", notebook, "--nproc", "2", "--", "--steps", steps]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        threads = max(1, len(os.sched_getaffinity(0)) // 2 if hasattr(os, "sched_getaffinity") else os.cpu_count() // 2)
+        assert done.returncode == status, done.stderr
+        assert set(done.stdout.splitlines()) == {f"{steps} {threads}"}  # one rank can end the other before it prints
+
+
+def test_nbconvert_writes_the_same_script(tmp_path):
+    script = export(NOTEBOOKS[0], tmp_path / "ours")
+    command = [sys.executable, "-m", "nbconvert", "--to", "torchrun", NOTEBOOKS[0], "--output-dir", tmp_path / "theirs"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "theirs" / script.name).read_text() == script.read_text()
