@@ -6,6 +6,7 @@ NPROC ?= 4
 PORT ?= 8000
 RUNS ?= 40
 NOTEBOOK ?=
+SETTINGS ?= ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1
 ARGS ?=
 
 VENV := .venv
@@ -98,8 +99,9 @@ soak: $(READY)
 
 # DNNL_MAX_CPU_ISA and ATEN_CPU_CAPABILITY limit which of the CPU's instructions torch uses, as an older CPU would.
 portability: $(READY)
-	@for setting in ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1; do \
-	  echo "$$setting"; env $$setting $(BIN)/python -m pytest --nbval notebooks -q $(ARGS) || exit 1; done
+	@status=0; for setting in $(SETTINGS); do \
+	  echo "$$setting"; env $$setting $(BIN)/python -m pytest --nbval notebooks -q $(ARGS) || status=1; \
+	done; exit $$status
 
 outputs: $(READY)
 	@$(BIN)/python tests/store_outputs.py $(NOTEBOOK)

@@ -20,14 +20,14 @@ def chapters():
 
 def find_notebook(chapter):
     """The notebook of a chapter: its number, its name with or without the number, or any notebook's path."""
-    if chapter.endswith(".ipynb") or os.sep in chapter:
+    if Path(chapter).is_file():
         return Path(chapter)
     for path in chapters():
         number, _, topic = path.stem.partition("_")
         if chapter in (path.stem, topic) or (chapter.isdecimal() and int(chapter) == int(number)):
             return path
     known = ", ".join(path.stem for path in chapters()) or "none yet"
-    raise ExportError(f"There is no chapter {chapter!r}. Chapters: {known}.\nOr give the path of a notebook.")
+    raise ExportError(f"There is no chapter or notebook {chapter!r}.\nChapters: {known}. Or the path of a notebook.")
 
 
 def export(path):
@@ -88,10 +88,14 @@ def run(script, name, nproc, flags):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.py"
         path.write_text(script, encoding="utf-8")
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        torchrun += [f"--log-dir={folder}", str(path), *flags]
+        before = {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, for one, ignores SIGHUP
+                before[number] = signal.signal(number, stop)
         try:
             # A session of its own: a terminal's Ctrl-C reaches torchrun through us alone.
-            process = subprocess.Popen([*torchrun, str(path), *flags], env=environment, start_new_session=True)
+            process = subprocess.Popen(torchrun, env=environment, start_new_session=True)
             if stopped:
                 process.terminate()
             status = process.wait()
@@ -109,22 +113,22 @@ def processes(text):
 
 
 def main(arguments):
-    """Run a command line (without the program's name) and return its exit status."""
+    """Run a command line (without the program's name) and return its exit status; SystemExit(2) for wrong usage."""
     parser = argparse.ArgumentParser(
         prog="python -m helpers",
         description="World Size One's chapters as scripts for torchrun.",
-        epilog="CHAPTER is a number (4 or 04), a name (04_ddp or ddp), or the path of any notebook.",
     )
+    chapter = "its number (4), its name (04_ddp or ddp), or the path of any notebook"
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("list", help="list the chapters")
-    command = commands.add_parser("export", help="write a chapter's script", epilog=parser.epilog)
+    command = commands.add_parser("export", help="write a chapter's script")
     which = command.add_mutually_exclusive_group(required=True)
-    which.add_argument("chapter", nargs="?", metavar="CHAPTER")
+    which.add_argument("chapter", nargs="?", metavar="CHAPTER", help=chapter)
     which.add_argument("--all", action="store_true", help="every chapter")
     command.add_argument("--out", default="scripts", metavar="DIR", help="the folder to write to (default: scripts)")
     command.add_argument("--force", action="store_true", help="overwrite a script that differs")
-    command = commands.add_parser("run", help="run a chapter's script on this machine", epilog=parser.epilog)
-    command.add_argument("chapter", metavar="CHAPTER")
+    command = commands.add_parser("run", help="run a chapter's script on this machine")
+    command.add_argument("chapter", metavar="CHAPTER", help=chapter)
     command.add_argument("--nproc", type=processes, default=2, metavar="N", help="how many ranks (default: 2)")
     command.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the script, after two dashes")
     flags = []
@@ -134,22 +138,24 @@ def main(arguments):
     if getattr(args, "flags", None):
         parser.error(f"put two dashes before the script's flags: -- {' '.join(args.flags)}")
 
-    if args.command == "list":
-        for path in chapters():
-            print(f"{path.stem:24}{title_and_promise(read_notebook(path), path.stem)[0]}")
-    elif args.command == "export":
-        paths = chapters() if args.all else [find_notebook(args.chapter)]
-        for target in write_scripts({path.stem: export(path) for path in paths}, args.out, args.force):
-            print(target)
-    else:
-        path = find_notebook(args.chapter)
-        return run(export(path), path.stem, args.nproc, flags)
+    try:
+        if args.command == "list":
+            for path in chapters():
+                print(f"{path.stem:24}{title_and_promise(read_notebook(path), path.stem)[0]}")
+        elif args.command == "export":
+            paths = chapters() if args.all else [find_notebook(args.chapter)]
+            for target in write_scripts({path.stem: export(path) for path in paths}, args.out, args.force):
+                print(target)
+        else:
+            path = find_notebook(args.chapter)
+            return run(export(path), path.stem, args.nproc, flags)
+    except ExportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ExportError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    sys.exit(main(sys.argv[1:]))

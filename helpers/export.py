@@ -32,6 +32,13 @@ RANK_NAMES = ("rank", "local_rank", "world_size", "num_replicas")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 BUILTINS = {*dir(builtins), "__name__", "__file__", "__doc__"}
 ANONYMOUS = ("lambda", "genexpr", "listcomp", "setcomp", "dictcomp")  # symtable's names of scopes without one
+OWN_NAMES = {  # what every script binds, and to what: a key of import_key, or itself
+    "argparse": ("argparse", None),
+    "record": ("torch.distributed.elastic.multiprocessing.errors", "record"),
+    "main": "main",
+    "parse_args": "parse_args",
+}
+TOUCHING = re.compile(r"(?:^#.*\n?)*\Z", re.MULTILINE)  # the comment right above a statement
 IMPORT = ast.Import | ast.ImportFrom
 DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 SIMPLE = ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Assert | ast.Delete
@@ -181,7 +188,7 @@ def sort_cells(notebook, name):
             found = cells.parameters = cell_statements(cell.source, where, heading, tagged=True)
         elif "export" in tags or not tagged:
             found = cell_statements(cell.source, where, heading, "export" in tags)
-            if not tagged and {"raises-exception", "nbval-raises-exception"} & set(tags):
+            if {"raises-exception", "nbval-raises-exception"} & set(tags):
                 found = [left_out(f"{first_line(cell.source)} (a cell that raises)", where, heading)]
             cells.exported += found
         else:
@@ -191,9 +198,10 @@ def sort_cells(notebook, name):
                 continue  # what is not exported may be anything
             for bound in (bound for statement in found for bound in names(statement.code)[0]):
                 cells.elsewhere.setdefault(bound, where)
-        for one in (one for statement in found if isinstance(statement.node, IMPORT) for one in each_import(statement)):
-            if belongs(one.node) == "notebook":
-                cells.kernel_only.add(imported_name(one.node))
+        for statement in found:
+            for one in each_import(statement) if isinstance(statement.node, IMPORT) else []:
+                if belongs(one.node) == "notebook":
+                    cells.kernel_only.add(imported_name(one.node))
     return cells
 
 
@@ -207,9 +215,9 @@ def first_line(source):
     return line if len(line) <= 60 else f"{line[:59]}…"
 
 
-def left_out(text, where, heading):
+def left_out(text, where, heading, above=""):
     """The line of the script that stands for what is left out of it."""
-    return Statement(None, "", f"# Notebook only: {text}", "", where, heading)
+    return Statement(None, "", f"{above}# Notebook only: {text}", "", where, heading)
 
 
 def cell_statements(source, where, heading, tagged):
@@ -320,10 +328,12 @@ def names(code):
     table = symtable.symtable(code, "cell", "exec")
     bound = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     reads = {symbol.get_name(): "" for symbol in table.get_symbols() if symbol.is_referenced()}
+    reads |= dict.fromkeys(changed(ast.parse(code)), "")
 
     def visit(table, path):
         for child in table.get_children():
-            inner = path if child.get_name() in ANONYMOUS else [*path, child.get_name()]
+            unnamed = child.get_name() in ANONYMOUS or [child.get_name()] == path[-1:]  # the latter: type parameters
+            inner = path if unnamed else [*path, child.get_name()]
             for symbol in child.get_symbols():
                 if symbol.is_global() and symbol.is_referenced():
                     reads.setdefault(symbol.get_name(), ".".join(inner))
@@ -333,6 +343,17 @@ def names(code):
 
     visit(table, [])
     return bound, reads
+
+
+def changed(tree):
+    """The names that module-level code deletes or adds to, which for symtable it only binds."""
+    for node in ast.iter_child_nodes(tree):
+        targets = (
+            node.targets if isinstance(node, ast.Delete) else [node.target] if isinstance(node, ast.AugAssign) else []
+        )
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+        if not isinstance(node, DEFINITION):
+            yield from changed(node)
 
 
 def each_import(statement):
@@ -386,8 +407,8 @@ def runtime_module(module):
             for one in each_import(statement):
                 found.setdefault(imported_name(one.node), []).append(one)
         elif statement.node is not None:
-            touching = re.search(r"(?:^#.*\n?)*\Z", statement.above, re.MULTILINE)[0]
             for name in names(statement.code)[0]:
+                touching = TOUCHING.search(statement.above)[0]
                 found.setdefault(name, []).append(replace(statement, above=touching))
     return found
 
@@ -547,6 +568,8 @@ def bindings(tree, function=None):
                 yield from ((function, *pair) for pair in one_by_one(target, node.value))
         elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value:
             yield function, node.target, node.value
+        elif isinstance(node, ast.AugAssign):
+            yield function, node.target, node
         elif isinstance(node, ast.For):
             yield from ((function, *pair) for pair in one_by_one(node.target, node.iter))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -610,9 +633,6 @@ def sort_statements(cells, flags):
             steady.add(constant)
         elif isinstance(node, ast.Expr) and not any(isinstance(part, ast.Call) for part in ast.walk(node)):
             parts.body.append(without(statement))  # a notebook would show the value
-        elif is_group_end(node):
-            parts.wanted["process_group", "stop_process_group"] = statement.where
-            parts.body.append(replace(statement, code="stop_process_group()"))
         else:
             parts.body.append(statement)
     return parts
@@ -659,10 +679,11 @@ def notebook_use(statement, kernel_only, pyplot):
 
 
 def without(statement):
-    """The comment that stands for a statement which is left out; what was said about it goes too."""
+    """The comment that stands for a statement which is left out; the comment right above it goes too."""
     lines = (statement.written or statement.code).split("\n")
     text = first_line(lines[0]) + (" …" if len(lines) > 1 else "")
-    return left_out(text, statement.where, statement.heading)
+    above = TOUCHING.sub("", statement.above) and TOUCHING.sub("", statement.above) + "\n"
+    return left_out(text, statement.where, statement.heading, above)
 
 
 def is_constant(node, steady):
@@ -676,18 +697,34 @@ def is_constant(node, steady):
     )
 
 
-def is_idle(statement, reads):
-    """Whether a statement only names a value that nothing in the script reads; the notebook may have shown it."""
-    node = statement.node
+def leave_out_idle(parts):
+    """Leave out what only names a value that nothing reads (the notebook showed it); return all names that are read."""
+    while True:
+        reads = {read for statement in [*parts.definitions, *parts.body] for read in names(statement.code)[1]}
+        idle = [statement for statement in parts.body if is_idle(statement.node, reads)]
+        if not idle:
+            return reads
+        parts.body = [without(statement) if statement in idle else statement for statement in parts.body]
+
+
+def is_idle(node, reads):
+    """Whether a statement binds names that are not read, to a value that calls nothing."""
     if not isinstance(node, ast.Assign | ast.AnnAssign) or any(isinstance(part, ast.Call) for part in ast.walk(node)):
         return False
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     return all(isinstance(target, ast.Name) and target.id not in reads for target in targets)
 
 
-def is_group_end(node):
-    """Whether a statement is ``dist.destroy_process_group()``, which can hang behind DDP (pytorch#190489)."""
-    return re.fullmatch(r"(torch\.distributed|dist)\.destroy_process_group\(\)", ast.unparse(node)) is not None
+def safe_end(statement):
+    """The statement with ``dist.destroy_process_group()``, which can hang behind DDP, as stop_process_group()."""
+    if "destroy_process_group" not in statement.code:
+        return statement
+    lines = statement.code.encode().split(b"\n")
+    for call in reversed([node for node in ast.walk(ast.parse(statement.code)) if isinstance(node, ast.Call)]):
+        if re.fullmatch(r"(\w+\.)*destroy_process_group\(\)", ast.unparse(call)) and call.lineno == call.end_lineno:
+            line = lines[call.lineno - 1]
+            lines[call.lineno - 1] = line[: call.col_offset] + b"stop_process_group()" + line[call.end_col_offset :]
+    return replace(statement, code=b"\n".join(lines).decode())
 
 
 # ---- Which names the parts may read
@@ -744,14 +781,6 @@ def check_names(parts, flags, inlined_imports, inlined_code, cells):
                 raise nothing_binds(name, by and f"{by}()" or "it", statement.where, parts, cells)
 
 
-OWN_NAMES = {
-    "argparse": ("argparse", None),
-    "record": ("torch.distributed.elastic.multiprocessing.errors", "record"),
-    "main": "main",
-    "parse_args": "parse_args",
-}
-
-
 def reader(statement, by):
     """The name for a message of what reads a name inside a definition."""
     if by:
@@ -781,18 +810,18 @@ def script_from_notebook(notebook, name):
     cells = sort_cells(notebook, name)
     flags = read_flags(cells.parameters)
     check_hard_coded([*cells.parameters, *cells.exported])
+    cells.exported = [safe_end(statement) for statement in cells.exported]
     parts = sort_statements(cells, flags)
     if all(statement.node is None for statement in parts.body):
         raise ExportError(f"{name} has no statement that a script could run.\nTag the cells of the script `export`.")
-    reads = {read for statement in [*parts.definitions, *parts.body] for read in names(statement.code)[1]}
-    parts.body = [without(found) if is_idle(found, reads) else found for found in parts.body]
-    if "start_process_group" in reads and "stop_process_group" not in reads:
-        parts.wanted["process_group", "stop_process_group"] = "the script itself"
+    reads = leave_out_idle(parts)
+    code = "\n".join(statement.code for statement in [*parts.definitions, *parts.body])
+    if re.search(r"\b(start|init)_process_group\(", code) and "stop_process_group" not in reads:
         parts.body.append(replace(parts.body[-1], node=ast.Pass(), code="stop_process_group()", above="", comment=""))
         reads.add("stop_process_group")
-    parts.wanted["process_group", "run_and_exit"] = "the script itself"
-    used = [wanted for wanted in parts.wanted if wanted[1] in {*reads, "run_and_exit"}]
-    inlined_imports, inlined_code = inlined(used)
+    own = {("process_group", name): "the script itself" for name in ("run_and_exit", "stop_process_group")}
+    parts.wanted = {**own, **parts.wanted}
+    inlined_imports, inlined_code = inlined([key for key in parts.wanted if key[1] in {*reads, "run_and_exit"}])
     check_names(parts, flags, inlined_imports, inlined_code, cells)
 
     title, promise = title_and_promise(notebook, name)
@@ -808,13 +837,19 @@ def script_from_notebook(notebook, name):
         main_text(parts.body, [flag for flag in flags if flag in reads]),
         'if __name__ == "__main__":\n    run_and_exit(main, parse_args())',
     ]
-    return tidy("\n\n\n".join(section for section in sections if section) + "\n", name)
+    script = tidy("\n\n\n".join(section for section in sections if section) + "\n", name)
+    try:
+        check_syntax(script)
+    except SyntaxError as error:  # such as a `global` that is right in a cell and wrong in a function
+        raise ExportError(f"{name}: in a function, this is a syntax error: {error.msg}.\nSee {error.text}") from None
+    return script
 
 
 def docstring(title, promise, name):
     """The script's docstring: what it is, and how to run it."""
     file = shlex.quote(f"{name}.py")
-    text = "\n\n".join(textwrap.fill(part, 110) for part in (f"{title.rstrip('.')}.", promise) if part)
+    title += "" if title.endswith((".", "?", "!")) else "."
+    text = "\n\n".join(textwrap.fill(part, 110) for part in (title, promise) if part)
     text = text.replace("\\", "\\\\").replace('"""', "'''")
     return f'''"""{text}
 
@@ -832,9 +867,13 @@ def definitions_text(definitions):
     heading = None
     for statement in definitions:
         if statement.heading and statement.heading != heading:
-            yield f"# {statement.heading}"
+            yield section_comment(statement.heading)
         heading = statement.heading
         yield statement.text
+
+
+def section_comment(heading):
+    return textwrap.fill(heading, 110, initial_indent="# ", subsequent_indent="# ")
 
 
 def parse_args_text(title, flags):
@@ -851,7 +890,7 @@ def main_text(body, parameters):
     heading = where = None
     for statement in body:
         if statement.heading and statement.heading != heading:
-            lines += ["", f"# {statement.heading}"]
+            lines += ["", section_comment(statement.heading)]
             if statement.above.strip():
                 lines.append("")  # two comments
         elif statement.where != where:

@@ -248,8 +248,8 @@ def ddp_overlap(world_size=4, buckets=4, **model):
         return left + (right - left) * ms / slowest
 
     def spaced(y, height, label):
-        spans = [(at(start), at(end)) for _, start, end, name in schedule if name == label]
-        return [(start, y, max(end - start - 1.2, 0.6), height) for start, end in spans]
+        found = [(at(start), at(end)) for _, start, end, name in schedule if name == label]
+        return [(start, y, max(end - start - 1.2, 0.6), height) for start, end in found]
 
     looks = {  # of a rank's color
         "forward": lambda color: {"facecolor": (color, 0.18), "edgecolor": color, "linewidth": 0.8},
@@ -373,7 +373,7 @@ def show(fig, alt, caption="", measured=False):
 
 
 def figure_html(views, caption="", controls="", script=""):
-    """A ``<figure>`` around one or more ``view``\\ s, with what it needs outside of the book."""
+    """A ``<figure>`` around what ``view`` made, once or several times, with the style it needs outside of the book."""
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(caption, quote=False))
     return (
         f'<figure class="wso"><style>{STYLE_SHEET}</style>{controls}{views}'

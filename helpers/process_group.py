@@ -76,7 +76,11 @@ def start_process_group(backend=None, timeout=timedelta(minutes=10)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         options |= {"init_method": f"file://{private_folder()}/store", "rank": 0, "world_size": 1}
         atexit.register(stop_process_group)
-    dist.init_process_group(backend, **options)
+    try:
+        dist.init_process_group(backend, **options)
+    except BaseException:
+        remove_private_folders()
+        raise
     return device
 
 
@@ -112,7 +116,7 @@ def is_running(pid):
     """Whether there is a process with this id, this user's or another's."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass
@@ -120,8 +124,9 @@ def is_running(pid):
 
 
 def print0(*args, **kwargs):
-    """Print on rank 0 only, or wherever there is no process group."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    """Print on rank 0 only, before the group's start and after its end too."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK") or 0)
+    if rank == 0:
         print(*args, **kwargs, flush=True)
 
 
@@ -138,6 +143,8 @@ def run_and_exit(main, args):
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # also where a closed pipe reads the output no more
+            os._exit(status)

@@ -22,11 +22,9 @@ numbers = itertools.count()
 
 
 def processes(mark=None):
-    """{pid: name} of this process's descendants and of every process that carries ``mark``, zombies included."""
+    """{pid: name} of every process that carries ``mark``; without one, of this process's descendants too."""
+    found = {} if mark else {child.pid: child for child in psutil.Process().children(recursive=True)}
     mark = mark or os.environ[MARK]
-    found = (
-        {child.pid: child for child in psutil.Process().children(recursive=True)} if mark == os.environ[MARK] else {}
-    )
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
@@ -70,9 +68,9 @@ def unchanged():
     """Fail where the block leaves anything behind."""
     before = now()
     yield
-    soon(lambda: now() == before)
-    after = now()
-    assert after == before, {name: (before[name], after[name]) for name in after if after[name] != before[name]}
+    if not soon(lambda: now() == before):
+        after = now()
+        raise AssertionError({name: (before[name], after[name]) for name in after if after[name] != before[name]})
 
 
 @contextlib.contextmanager
@@ -90,14 +88,14 @@ def surroundings():
 
 
 def listing(folder):
-    """What is in a temporary folder, but for the cache that torch keeps there for each user."""
-    return [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
+    """What is in a temporary folder, but for torch's cache for each user and torchrun's logs."""
+    return [name for name in os.listdir(folder) if not name.startswith(("torchinductor_", "torchelastic_"))]
 
 
 def assert_gone(folder, mark):
     """Wait for the processes with this mark to be gone and for the folder to be empty."""
-    soon(lambda: not processes(mark) and not listing(folder))
-    assert (processes(mark), listing(folder)) == ({}, [])
+    if not soon(lambda: not processes(mark) and not listing(folder)):
+        raise AssertionError(f"left: {processes(mark)}, {listing(folder)}")
 
 
 class Kernel:

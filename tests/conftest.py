@@ -71,8 +71,14 @@ def book_url(book):
         def log_message(self, *args):
             pass
 
+        def do_GET(self):
+            if self.path == "/favicon.ico":  # index.html, a bare redirect, names no icon, so the browser asks for this
+                return self.send_error(204)
+            super().do_GET()
+
     handler = functools.partial(Quiet, directory=book.html)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.handle_error = lambda *args: None  # a page that was closed while it loaded
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

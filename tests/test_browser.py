@@ -7,7 +7,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from conftest import ROOT, toc_files
 
-PAGES = [*toc_files(), "index", "search", "genindex"]
+PAGES = [*toc_files(), "search", "genindex"]
 CHAPTERS = [name for name in toc_files() if name.startswith("notebooks/")]
 THEMES_OWN = {"label-content-name-mismatch", "region"}  # axe's findings on an empty page of the theme
 
@@ -79,6 +79,12 @@ def test_page_is_clean_and_accessible(visit, name, scheme):
     found = Axe().run(seen.page).response["violations"]
     worst = [f"{v['id']}: {node['html'][:200]}" for v in found if v["id"] not in THEMES_OWN for node in v["nodes"]]
     assert not worst, "\n".join(worst)
+
+
+def test_index_leads_to_the_first_page(visit):
+    seen = visit("index")
+    seen.page.wait_for_url(f"**/{toc_files()[0]}.html")
+    assert not seen.complaints, "\n".join(seen.complaints)
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -11,6 +11,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from helpers import __main__ as command
 from helpers.export import ExportError, TorchrunExporter, read_notebook, script_from_notebook
 
 ROOT = Path(__file__).parent.parent
@@ -74,12 +75,12 @@ def test_shape():
     ruff("format", "--check", text=text)
     tree = ast.parse(text)
     assert ast.get_docstring(tree).startswith("Two ranks.\n\nWhy two?\n\nOne GPU")
-    for command in (
+    for line in (
         "torchrun --nproc-per-node=1 05_test.py",
         "torchrun --nproc-per-node=gpu 05_test.py",
         "--nnodes=2 --node-rank=0 --master-addr=HOST --master-port=29500 --nproc-per-node=gpu 05_test.py",
     ):
-        assert command in ast.get_docstring(tree)
+        assert line in ast.get_docstring(tree)
     assert top_level(text)[-2:] == ["parse_args", "main"]
     assert function(text, "main").endswith("epochs = args.epochs\n\n    print(epochs)")
     assert [ast.unparse(d) for d in tree.body[-2].decorator_list] == ["record"]
@@ -271,10 +272,21 @@ def test_the_group_is_always_stopped():
     assert function(script(start, stop), "main").count("stop_process_group()") == 1
 
 
-def test_a_bare_end_of_the_group_becomes_ours():
-    text = script("import torch.distributed as dist\ndist.init_process_group('gloo')", "dist.destroy_process_group()")
-    assert "    stop_process_group()" in function(text, "main")
-    assert "dist.destroy_process_group()" not in function(text, "main")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.destroy_process_group()",
+        "import torch\ntorch.distributed.init_process_group()\nprint('é'); torch.distributed.destroy_process_group()",
+        "import torch.distributed as dist\ntry:\n    print(dist)\nfinally:\n    dist.destroy_process_group()",
+        "import torch.distributed as dist\ndef end():\n    dist.destroy_process_group()\n\nend()",
+        "from torch.distributed import destroy_process_group\ndestroy_process_group()",
+        "import torch.distributed as dist\ndist.init_process_group('gloo')",
+    ],
+)
+def test_every_end_of_the_group_becomes_one_that_does_not_hang(source):
+    text = script(source)
+    assert text.partition("def run_and_exit")[2].count("    stop_process_group()") == 1
+    assert text.count("destroy_process_group()") == 1  # in stop_process_group
 
 
 @pytest.mark.parametrize(
@@ -352,6 +364,13 @@ def test_a_name_that_only_the_notebook_shows_is_left_out():
     for line in ("x = 1", "y = [x for x in 'a']", "x", "y"):
         assert f"    # Notebook only: {line}\n" in main
     assert "    z: int = 2\n" in main
+    main = function(script(code("n: int = 1", "parameters"), "a = n\nb = a\nc = 0\nc += 1\nd = 2\ndel d"), "main")
+    assert main.endswith("only: b = a\n    c = 0\n    c += 1\n    d = 2\n    del d") and "args.n" not in main
+
+
+def test_a_comment_goes_with_what_it_is_about():
+    main = function(script(code("# kept\n\n# dropped\ndisplay(1)\n# stays\nprint(2)", "export")), "main")
+    assert main.endswith("    # kept\n\n    # Notebook only: display(1)\n    # stays\n    print(2)")
 
 
 def test_a_cell_that_raises_is_left_out():
@@ -470,6 +489,9 @@ def test_ranks_that_are_asked_for_are_fine():
         "world_size = int(os.environ['WORLD_SIZE'])\ndist.init_process_group('gloo', rank=rank, world_size=world_size)",
     )
     script("address = 'file:///data'\nprint(address)")
+    script(
+        "def last(ranks):\n    rank = 0\n    while rank in ranks:\n        rank += 1\n    return rank\nprint(last([0]))"
+    )
 
 
 # ---- Notebooks that are not
@@ -481,12 +503,18 @@ def test_ranks_that_are_asked_for_are_fine():
         ("x = 1\ny = = 2", "has a syntax error in line 2"),
         ("x = await f()", "'await' outside function"),
         ("return 1", "'return' outside function"),
+        ("x = 1\x00", "null bytes"),
         ("%time x\nfor", "has a syntax error"),
     ],
 )
 def test_syntax_errors(source, expected):
     message = refusal(WORK, source)
     assert expected in message and "05_test, cell 2 (`" in message
+
+
+def test_what_is_right_in_a_cell_and_wrong_in_main():
+    assert "used prior to global declaration" in refusal("x = 1\nprint(x)", "global x\nx = 2")
+    assert "import * only allowed at module level" in refusal("if True:\n    from math import *")
 
 
 def test_a_syntax_error_in_a_cell_that_is_not_exported_does_not_matter():
@@ -544,106 +572,112 @@ def sample(tmp_path):
     return path
 
 
-def helpers(*arguments, cwd=ROOT):
+@pytest.fixture
+def helpers(capsys):
+    """A call of the command line in this process: (exit status, stdout, stderr)."""
+
+    def call(*arguments):
+        try:
+            status = command.main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def test_the_package_is_a_command(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-m", "helpers", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=environment,
-    )
+    for arguments, status in ((["--help"], 0), (["export", "nothing.ipynb"], 1), ([], 2)):
+        line = [sys.executable, "-m", "helpers", *arguments]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        assert done.returncode == status and "Traceback" not in done.stderr
+        assert bool(done.stdout) == (status == 0) and bool(done.stderr) == (status != 0)
 
 
-def test_export_command(sample, tmp_path):
-    out = tmp_path / "new" / "folder"
-    done = helpers("export", sample, "--out", out, cwd=tmp_path)
-    script = out / "07_sample.py"
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{script}\n", "")
+def test_export_command(helpers, sample, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = Path("scripts", "07_sample.py")
+    assert helpers("export", "07_sample.ipynb") == (0, f"{script}\n", "")
     assert script.read_text() == script_from_notebook(read_notebook(sample), "07_sample")
-    assert os.listdir(out) == ["07_sample.py"]
+    assert os.listdir("scripts") == ["07_sample.py"]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert script.stat().st_mode & 0o777 == 0o666 & ~umask
 
     written = script.stat().st_mtime_ns
-    assert helpers("export", sample, "--out", out).returncode == 0
+    assert helpers("export", sample, "--out", "scripts")[0] == 0
     assert script.stat().st_mtime_ns == written  # the same text is not written again
 
     script.write_text("mine")
-    done = helpers("export", sample, "--out", out)
-    assert done.returncode == 1 and "exists and differs" in done.stderr and "--force" in done.stderr
+    status, _, errors = helpers("export", sample)
+    assert status == 1 and "exists and differs" in errors and "--force" in errors
     assert script.read_text() == "mine"
-    assert helpers("export", sample, "--out", out, "--force").returncode == 0
+    assert helpers("export", sample, "--force")[0] == 0
     assert script.read_text().startswith('"""Sample.')
 
 
-def test_export_into_what_is_no_folder(sample, tmp_path):
+def test_export_into_what_is_no_folder(helpers, sample, tmp_path):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "below", "/dev/null"):
-        done = helpers("export", sample, "--out", out)
-        assert done.returncode == 1 and "cannot be written" in done.stderr and "--out DIR" in done.stderr
-        assert "Traceback" not in done.stderr
+        status, _, errors = helpers("export", sample, "--out", out)
+        assert status == 1 and "cannot be written" in errors and "--out DIR" in errors
     folder = tmp_path / "taken"
     (folder / "07_sample.py").mkdir(parents=True)
-    done = helpers("export", sample, "--out", folder, "--force")
-    assert done.returncode == 1 and "cannot be written" in done.stderr
+    status, _, errors = helpers("export", sample, "--out", folder, "--force")
+    assert status == 1 and "cannot be written" in errors
     assert os.listdir(folder) == ["07_sample.py"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_export_into_a_folder_that_is_read_only(sample, tmp_path):
-    folder = tmp_path / "locked"
-    folder.mkdir(mode=0o555)
-    done = helpers("export", sample, "--out", folder)
-    assert done.returncode == 1 and "cannot be written: Permission denied" in done.stderr
+def test_a_write_that_fails_leaves_nothing(helpers, sample, tmp_path, monkeypatch):
+    def full(source, target):
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(os, "replace", full)  # root may write everywhere, so no folder's mode would do
+    status, _, errors = helpers("export", sample, "--out", tmp_path / "out")
+    assert status == 1 and "07_sample.py cannot be written: No space left on device" in errors
+    assert os.listdir(tmp_path / "out") == []
 
 
-def test_a_refused_notebook_writes_nothing(tmp_path):
+def test_a_refused_notebook_writes_nothing(helpers, tmp_path):
     path = tmp_path / "bad.ipynb"
     nbformat.write(notebook("rank = 0\nprint(rank)"), path)
-    done = helpers("export", path, "--out", tmp_path / "out")
-    assert done.returncode == 1 and done.stderr.startswith("error: bad, cell 1 (`rank = 0`) hard-codes `rank = 0`")
-    assert done.stdout == "" and not (tmp_path / "out").exists()
+    status, out, errors = helpers("export", path, "--out", tmp_path / "out")
+    assert status == 1 and errors.startswith("error: bad, cell 1 (`rank = 0`) hard-codes `rank = 0`")
+    assert out == "" and not (tmp_path / "out").exists()
 
 
-def test_chapters_are_found_by_number_and_name(tmp_path, monkeypatch):
-    from helpers import __main__ as command
-
+def test_chapters_are_found_by_number_and_name(helpers, tmp_path, monkeypatch):
     for name in ("03_samplers", "04_ddp", "template"):
-        nbformat.write(notebook(f"# The {name}", WORK), tmp_path / f"{name}.ipynb")
+        nbformat.write(notebook(f"# The **{name}**", WORK), tmp_path / f"{name}.ipynb")
     monkeypatch.setattr(command, "NOTEBOOKS", tmp_path)
     for chapter in ("4", "04", "04_ddp", "ddp", str(tmp_path / "04_ddp.ipynb")):
         assert command.find_notebook(chapter) == tmp_path / "04_ddp.ipynb"
-    with pytest.raises(ExportError, match="no chapter 'fsdp'. Chapters: 03_samplers, 04_ddp"):
+    with pytest.raises(ExportError, match="'fsdp'.\nChapters: 03_samplers, 04_ddp"):
         command.find_notebook("fsdp")
-    assert command.main(["export", "--all", "--out", str(tmp_path / "out")]) == 0
+    assert helpers("export", "--all", "--out", tmp_path / "out")[0] == 0
     assert sorted(os.listdir(tmp_path / "out")) == ["03_samplers.py", "04_ddp.py"]
-
-
-def test_list(capsys, tmp_path, monkeypatch):
-    from helpers import __main__ as command
-
-    nbformat.write(notebook("# One model, **many** ranks", WORK), tmp_path / "04_ddp.ipynb")
-    monkeypatch.setattr(command, "NOTEBOOKS", tmp_path)
-    assert command.main(["list"]) == 0
-    assert capsys.readouterr().out.split(maxsplit=1) == ["04_ddp", "One model, many ranks\n"]
+    assert helpers("list")[1].split() == ["03_samplers", "The", "03_samplers", "04_ddp", "The", "04_ddp"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "expected"),
     [
-        (["--help"], 0, "CHAPTER is a number"),
+        (["--help"], 0, "write a chapter's script"),
+        (["export", "--help"], 0, "its number (4), its name"),
         ([], 2, "required: COMMAND"),
         (["export"], 2, "CHAPTER --all is required"),
-        (["export", "nothing-like-it"], 1, "no chapter 'nothing-like-it'"),
-        (["export", "nothing.ipynb"], 1, "nothing.ipynb cannot be read: No such file"),
+        (["export", "nothing-like-it"], 1, "no chapter or notebook 'nothing-like-it'.\nChapters: 04_ddp"),
+        (["export", "notebooks"], 1, "no chapter or notebook 'notebooks'"),
         (["run", "04", "--nproc", "0"], 2, "'0' is no number of processes"),
         (["run", "04", "--nproc", "x"], 2, "'x' is no number of processes"),
         (["run", "04", "--nproc", "-1"], 2, "--nproc"),
         (["run", "04", "stray"], 2, "put two dashes before"),
     ],
 )
-def test_usage(arguments, status, expected):
-    done = helpers(*arguments)
-    assert done.returncode == status and expected in done.stdout + done.stderr and "Traceback" not in done.stderr
+def test_usage(helpers, arguments, status, expected):
+    done, out, errors = helpers(*arguments)
+    assert done == status and expected in out + errors
 
 
 def test_nbconvert(sample):

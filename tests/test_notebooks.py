@@ -1,9 +1,11 @@
 """Hygiene of the notebooks: every rule of hygiene.py on every notebook, and each rule on one that breaks it."""
 
+import itertools
 import re
 import subprocess
 import sys
 from copy import deepcopy
+from pathlib import Path
 
 import hygiene
 import nbformat
@@ -15,11 +17,14 @@ from store_outputs import WIDGET_VIEW, normalised, text_of
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-each_rule = pytest.mark.parametrize("rule", hygiene.RULES, ids=lambda rule: rule.__name__)
+CHAPTERS = [path for path in NOTEBOOKS if path.stem != "template"]
 
 
-@each_notebook
-@each_rule
+@pytest.mark.parametrize(
+    ("rule", "path"),
+    [*itertools.product(hygiene.RULES, NOTEBOOKS), *itertools.product(hygiene.CHAPTERS_RULES, CHAPTERS)],
+    ids=lambda value: value.stem if isinstance(value, Path) else value.__name__,
+)
 def test_notebook(rule, path):
     problems = list(rule(nbformat.read(path, as_version=nbformat.NO_CONVERT)))
     assert not problems, "\n".join(problems)
@@ -51,7 +56,7 @@ GOOD = new_notebook(
         new_markdown_cell(
             "## Take it to your GPUs\n\n{download}`notebook <a.ipynb>` {download}`script <../scripts/a.py>`\n\n"
             "```{literalinclude} ../scripts/a.py\n```\n\n```bash\n# on one node\ntorchrun a.py\n```\n\n"
-            "## Exercises\n\n### One\n\nTry it."
+            "## Exercises\n\n### One\n\nTry it.\n\n### Two\n\nAgain."
         ),
         new_code_cell("assert f(1) == 1", execution_count=6, metadata=SOLUTION),
         new_code_cell("assert f(2) == 2", execution_count=7, metadata=SOLUTION),
@@ -129,15 +134,16 @@ BROKEN = [
     (hygiene.asks_for_a_prediction, replace(0, "Predict", "Note")),
     (hygiene.hands_over_its_script, replace(6, "{download}`notebook <a.ipynb>`", "")),
     (hygiene.hands_over_its_script, replace(6, "torchrun", "python")),
-    (hygiene.has_solved_exercises, change(7, metadata={})),
+    (hygiene.has_solved_exercises, lambda nb: (change(7, metadata={})(nb), change(8, metadata={})(nb))),
     (hygiene.has_solved_exercises, change(7, metadata={"tags": ["solution"]})),
     (hygiene.has_solved_exercises, change(7, source="f(1)")),
     (hygiene.has_solved_exercises, replace(6, "## Exercises", "## More")),
+    (hygiene.has_several_exercises, replace(6, "### Two", "Two")),
     (hygiene.recapitulates, replace(9, "|", "")),
 ]  # fmt: skip
 
 
-@each_rule
+@pytest.mark.parametrize("rule", hygiene.RULES + hygiene.CHAPTERS_RULES, ids=lambda rule: rule.__name__)
 def test_rule_passes_a_good_notebook_and_has_a_broken_one(rule):
     assert list(rule(GOOD)) == []
     assert rule in [broken for broken, _ in BROKEN]

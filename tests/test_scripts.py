@@ -78,7 +78,8 @@ def stand_alone(folder):
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return {**environment, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
+    alone = {"PYTHONPATH": str(folder), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
+    return {**environment, **alone}
 
 
 def export(notebook, folder):

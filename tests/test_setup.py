@@ -1,0 +1,141 @@
+"""make's set-up: once, again when the requirements change, repaired when it was interrupted. A stand-in for Python
+counts the calls, so nothing is installed.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+# Acts as `python3` and as `.venv/bin/python`: writes down what is asked of it, and fails where the test says so.
+STAND_IN = """#!/bin/sh
+echo "$*" >> "{folder}/calls"
+case "$*" in
+  *"sys.version_info"*) exit {version} ;;
+  "-V") echo "Python 3.8.1" ;;
+  "-m venv --clear .venv")
+    rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python
+    echo "#!{folder}/.venv/bin/python" > .venv/bin/pip ;;
+  *"pip"*"install"*) [ ! -e "{folder}/pip-fails" ] || exit 1 ;;
+esac
+"""
+
+
+class Project:
+    """A folder with the Makefile and what set-up reads."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        for name in ["Makefile", "requirements.txt", "pyproject.toml"]:
+            shutil.copy(ROOT / name, folder)
+        self.python("python3")
+
+    def python(self, name, version=0):
+        path = self.folder / name
+        path.write_text(STAND_IN.format(folder=self.folder, version=version))
+        path.chmod(0o755)
+
+    def make(self, *arguments):
+        """Run make and return it with ``.calls``, what was asked of Python meanwhile."""
+        calls = self.folder / "calls"
+        calls.write_text("")
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        command = ["make", f"PYTHON={self.folder / 'python3'}", *arguments]
+        done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True)
+        done.calls = calls.read_text()
+        return done
+
+    def marks(self):
+        return [path.name for path in (self.folder / ".venv").glob("ready-*")]
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Project(tmp_path)
+
+
+def test_sets_up_once(project):
+    first = project.make("setup")
+    assert first.returncode == 0, first.stderr
+    assert "-m venv --clear .venv" in first.calls
+    assert "install --quiet -r requirements.txt" in first.calls
+    assert "install --quiet --no-deps --editable ." in first.calls
+    assert len(project.marks()) == 1
+    assert project.make("setup").calls == ""
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "pyproject.toml"])
+def test_brings_a_finished_set_up_up_to_date(project, name):
+    project.make("setup")
+    before = project.marks()
+    with open(project.folder / name, "a") as file:
+        file.write("# changed\n")
+    again = project.make("setup")
+    assert "install --quiet -r requirements.txt" in again.calls
+    assert "venv" not in again.calls
+    assert len(project.marks()) == 1 and project.marks() != before
+    assert project.make("setup").calls == ""
+
+
+def test_failed_step_leaves_no_mark_and_the_next_call_starts_anew(project):
+    project.make("setup")
+    (project.folder / "pip-fails").touch()
+    (project.folder / "requirements.txt").write_text("torch\n")
+    assert project.make("setup").returncode != 0
+    assert project.marks() == []
+    (project.folder / "pip-fails").unlink()
+    repaired = project.make("setup")
+    assert "-m venv --clear .venv" in repaired.calls
+    assert len(project.marks()) == 1
+
+
+def test_repairs_a_half_made_environment(project):
+    (project.folder / ".venv" / "bin").mkdir(parents=True)
+    (project.folder / ".venv" / "bin" / "python").symlink_to("gone")
+    assert project.make("setup").returncode == 0
+    assert len(project.marks()) == 1
+
+
+def test_makes_a_moved_environment_anew(project, tmp_path_factory):
+    project.make("setup")
+    project.folder = project.folder.rename(tmp_path_factory.mktemp("moved") / "project")
+    project.python("python3")
+    assert "-m venv --clear .venv" in project.make("setup").calls
+
+
+def test_old_python_is_refused_in_two_lines(project):
+    project.python("python3", version=1)
+    done = project.make("book")
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert done.returncode != 0 and not (project.folder / ".venv").exists()
+    assert len(lines) == 2
+    assert lines[0].startswith("Python 3.11 or newer is needed;") and lines[0].endswith("is Python 3.8.1.")
+    assert lines[1] == "Install one, then name it: make PYTHON=python3.12 book"
+
+
+def test_serve_says_what_is_missing(project):
+    assert "Run 'make book' first" in project.make("serve").stderr
+
+
+def test_serve_says_that_the_port_is_taken(project):
+    (project.folder / "_build" / "html").mkdir(parents=True)
+    (project.folder / "_build" / "html" / "index.html").touch()
+    project.make("setup")
+    (project.folder / ".venv" / "bin" / "python").unlink()
+    (project.folder / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = project.make("serve", f"PORT={port}")
+    assert done.returncode != 0
+    assert f"Port {port} is taken" in done.stderr
+
+
+def test_help_is_the_default_and_names_every_command(project):
+    done = project.make()
+    for command in ["book", "serve", "test", "lab", "scripts", "run", "bench", "soak", "portability", "outputs"]:
+        assert f"\n  make {command} " in done.stdout
+    assert done.calls == ""
