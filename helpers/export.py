@@ -348,10 +348,9 @@ def names(code):
 def changed(tree):
     """The names that module-level code deletes or adds to, which for symtable it only binds."""
     for node in ast.iter_child_nodes(tree):
-        targets = (
-            node.targets if isinstance(node, ast.Delete) else [node.target] if isinstance(node, ast.AugAssign) else []
-        )
-        yield from (target.id for target in targets if isinstance(target, ast.Name))
+        if isinstance(node, ast.AugAssign | ast.Delete):
+            targets = node.targets if isinstance(node, ast.Delete) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
         if not isinstance(node, DEFINITION):
             yield from changed(node)
 
@@ -599,7 +598,7 @@ def is_integer(node):
 
 def sort_statements(cells, flags):
     """The statements by where they go. Raises ExportError for one that is of the notebook and of the script."""
-    parts, pyplot = Parts(), {"plt"}
+    parts, pyplot = Parts(), {"plt", "matplotlib.pyplot"}
     counts = collections.Counter(name for statement in cells.exported for name in names(statement.code)[0])
     steady = set()  # what a constant may be made of: what is imported, and other constants
     last = None  # the list that the cell's last statement went to

@@ -325,6 +325,7 @@ def test_inlining_refused(source, expected):
         ("display(1)", "display(1)"),
         ("get_ipython().run_line_magic('pwd', '')", "get_ipython().run_line_magic('pwd', '')"),
         ("import matplotlib.pyplot as plt\nplt.plot([1])\nplt.show()", "plt.show()"),
+        ("import matplotlib.pyplot\nmatplotlib.pyplot.show()", "matplotlib.pyplot.show()"),
         ("from helpers.launch import launch", "from helpers.launch import launch"),
         ("from helpers.launch import launch\nlaunch(\n    print,\n    nproc=2,\n)", "launch( …"),
         ("from helpers.launch import launch\na, b = launch(print)", "a, b = launch(print)"),

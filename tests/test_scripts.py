@@ -231,3 +231,11 @@ def test_nbconvert_writes_the_same_script(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "theirs" / script.name).read_text() == script.read_text()
+
+
+def test_nbconvert_refuses_with_the_reason_and_no_file(tmp_path):
+    notebook = write_notebook(tmp_path, "rank = 0\nprint(rank)")
+    command = [sys.executable, "-m", "nbconvert", "--to", "torchrun", notebook]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "cell 3 (`rank = 0`) hard-codes `rank = 0`" in done.stderr
+    assert os.listdir(tmp_path) == [notebook.name]
