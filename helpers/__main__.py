@@ -8,7 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from helpers.export import ExportError, read_notebook, script_from_notebook, title_and_promise
+from helpers.cells import ExportError, read_notebook, title_and_promise
+from helpers.export import script_from_notebook
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 
@@ -94,7 +95,7 @@ def run(script, name, nproc, flags):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup, for one, ignores SIGHUP
                 before[number] = signal.signal(number, stop)
         try:
-            # A session of its own: a terminal's Ctrl-C reaches torchrun through us alone.
+            # Out of the terminal's process group: Ctrl-C reaches torchrun through us alone.
             process = subprocess.Popen(torchrun, env=environment, start_new_session=True)
             if stopped:
                 process.terminate()

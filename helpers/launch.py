@@ -22,7 +22,6 @@ from collections import Counter
 from multiprocessing import connection, forkserver, util
 from pathlib import Path
 from types import ModuleType
-from unittest import mock
 
 import cloudpickle
 
@@ -32,6 +31,7 @@ MAX_RANKS = 64
 MAX_SECONDS = 1_000_000
 PEERS_WITHIN = 0.2  # seconds to wait after a failure, for its cause or for peers that fail in the same way
 context = multiprocessing.get_context("forkserver")
+starting = threading.Lock()  # one thread at a time goes without its main module
 
 
 class LaunchError(ValueError):
@@ -104,9 +104,7 @@ def launch(fn, *args, nproc=4, timeout=60, env=None):
             stands = where_they_stand(folder, ranks)
     finally:
         with uninterrupted():
-            for process, here in ranks:
-                end(process)
-                here.close()
+            end(ranks)
             outputs = [tidy(read(folder / f"output{rank}")) for rank in range(len(ranks))]
             shutil.rmtree(folder, ignore_errors=True)
         for line in fold(outputs):
@@ -202,15 +200,18 @@ def death(process):
     return Failure(when=time.monotonic(), what=how)
 
 
-def end(process):
-    """Kill a rank and whatever it started, and wait until it is gone."""
-    if process.pid is None:
-        return
-    for kill in (lambda: os.killpg(process.pid, signal.SIGKILL), process.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill()
-    process.join()
-    process.close()
+def end(ranks):
+    """Kill the ranks and whatever they started, all at once, and wait until they are gone."""
+    started = [process for process, _ in ranks if process.pid is not None]
+    for process in started:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no group of its own yet, or no more
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+    for process in started:
+        process.join()
+        process.close()
+    for _, here in ranks:
+        here.close()
 
 
 def where_they_stand(folder, ranks):
@@ -299,7 +300,7 @@ def read(path):
 
 def tidy(text):
     """A rank's output without what differs from run to run: the kernel's process id, the time of a C++ message."""
-    text = re.sub(r"\S*ipykernel_\d+/\d+\.py", NOTEBOOK, text)
+    text = re.sub(r"""(?<![^\s"'(])[^\s"'(]*ipykernel_\d+/\d+\.py""", NOTEBOOK, text)
     # [rank0]:[W1120 23:56:46.832225602 reducer.cpp:1529] … becomes [W reducer.cpp:1529] …
     return re.sub(r"^(?:\[rank\d+\]:)?\[([IWEF])\d{4} [\d:.]+ ", r"[\1 ", text, flags=re.MULTILINE)
 
@@ -315,8 +316,13 @@ def count_oom_kills():
 @contextlib.contextmanager
 def without_main():
     """Keep multiprocessing from importing the caller's main module in the ranks: cloudpickle carries what they need."""
-    with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
-        yield
+    with starting:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 @contextlib.contextmanager

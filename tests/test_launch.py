@@ -306,6 +306,8 @@ def test_works_from_a_thread():
 
 
 def test_two_calls_at_once_do_not_meet():
+    main = sys.modules["__main__"]
+
     def total(x):
         time.sleep(0.1)
         x = torch.tensor([x])
@@ -319,6 +321,7 @@ def test_two_calls_at_once_do_not_meet():
     for thread in threads:
         thread.join()
     assert results == {1: [2, 2], 10: [20, 20]}
+    assert sys.modules["__main__"] is main
 
 
 def test_every_listening_socket_is_on_loopback():
@@ -434,6 +437,23 @@ def test_unicode_and_broken_bytes(capsys):
 
     launch(talk, nproc=2)
     assert capsys.readouterr().out == "[ranks 0-1] größer → 火 🙂\n[ranks 0-1] \ufffd\ufffd broken\n"
+
+
+@pytest.mark.parametrize(
+    "given, shown",
+    [
+        ("/var/x/ipykernel_77/123.py:3: UserWarning: careful\n", "notebook cell:3: UserWarning: careful\n"),
+        ('  File "/var/x/ipykernel_77/123.py", line 3\n', '  File "notebook cell", line 3\n'),
+        ("(/ipykernel_77/1.py) and ipykernel_7/2.py", "(notebook cell) and notebook cell"),
+        ("[rank0]:[W1120 23:56:46.832225602 reducer.cpp:1529] Warning", "[W reducer.cpp:1529] Warning"),
+        ("a\n[E1120 23:56:46.83 gloo.cpp:67] lost", "a\n[E gloo.cpp:67] lost"),
+        ("epoch 1: 0.93 [done]", "epoch 1: 0.93 [done]"),
+        ("x" * 1_000_000, "x" * 1_000_000),
+    ],
+    ids=["warning", "traceback", "brackets", "torch", "torch without rank", "plain", "one long line"],
+)
+def test_what_differs_from_run_to_run_is_not_shown(given, shown):
+    assert launcher.tidy(given) == shown
 
 
 @pytest.mark.parametrize(
@@ -994,42 +1014,35 @@ def test_interrupt_in_the_middle_of_a_call():
 # --- scripts ----------------------------------------------------------------------------------------------------------
 
 
-def run_script(source, environment, **options):
-    options = {"capture_output": True, "text": True, "timeout": 60, **options}
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(source)], env=environment, **options)
+SCRIPT = """
+import os
+import torch.distributed as dist
+from helpers.launch import launch
+
+def step(x):
+    return x / dist.get_rank()
+
+print(launch(lambda x: x + dist.get_rank(), 1, nproc=2))
+"""
 
 
-def test_plain_script_without_main_guard(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent("""\
-        import torch.distributed as dist
-        from helpers.launch import launch
-
-        def step(x):
-            return x + dist.get_rank()
-
-        print(launch(step, 1, nproc=2))
-        """)
-    )
+def run_script(path, last_line):
+    """The finished process of a plain script, which has no ``if __name__ == "__main__"``."""
+    path.write_text(f"{SCRIPT}{last_line}\n")
     with census.surroundings() as environment:
-        done = subprocess.run(
-            [sys.executable, "-W", "error", script], env=environment, capture_output=True, text=True, timeout=60
-        )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[1, 2]\n", "")
+        command = [sys.executable, "-W", "error", path.name]
+        return subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=60)
 
 
-def test_script_that_fails_shows_the_ranks_traceback():
-    with census.surroundings() as environment:
-        done = run_script("from helpers.launch import launch\nlaunch(lambda: 1 / 0, nproc=2)", environment)
-    assert done.returncode == 1
-    assert "RankError: ranks 0-1 failed: ZeroDivisionError: division by zero" in done.stderr
+def test_plain_script_needs_no_main_guard_and_shows_the_ranks_traceback(tmp_path):
+    done = run_script(tmp_path / "script.py", "launch(step, 1, nproc=2)")
+    assert (done.returncode, done.stdout) == (1, "[1, 2]\n")
+    assert "RankError: rank 0 failed first: ZeroDivisionError" in done.stderr
+    assert "line 7 of step in script.py: return x / dist.get_rank()" in done.stderr
 
 
-@pytest.mark.parametrize("how", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
-def test_script_leaves_nothing_however_it_ends(how):
-    with census.surroundings() as environment:
-        run_script(f"import os\nfrom helpers.launch import launch\nlaunch(int, nproc=2)\n{how}", environment)
+def test_script_that_is_killed_leaves_nothing(tmp_path):
+    assert run_script(tmp_path / "script.py", "os.kill(os.getpid(), 9)").returncode == -9
 
 
 # --- a notebook's kernel ----------------------------------------------------------------------------------------------
@@ -1050,16 +1063,20 @@ WARM = """
 """
 
 
-@pytest.fixture
-def kernel(warmed_up):
+@pytest.fixture(scope="module")
+def own_kernel(warmed_up):
     with census.surroundings() as environment:
-        one = census.Kernel(environment)
-        try:
-            reply, printed = one.run(WARM)
-            assert (reply["status"], printed) == ("ok", "[0, 1]\n"), reply
-            yield one
-        finally:
-            one.close()
+        kernel = census.Kernel(environment)
+        yield kernel
+        kernel.close()
+
+
+@pytest.fixture
+def kernel(own_kernel):
+    """The kernel, whatever the test before did to it, with helpers loaded and a launch behind it."""
+    reply, printed = own_kernel.run(WARM)
+    assert (reply["status"], printed) == ("ok", "[0, 1]\n"), reply
+    return own_kernel
 
 
 def test_interrupt_of_the_kernel(kernel):

@@ -1,0 +1,82 @@
+"""A notebook's parameters cell as the flags of a script: ``name: type = value  # help`` to add_argument calls."""
+
+import ast
+import json
+import re
+
+from helpers.cells import ExportError, first_line
+from helpers.statements import IMPORT
+
+
+def read_flags(parameters):
+    """The parameters cell as {name: (where, add_argument call)}."""
+    flags = {}
+    for statement in parameters:
+        if statement.node is not None and not isinstance(statement.node, IMPORT):
+            name, call = flag(statement)
+            if name in flags:
+                raise ExportError(f"{statement.where} has the parameter {name} twice.\nKeep one.")
+            flags[name] = statement.where, call
+    return flags
+
+
+def flag(statement):
+    """One line of the parameters cell, ``name: type = value  # help``, as (name, add_argument call)."""
+    node, where = ast.parse(statement.code).body[0], statement.where
+    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+    if not isinstance(target, ast.Name) or len(getattr(node, "targets", [1])) > 1 or not getattr(node, "value", None):
+        raise ExportError(f"{where}: `{first_line(statement.code)}` is no parameter.\nWrite name: type = value  # help")
+    name, value = target.id, ast.get_source_segment(statement.code, node.value)
+    if name in ("args", "help"):
+        raise ExportError(f"{where}: the script needs the name {name} for itself.\nChoose another for the parameter.")
+    try:
+        default = ast.literal_eval(node.value)
+    except ValueError:
+        raise ExportError(
+            f"{where}: the default of {name}, {value}, is no literal.\nWrite a number, a string, True, False or None."
+        ) from None
+    kind, choices, optional = flag_type(node, default, name, where)
+    fits = type(default) is kind or (kind is float and type(default) is int) or (optional and default is None)
+    if not fits or (choices and default is not None and default not in choices):
+        raise ExportError(f"{where}: the default of {name}, {value}, does not fit its type.\nChange one of the two.")
+    words = statement.comment.lstrip("# ") or name.replace("_", " ")
+    options = [f'"--{name.replace("_", "-")}"']
+    if kind is bool:
+        options.append("action=argparse.BooleanOptionalAction")
+    elif kind is not str:
+        options.append(f"type={kind.__name__}")
+    if choices:
+        options.append(f"choices={choices!r}")
+    if default is not None:
+        options.append(f"default={value}")
+    options.append(f"help={quoted(words.replace('%', '%%'))}")  # argparse formats it with %
+    return name, f"parser.add_argument({', '.join(options)})"
+
+
+def flag_type(node, default, name, where):
+    """A parameter's type: (int, float, str or bool; its choices or None; whether it may be None)."""
+    if isinstance(node, ast.Assign):
+        if type(default) in (int, float, str, bool):
+            return type(default), None, False
+        raise ExportError(f"{where}: the type of {name} cannot be seen.\nWrite {name}: type = {default!r}")
+    kinds = {kind.__name__: kind for kind in (int, float, str, bool)}
+    written = ast.unparse(node.annotation)
+    inner = re.sub(r"^(?:typing\.)?Optional\[(.*)\]$|^(.*) \| None$|^None \| (.*)$", r"\1\2\3", written)
+    if inner in kinds:
+        return kinds[inner], None, inner != written
+    if listed := re.fullmatch(r"(?:typing\.)?Literal\[(.*)\]", inner):
+        try:
+            values = list(ast.literal_eval(f"[{listed[1].removeprefix('(').removesuffix(')')}]"))
+        except (ValueError, SyntaxError):
+            values = []
+        if values and {type(value) for value in values} in ({str}, {int}, {float}):
+            return type(values[0]), values, inner != written
+    raise ExportError(
+        f"{where}: {name} has the type {written}, of which no flag can be made.\n"
+        "Use int, float, str, bool or Literal[...], or one of these | None."
+    )
+
+
+def quoted(text):
+    """A Python string literal in double quotes."""
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,103 @@
+"""helpers' run-time modules, copied into a script: what of them it uses, and where in the script it stands."""
+
+import ast
+import functools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from helpers.statements import IMPORT, each_import, imported_name, split
+
+RUNTIME = ("process_group", "data", "models")  # what a script may use of helpers; each imports only from those before
+NOTEBOOK_PACKAGES = ("helpers", "IPython", "ipywidgets")  # all else of these lives in a notebook only
+PLUMBING = "The process group, started and stopped"
+TOUCHING = re.compile(r"(?:^#.*\n?)*\Z", re.MULTILINE)  # the comment right above a statement
+
+
+def belongs(node):
+    """Where an import of one name belongs: "script", "inline", "notebook", or "refused" for a run-time module whole."""
+    imported = node.names[0].name if isinstance(node, ast.Import) else node.module or "."
+    if imported.split(".")[0] not in NOTEBOOK_PACKAGES:
+        return "script"
+    if runtime_module_of(node):
+        return "inline"
+    whole = imported if isinstance(node, ast.Import) else f"{imported}.{node.names[0].name}"
+    return "refused" if whole in ("helpers", *(f"helpers.{module}" for module in RUNTIME)) else "notebook"
+
+
+def runtime_module_of(node):
+    """The run-time module that a ``from helpers.x import …`` names, or None."""
+    package, _, module = (getattr(node, "module", None) or "").partition(".")
+    return module if package == "helpers" and module in RUNTIME else None
+
+
+@functools.cache
+def runtime_module(module):
+    """A run-time module's statements by the names that they bind, in order: {name: [Statement, ...]}."""
+    found = {}
+    source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+    for statement in split(source, f"helpers.{module}"):
+        if isinstance(statement.node, IMPORT):
+            for one in each_import(statement):
+                found.setdefault(imported_name(one.node), []).append(one)
+        elif statement.node is not None:
+            for name in statement.binds:
+                touching = TOUCHING.search(statement.above)[0]
+                found.setdefault(name, []).append(replace(statement, above=touching))
+    return found
+
+
+def inlined(wanted):
+    """What the names [(module, name)] of run-time modules need, themselves included: (imports, other statements)."""
+    taken = set()
+
+    def take(module, name):
+        if (module, name) in taken:
+            return
+        taken.add((module, name))
+        for statement in runtime_module(module)[name]:
+            if runtime_module_of(statement.node):
+                take(runtime_module_of(statement.node), statement.node.names[0].name)
+            elif not isinstance(statement.node, IMPORT):
+                for read in statement.reads:
+                    if read in runtime_module(module):
+                        take(module, read)
+
+    for module, name in wanted:
+        take(module, name)
+    imports, code = [], []
+    for module in RUNTIME:
+        for name, found in runtime_module(module).items():  # in the order of the source
+            for statement in found if (module, name) in taken else []:
+                if not isinstance(statement.node, IMPORT):
+                    code.append(statement)
+                elif not runtime_module_of(statement.node):
+                    imports.append(statement)
+    return imports, list(dict.fromkeys(code))
+
+
+def in_reading_order(constants, copied, definitions):
+    """What a script defines, the chapter's own before the process group, each behind what it needs to be executed."""
+    own = [replace(statement, heading="") for statement in constants]
+    own += [statement for statement in copied if statement.where != "helpers.process_group"] + definitions
+    ordered, placed = [], []
+    for statement in own:
+        needed = reached(statement.needs, [*copied, *own])
+        early = [other for other in copied if other.binds & needed and other not in placed]
+        ordered += [replace(other, heading=statement.heading) for other in early]
+        placed += early
+        if statement not in placed:
+            ordered.append(statement)
+            placed.append(statement)
+    return ordered + [replace(statement, heading=PLUMBING) for statement in copied if statement not in placed]
+
+
+def reached(names, statements):
+    """The names, and all that the statements which bind them read, and so on: what calling them may need."""
+    found, todo = set(), [*names]
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += [read for statement in statements if name in statement.binds for read in statement.reads]
+    return found

@@ -1,0 +1,452 @@
+"""Measure this project beside other ways to do the same; `make bench` runs it.
+
+Every round runs every contender once, each in an interpreter of its own, so that a slow minute of the machine is shared
+by all. The table shows medians and the spread; the numbers behind it go to a JSON file.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import inspect
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SIZES = (2, 4, 8)
+CALLS = {"launch": 8, "mp.spawn": 2, "accelerate": 4, "torchrun": 2}  # in one interpreter: the first, and later ones
+IPYPARALLEL = 4  # its engines: each takes as long to start as a rank of mp.spawn
+
+
+# --- the same work for all: an all-reduce of a small tensor, its result brought back ----------------------------------
+
+
+def all_reduce():
+    """On a rank whose group runs: the sum of 1, 2, …, N."""
+    import torch
+    import torch.distributed as dist
+
+    x = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def with_group(rank, world_size, store):
+    """The same on a process that has no group yet, all of them told of one file for the rendezvous."""
+    import torch.distributed as dist
+
+    start_group(rank, world_size, store)
+    result = all_reduce()
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def start_group(rank, world_size, store):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+
+
+def check(results, nproc):
+    assert list(results) == [nproc * (nproc + 1) / 2] * nproc, results
+
+
+def use_openmp():
+    """What a notebook's kernel has done by then: two threads have multiplied matrices."""
+    import torch
+
+    torch.set_num_threads(2)
+    torch.ones(1000, 1000) @ torch.ones(1000, 1000)
+
+
+# --- contenders: each yields a function that makes one call on nproc ranks --------------------------------------------
+
+
+@contextlib.contextmanager
+def by_launch(nproc):
+    from helpers.launch import launch, warm
+
+    warm()  # as `%load_ext helpers` does in a chapter's first cell
+    import torch  # noqa: F401
+
+    use_openmp()
+    yield lambda: check(launch(all_reduce, nproc=nproc), nproc)
+
+
+def spawned(rank, nproc, store, queue):
+    queue.put((rank, with_group(rank, nproc, store)))
+
+
+@contextlib.contextmanager
+def by_spawn(nproc):
+    import torch.multiprocessing as mp
+
+    use_openmp()
+
+    def call():
+        queue = mp.get_context("spawn").SimpleQueue()
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(spawned, (nproc, f"{folder}/store", queue), nprocs=nproc)
+        check([result for _, result in sorted(queue.get() for _ in range(nproc))], nproc)
+
+    yield call
+
+
+@contextlib.contextmanager
+def by_accelerate(nproc):
+    """It forks, and hangs where the kernel has used OpenMP: here it must not have."""
+    import torch.multiprocessing as mp
+    from accelerate import notebook_launcher
+
+    def forked(store, queue):
+        rank = int(os.environ["RANK"])
+        queue.put((rank, with_group(rank, nproc, store)))
+
+    def call():
+        queue = mp.get_context("fork").SimpleQueue()
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+            notebook_launcher(forked, (f"{folder}/store", queue), num_processes=nproc, use_port=free_port())
+        check([result for _, result in sorted(queue.get() for _ in range(nproc))], nproc)
+
+    yield call
+
+
+@contextlib.contextmanager
+def by_torchrun(nproc):
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script.py"
+        script.write_text(
+            f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import bench, os, pathlib\n"
+            "rank, size, folder = int(os.environ['RANK']), int(os.environ['WORLD_SIZE']), pathlib.Path(sys.argv[1])\n"
+            "(folder / str(rank)).write_text(str(bench.with_group(rank, size, folder / 'store')))\n"
+        )
+
+        def call():
+            with tempfile.TemporaryDirectory(dir=folder) as results:
+                torchrun(nproc, script, results)
+                check([float(Path(results, str(rank)).read_text()) for rank in range(nproc)], nproc)
+
+        yield call
+
+
+def torchrun(nproc, *command):
+    """Run a script on nproc ranks of this machine."""
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
+    start += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()}
+    subprocess.run([*start, *command], env=environment, check=True, capture_output=True, timeout=300)
+
+
+def loopback():
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def time_calls(contender, nproc):
+    """The seconds of every call in this interpreter, the first one first."""
+    by = {"launch": by_launch, "mp.spawn": by_spawn, "accelerate": by_accelerate, "torchrun": by_torchrun}
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
+    seconds = []
+    with by[contender](nproc) as call:
+        for _ in range(CALLS[contender]):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+    return {"first": seconds[:1], "later": seconds[1:]}
+
+
+def time_ipyparallel(calls=8):
+    """Its engines: their start, calls that make a group of their own as a launch does, and calls that keep one."""
+    import ipyparallel
+
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
+    seconds = {"first": [], "later": [], "kept": []}
+    nproc = IPYPARALLEL
+
+    def on_engines(code):
+        """What each engine's ``code`` evaluates to; RANK stands for the engine's own number."""
+        pending = [engine.apply_async(eval, code.replace("RANK", str(rank))) for rank, engine in enumerate(engines)]
+        return [one.get(timeout=60) for one in pending]
+
+    def timed(kind, code):
+        start = time.perf_counter()
+        check(on_engines(code), nproc)
+        seconds[kind].append(time.perf_counter() - start)
+
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        with ipyparallel.Cluster(n=nproc, log_level=40, profile_dir=folder) as client:
+            engines = [client[rank] for rank in range(nproc)]
+            path = str(ROOT / "tests")
+            on_engines(f"__import__('sys').path.insert(0, {path!r}) or __import__('torch').set_num_threads(1)")
+            group = f"__import__('bench').with_group(RANK, {nproc}, '{folder}/store-"
+            timed("first", f"{group}first')")
+            seconds["first"] = [time.perf_counter() - start]  # with the start of the engines
+            for number in range(calls):
+                timed("later", f"{group}{number}')")
+            on_engines(f"__import__('bench').start_group(RANK, {nproc}, '{folder}/kept')")
+            for _ in range(calls):
+                timed("kept", "__import__('bench').all_reduce()")
+    return seconds
+
+
+# --- a rank that fails: from its last line to the exception in the caller ---------------------------------------------
+
+
+def fail(how, path):
+    """Rank 1 fails while its peers wait in a collective; it notes the time before."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+        Path(path).write_text(str(time.monotonic()))
+        if how == "raise":
+            raise ValueError("the cause")
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def fail_spawned(rank, nproc, store, how, path):
+    start_group(rank, nproc, store)
+    fail(how, path)
+
+
+def time_failures(contender, nproc=4):
+    """{how: [seconds]} until the caller has its exception, and its ranks are gone."""
+    import torch.multiprocessing as mp
+
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
+    use_openmp()
+    seconds = {"raise": [], "SIGKILL": []}
+    for _ in range(5 if contender == "launch" else 1):
+        for how in seconds:
+            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+                try:
+                    if contender == "launch":
+                        from helpers.launch import launch
+
+                        launch(fail, how, f"{folder}/time", nproc=nproc)
+                    else:
+                        mp.spawn(fail_spawned, (nproc, f"{folder}/store", how, f"{folder}/time"), nprocs=nproc)
+                    raise SystemExit("nothing failed")
+                except Exception:
+                    seconds[how].append(time.monotonic() - float(Path(folder, "time").read_text()))
+    return seconds
+
+
+# --- a notebook's verification ----------------------------------------------------------------------------------------
+
+
+def time_notebook(runner, notebook):
+    """Seconds to run a copy of the notebook: compared cell by cell, or only executed."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = shutil.copy(notebook, folder)
+        if runner == "nbval":
+            command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env", copy]
+            command += [f"--nbval-sanitize-with={ROOT / 'tests/nbval_sanitize.cfg'}"]
+        else:
+            command = ["-m", "jupyter", "execute", copy]
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
+        seconds = time.perf_counter() - start
+    if done.returncode:
+        raise RuntimeError(f"{runner} failed on {notebook.name}:\n{(done.stdout + done.stderr)[-2000:]}")
+    return seconds
+
+
+# --- the exported script and a loop written by hand -------------------------------------------------------------------
+
+
+def hand_written(script, train_set, val_set, epochs, batch_size, lr, seed, device):
+    """The shortest DDP loop that does the same: the script's model and data, training, and validation every epoch."""
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+    torch.manual_seed(seed)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sampler = DistributedSampler(train_set, seed=seed, drop_last=True)
+    loader = DataLoader(train_set, batch_size // world_size, sampler=sampler, drop_last=True)
+    val_loader = DataLoader(Subset(val_set, range(rank, len(val_set), world_size)), 256)
+    model = DistributedDataParallel(script.mlp().to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x.to(device)), y.to(device)).backward()
+            optimizer.step()
+        totals = torch.zeros(3, device=device)
+        with torch.no_grad():
+            for x, y in val_loader:
+                logits, y = model.module(x.to(device)), y.to(device)
+                loss = F.cross_entropy(logits, y, reduction="sum")
+                totals += torch.stack([(logits.argmax(1) == y).sum(), loss, torch.tensor(len(y), device=device)])
+        dist.all_reduce(totals)
+
+
+def compare_script(path, results, pairs=16, epochs=16):
+    """Under torchrun: train by the exported script's own function and by hand, in turn, in the same processes."""
+    import torch.distributed as dist
+
+    spec = importlib.util.spec_from_file_location("script", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    sys.argv = [str(path), f"--epochs={epochs}"]
+    settings = vars(script.parse_args()) | {"device": script.start_process_group()}
+    settings["train_set"], settings["val_set"] = script.digits()
+    names = inspect.signature(script.train).parameters
+    settings = {name: settings[name] for name in names}
+    rates = {"script": [], "by hand": []}
+    ways = {"script": lambda: script.train(**settings), "by hand": lambda: hand_written(script, **settings)}
+    with contextlib.redirect_stdout(None):
+        for pair in range(pairs + 1):
+            for name in sorted(ways, reverse=pair % 2):
+                dist.barrier()
+                start = time.perf_counter()
+                ways[name]()
+                dist.barrier()
+                rates[name].append(epochs * len(settings["train_set"]) / (time.perf_counter() - start))
+    if dist.get_rank() == 0:
+        Path(results).write_text(json.dumps({name: values[1:] for name, values in rates.items()}))  # the first: warm-up
+    os._exit(0)
+
+
+def time_script():
+    """{way: samples per second, [one number for each repetition]} at two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        export = [sys.executable, "-m", "helpers", "export", "04", "--out", folder]
+        subprocess.run(export, cwd=ROOT, check=True, capture_output=True)
+        (script,) = Path(folder).glob("*.py")
+        torchrun(2, __file__, "--child", json.dumps(["compare_script", str(script), f"{folder}/results"]))
+        return json.loads(Path(folder, "results").read_text())
+
+
+# --- rounds and the table ---------------------------------------------------------------------------------------------
+
+
+def child(name, *args):
+    """What a function of this file returns, called in an interpreter of its own."""
+    command = [sys.executable, __file__, "--child", json.dumps([name, *args])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    if done.returncode:
+        raise RuntimeError(f"{name}{args} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(rounds, notebook):
+    """{measure: {row: [number, …]}} of all rounds; a contender that is not installed or fails is told and left out."""
+    found = {}
+
+    def add(measure, row, numbers):
+        found.setdefault(measure, {}).setdefault(row, []).extend(numbers)
+
+    def attempt(measure, row, function, *args):
+        try:
+            result = function(*args)
+        except Exception as error:
+            print(f"  {row}: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
+            return
+        for kind, numbers in result.items():
+            add(measure.format(kind), row.format(kind), numbers)
+
+    for number in range(rounds):
+        print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+        for nproc in SIZES:
+            for contender in CALLS:
+                attempt(f"{{}} call, {nproc} ranks", contender, child, "time_calls", contender, nproc)
+        attempt(f"{{}} call, {IPYPARALLEL} ranks", "ipyparallel", child, "time_ipyparallel")
+        for contender in ("launch", "mp.spawn"):
+            attempt("a rank fails: {}", contender, child, "time_failures", contender)
+        for runner in ("nbval", "nbclient"):
+            attempt(f"all of {notebook.name}", runner, lambda name: {"": [time_notebook(name, notebook)]}, runner)
+        attempt("samples per second, 2 ranks", "{}", time_script)
+    return found
+
+
+def table(found):
+    """The lines to print: each row's median, spread, and ratio to the first row of its group."""
+    for measure, rows in found.items():
+        unit = "1/s" if "per second" in measure else "s"
+        yield f"\n{measure + f' [{unit}]':32}{'median':>10}{'from':>10}{'to':>10}{'ratio':>9}{'n':>5}"
+        base = statistics.median(next(iter(rows.values())))
+        for row, numbers in rows.items():
+            middle = statistics.median(numbers)
+            cells = "".join(f"{value:10.0f}" if unit == "1/s" else f"{value:10.3f}" for value in spread(numbers))
+            yield f"  {row:30}{cells}{middle / base:8.2f}x{len(numbers):5}"
+
+
+def spread(numbers):
+    return statistics.median(numbers), min(numbers), max(numbers)
+
+
+def targets(found):
+    """(text, met or None where it was not measured) for each target."""
+
+    def middle(measure, row):
+        numbers = found.get(measure, {}).get(row)
+        return statistics.median(numbers) if numbers else float("nan")
+
+    later, first = middle("later call, 4 ranks", "launch"), middle("first call, 4 ranks", "launch")
+    rates = found.get("samples per second, 2 ranks", {"script": [], "by hand": []})
+    ratios = [script / hand for script, hand in zip(rates["script"], rates["by hand"], strict=True)]
+    checks = [
+        ("a later launch is at most 1/20 of mp.spawn", later / middle("later call, 4 ranks", "mp.spawn"), 1 / 20),
+        ("and no slower than ipyparallel's warm engines", later / middle("later call, 4 ranks", "ipyparallel"), 1),
+        ("a first launch is at most 1/2 of mp.spawn", first / middle("first call, 4 ranks", "mp.spawn"), 1 / 2),
+        ("a rank's exception arrives within 0.5 s", middle("a rank fails: raise", "launch"), 0.5),
+        ("a killed rank is told within 0.5 s", middle("a rank fails: SIGKILL", "launch"), 0.5),
+        ("the script loses at most 2 %", 1 - statistics.median(ratios) if ratios else float("nan"), 0.02),
+    ]
+    for text, value, limit in checks:
+        met = None if value != value else value <= limit
+        yield text, value, limit, met
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions, interleaved (default: 5)")
+    parser.add_argument("--json", type=Path, default=ROOT / "_build" / "bench.json", help="default: _build/bench.json")
+    parser.add_argument("--notebook", type=Path, help="default: notebooks/04_ddp.ipynb")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        name, *rest = json.loads(args.child)
+        print("\n" + json.dumps(globals()[name](*rest)))
+        return
+    notebook = args.notebook or ROOT / "notebooks" / "04_ddp.ipynb"
+    found = measure(args.rounds, notebook.resolve())
+    print(
+        f"{platform.system()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}"
+    )
+    print(*table(found), sep="\n")
+    print("\nTargets, at 4 ranks")
+    for text, value, limit, met in targets(found):
+        verdict = {True: "met", False: "MISSED", None: "not measured"}[met]
+        print(f"  {verdict:14}{text}: {value:.3f} (at most {limit:.3f})")
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps({"targets": list(targets(found)), "numbers": found}, indent=1))
+    print(f"\nAll numbers are in {os.path.relpath(args.json)}.")
+
+
+if __name__ == "__main__":
+    main()
