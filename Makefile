@@ -78,7 +78,7 @@ serve: $(READY)
 	@$(BIN)/python -c 'import socket; socket.create_server(("127.0.0.1", $(PORT))).close()' 2>/dev/null || { \
 	  echo "Port $(PORT) is taken. Try another: make serve PORT=8001" >&2; exit 1; }
 	@echo "The book is at http://127.0.0.1:$(PORT)/ until you press Ctrl-C."
-	@$(BIN)/python -m http.server $(PORT) --bind 127.0.0.1 --directory _build/html || test $$? -eq 130
+	@$(BIN)/python -m http.server $(PORT) --bind 127.0.0.1 --directory _build/html
 
 lab: $(READY)
 	@$(BIN)/jupyter lab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks $(ARGS)

@@ -1,109 +1,10 @@
 """The command line, ``python -m helpers``: list the chapters, export their scripts, run one under torchrun."""
 
 import argparse
-import os
-import signal
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
-from helpers.cells import ExportError, read_notebook, title_and_promise
-from helpers.export import script_from_notebook
-
-NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
-
-
-def chapters():
-    """The chapters' notebooks, in order. The template is none."""
-    return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
-
-
-def find_notebook(chapter):
-    """The notebook of a chapter: its number, its name with or without the number, or any notebook's path."""
-    if Path(chapter).is_file():
-        return Path(chapter)
-    for path in chapters():
-        number, _, topic = path.stem.partition("_")
-        if chapter in (path.stem, topic) or (chapter.isdecimal() and int(chapter) == int(number)):
-            return path
-    known = ", ".join(path.stem for path in chapters()) or "none yet"
-    raise ExportError(f"There is no chapter or notebook {chapter!r}.\nChapters: {known}. Or the path of a notebook.")
-
-
-def export(path):
-    """The script's text of the notebook at ``path``."""
-    return script_from_notebook(read_notebook(path), path.stem)
-
-
-def write_scripts(scripts, folder, force):
-    """Write {name: text} as FOLDER/name.py, each at once or not at all; return the paths.
-
-    Raises ExportError, before it writes anything, when a file is there that differs and ``force`` is not given.
-    """
-    targets = {Path(folder) / f"{name}.py": text for name, text in scripts.items()}
-    try:
-        for target, text in targets.items():
-            if not force and target.exists() and target.read_bytes() != text.encode():
-                raise ExportError(f"{target} exists and differs.\nKeep your changes elsewhere, or overwrite: --force")
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        for target, text in targets.items():
-            if target.exists() and target.read_bytes() == text.encode():
-                continue
-            draft = target.with_name(f".{target.name}.{os.getpid()}")
-            try:
-                draft.write_text(text, encoding="utf-8", newline="\n")
-                os.replace(draft, target)
-            finally:
-                draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise ExportError(
-            f"{error.filename} cannot be written: {error.strerror}.\nChoose a folder: --out DIR"
-        ) from None
-    return list(targets)
-
-
-def run(script, name, nproc, flags):
-    """Run a script's text on ``nproc`` ranks of this machine under torchrun; return its exit status.
-
-    Ctrl-C, SIGTERM and SIGHUP end every rank; the status is 130 then.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environment = {
-        "OMP_NUM_THREADS": str(max(1, cores // nproc)),
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",  # a host's name may not resolve
-        **os.environ,
-    }
-    # The store is at a port that the system picks, at an address that needs no name: --standalone asks for the host's.
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", "--rdzv-backend=c10d"]
-    torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--shutdown-timeout=3"]
-
-    process, stopped = None, False
-
-    def stop(number, frame):
-        nonlocal stopped
-        if process and not stopped:
-            process.terminate()  # once: a second signal would disturb torchrun as it ends its ranks
-        stopped = True
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{name}.py"
-        path.write_text(script, encoding="utf-8")
-        torchrun += [f"--log-dir={folder}", str(path), *flags]
-        before = {}
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, for one, ignores SIGHUP
-                before[number] = signal.signal(number, stop)
-        try:
-            # Out of the terminal's process group: Ctrl-C reaches torchrun through us alone.
-            process = subprocess.Popen(torchrun, env=environment, start_new_session=True)
-            if stopped:
-                process.terminate()
-            status = process.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-    return 130 if stopped else status
+from helpers.torchrun import run, stop_at_signals
 
 
 def processes(text):
@@ -113,8 +14,8 @@ def processes(text):
     return int(text)
 
 
-def main(arguments):
-    """Run a command line (without the program's name) and return its exit status; SystemExit(2) for wrong usage."""
+def parse(arguments):
+    """A command line (without the program's name) as (args, flags of the script); SystemExit(2) for wrong usage."""
     parser = argparse.ArgumentParser(
         prog="python -m helpers",
         description="World Size One's chapters as scripts for torchrun.",
@@ -138,24 +39,41 @@ def main(arguments):
     args = parser.parse_args(arguments)
     if getattr(args, "flags", None):
         parser.error(f"put two dashes before the script's flags: -- {' '.join(args.flags)}")
+    return args, flags
+
+
+def carry_out(args, flags, folder=None):
+    """Do what the command line says and return the exit status; ``folder`` is for a script that is only run."""
+    from helpers import commands  # here, because it takes a second or more
 
     try:
         if args.command == "list":
-            for path in chapters():
-                print(f"{path.stem:24}{title_and_promise(read_notebook(path), path.stem)[0]}")
+            for name, title in commands.titles():
+                print(f"{name:24}{title}")
         elif args.command == "export":
-            paths = chapters() if args.all else [find_notebook(args.chapter)]
-            for target in write_scripts({path.stem: export(path) for path in paths}, args.out, args.force):
+            for target in commands.export(None if args.all else args.chapter, args.out, args.force):
                 print(target)
         else:
-            path = find_notebook(args.chapter)
-            return run(export(path), path.stem, args.nproc, flags)
-    except ExportError as error:
+            [script] = commands.export(args.chapter, folder)
+            return run(script, args.nproc, flags)
+    except commands.ExportError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
+
+
+def main(arguments):
+    """Run a command line (without the program's name) and return its exit status; SystemExit(2) for wrong usage."""
+    args, flags = parse(arguments)
+    try:
+        if args.command != "run":
+            return carry_out(args, flags)
+        with tempfile.TemporaryDirectory() as folder:
+            stop_at_signals(folder)
+            return carry_out(args, flags, folder)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ call costs a fork and a gloo rendezvous. The forkserver ends with this process; 
 """
 
 import contextlib
+import itertools
 import linecache
 import multiprocessing
 import os
@@ -14,7 +15,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -31,6 +31,7 @@ MAX_RANKS = 64
 MAX_SECONDS = 1_000_000
 PEERS_WITHIN = 0.2  # seconds to wait after a failure, for its cause or for peers that fail in the same way
 context = multiprocessing.get_context("forkserver")
+launches = itertools.count()
 starting = threading.Lock()  # one thread at a time goes without its main module
 
 
@@ -82,7 +83,7 @@ def launch(fn, *args, nproc=4, timeout=60, env=None):
     check(fn, nproc, timeout, env)
     payload = pack(fn, args)
     warm()
-    folder = Path(tempfile.mkdtemp(dir=util.get_temp_dir()))
+    folder = Path(util.get_temp_dir(), f"launch{next(launches)}")
     environment = {
         **os.environ,
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
@@ -92,6 +93,7 @@ def launch(fn, *args, nproc=4, timeout=60, env=None):
     ranks, stands = [], {}
     oom_kills = count_oom_kills()
     try:
+        folder.mkdir()
         for rank in range(nproc):
             here, there = context.Pipe(duplex=False)
             task = (there, folder, rank, nproc, timeout, environment, payload)

@@ -142,7 +142,8 @@ def names(code):
             for symbol in child.get_symbols():
                 if symbol.is_global() and symbol.is_referenced():
                     read.setdefault(symbol.get_name(), ".".join(inner))
-                    needed.update({symbol.get_name()} if now else set())
+                    if now:
+                        needed.add(symbol.get_name())
                 if symbol.is_declared_global() and symbol.is_assigned():
                     bound.add(symbol.get_name())
             visit(child, inner, now)

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 import uuid
+from collections import Counter
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 
@@ -45,14 +46,20 @@ def files():
 
 
 def now():
-    """All of it, as a dictionary that compares."""
+    """All of it; each value can be subtracted from a later one."""
+    mine = psutil.Process()
     return {
-        "processes": processes(),
+        "processes": set(processes().items()),
         "files": files(),
-        "descriptors": psutil.Process().num_fds(),
-        "threads": sorted(thread.name for thread in threading.enumerate()),
-        "sockets": len(psutil.Process().net_connections(kind="inet")),
+        "threads": Counter(thread.name for thread in threading.enumerate()),
+        "sockets": Counter(str(connection.laddr) for connection in mine.net_connections(kind="inet")),
+        "descriptors": Counter({"open": mine.num_fds()}),
     }
+
+
+def more_than(before):
+    """{kind: what there is now that was not there before}, empty where that is nothing."""
+    return {kind: more for kind, value in now().items() if (more := value - before[kind])}
 
 
 def soon(condition, seconds=8):
@@ -68,9 +75,8 @@ def unchanged():
     """Fail where the block leaves anything behind."""
     before = now()
     yield
-    if not soon(lambda: now() == before):
-        after = now()
-        raise AssertionError({name: (before[name], after[name]) for name in after if after[name] != before[name]})
+    soon(lambda: not more_than(before))
+    assert not more_than(before), more_than(before)
 
 
 @contextlib.contextmanager

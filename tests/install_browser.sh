@@ -1,6 +1,5 @@
 #!/bin/sh
 # Install Debian's chromium for the browser tests, where apt is there and may be used without a password.
-set -e
 for browser in chromium chromium-browser google-chrome; do
     command -v "$browser" >/dev/null && exit 0
 done
@@ -16,5 +15,6 @@ else
     echo "No chromium here. Install it for the browser tests: sudo apt-get install chromium" && exit 0
 fi
 echo "Installing chromium for the browser tests."
-$as_root apt-get update -qq
-DEBIAN_FRONTEND=noninteractive $as_root apt-get install -y -qq --no-install-recommends chromium >/dev/null
+$as_root apt-get update -qq &&
+    DEBIAN_FRONTEND=noninteractive $as_root apt-get install -y -qq --no-install-recommends chromium >/dev/null ||
+    echo "apt-get could not install chromium, so the browser tests will be skipped."

@@ -11,8 +11,11 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from helpers import __main__ as command
+from helpers import commands, export, inline
+from helpers.__main__ import main
 from helpers.export import ExportError, TorchrunExporter, read_notebook, script_from_notebook
+from helpers.inline import PLUMBING
+from helpers.statements import split
 
 ROOT = Path(__file__).parent.parent
 WORK = "print('work')"
@@ -160,11 +163,59 @@ def test_constants():
     assert "\n    X = 1\n    X = 2\n" in script("X = 1\nX = 2\nprint(X)")
 
 
+def test_order():
+    text = script(
+        "# Title",
+        "from helpers.data import digits\nfrom helpers.process_group import print0, start_process_group\nSIZE = 8",
+        "## The model",
+        "def model():\n    print0(1)\n    return SIZE\n\n\nclass Trainer:\n    def fit(self):\n        print0(model())",
+        "## Train",
+        "device = start_process_group()\nprint0(device, digits())\nTrainer().fit()",
+    )
+    assert top_level(text)[:4] == ["digits", "model", "Trainer", "launcher_variables"]
+    assert top_level(text)[-3:] == ["run_and_exit", "parse_args", "main"]
+    places = [text.index(f"\n{line}\n") for line in ("SIZE = 8", "# The model", f"# {PLUMBING}", "def parse_args():")]
+    assert places == sorted(places)
+    assert text.index("\nSIZE = 8\n") < text.index("\ndef digits(")
+    assert text.index(f"\n# {PLUMBING}\n") < text.index("\ndef launcher_variables():")
+
+
+EARLY = {
+    "default": "def f(say=print0):\n    return say",
+    "decorator": "def twice(call):\n    print0('twice')\n    return call\n\n\n@twice\ndef f():\n    pass",
+    "class body": "class f:\n    class A:\n        say = print0",
+    "in a class": "class f:\n    def g(self, say=print0):\n        pass",
+    "annotation": "def f(say: print0):\n    pass",
+    "base": "class f(type(str(print0))):\n    pass",
+    "lambda": "def f(say=lambda: print0):\n    pass",
+}
+
+
+@pytest.mark.parametrize("source", EARLY.values(), ids=EARLY)
+def test_what_a_definition_needs_stands_before_it(source):
+    text = script(
+        "from helpers.process_group import print0, start_process_group\nprint(start_process_group())",
+        "## Before",
+        f"def g():\n    print0(1)\n\n\n{source}\n\n\ndef h():\n    return g, f\n\n\nprint(h())",
+    )
+    order = [name for name in top_level(text) if name in ("g", "print0", "f", "h", "start_process_group")]
+    assert order == ["g", "print0", "f", "h", "start_process_group"]
+    assert text.count("# Before\n") == 2  # above g, and once more in main
+    exec(text[: text.index("@record")], {"__name__": "05_test"})  # no NameError
+
+
+def test_a_constant_may_use_what_is_copied(monkeypatch):
+    copied = split("LEAST = 2\n\n\ndef least():\n    return LEAST", "helpers.data")
+    found = {name: [statement] for statement in copied for name in statement.binds}
+    monkeypatch.setattr(inline, "runtime_module", lambda module, real=inline.runtime_module: {**real(module), **found})
+    monkeypatch.setattr(export, "runtime_module", inline.runtime_module)
+    text = script("from helpers.data import LEAST, least\nMOST = LEAST + 1\nprint(MOST, least())")
+    assert "\nLEAST = 2\nMOST = LEAST + 1\n\n\ndef least():" in text
+
+
 def test_title_without_heading_and_with_odd_characters():
     assert script(WORK).startswith('"""05_test.\n\nOne GPU')
-    text = (
-        script('# A \\"""quoted""" $\\alpha$', "(label)=\n\nText", WORK) if False else script('# A """q""" \\x', WORK)
-    )
+    text = script('# A """q""" \\x', WORK)
     assert "'''q'''" in ast.get_docstring(ast.parse(text))
 
 
@@ -285,7 +336,8 @@ def test_the_group_is_always_stopped():
 )
 def test_every_end_of_the_group_becomes_one_that_does_not_hang(source):
     text = script(source)
-    assert text.partition("def run_and_exit")[2].count("    stop_process_group()") == 1
+    own = [function(text, name) for name in top_level(text) if name in ("end", "main")]
+    assert "".join(own).count("    stop_process_group()") == 1
     assert text.count("destroy_process_group()") == 1  # in stop_process_group
 
 
@@ -579,7 +631,7 @@ def helpers(capsys):
 
     def call(*arguments):
         try:
-            status = command.main([str(argument) for argument in arguments])
+            status = main([str(argument) for argument in arguments])
         except SystemExit as end:
             status = end.code
         return status, *capsys.readouterr()
@@ -651,11 +703,11 @@ def test_a_refused_notebook_writes_nothing(helpers, tmp_path):
 def test_chapters_are_found_by_number_and_name(helpers, tmp_path, monkeypatch):
     for name in ("03_samplers", "04_ddp", "template"):
         nbformat.write(notebook(f"# The **{name}**", WORK), tmp_path / f"{name}.ipynb")
-    monkeypatch.setattr(command, "NOTEBOOKS", tmp_path)
+    monkeypatch.setattr(commands, "NOTEBOOKS", tmp_path)
     for chapter in ("4", "04", "04_ddp", "ddp", str(tmp_path / "04_ddp.ipynb")):
-        assert command.find_notebook(chapter) == tmp_path / "04_ddp.ipynb"
+        assert commands.find_notebook(chapter) == tmp_path / "04_ddp.ipynb"
     with pytest.raises(ExportError, match="'fsdp'.\nChapters: 03_samplers, 04_ddp"):
-        command.find_notebook("fsdp")
+        commands.find_notebook("fsdp")
     assert helpers("export", "--all", "--out", tmp_path / "out")[0] == 0
     assert sorted(os.listdir(tmp_path / "out")) == ["03_samplers.py", "04_ddp.py"]
     assert helpers("list")[1].split() == ["03_samplers", "The", "03_samplers", "04_ddp", "The", "04_ddp"]

@@ -1049,7 +1049,7 @@ def test_script_that_is_killed_leaves_nothing(tmp_path):
 
 
 WARM = """
-    %load_ext helpers
+    %reload_ext helpers
     import os, time, pathlib, torch
     import torch.distributed as dist
     from helpers.launch import launch

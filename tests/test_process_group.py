@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import signal
 import socket
@@ -251,6 +252,35 @@ def test_link_to_a_folder_is_not_followed(temporary, ended, tmp_path_factory):
     assert (elsewhere / "precious").exists()
 
 
+@pytest.fixture
+def kernel():
+    with census.surroundings() as environment:
+        kernel = census.Kernel(environment)
+        yield kernel
+        kernel.close()
+
+
+def test_restart_of_a_notebooks_kernel(kernel):
+    start = """
+        import warnings
+        from helpers.process_group import start_process_group, stop_process_group
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            print(start_process_group(), start_process_group())
+    """
+    for _ in range(2):
+        assert kernel.run(start)[1] == "cpu cpu\n"
+        (folder,) = census.listing(kernel.folder)  # one: the one that the killed kernel left is gone
+        everything = psutil.Process(kernel.manager.provisioner.pid).net_connections(kind="inet")
+        assert {connection.laddr.ip for connection in everything} == {"127.0.0.1"}
+        kernel.manager.restart_kernel(now=True)  # SIGKILL
+        kernel.connect()
+    assert kernel.run(start)[1] == "cpu cpu\n"
+    kernel.manager.restart_kernel(now=False)
+    assert census.soon(lambda: not census.listing(kernel.folder))
+    kernel.connect()
+
+
 # --- wrong settings ---------------------------------------------------------------------------------------------------
 
 
@@ -264,25 +294,21 @@ def refused(*args):
     return lines
 
 
-@pytest.mark.parametrize("missing", LAUNCHED)
-def test_one_launcher_variable_missing(missing, monkeypatch):
-    for name in LAUNCHED.keys() - {missing}:
+def some(variables):
+    """Every choice of some of the launcher's variables, not all."""
+    return [choice for size in range(1, len(variables)) for choice in itertools.combinations(variables, size)]
+
+
+@pytest.mark.parametrize("given", some(LAUNCHED), ids=" ".join)
+def test_half_set_launcher_variables(given, monkeypatch):
+    for name in given:
         monkeypatch.setenv(name, LAUNCHED[name])
-    problem, remedy = refused()
-    assert f"{missing}=missing" in problem and "torchrun" in remedy
-
-
-@pytest.mark.parametrize("alone", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])
-def test_one_launcher_variable_alone(alone, monkeypatch):
-    monkeypatch.setenv(alone, "0")
-    problem, remedy = refused()
-    assert f"{alone}=0" in problem and "unset RANK, WORLD_SIZE and LOCAL_RANK" in remedy
-
-
-@pytest.mark.parametrize("alone", ["MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"])
-def test_address_alone_makes_no_rank(alone, monkeypatch):
-    monkeypatch.setenv(alone, "29500")
-    assert start_process_group() == CPU and dist.get_world_size() == 1
+    if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(given):
+        problem, remedy = refused()
+        assert all(f"{name}={LAUNCHED[name] if name in given else 'missing'}" in problem for name in LAUNCHED)
+        assert "torchrun" in remedy and "unset RANK, WORLD_SIZE and LOCAL_RANK" in remedy
+    else:  # a shell's MASTER_ADDR alone makes no rank
+        assert start_process_group() == CPU and dist.get_world_size() == 1
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from conftest import ROOT
 
 # Acts as `python3` and as `.venv/bin/python`: writes down what is asked of it, and fails where the test says so.
@@ -139,3 +140,14 @@ def test_help_is_the_default_and_names_every_command(project):
     for command in ["book", "serve", "test", "lab", "scripts", "run", "bench", "soak", "portability", "outputs"]:
         assert f"\n  make {command} " in done.stdout
     assert done.calls == ""
+
+
+def test_workflow_runs_what_exists():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "book.yml").read_text())
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert ".ci/run" in commands and os.access(ROOT / ".ci" / "run", os.X_OK)
+    for command in commands:
+        assert command.split()[0] in (".ci/run", "make")
+        for word in command.replace('"', " ").split():
+            if word.startswith(("tests/", "notebooks")):
+                assert (ROOT / word).exists(), word
