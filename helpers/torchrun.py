@@ -22,10 +22,12 @@ def stop_at_signals(folder):
             signal.signal(other, signal.SIG_IGN)  # a second Ctrl-C would disturb this
         try:
             left = psutil.Process().children(recursive=True)
-            for end in (psutil.Process.terminate, psutil.Process.kill):
+            for ending in (signal.SIGTERM, signal.SIGKILL):
                 for process in left:
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        end(process)
+                        process.send_signal(ending)
+                    with contextlib.suppress(OSError):
+                        os.killpg(process.pid, ending)  # torchrun gives each rank a group of its own
                 left = psutil.wait_procs(left, timeout=3)[1]
             shutil.rmtree(folder, ignore_errors=True)
             os.write(2, b"Interrupted; all ranks are stopped.\n")  # print may be what was interrupted

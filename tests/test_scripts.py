@@ -241,7 +241,7 @@ def test_what_ignores_sigterm_is_killed(tmp_path):
         import subprocess
         from helpers.torchrun import stop_at_signals
         stop_at_signals({str(tmp_path / "folder")!r})
-        subprocess.run(["sh", "-c", {shell!r}])
+        subprocess.run(["sh", "-c", {shell!r}], start_new_session=True)
     """
     (tmp_path / "folder").mkdir()
     environment = {**os.environ, census.MARK: uuid.uuid4().hex}
