@@ -1,6 +1,7 @@
 """What a test may leave behind: processes, files, descriptors, threads and sockets, counted before and after."""
 
 import contextlib
+import gc
 import itertools
 import os
 import shutil
@@ -143,3 +144,6 @@ class Kernel:
         if self.manager.has_kernel:
             self.manager.shutdown_kernel(now=True)
         self.manager.cleanup_resources()
+        for context in (self.client.context, self.manager.context):
+            context.destroy(linger=0)  # its threads and descriptors go now, not in the middle of a later test
+        gc.collect()
