@@ -62,11 +62,17 @@ class RankError(RuntimeError):
 
 
 def warm():
-    """Start the forkserver unless it runs. Returns at once; torch is imported in the background."""
+    """Start the forkserver unless it runs. Returns before it has imported torch, which it does in the background."""
     os.environ["WORLD_SIZE_ONE_FOLDER"] = util.get_temp_dir()
     context.set_forkserver_preload(["helpers._preload"])
     with without_main():
+        running = forkserver._forkserver._forkserver_pid
         forkserver.ensure_running()
+    started, patience = forkserver._forkserver._forkserver_pid, time.monotonic() + 1
+    with contextlib.suppress(ProcessLookupError):
+        # A kernel's restart kills its whole process group. The forkserver, which tidies up then, leaves it first.
+        while started != running and os.getpgid(started) == os.getpgrp() and time.monotonic() < patience:
+            time.sleep(0.002)
 
 
 def launch(fn, *args, nproc=4, timeout=60, env=None):

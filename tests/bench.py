@@ -27,9 +27,6 @@ CALLS = {"launch": 8, "mp.spawn": 2, "accelerate": 4, "torchrun": 2}  # in one i
 IPYPARALLEL = 4  # its engines: each takes as long to start as a rank of mp.spawn
 
 
-IN_TURN = f"warm calls in turn, {IPYPARALLEL} ranks"
-
-
 # --- the same work for all: an all-reduce of a small tensor, its result brought back ----------------------------------
 
 
@@ -173,14 +170,11 @@ def time_calls(contender, nproc):
 
 
 def time_ipyparallel(calls=8):
-    """Its engines: their start, and warm calls in turn with launches.
-
-    Some of the calls make a group as a launch does, the others use one that the engines keep.
-    """
+    """Its engines: their start, warm calls that make a group as a launch does, and calls on a group that they keep."""
     import ipyparallel
 
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
-    seconds = {"first": [], "launch": [], "ipyparallel": [], "ipyparallel, group kept": []}
+    seconds = {"first": [], "later": [], "kept": []}
     nproc = IPYPARALLEL
 
     def on_engines(code):
@@ -188,27 +182,24 @@ def time_ipyparallel(calls=8):
         pending = [engine.apply_async(eval, code.replace("RANK", str(rank))) for rank, engine in enumerate(engines)]
         return [one.get(timeout=60) for one in pending]
 
-    def timed(row, call):
-        start = time.perf_counter()
-        check(call(), nproc)
-        seconds[row].append(time.perf_counter() - start)
+    def timed(kind, code, start=None):
+        start = start or time.perf_counter()
+        check(on_engines(code), nproc)
+        seconds[kind].append(time.perf_counter() - start)
 
-    with by_launch(nproc) as launch_call, tempfile.TemporaryDirectory() as folder:
-        launch_call()
-        start = time.perf_counter()
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
         with ipyparallel.Cluster(n=nproc, log_level=40, profile_dir=folder) as client:
             engines = [client[rank] for rank in range(nproc)]
             path = str(ROOT / "tests")
             on_engines(f"__import__('sys').path.insert(0, {path!r}) or __import__('torch').set_num_threads(1)")
             group = f"__import__('bench').with_group(RANK, {nproc}, '{folder}/store-"
-            timed("first", lambda: on_engines(f"{group}first')"))
-            seconds["first"] = [time.perf_counter() - start]  # with the start of the engines
+            timed("first", f"{group}first')", start)  # with the start of the engines
             for number in range(calls):
-                timed("launch", launch_call)
-                timed("ipyparallel", lambda: on_engines(f"{group}{number}')"))  # noqa: B023
+                timed("later", f"{group}{number}')")
             on_engines(f"__import__('bench').start_group(RANK, {nproc}, '{folder}/kept')")
             for _ in range(calls):
-                timed("ipyparallel, group kept", lambda: on_engines("__import__('bench').all_reduce()"))
+                timed("kept", "__import__('bench').all_reduce()")
     return seconds
 
 
@@ -311,8 +302,11 @@ def hand_written(script, train_set, val_set, epochs, batch_size, lr, seed, devic
         dist.all_reduce(totals)
 
 
-def compare_script(path, results, pairs=16, epochs=16):
-    """Under torchrun: train by the exported script's own function and by hand, in turn, in the same processes."""
+def compare_script(path, results, pairs=200, epochs=4):
+    """Under torchrun: train by the exported script's own function and by hand, in turn, in the same processes.
+
+    One pair's ratio varies by 13 %: it takes hundreds to see 2 %.
+    """
     import torch.distributed as dist
 
     spec = importlib.util.spec_from_file_location("script", path)
@@ -364,14 +358,11 @@ def measure(rounds, notebook):
     """{measure: {row: [number, …]}} of all rounds; a contender that is not installed or fails is told and left out."""
     found = {}
 
-    def add(measure, row, numbers):
-        found.setdefault(measure, {}).setdefault(row, []).extend(numbers)
-
-    def attempt(place, function, *args):
-        """Keep what the function returns, {kind: numbers}, at place(kind), a (measure, row)."""
+    def attempt(measure, row, function, *args):
+        """Add what the function returns, {kind: numbers}; the kind takes the place of {} in a measure or a row."""
         try:
             for kind, numbers in function(*args).items():
-                add(*place(kind), numbers)
+                found.setdefault(measure.format(kind), {}).setdefault(row.format(kind), []).extend(numbers)
         except Exception as error:
             print(f"  left out: {args}: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
 
@@ -379,14 +370,16 @@ def measure(rounds, notebook):
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
         for nproc in SIZES:
             for way in CALLS:
-                attempt(lambda kind: (f"{kind} call, {nproc} ranks", way), child, "time_calls", way, nproc)  # noqa: B023
-        first = {"first": (f"first call, {IPYPARALLEL} ranks", "ipyparallel")}
-        attempt(lambda kind: first.get(kind, (IN_TURN, kind)), child, "time_ipyparallel")  # noqa: B023
+                attempt(f"{{}} call, {nproc} ranks", way, child, "time_calls", way, nproc)
+            if nproc == IPYPARALLEL:
+                attempt(f"{{}} call, {nproc} ranks", "ipyparallel", child, "time_ipyparallel")
         for way in ("launch", "mp.spawn"):
-            attempt(lambda kind: (f"a rank fails: {kind}", way), child, "time_failures", way)  # noqa: B023
+            attempt("a rank fails: {}", way, child, "time_failures", way)
         for runner in ("nbval", "nbclient"):
-            attempt(lambda kind: (f"all of {notebook.name}", kind), time_notebook, runner, notebook)
-        attempt(lambda kind: ("samples per second, 2 ranks", kind), time_script)
+            attempt(f"all of {notebook.name}", "{}", time_notebook, runner, notebook)
+        attempt("samples per second, 2 ranks", "{}", time_script)
+    if kept := found.pop(f"kept call, {IPYPARALLEL} ranks", None):
+        found[f"later call, {IPYPARALLEL} ranks"]["ipyparallel, group kept"] = kept["ipyparallel"]
     return found
 
 
@@ -413,29 +406,23 @@ def targets(found):
         numbers = found.get(measure, {}).get(row)
         return statistics.median(numbers) if numbers else float("nan")
 
-    def ratio(measure, ours, theirs):
-        """The median over pairs that were measured one after the other."""
-        rows = found.get(measure, {})
-        pairs = zip(rows.get(ours, ()), rows.get(theirs, ()), strict=True)
-        return statistics.median([a / b for a, b in pairs] or [float("nan")])
-
+    rates = "samples per second, 2 ranks"
     later, first = middle("later call, 4 ranks", "launch"), middle("first call, 4 ranks", "launch")
     checks = [
         ("a later launch is at most 1/20 of mp.spawn", later / middle("later call, 4 ranks", "mp.spawn"), 1 / 20),
-        ("and no slower than ipyparallel's warm engines", ratio(IN_TURN, "launch", "ipyparallel"), 1),
+        ("and no slower than ipyparallel's warm engines", later / middle("later call, 4 ranks", "ipyparallel"), 1),
         ("a first launch is at most 1/2 of mp.spawn", first / middle("first call, 4 ranks", "mp.spawn"), 1 / 2),
         ("a rank's exception arrives within 0.5 s", middle("a rank fails: raise", "launch"), 0.5),
         ("a killed rank is told within 0.5 s", middle("a rank fails: SIGKILL", "launch"), 0.5),
-        ("the script loses at most 2 %", 1 - ratio("samples per second, 2 ranks", "script", "by hand"), 0.02),
+        ("the script loses at most 2 %", 1 - middle(rates, "script") / middle(rates, "by hand"), 0.02),
     ]
     for text, value, limit in checks:
-        met = None if value != value else value <= limit
-        yield text, value, limit, met
+        yield (text, None, limit, None) if value != value else (text, value, limit, value <= limit)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="repetitions, interleaved (default: 5)")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions, interleaved (default: 3)")
     parser.add_argument("--json", type=Path, default=ROOT / "_build" / "bench.json", help="default: _build/bench.json")
     parser.add_argument("--notebook", type=Path, help="default: notebooks/04_ddp.ipynb")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -452,7 +439,7 @@ def main():
     print("\nTargets, at 4 ranks")
     for text, value, limit, met in targets(found):
         verdict = {True: "met", False: "MISSED", None: "not measured"}[met]
-        print(f"  {verdict:14}{text}: {value:.3f} (at most {limit:.3f})")
+        print(f"  {verdict:14}{text}" + (f": {value:.3f} (at most {limit:.3f})" if value is not None else ""))
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps({"targets": list(targets(found)), "numbers": found}, indent=1))
     print(f"\nAll numbers are in {os.path.relpath(args.json)}.")

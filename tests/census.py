@@ -112,12 +112,19 @@ class Kernel:
         self.folder, self.mark = environment["TMPDIR"], environment[MARK]
         self.manager = KernelManager(connection_file=f"{self.folder}.json", shutdown_wait_time=2)
         self.manager.start_kernel(env=environment)
+        self.client = None
         self.connect()
 
     def connect(self):
+        self.disconnect()
         self.client = self.manager.blocking_client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
+
+    def disconnect(self):
+        if self.client:
+            self.client.stop_channels()
+            self.client.context.destroy(linger=0)
 
     def run(self, source):
         """(reply, what it printed) of one cell."""
@@ -140,10 +147,9 @@ class Kernel:
         return len(processes(self.mark)) - 3
 
     def close(self):
-        self.client.stop_channels()
+        self.disconnect()
         if self.manager.has_kernel:
             self.manager.shutdown_kernel(now=True)
         self.manager.cleanup_resources()
-        for context in (self.client.context, self.manager.context):
-            context.destroy(linger=0)  # its threads and descriptors go now, not in the middle of a later test
-        gc.collect()
+        self.manager.context.destroy(linger=0)
+        gc.collect()  # its threads and descriptors go now, not in the middle of a later test
