@@ -13,9 +13,9 @@ THEMES_OWN = {"label-content-name-mismatch", "region"}  # axe's findings on an e
 
 WIDE = {"width": 1280, "height": 900}
 NARROW = {"width": 360, "height": 740}
-VISIBLE_PICTURE = (
-    "figure => [...figure.querySelectorAll('svg')].filter(svg => svg.checkVisibility()).map(svg => svg.outerHTML)"
-)
+VISIBLE_PICTURE = """figure => [...figure.querySelectorAll('.wso-view')]
+    .filter(view => view.checkVisibility())
+    .map(view => view.outerHTML)"""
 
 
 class Visit:

@@ -18,7 +18,8 @@ from matplotlib.textpath import TextPath
 from nbclient import NotebookClient
 
 from helpers import figures
-from helpers.figures import RANK_COLORS, ddp_overlap, exposed, overlap_schedule, rank_color, rank_hatch, show
+from helpers.ddp_figures import ddp_overlap, exposed, overlap_schedule, replicas
+from helpers.figures import RANK_COLORS, rank_color, rank_hatch, show
 
 ROOT = Path(__file__).parents[1]
 
@@ -81,7 +82,7 @@ def test_the_same_rank_has_the_same_color_in_every_figure():
     pages = [
         show(figures.bars(three, "samples/s"), "a").page,
         show(figures.lines({rank: [1, value] for rank, value in three.items()}, [0, 1], "step", "loss"), "a").page,
-        show(figures.replicas(3), "a").page,
+        show(replicas(3), "a").page,
         show(ddp_overlap(3, 2), "a").page,
     ]
     assert [colors_of(page) for page in pages] == [set(RANK_COLORS[:3])] * 4
@@ -91,7 +92,7 @@ def every_figure():
     for world_size, buckets in itertools.product([1, 2, 8], [1, 4, 16]):
         yield ddp_overlap(world_size, buckets)
     for world_size in [1, 4, 8]:
-        yield figures.replicas(world_size)
+        yield replicas(world_size)
     yield figures.lines({0: [3, 2, 1], 9: [1, 2, 3]}, [1, 2, 3], "step", "loss")
     yield figures.lines({"plain": [3, 2, 1], "no_sync": [1, 2, 3]}, [1, 2, 3], "step", "time (ms)")
     yield figures.bars({"fp32": 4.0, "fp16": 2.0}, "megabytes")
@@ -106,7 +107,8 @@ def test_a_figure_has_the_same_bytes_every_time_whatever_the_style_around_it():
 
 
 def test_a_figure_has_the_same_bytes_in_another_process():
-    code = "from helpers.figures import *; print(show(ddp_overlap(4, 4), 'a').page, end='')"
+    code = "from helpers import ddp_figures, figures\n"
+    code += "print(figures.show(ddp_figures.ddp_overlap(4, 4), 'a').page, end='')"
     env = {**os.environ, "PYTHONHASHSEED": "1", "MPLBACKEND": "svg"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert done.stdout == show(ddp_overlap(4, 4), "a").page
@@ -170,11 +172,11 @@ def test_show_asks_for_alt_text_and_a_figure():
 
 
 def test_show_escapes_its_words_and_has_a_short_repr():
-    shown = show(figures.replicas(2), alt='two <ranks> & "one" model', caption="`no_sync` < all")
+    shown = show(replicas(2), alt='two <ranks> & "one" model', caption="`no_sync` < all")
     assert 'role="img" tabindex="0" aria-label="two &lt;ranks&gt; &amp; &quot;one&quot; model"' in shown.page
     assert "<figcaption><code>no_sync</code> &lt; all</figcaption>" in shown.page
     assert repr(shown) == 'Figure: two <ranks> & "one" model'
-    assert "<figcaption>" not in show(figures.replicas(2), alt="a").page
+    assert "<figcaption>" not in show(replicas(2), alt="a").page
 
 
 def test_show_closes_a_pyplot_figure_so_that_it_is_not_drawn_twice():
