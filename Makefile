@@ -81,6 +81,7 @@ serve: $(READY)
 	@$(BIN)/python -m http.server $(PORT) --bind 127.0.0.1 --directory _build/html
 
 lab: $(READY)
+	@$(BIN)/jupyter trust notebooks/*.ipynb >/dev/null  # or JupyterLab strips the stored figures
 	@$(BIN)/jupyter lab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
 run: $(READY)
@@ -100,7 +101,7 @@ soak: $(READY)
 # DNNL_MAX_CPU_ISA and ATEN_CPU_CAPABILITY limit which of the CPU's instructions torch uses, as an older CPU would.
 portability: $(READY)
 	@status=0; for setting in $(SETTINGS); do \
-	  echo "$$setting"; env $$setting $(BIN)/python -m pytest --nbval notebooks -q $(ARGS) || status=1; \
+	  echo "$$setting"; env $$setting $(BIN)/python -m pytest --nbval notebooks -q -n 2 --dist loadfile $(ARGS) || status=1; \
 	done; exit $$status
 
 outputs: $(READY)

@@ -1,7 +1,9 @@
 """What a notebook must be beyond what nbval compares: rules, each a generator of what is wrong with a notebook."""
 
+import itertools
 import json
 import re
+from pathlib import Path
 
 import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
@@ -9,11 +11,19 @@ from store_outputs import normalised, text_of
 
 MAGICS = {"load_ext", "ranks"}  # an unknown magic can pass under nbval, so the known ones are listed
 MOST_BYTES = 1_500_000
+GLOSSARY = Path(__file__).parents[1] / "book/glossary.md"
 
 # nbval reads tags and, in comments, the same words as markers.
 RAISES = {"raises-exception", "nbval-raises-exception", "NBVAL_RAISES_EXCEPTION"}
 IGNORES = {"nbval-ignore-output", "NBVAL_IGNORE_OUTPUT", "PYTEST_VALIDATE_IGNORE_OUTPUT"}
 SKIPS = {"nbval-skip", "NBVAL_SKIP", "skip-execution"}
+
+# Fences, headings, rows of tables, links, roles other than {term}, code, formulas.
+BESIDE_SENTENCES = re.compile(
+    r"^(?:`{3,}|~{3,}).*?^(?:`{3,}|~{3,})$|^#+ .*?$|^\|.*?$|!?\[[^\]]*\]\([^)]*\)"
+    r"|\{(?!term)\w+\}`[^`]*`|(?<!})`[^`]*`|\$[^$]*\$",
+    flags=re.M | re.S,
+)
 
 # Paths, processes and addresses of the machine that ran the notebook.
 MACHINE = re.compile(
@@ -267,10 +277,40 @@ def recapitulates(nb):
         yield "there is no section 'Recap' with a table"
 
 
+def glossary():
+    """The terms that book/glossary.md explains."""
+    entries = GLOSSARY.read_text().partition("```{glossary}\n")[2].partition("```")[0]
+    return re.findall(r"^(?=\S)(.+)$", entries, flags=re.M)
+
+
+def running_text(source):
+    """A markdown cell in which all but its sentences is blank: same length, so that places in it are the cell's."""
+    return BESIDE_SENTENCES.sub(lambda found: " " * len(found[0]), source)
+
+
+def first_uses(nb):
+    """(term, number of the cell, match) of each glossary term's first use in the running text, linked or not."""
+    cells = [
+        (number, running_text(cell.source)) for number, cell in enumerate(nb.cells) if cell.cell_type == "markdown"
+    ]
+    for term in glossary():
+        word = re.escape(term) + ("s?" if term.islower() else "")
+        use = re.compile(
+            rf"\{{term\}}`(?:{word}|[^`]*<{re.escape(term)}>)`|(?<![\w-]){word}(?![\w-])", re.I * term.islower()
+        )
+        yield from itertools.islice(((term, n, found) for n, text in cells for found in use.finditer(text)), 1)
+
+
+def links_terms_at_first_use(nb):
+    for term, number, found in first_uses(nb):
+        if not found[0].startswith("{term}"):
+            yield f"cell {number + 1} uses {term!r} first and does not link it: write {{term}}`{found[0]}`"
+
+
 RULES = [
     is_valid, is_executed_in_order, is_normalised, has_no_attachments, has_known_magics, raises_what_it_announces,
     compares_every_output, has_no_warnings, names_no_machine, describes_its_images, ends_no_cell_with_a_semicolon,
     has_sensible_headings, is_small, starts_with_helpers, promises_what_it_proves, has_one_parameters_cell,
     exports_a_script, asks_for_a_prediction, has_solved_exercises, recapitulates,
 ]  # fmt: skip
-CHAPTERS_RULES = [hands_over_its_script, has_several_exercises]  # the template has no page
+CHAPTERS_RULES = [hands_over_its_script, has_several_exercises, links_terms_at_first_use]  # the template has no page

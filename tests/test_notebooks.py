@@ -56,7 +56,7 @@ GOOD = new_notebook(
         new_markdown_cell(
             "## Take it to your GPUs\n\n{download}`notebook <a.ipynb>` {download}`script <../scripts/a.py>`\n\n"
             "```{literalinclude} ../scripts/a.py\n```\n\n```bash\n# on one node\ntorchrun a.py\n```\n\n"
-            "## Exercises\n\n### One\n\nTry it.\n\n### Two\n\nAgain."
+            "## Exercises\n\n### One\n\nTry `rank` on one {term}`rank`, on rank 1.\n\n### Two\n\nAgain."
         ),
         new_code_cell("assert f(1) == 1", execution_count=6, metadata=SOLUTION),
         new_code_cell("assert f(2) == 2", execution_count=7, metadata=SOLUTION),
@@ -140,6 +140,8 @@ BROKEN = [
     (hygiene.has_solved_exercises, replace(6, "## Exercises", "## More")),
     (hygiene.has_several_exercises, replace(6, "### Two", "Two")),
     (hygiene.recapitulates, replace(9, "|", "")),
+    (hygiene.links_terms_at_first_use, replace(6, "{term}`rank`", "rank")),
+    (hygiene.links_terms_at_first_use, replace(0, "- two", "- two ranks")),
 ]  # fmt: skip
 
 
