@@ -3,6 +3,7 @@
 import functools
 import http.server
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,9 @@ def build_book(folder, **env):
     build = [Path(sys.executable).with_name("jupyter-book"), "build", folder, "-W", "--keep-going", "-n", "-q"]
     done = subprocess.run(build, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     return folder / "_build" / "html", done.returncode, done.stderr
+
+
+CHAPTERS = [name for name in toc_files() if re.match(r"notebooks/\d", name)]
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from bs4 import BeautifulSoup
-from conftest import ROOT, build_book, toc_files
+from conftest import CHAPTERS, ROOT, build_book, toc_files
 from torch.distributed.run import get_args_parser
 
-CHAPTERS = [name for name in toc_files() if name.startswith("notebooks/")]
 each_chapter = pytest.mark.parametrize("chapter", CHAPTERS)
 
 # Attributes by which a page makes the browser fetch something at once.

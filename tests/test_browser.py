@@ -5,10 +5,9 @@ import re
 import nbformat
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from conftest import ROOT, toc_files
+from conftest import CHAPTERS, ROOT, toc_files
 
 PAGES = [*toc_files(), "search", "genindex"]
-CHAPTERS = [name for name in toc_files() if name.startswith("notebooks/")]
 THEMES_OWN = {"label-content-name-mismatch", "region"}  # axe's findings on an empty page of the theme
 
 WIDE = {"width": 1280, "height": 900}
@@ -160,3 +159,13 @@ def test_search_finds_a_chapter_by_its_title(visit, chapter):
     seen.page.keyboard.press("Enter")
     seen.page.locator(f"#search-results a[href*='{chapter}.html']").first.wait_for(timeout=10_000)
     assert not seen.complaints, "\n".join(seen.complaints)
+
+
+def test_cheat_sheet_prints_on_one_page(visit):
+    """As the book promises; another page takes several, so the count counts."""
+
+    def printed(page):
+        return visit(page).page.pdf(format="A4").count(b"/Type /Page\n")
+
+    assert printed("notebooks/cheat_sheet") == 1
+    assert printed("book/glossary") > 1

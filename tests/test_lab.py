@@ -11,9 +11,9 @@ import urllib.request
 
 import psutil
 import pytest
-from conftest import ROOT, toc_files
+from conftest import CHAPTERS, ROOT
 
-CHAPTERS = [name.split("/")[1] for name in toc_files() if name.startswith("notebooks/")]
+NAMES = [chapter.split("/")[1] for chapter in CHAPTERS]
 
 # In the page: `jupyterapp` is JupyterLab itself (--LabApp.expose_app_in_browser).
 NOTEBOOK = "jupyterapp.shell.currentWidget"
@@ -100,7 +100,7 @@ def has_run(state):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("chapter", CHAPTERS)
+@pytest.mark.parametrize("chapter", NAMES)
 def test_chapter_runs_in_jupyterlab(run_all, chapter):
     page = run_all(chapter)
 
