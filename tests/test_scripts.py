@@ -30,6 +30,7 @@ AT_LEAST = {
     "02_collectives": {"correct": 53},
     "03_samplers": {"val_accuracy": 0.9},
     "04_ddp": {"val_accuracy": 0.95},
+    "05_amp": {"learned": 0.9},
 }
 
 # Put before everything else on a rank's path, this hides the project however it is installed.
