@@ -45,7 +45,7 @@ class PixelTransformer(nn.Module):
         self.label, self.level = nn.Embedding(labels, width), nn.Embedding(levels, width)
         self.position = nn.Parameter(torch.randn(pixels, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, levels)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, levels, bias=False)
 
     def forward(self, grey, labels):
         x = torch.cat([self.label(labels)[:, None], self.level(grey[:, :-1])], dim=1)  # [batch, pixels, width]

@@ -31,6 +31,7 @@ AT_LEAST = {
     "03_samplers": {"val_accuracy": 0.9},
     "04_ddp": {"val_accuracy": 0.95},
     "05_amp": {"learned": 0.9},
+    "06_fsdp": {"bytes_per_parameter": 15.9},
 }
 
 # Put before everything else on a rank's path, this hides the project however it is installed.
