@@ -8,7 +8,8 @@ from pathlib import Path
 
 from helpers.statements import IMPORT, each_import, imported_name, split
 
-RUNTIME = ("process_group", "data", "models")  # what a script may use of helpers; each imports only from those before
+# What a script may use of helpers; each imports only from those before.
+RUNTIME = ("process_group", "data", "models", "checkpoint")
 NOTEBOOK_PACKAGES = ("helpers", "IPython", "ipywidgets")  # all else of these lives in a notebook only
 PLUMBING = "The process group, started and stopped"
 TOUCHING = re.compile(r"(?:^#.*\n?)*\Z", re.MULTILINE)  # the comment right above a statement
