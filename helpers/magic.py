@@ -2,6 +2,7 @@
 
 import ast
 import linecache
+import os
 import symtable
 
 from IPython.core.magic import Magics, cell_magic, magics_class
@@ -15,6 +16,7 @@ OWN = ("rank", "local_rank", "world_size")  # a rank's own, whatever the noteboo
 
 def load(shell):
     """Warm the forkserver and register the magic; ``%load_ext helpers`` calls this."""
+    os.environ["PYTHON_COLORS"] = "0"  # the kernel asks for colours, which from 3.13 on tracebacks of its children have
     launch.warm()
     shell.register_magics(RanksMagics)
 
