@@ -61,7 +61,7 @@ def free_names(cell):
         ) from None
     bound, free = set(OWN), []
     for statement in body:
-        table = symtable.symtable(ast.unparse(statement), SOURCE, "exec")
+        table = symtable.symtable(ast.unparse(Scopes().visit(statement)), SOURCE, "exec")
         read = read_names(table) + [node.target.id for node in ast.walk(statement) if augments(node)]
         free += [name for name in read if name not in bound and name not in free]
         if not isinstance(statement, ast.If | ast.For | ast.While | ast.Try | ast.Match):  # those may bind or not
@@ -69,6 +69,20 @@ def free_names(cell):
                 symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()
             }
     return free
+
+
+class Scopes(ast.NodeTransformer):
+    """Comprehensions as generators: to symtable, from Python 3.12 on, only those have names of their own."""
+
+    def visit_ListComp(self, node):
+        self.generic_visit(node)
+        return ast.GeneratorExp(node.elt, node.generators)
+
+    visit_SetComp = visit_ListComp
+
+    def visit_DictComp(self, node):
+        self.generic_visit(node)
+        return ast.GeneratorExp(ast.Tuple([node.key, node.value], ast.Load()), node.generators)
 
 
 def augments(node):
