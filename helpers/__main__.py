@@ -1,8 +1,10 @@
-"""The command line, ``python -m helpers``: list the chapters, export their scripts, run one under torchrun."""
+"""The command line, ``python -m helpers``: list the chapters, export and run their scripts, check a cluster."""
 
 import argparse
+import os
 import sys
 import tempfile
+import traceback
 
 from helpers.torchrun import run, stop_at_signals
 
@@ -12,6 +14,17 @@ def processes(text):
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of processes; give 1, 2, 3, …")
     return int(text)
+
+
+def positive(text):
+    """The value of --timeout in seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0
+    if not 0 < seconds < 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds; give 60, say")
+    return seconds
 
 
 def parse(arguments):
@@ -33,6 +46,22 @@ def parse(arguments):
     command.add_argument("chapter", metavar="CHAPTER", help=chapter)
     command.add_argument("--nproc", type=processes, default=2, metavar="N", help="how many ranks (default: 2)")
     command.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the script, after two dashes")
+    command = commands.add_parser(
+        "doctor",
+        help="check the machines, the network and the collectives",
+        description="Check what a training run will need: alone on this machine, or on all ranks under torchrun or "
+        "srun. The exit status is 1 where something is wrong.",
+    )
+    command.add_argument(
+        "--nproc", type=processes, metavar="N", help="without a launcher: how many ranks (default: one per GPU, or 2)"
+    )
+    command.add_argument(
+        "--timeout", type=positive, default=60, metavar="S", help="seconds to wait for a rank (default: 60)"
+    )
+    command.add_argument(
+        "--backend", choices=["gloo"], help="leave the GPUs out (default: NCCL where all ranks have one)"
+    )
+    command.add_argument("--master", metavar="HOST[:PORT]", help="where rank 0 runs (default: the launcher's)")
     flags = []
     if arguments[:1] == ["run"] and "--" in arguments:
         arguments, flags = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
@@ -62,10 +91,44 @@ def carry_out(args, flags, folder=None):
     return 0
 
 
+def see_doctor(args, flags):
+    """Check this rank's world, or without a launcher some ranks on this machine; return the exit status.
+
+    A rank ends here, by os._exit: its interpreter's teardown could wait for what its process group has lost.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
+    from helpers import doctor, ward
+
+    try:
+        place = ward.find_place(args.master)
+    except (RuntimeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if not place:
+        if args.master:
+            print("error: --master is for srun or torchrun, which start the ranks; leave it out here.", file=sys.stderr)
+            return 2
+        with tempfile.TemporaryDirectory() as folder:
+            stop_at_signals(folder)
+            return doctor.start_local(args.nproc, flags)
+    status = 1
+    try:
+        status = doctor.visit(place, args.backend, args.timeout)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 130
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
 def main(arguments):
     """Run a command line (without the program's name) and return its exit status; SystemExit(2) for wrong usage."""
     args, flags = parse(arguments)
     try:
+        if args.command == "doctor":
+            return see_doctor(args, arguments[1:])
         if args.command != "run":
             return carry_out(args, flags)
         with tempfile.TemporaryDirectory() as folder:

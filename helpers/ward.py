@@ -1,0 +1,205 @@
+"""Ranks that examine their own process group: how they find each other, agree, and go on without one that is lost.
+
+They agree through a store and never through the group that they examine. The store is torchrun's, or rank 0 serves it.
+"""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from helpers.process_group import launcher_variables
+
+GRACE = 5  # seconds beyond a collective's own timeout, for the rank that reports it
+
+
+class Hopeless(Exception):
+    """This rank cannot take part; the message says why, and the next thing to try."""
+
+
+def first_host(nodes):
+    """The first host of a Slurm node list: ``gpu[03-05,9]`` is gpu03 and so on."""
+    prefix, first, suffix = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^\[,]*)", nodes).groups()
+    return f"{prefix}{first or ''}{suffix}"
+
+
+def find_place(master=None):
+    """This rank's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as a dict; {} where no launcher set them.
+
+    ``master`` is HOST or HOST:PORT, and goes before what the environment says. A Slurm step of one task is no world:
+    it may be a shell. Raises RuntimeError for half-set variables.
+    """
+    slurm, given = os.environ, {}
+    if not slurm.get("RANK") and "SLURM_STEP_ID" in slurm and int(slurm.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        given = {
+            "RANK": int(slurm["SLURM_PROCID"]),
+            "WORLD_SIZE": int(slurm["SLURM_STEP_NUM_TASKS"]),
+            "LOCAL_RANK": int(slurm["SLURM_LOCALID"]),
+            "MASTER_ADDR": slurm.get("MASTER_ADDR") or first_host(slurm["SLURM_STEP_NODELIST"]),
+            # a port of this step's own, so that two jobs that share a node do not meet
+            "MASTER_PORT": int(slurm.get("MASTER_PORT") or 20000 + int(slurm["SLURM_JOB_ID"]) % 10000),
+        }
+    elif given := launcher_variables():
+        given["MASTER_ADDR"] = os.environ["MASTER_ADDR"]
+    if given and master:
+        host, _, port = master.partition(":")
+        if not host or not (port or "0").isdecimal():
+            raise RuntimeError(f"--master {master!r} is not HOST or HOST:PORT. Try --master node1:29500")
+        given |= {"MASTER_ADDR": host, "MASTER_PORT": int(port or given["MASTER_PORT"])}
+    return given
+
+
+def open_store(place, timeout):
+    """The store that all ranks reach, and whether this process serves it. Raises Hopeless."""
+    rank, host, port = place["RANK"], place["MASTER_ADDR"], place["MASTER_PORT"]
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        socket.getaddrinfo(host, port)
+        store = dist.TCPStore(host, port, None, serves, timedelta(seconds=timeout), wait_for_workers=False)
+    except socket.gaierror:
+        raise Hopeless(
+            f"The host name {host} has no address here. Try: getent hosts {host}; or give an address in MASTER_ADDR."
+        ) from None
+    except (RuntimeError, OSError) as error:
+        if serves:
+            raise Hopeless(
+                f"Port {port} of {host} cannot be opened: {plain(error)}. Another job may have it: choose another "
+                "MASTER_PORT."
+            ) from None
+        raise Hopeless(
+            f"Nothing answered at {host}:{port} within {timeout:g} s: rank 0 did not start there, or a firewall is "
+            f"between. Try from here: nc -vz {host} {port}"
+        ) from None
+    return dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), serves
+
+
+def plain(error):
+    """An exception's first line, without the places in C++ that it was thrown from."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    text = re.sub(r"\[[^\]]*:\d+\]:?|\S*/\S+:\d+:?", "", lines[0])
+    return " ".join(text.split()).rstrip(".")[:200]
+
+
+class Ward:
+    """The ranks that are here, as each of them knows them.
+
+    ``members`` are the ranks that still answer, ``lost`` is {rank: the step that it did not come to}, ``errors`` is
+    {step: {rank: what went wrong}}, ``skew`` how far this rank's clock is ahead of the leader's, in seconds.
+    """
+
+    def __init__(self, store, rank, world_size, timeout):
+        self.store, self.rank, self.timeout = store, rank, timeout
+        self.members, self.lost, self.errors = list(range(world_size)), {}, {}
+        self.leader, self.skew = 0, float("inf")
+        self.backend, self.device, self.groups = "gloo", torch.device("cpu"), 0
+        self.ready = False  # whether all members have a process group
+
+    def arrives(self, keys, deadline):
+        """Wait for keys of the store until the deadline: whether they came."""
+        try:
+            self.store.wait(keys, timedelta(seconds=max(0.5, deadline - time.monotonic())))
+        except dist.DistStoreError:
+            return False
+        return True
+
+    def agree(self, step, mine, patience=None):
+        """{rank: answer} of all members, the same for all; one that does not answer in time is a member no more.
+
+        The leader collects the answers. The first to give up on the leader takes its place.
+        """
+        deadline = time.monotonic() + (patience or self.timeout + GRACE)
+        self.store.set(f"{step}/{self.rank}", json.dumps(mine))
+        if self.rank != self.leader and not self.arrives([f"{step}/{self.leader}"], deadline):
+            self.leader = int(self.store.compare_set(f"{step}/leader", "", str(self.rank)))
+        if self.rank == self.leader:
+            self.arrives([f"{step}/{rank}" for rank in self.members], deadline)
+            here = [rank for rank in self.members if self.store.check([f"{step}/{rank}"])]
+            answers = {rank: json.loads(self.store.get(f"{step}/{rank}")) for rank in here}
+            minutes = json.dumps({"leader": self.rank, "answers": answers, "at": time.time()})
+            self.store.compare_set(f"{step}/all", "", minutes)  # the first word counts
+        if not self.arrives([f"{step}/all"], deadline + self.timeout + 2 * GRACE):
+            raise Hopeless(f"Rank {self.leader} has stopped answering. Look at its own output.")
+        now, minutes = time.time(), json.loads(self.store.get(f"{step}/all"))
+        answers = {int(rank): answer for rank, answer in minutes["answers"].items()}
+        if self.rank not in answers:
+            raise Hopeless("The others went on without this rank: it was too slow. Try a longer --timeout.")
+        # The word travels for some time, and this rank may come late to it: the least of many is the best.
+        self.skew = now - minutes["at"] if minutes["leader"] != self.leader else min(self.skew, now - minutes["at"])
+        self.lost |= {rank: step for rank in self.members if rank not in answers}
+        self.members, self.leader = sorted(answers), minutes["leader"]
+        return answers
+
+    def keep(self, members):
+        """Go on with these members alone, which all of them do at this point; Hopeless for the others."""
+        if members != self.members:
+            self.members, self.leader, self.skew = members, members[0], float("inf")
+        if self.rank not in members:
+            raise Hopeless("No way by TCP between this rank and others, which go on without it; see their report.")
+
+    def attempt(self, step, work):
+        """{rank: what work() returned, None where it raised}; after an error or a loss there is a new group."""
+        before, answer = self.members, {}
+        with self.no_longer_than(2 * self.timeout + GRACE):
+            try:
+                answer["value"] = work()
+            except Exception as error:
+                answer["error"] = plain(error)
+        answers = self.agree(step, answer)
+        if errors := {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}:
+            self.errors[step] = errors
+        if self.ready and (errors or self.members != before):
+            self.start_group()  # the old one's connections may be broken
+        return {rank: answer.get("value") for rank, answer in answers.items()}
+
+    def start_group(self):
+        """Start the default process group among the members; on gloo where NCCL cannot start."""
+        self.ready = False
+        while not self.ready and self.backend:
+            self.groups += 1
+            before, self.ready = self.members, False
+            index = before.index(self.rank)
+            on = {"device_id": self.device} if self.device.type == "cuda" else {}
+            try:
+                with self.no_longer_than(2 * self.timeout + GRACE):
+                    with contextlib.suppress(Exception):
+                        dist.destroy_process_group()
+                    store = dist.PrefixStore(f"group{self.groups}", self.store)
+                    limit = timedelta(seconds=self.timeout)
+                    dist.init_process_group(
+                        self.backend, store=store, rank=index, world_size=len(before), timeout=limit, **on
+                    )
+                error = None
+            except Exception as raised:
+                error = plain(raised)
+            answers = self.agree(f"starting group {self.groups}", error)
+            if errors := {rank: error for rank, error in answers.items() if error}:
+                if self.members == before:
+                    self.errors[f"starting a group on {self.backend}"] = errors
+                    self.backend = "gloo" if self.backend == "nccl" else None
+                    self.device = torch.device("cpu")
+            else:
+                self.ready = self.members == before
+
+    @contextlib.contextmanager
+    def no_longer_than(self, seconds):
+        """End this process where the block hangs for good, as no timeout of torch's would; its peers go on then."""
+
+        def leave():
+            print(f"rank {self.rank} hangs; it leaves, and the others go on", file=sys.stderr, flush=True)
+            os._exit(1)
+
+        timer = threading.Timer(seconds, leave)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
