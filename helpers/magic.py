@@ -9,6 +9,7 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from helpers import launch
+from helpers.scopes import AsGenerators
 
 SOURCE = "<ranks cell>"
 OWN = ("rank", "local_rank", "world_size")  # a rank's own, whatever the notebook's names hold
@@ -61,7 +62,7 @@ def free_names(cell):
         ) from None
     bound, free = set(OWN), []
     for statement in body:
-        table = symtable.symtable(ast.unparse(Scopes().visit(statement)), SOURCE, "exec")
+        table = symtable.symtable(ast.unparse(AsGenerators().visit(statement)), SOURCE, "exec")
         read = read_names(table) + [node.target.id for node in ast.walk(statement) if augments(node)]
         free += [name for name in read if name not in bound and name not in free]
         if not isinstance(statement, ast.If | ast.For | ast.While | ast.Try | ast.Match):  # those may bind or not
@@ -69,20 +70,6 @@ def free_names(cell):
                 symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()
             }
     return free
-
-
-class Scopes(ast.NodeTransformer):
-    """Comprehensions as generators: to symtable, from Python 3.12 on, only those have names of their own."""
-
-    def visit_ListComp(self, node):
-        self.generic_visit(node)
-        return ast.GeneratorExp(node.elt, node.generators)
-
-    visit_SetComp = visit_ListComp
-
-    def visit_DictComp(self, node):
-        self.generic_visit(node)
-        return ast.GeneratorExp(ast.Tuple([node.key, node.value], ast.Load()), node.generators)
 
 
 def augments(node):

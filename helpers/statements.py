@@ -13,6 +13,8 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from helpers.scopes import AsGenerators
+
 ANONYMOUS = ("lambda", "genexpr", "listcomp", "setcomp", "dictcomp")  # symtable's names of scopes without one
 IMPORT = ast.Import | ast.ImportFrom
 DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -107,20 +109,6 @@ class Names(NamedTuple):
     bound: set
     read: dict
     needed: set
-
-
-class AsGenerators(ast.NodeTransformer):
-    """Every comprehension as a generator, which has a scope of its own in symtable on every Python."""
-
-    def visit_ListComp(self, node):
-        self.generic_visit(node)
-        return ast.GeneratorExp(node.elt, node.generators)
-
-    visit_SetComp = visit_ListComp
-
-    def visit_DictComp(self, node):
-        self.generic_visit(node)
-        return ast.GeneratorExp(ast.Tuple([node.key, node.value], ast.Load()), node.generators)
 
 
 @functools.cache
