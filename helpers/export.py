@@ -224,7 +224,7 @@ One GPU, or a CPU:
 All GPUs of a node (on a CPU, give a number):
     torchrun --nproc-per-node=gpu {file}
 Two nodes, the same line on both but for --node-rank, 0 on HOST and 1 on the other:
-    torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --master-port=29500 --nproc-per-node=gpu {file}
+    torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu {file}
 """'''
 
 
@@ -246,10 +246,11 @@ def section_comment(heading):
 
 def parse_args_text(title, flags):
     """The function that reads the flags."""
-    style = ", formatter_class=argparse.ArgumentDefaultsHelpFormatter" if flags else ""
-    lines = [f"parser = argparse.ArgumentParser(description={quoted(title)}{style})"]
+    lines = ["parser = argparse.ArgumentParser(description=__doc__, formatter_class=Manual)"]
     lines += [call for _, call in flags.values()]
-    return "\n    ".join(["def parse_args():", *lines, "return parser.parse_args()"])
+    manual = "class Manual(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):\n"
+    manual += '    """--help: the text above as it stands, and every flag with its default."""\n\n\n'
+    return manual + "\n    ".join(["def parse_args():", *lines, "return parser.parse_args()"])
 
 
 def main_text(body, parameters):

@@ -9,14 +9,17 @@ from helpers.statements import IMPORT
 
 
 def read_flags(parameters):
-    """The parameters cell as {name: (where, add_argument call)}."""
-    flags = {}
+    """The parameters cell as {name: (where, add_argument call)}; a comment on a line of its own begins a group."""
+    flags, group = {}, ""
     for statement in parameters:
         if statement.node is not None and not isinstance(statement.node, IMPORT):
             name, call = flag(statement)
             if name in flags:
                 raise ExportError(f"{statement.where} has the parameter {name} twice.\nKeep one.")
-            flags[name] = statement.where, call
+            if comments := re.findall(r"^# *(.+?)\.?$", statement.above, re.MULTILINE):
+                group = f"parser.add_argument_group({quoted(' '.join(comments))})"
+                call = f"group = {group}\n    {call}"
+            flags[name] = statement.where, call.replace("parser.add_argument(", "group.add_argument(") if group else call
     return flags
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from helpers.statements import IMPORT, each_import, imported_name, split
 
 # What a script may use of helpers; each imports only from those before.
-RUNTIME = ("process_group", "data", "models", "checkpoint")
+RUNTIME = ("process_group", "data", "models", "checkpoint", "preemption")
 NOTEBOOK_PACKAGES = ("helpers", "IPython", "ipywidgets")  # all else of these lives in a notebook only
 PLUMBING = "The process group, started and stopped"
 TOUCHING = re.compile(r"(?:^#.*\n?)*\Z", re.MULTILINE)  # the comment right above a statement

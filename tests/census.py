@@ -134,12 +134,15 @@ class Kernel:
             if message["msg_type"] == "stream":
                 printed.append(message["content"]["text"])
 
-        reply = self.client.execute_interactive(textwrap.dedent(source), output_hook=show, timeout=60)
+        # The error of the cell before must not abort this one (stop_on_error): ipykernel drops what is already waiting.
+        reply = self.client.execute_interactive(
+            textwrap.dedent(source), stop_on_error=False, output_hook=show, timeout=60
+        )
         return reply["content"], "".join(printed)
 
     def start(self, source):
         """Run a cell without waiting for its end, but until its ranks have written that they are in it."""
-        self.client.execute(textwrap.dedent(source))
+        self.client.execute(textwrap.dedent(source), stop_on_error=False)
         assert soon(lambda: len(list(Path(self.folder).rglob("inside*"))) == 2, 30)
 
     def ranks(self):

@@ -34,6 +34,13 @@ GOOD_ENOUGH = {
     "05_amp": lambda result: result["learned"] > 0.9,
     "06_fsdp": lambda result: result["val_loss"] < 0.85 and result["bytes_per_parameter"] == pytest.approx(16, abs=0.1),
     "07_checkpointing": lambda result: result["val_accuracy"] > 0.94 and result["step"] == 120,
+    "08_trainer": lambda result: result["val_accuracy"] > 0.94 and result["step"] == 90,
+    "11_profiling_debugging": lambda result: (
+        result["steps"] == 8
+        and result["ranks_without_trace"] == result["tensors_that_differ"] == 0
+        and result["loss"] < 1.2
+    ),
+    "13_pipeline_parallel": lambda result: result["val_loss"] < 1.0,
 }
 
 # Put before everything else on a rank's path, this hides the project however it is installed.
