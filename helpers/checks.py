@@ -13,6 +13,7 @@ OWN_NAMES = {  # what every script binds, and to what: a key of import_key, or i
     "argparse": ("argparse", None),
     "record": ("torch.distributed.elastic.multiprocessing.errors", "record"),
     "main": "main",
+    "Manual": "Manual",
     "parse_args": "parse_args",
 }
 

@@ -3,8 +3,8 @@
     with two_hosts() as (node0, node1):
         process = node1.start(["ping", "-c1", "node0"])
 
-They are joined by a cable, or by a ``Line`` of known latency and rate. What runs on a host ends with it, and a host ends
-with the block, or with this process.
+They are joined by a cable, or by a ``Line`` of known latency and rate. What runs on a host ends with it; a host ends with
+the block, or with this process.
 """
 
 import collections
@@ -87,9 +87,8 @@ def missing():
     lacking = [program for program in ("unshare", "nsenter", "ip", "mount") if not shutil.which(program)]
     if lacking:
         return f"no {', '.join(lacking)} on this machine (util-linux and iproute2)"
-    if subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True
-    ).returncode:
+    spaces = ["--net", "--uts", "--mount", "--pid"]
+    if subprocess.run(["unshare", *spaces, "--fork", "true"], capture_output=True).returncode:
         return "this machine lets nobody make a network namespace"
     return None
 
@@ -108,19 +107,18 @@ def two_hosts(line=None, own_name=None):
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder, contextlib.ExitStack() as stack:
         hosts = []
         for name in NAMES:
-            known = {**ADDRESSES, **({name: own_name} if own_name else {})}
+            known = {"localhost": "127.0.0.1", **ADDRESSES, **({name: own_name} if own_name else {})}
             path = Path(folder, name)
-            path.write_text(
-                "".join(f"{address} {known}\n" for known, address in [("localhost", "127.0.0.1"), *known.items()])
-            )
+            path.write_text("".join(f"{address} {known_as}\n" for known_as, address in known.items()))
             host = Host(name, path)
             stack.callback(host.end)
             hosts.append(host)
         if line:
             stack.callback(end_line, start_line(hosts, line))
         else:
-            peer = ["peer", "name", INTERFACE, "netns", str(hosts[1].pid)]
-            hosts[0].run("ip", "link", "add", INTERFACE, "type", "veth", *peer)
+            # Into the network alone: `ip` must see the other host's process by the number that it has here.
+            cable = ["ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns"]
+            subprocess.run(["nsenter", f"--net=/proc/{hosts[0].pid}/ns/net", *cable, str(hosts[1].pid)], check=True)
             for host in hosts:
                 host.run("ip", "addr", "add", f"{ADDRESSES[host.name]}/24", "dev", INTERFACE)
                 host.run("ip", "link", "set", INTERFACE, "up")

@@ -81,7 +81,7 @@ def test_shape():
     for line in (
         "torchrun --nproc-per-node=1 05_test.py",
         "torchrun --nproc-per-node=gpu 05_test.py",
-        "--nnodes=2 --node-rank=0 --master-addr=HOST --master-port=29500 --nproc-per-node=gpu 05_test.py",
+        "--nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu 05_test.py",
     ):
         assert line in ast.get_docstring(tree)
     assert top_level(text)[-2:] == ["parse_args", "main"]
@@ -173,7 +173,7 @@ def test_order():
         "device = start_process_group()\nprint0(device, digits())\nTrainer().fit()",
     )
     assert top_level(text)[:4] == ["digits", "model", "Trainer", "launcher_variables"]
-    assert top_level(text)[-3:] == ["run_and_exit", "parse_args", "main"]
+    assert top_level(text)[-4:] == ["run_and_exit", "Manual", "parse_args", "main"]
     places = [text.index(f"\n{line}\n") for line in ("SIZE = 8", "# The model", f"# {PLUMBING}", "def parse_args():")]
     assert places == sorted(places)
     assert text.index("\nSIZE = 8\n") < text.index("\ndef digits(")
@@ -246,6 +246,15 @@ def run_script(text, tmp_path, *flags):
     return done.stdout, done.returncode, done.stderr
 
 
+def test_help_reads_like_a_manual(tmp_path):
+    parameters = "# What is trained.\nepochs: int = 10\nwidth: int = 8\n# What you see.\nlog_every: int = 5"
+    text = script("# Title\n\nWhy 100%? Because.", code(parameters, "parameters"), "print(epochs, width, log_every)")
+    manual, status, _ = run_script(text, tmp_path, "--help")
+    assert status == 0 and "\nTitle.\n\nWhy 100%?\n\nOne GPU, or a CPU:\n    torchrun" in manual
+    trained, seen = manual.index("\nWhat is trained:\n"), manual.index("\nWhat you see:\n")
+    assert trained < manual.index("  --epochs") < manual.index("  --width") < seen < manual.index("  --log-every")
+
+
 def test_parameters_become_flags(tmp_path):
     shown = "print([epochs, learning_rate, momentum, name, shuffle, folder, steps, backend, level, guess])"
     text = script(code(PARAMETERS, "parameters"), shown)
@@ -309,7 +318,7 @@ def test_inlines_what_is_used_and_nothing_else():
 def test_inlines_transitively_in_the_order_of_the_source():
     text = script("from helpers.process_group import start_process_group\nprint(start_process_group())")
     source = (ROOT / "helpers/process_group.py").read_text()
-    mine = [name for name in top_level(text) if name not in ("parse_args", "main")]
+    mine = [name for name in top_level(text) if name not in ("Manual", "parse_args", "main")]
     assert {"launcher_variables", "start_process_group", "stop_process_group", "run_and_exit"} <= set(mine)
     assert mine == [name for name in top_level(source) if name in mine]
     for name in mine:

@@ -1,0 +1,122 @@
+"""A real Slurm on one Linux machine: a controller, and nodes that are namespaces and have GPUs in name only.
+
+    with slurm(folder) as cluster:
+        job = cluster.submit("job.sbatch", cwd=folder)
+        cluster.wait(job)
+
+Nothing of it is seen outside, and it ends with the block, or with this process: every daemon and every job's process
+lives on one of the hosts of hosts.py.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import hosts
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "munged")
+SETTINGS = """\
+ClusterName=book
+SlurmctldHost=head
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=1
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+GresTypes=gpu
+ReturnToService=2
+MailProg=/bin/true
+# What a cluster has is in minutes; these are the shortest times that work.
+KillWait=5
+SlurmdTimeout=6
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2,sched_min_interval=0
+PropagateResourceLimits=NONE
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=n[1-{nodes}] CPUs=64 RealMemory=64000 Gres=gpu:8
+PartitionName=main Nodes=n[1-{nodes}] Default=YES PriorityTier=1 GraceTime=30
+PartitionName=urgent Nodes=n[1-{nodes}] PriorityTier=10 PreemptMode=OFF
+"""
+
+
+class Cluster:
+    """A controller's host, ``head``, and the nodes' hosts by name, all of them on one switch."""
+
+    def __init__(self, folder, nodes):
+        self.folder = folder
+        self.environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM_", "SBATCH_", "PYTEST_", "TORCH", "OMP_", "GLOO_"))
+        }
+        self.environment["SLURM_CONF"] = str(folder / "slurm.conf")
+        self.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.nodes = {f"n{number}": None for number in range(1, nodes + 1)}
+
+    def start(self, stack):
+        """Start the hosts and the daemons; what ends them goes to the stack."""
+        addresses = {name: f"10.88.0.{number}" for number, name in enumerate(["head", *self.nodes], 10)}
+        names = [("localhost", "127.0.0.1"), *addresses.items()]
+        (self.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in names))
+        (self.folder / "slurm.conf").write_text(SETTINGS.format(folder=self.folder, nodes=len(self.nodes)))
+        (self.folder / "gres.conf").write_text("Name=gpu Count=8\n")
+        (self.folder / "munge.key").write_bytes(os.urandom(128))
+        (self.folder / "munge.key").chmod(0o400)
+        made = {}
+        for name in addresses:
+            made[name] = hosts.Host(name, self.folder / "hosts")
+            stack.callback(made[name].end)
+        self.head = made.pop("head")
+        self.nodes = made
+        self.on_switch("ip", "link", "add", "switch", "type", "bridge")
+        self.on_switch("ip", "addr", "add", f"{addresses['head']}/24", "dev", "switch")
+        self.on_switch("ip", "link", "set", "switch", "up")
+        for name, node in self.nodes.items():
+            end = ["peer", "name", hosts.INTERFACE, "netns", str(node.pid)]
+            self.on_switch("ip", "link", "add", name, "type", "veth", *end)
+            self.on_switch("ip", "link", "set", name, "master", "switch", "up")
+            node.run("ip", "addr", "add", f"{addresses[name]}/24", "dev", hosts.INTERFACE)
+            node.run("ip", "link", "set", hosts.INTERFACE, "up")
+        munge = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munged.pid"}
+        munge |= {"log-file": "munged.log", "seed-file": "munge.seed"}
+        self.run("munged", "--force", *(f"--{option}={self.folder / name}" for option, name in munge.items()))
+        self.run("slurmctld")
+        for name in self.nodes:
+            self.boot(name)
+
+    def boot(self, name):
+        """Start a node's daemon."""
+        (self.folder / "spool" / name).mkdir(parents=True, exist_ok=True)
+        self.run("slurmd", "-N", name, on=self.nodes[name])
+
+    def on_switch(self, *command):
+        """Run a command in the controller's network, where the processes have the numbers that they have outside."""
+        subprocess.run(["nsenter", f"--target={self.head.pid}", "--net", "--", *command], check=True, timeout=20)
+
+    def run(self, *command, on=None, cwd="/", check=True):
+        """What a command prints on the controller's host, or on another; CalledProcessError where it fails."""
+        # not through pipes: a daemon would keep them open
+        enter = (on or self.head).enter(command)
+        enter[enter.index("--") - 1] = f"--wd={cwd}"
+        done = subprocess.run(enter, env=self.environment, capture_output=True, text=True, timeout=60)
+        if check and done.returncode:
+            raise AssertionError(f"{' '.join(map(str, command))}: status {done.returncode}\n{done.stdout}{done.stderr}")
+        return done.stdout
