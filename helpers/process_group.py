@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
+import uuid
 from datetime import timedelta
 from pathlib import Path
 
@@ -77,11 +78,41 @@ def start_process_group(backend=None, timeout=timedelta(minutes=10)):
         options |= {"init_method": f"file://{private_folder()}/store", "rank": 0, "world_size": 1}
         atexit.register(stop_process_group)
     try:
+        if launched and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            rank, world_size = launched["RANK"], launched["WORLD_SIZE"]
+            store = fresh_store(rank, world_size, timeout)
+            options |= {"store": store, "rank": rank, "world_size": world_size}
         dist.init_process_group(backend, **options)
     except BaseException:
         remove_private_folders()
         raise
     return device
+
+
+def fresh_store(rank, world_size, timeout):
+    """torchrun's store, under a name that all ranks of this start share and none of an earlier start knows.
+
+    torchrun keeps one store for all its restarts, so without that name a rank could read the address of a peer that
+    is dead. The count of restarts is no such name: each node has its own.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    name = uuid.uuid4().hex
+    if rank == 0:
+        store.set("leader", name)
+        peers = [store.get(f"{name}/{peer}").decode() for peer in range(1, world_size)]  # waits for each of them
+        store.set(f"{name}/peers", ",".join(peers))
+        return dist.PrefixStore(name, store)
+    answered, end = None, time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < end:
+        leader = store.get("leader").decode()  # perhaps a dead one's, who named dead peers, or none
+        if leader != answered:
+            store.set(f"{leader}/{rank}", name)
+            answered = leader
+        if store.check([f"{leader}/peers"]) and name in store.get(f"{leader}/peers").decode():
+            return dist.PrefixStore(leader, store)
+        time.sleep(0.02)
+    raise dist.DistStoreError(f"Rank {rank} waited {timeout} for rank 0.\nDid all nodes start with the same command?")
 
 
 def stop_process_group():
