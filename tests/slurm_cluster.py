@@ -77,7 +77,9 @@ class Cluster:
         names = [("localhost", "127.0.0.1"), *addresses.items()]
         (self.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in names))
         (self.folder / "slurm.conf").write_text(SETTINGS.format(folder=self.folder, nodes=len(self.nodes)))
-        (self.folder / "gres.conf").write_text("Name=gpu Count=8\n")
+        for number in range(8):
+            (self.folder / f"gpu{number}").touch()  # stands for /dev/nvidia0, ...
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
         (self.folder / "munge.key").write_bytes(os.urandom(128))
         (self.folder / "munge.key").chmod(0o400)
         made = {}
