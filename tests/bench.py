@@ -6,7 +6,6 @@ by all. The table shows medians and the spread; the numbers behind it go to a JS
 
 import argparse
 import contextlib
-import importlib.util
 import inspect
 import json
 import os
@@ -20,6 +19,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from bench_jobs import exported, loaded, time_checkpoints, time_restarts, time_schedules  # noqa: F401: child() calls them
 
 ROOT = Path(__file__).parents[1]
 SIZES = (2, 4, 8)
@@ -309,9 +310,7 @@ def compare_script(path, results, pairs=200, epochs=4):
     """
     import torch.distributed as dist
 
-    spec = importlib.util.spec_from_file_location("script", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = loaded(path)
     sys.argv = [str(path), f"--epochs={epochs}"]
     settings = vars(script.parse_args()) | {"device": script.start_process_group()}
     settings["train_set"], settings["val_set"] = script.digits()
@@ -334,12 +333,10 @@ def compare_script(path, results, pairs=200, epochs=4):
 
 def time_script():
     """{way: samples per second, [one number for each repetition]} at two ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        export = [sys.executable, "-m", "helpers", "export", "04", "--out", folder]
-        subprocess.run(export, cwd=ROOT, check=True, capture_output=True)
-        (script,) = Path(folder).glob("*.py")
-        torchrun(2, __file__, "--child", json.dumps(["compare_script", str(script), f"{folder}/results"]))
-        return json.loads(Path(folder, "results").read_text())
+    with exported("04") as script:
+        results = script.with_name("results")
+        torchrun(2, __file__, "--child", json.dumps(["compare_script", str(script), str(results)]))
+        return json.loads(results.read_text())
 
 
 # --- rounds and the table ---------------------------------------------------------------------------------------------
@@ -378,6 +375,9 @@ def measure(rounds, notebook):
         for runner in ("nbval", "nbclient"):
             attempt(f"all of {notebook.name}", "{}", time_notebook, runner, notebook)
         attempt("samples per second, 2 ranks", "{}", time_script)
+        attempt("a step of the trainer, 2 ranks", "{}", child, "time_checkpoints")
+        attempt("a pipeline's step, 2 ranks", "{}", child, "time_schedules")
+        attempt("SIGKILL to the next step", "{}", child, "time_restarts")
     if kept := found.pop(f"kept call, {IPYPARALLEL} ranks", None):
         found[f"later call, {IPYPARALLEL} ranks"]["ipyparallel, group kept"] = kept["ipyparallel"]
     return found

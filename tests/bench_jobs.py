@@ -1,0 +1,175 @@
+"""What whole jobs cost, for tests/bench.py: checkpoints, a pipeline's schedules, a restart."""
+
+import contextlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+
+
+@contextlib.contextmanager
+def exported(chapter):
+    """The path of a chapter's script, in a folder that is removed afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        export = [sys.executable, "-m", "helpers", "export", chapter, "--out", folder]
+        subprocess.run(export, cwd=ROOT, check=True, capture_output=True)
+        (script,) = Path(folder).glob("*.py")
+        yield script
+
+
+def loaded(path):
+    """A script as a module: its functions, without its main."""
+    spec = importlib.util.spec_from_file_location("script", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- checkpoints: the trainer's own loop, with and without them -------------------------------------------------------
+
+
+def seconds_of_steps(path, folder, rounds, save_every):
+    """On a rank: {way: [seconds per step, one number for each round]} of the trainer's script."""
+    import torch
+    import torch.distributed as dist
+
+    script, device, found = loaded(path), torch.device("cpu"), {}
+    train_set, val_set = script.digits()
+    config = script.Config(3, 96, 0.1, 10, 0.9, 1.0, "float32", 0.0, 256, 0)
+    ways = {"no checkpoint": None, **{f"one every {steps} steps": steps for steps in save_every}}
+    with contextlib.redirect_stdout(None):
+        for number in range(rounds + 1):
+            for way, every in ways.items():
+                run = script.build(train_set, config, device)
+                loader = script.make_loader(train_set, run.batches, 0, 2, False, device)
+                place = f"{folder}/{number}-{every}" if every else ""
+                dist.barrier()
+                start = time.perf_counter()
+                script.train(
+                    run, config, loader, val_set, 1, device, script.Log(), folder=place, save_every=every or 1
+                )
+                dist.barrier()
+                found.setdefault(way, []).append((time.perf_counter() - start) / run.batches.steps)
+    return {way: seconds[1:] for way, seconds in found.items()}  # the first round warms up
+
+
+def time_checkpoints(rounds=5, nproc=2):
+    from helpers.launch import launch
+
+    with exported("08") as script, tempfile.TemporaryDirectory() as folder:
+        return launch(seconds_of_steps, str(script), folder, rounds, (20, 1), nproc=nproc, timeout=300)[0]
+
+
+# --- a pipeline's schedules: the same stages and the same batch -------------------------------------------------------
+
+
+def seconds_of_schedules(path, rounds, micro_batches):
+    """On a rank: {schedule: [seconds of one step, forward and backward]}."""
+    import torch
+    import torch.distributed as dist
+
+    script, device, found = loaded(path), torch.device("cpu"), {}
+    images, labels = script.digits()[0][:96]
+    grey, steps = script.grey_levels(images), {}
+    for kind in ("gpipe", "1f1b", "interleaved"):
+        stages = dist.get_world_size() * (2 if kind == "interleaved" else 1)
+        parts = script.my_stages(32, 8, 0, stages, device)
+        runner = script.make_runner(kind, parts, stages, micro_batches, device, script.next_pixel_loss)
+        steps[kind] = runner, parts, stages
+    for _ in range(rounds + 1):
+        for kind, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            script.run_step(*step, grey, labels)
+            dist.barrier()
+            found.setdefault(kind, []).append(time.perf_counter() - start)
+    return {kind: seconds[1:] for kind, seconds in found.items()}
+
+
+def time_schedules(rounds=7, nproc=2):
+    from helpers.launch import launch
+
+    with exported("13") as script:
+        return launch(seconds_of_schedules, str(script), rounds, 8, nproc=nproc, timeout=300)[0]
+
+
+# --- a restart: from a rank's SIGKILL to the next step of the job -----------------------------------------------------
+
+# torchrun as a library, with ranks forked from a process that has imported what they need.
+PRELOADED = """\
+import importlib, multiprocessing, sys
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+def rank(*flags):
+    script = importlib.import_module("{name}")
+    sys.argv[1:] = flags
+    script.main(script.parse_args())
+
+if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["{name}", "torch._dynamo"])
+    elastic_launch(LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node={nproc}, max_restarts=100, start_method="forkserver",
+        rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", monitor_interval=0.02,
+        logs_specs=DefaultLogsSpecs(log_dir="logs"),
+    ), rank)(*sys.argv[1:])
+"""
+
+
+def time_restarts(kills=3, nproc=2):
+    """{way: [seconds]} of chapter 8's trainer, which saves every step and is killed again and again."""
+    found = {}
+    with exported("08") as script:
+        preloaded = script.with_name("preloaded.py")
+        preloaded.write_text(PRELOADED.format(name=script.stem, nproc=nproc))
+        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={nproc}", "--max-restarts=100"]
+        torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+        ways = {
+            "torchrun": [*torchrun, script],
+            "torchrun, looks more often": [*torchrun, "--monitor-interval=0.02", script],
+            "ranks forked, imports done": [preloaded],
+        }
+        for number, (way, command) in enumerate(ways.items()):
+            work = script.parent / f"work{number}"
+            work.mkdir()
+            flags = ["--epochs=1000", "--log-every=1", "--save-every=1", "--resume", f"--checkpoint-dir={work}"]
+            found[way] = list(restarts([sys.executable, *command, *flags], script.parent, kills))
+    return found
+
+
+def restarts(command, folder, kills):
+    """Kill the job's last rank so many times, each after ten steps; the seconds to the next step that it tells of."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    job = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    killed, steps = None, 0
+    try:
+        for line in job.stdout:
+            if killed is None and line.startswith("step "):
+                steps += 1
+            if killed is not None and line.startswith("going on from"):
+                steps = -1  # what is told from here on is the new ranks'
+            elif steps == -1 and line.startswith("step "):
+                yield time.monotonic() - killed
+                killed, steps, kills = None, 0, kills - 1
+            if killed is None and steps == 10:
+                if not kills:
+                    return
+                started = psutil.Process(job.pid).children(recursive=True)
+                victim = max(started, key=lambda one: one.create_time())  # a rank: they start last
+                killed = time.monotonic()
+                victim.kill()
+        raise RuntimeError(f"the job ended: {command}")
+    finally:
+        for one in psutil.Process(job.pid).children(recursive=True):
+            one.kill()
+        job.kill()
+        job.wait()
