@@ -20,7 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench_jobs import exported, loaded, time_checkpoints, time_restarts, time_schedules  # noqa: F401: child() calls them
+import bench_jobs
+from bench_jobs import exported, loaded
 
 ROOT = Path(__file__).parents[1]
 SIZES = (2, 4, 8)
@@ -343,7 +344,7 @@ def time_script():
 
 
 def child(name, *args):
-    """What a function of this file returns, called in an interpreter of its own."""
+    """What a function of this file, or of bench_jobs, returns, called in an interpreter of its own."""
     command = [sys.executable, __file__, "--child", json.dumps([name, *args])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     if done.returncode:
@@ -429,7 +430,8 @@ def main():
     args = parser.parse_args()
     if args.child:
         name, *rest = json.loads(args.child)
-        print("\n" + json.dumps(globals()[name](*rest)))
+        function = globals().get(name) or getattr(bench_jobs, name)
+        print("\n" + json.dumps(function(*rest)))
         return
     notebook = args.notebook or ROOT / "notebooks" / "04_ddp.ipynb"
     found = measure(args.rounds, notebook.resolve())

@@ -52,9 +52,7 @@ def seconds_of_steps(path, folder, rounds, save_every):
                 place = f"{folder}/{number}-{every}" if every else ""
                 dist.barrier()
                 start = time.perf_counter()
-                script.train(
-                    run, config, loader, val_set, 1, device, script.Log(), folder=place, save_every=every or 1
-                )
+                script.train(run, config, loader, val_set, 1, device, script.Log(), folder=place, save_every=every or 1)
                 dist.barrier()
                 found.setdefault(way, []).append((time.perf_counter() - start) / run.batches.steps)
     return {way: seconds[1:] for way, seconds in found.items()}  # the first round warms up
