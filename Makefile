@@ -18,12 +18,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help book serve test lab scripts run bench soak portability outputs browser setup
+.PHONY: help book pdf serve test lab scripts run bench soak portability outputs browser slurm setup
 
 help:
 	@echo "World Size One"
 	@echo
 	@echo "  make book         build the book, and every chapter's script"
+	@echo "  make pdf          build the book, and print all of it as one PDF, which its first page then links"
 	@echo "  make serve        show the built book at http://127.0.0.1:8000/  (PORT=8000)"
 	@echo "  make test         run everything that verifies this project, every notebook's cell included"
 	@echo
@@ -33,6 +34,7 @@ help:
 	@echo
 	@echo "  make bench        measure this project against other ways to do the same"
 	@echo "  make soak         run a chapter's script 40 times on 2 ranks and 40 times on 4  (CHAPTER=04 RUNS=40)"
+	@echo "  make soak N=200   kill ranks of chapter 9's job 200 times, and compare its last weights"
 	@echo "  make portability  compare the notebooks' outputs under other CPU settings"
 	@echo "  make outputs      run notebooks and store their outputs  (NOTEBOOK=notebooks/04_ddp.ipynb, default all)"
 	@echo
@@ -73,6 +75,9 @@ book: scripts
 	@echo
 	@echo "The book is in _build/html: open file://$(CURDIR)/_build/html/index.html, or run 'make serve'."
 
+pdf: book browser
+	@$(BIN)/python tests/print_pdf.py _build/html _build/world-size-one.pdf
+
 serve: $(READY)
 	@test -f _build/html/index.html || { echo "The book is not built yet. Run 'make book' first." >&2; exit 1; }
 	@$(BIN)/python -c 'import socket; socket.create_server(("127.0.0.1", $(PORT))).close()' 2>/dev/null || { \
@@ -92,11 +97,14 @@ run: $(READY)
 browser:
 	@sh tests/install_browser.sh
 
-test: $(READY) browser
+slurm:
+	@sh tests/install_slurm.sh
+
+test: $(READY) browser slurm
 	@$(BIN)/python -m pytest --nbval -n 2 --dist loadfile $(ARGS)
 
 soak: $(READY)
-	@$(BIN)/python tests/soak.py --chapter $(CHAPTER) --runs $(RUNS)
+	@$(BIN)/python $(if $(N),tests/kills.py --kills $(N),tests/soak.py --chapter $(CHAPTER) --runs $(RUNS))
 
 # DNNL_MAX_CPU_ISA and ATEN_CPU_CAPABILITY limit which of the CPU's instructions torch uses, as an older CPU would.
 portability: $(READY)

@@ -16,6 +16,13 @@ def processes(text):
     return int(text)
 
 
+def whole(text):
+    """The value of --nodes or --gpus-per-node as a number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0; give 1, 2, 3, …")
+    return int(text)
+
+
 def positive(text):
     """The value of --timeout in seconds."""
     try:
@@ -42,6 +49,12 @@ def parse(arguments):
     which.add_argument("--all", action="store_true", help="every chapter")
     command.add_argument("--out", default="scripts", metavar="DIR", help="the folder to write to (default: scripts)")
     command.add_argument("--force", action="store_true", help="overwrite a script that differs")
+    command.add_argument(
+        "--slurm", action="store_true", help="write what starts it on many nodes too: for Slurm, by hand, on Kubernetes"
+    )
+    sizes = {"--nodes": (whole, "N", 2), "--gpus-per-node": (whole, "N", 8), "--time": (str, "LIMIT", "04:00:00")}
+    for flag, (kind, metavar, default) in sizes.items():
+        command.add_argument(flag, type=kind, metavar=metavar, help=f"with --slurm (default: {default})")
     command = commands.add_parser("run", help="run a chapter's script on this machine")
     command.add_argument("chapter", metavar="CHAPTER", help=chapter)
     command.add_argument("--nproc", type=processes, default=2, metavar="N", help="how many ranks (default: 2)")
@@ -66,6 +79,12 @@ def parse(arguments):
     if arguments[:1] == ["run"] and "--" in arguments:
         arguments, flags = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
     args = parser.parse_args(arguments)
+    if args.command == "export":
+        given = [flag for flag in sizes if getattr(args, flag[2:].replace("-", "_")) is not None]
+        if given and not args.slurm:
+            parser.error(f"{given[0]} is for --slurm, which writes what starts the script on many nodes: add it")
+        cluster = {"nodes": args.nodes or 2, "gpus": args.gpus_per_node or 8, "time": args.time or "04:00:00"}
+        args.cluster = cluster if args.slurm else None
     if getattr(args, "flags", None):
         parser.error(f"put two dashes before the script's flags: -- {' '.join(args.flags)}")
     return args, flags
@@ -80,7 +99,7 @@ def carry_out(args, flags, folder=None):
             for name, title in commands.titles():
                 print(f"{name:24}{title}")
         elif args.command == "export":
-            for target in commands.export(None if args.all else args.chapter, args.out, args.force):
+            for target in commands.export(None if args.all else args.chapter, args.out, args.force, args.cluster):
                 print(target)
         else:
             [script] = commands.export(args.chapter, folder)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from helpers.cells import ExportError, read_notebook, title_and_promise
 from helpers.export import script_from_notebook
+from helpers.launch_files import launch_files
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 
@@ -31,16 +32,19 @@ def titles():
     return [(path.stem, title_and_promise(read_notebook(path), path.stem)[0]) for path in chapters()]
 
 
-def export(chapter, folder, force=False):
+def export(chapter, folder, force=False, cluster=None):
     """Write a chapter's script, or with None every chapter's, into the folder; return the paths.
 
+    With ``cluster``, {"nodes": 2, "gpus": 8, "time": "04:00:00"}, what starts it there stands beside it.
     Raises ExportError, before it writes anything, when a file is there that differs and ``force`` is not given.
     Each file is written at once or not at all.
     """
     notebooks = chapters() if chapter is None else [find_notebook(chapter)]
-    targets = {
-        Path(folder) / f"{path.stem}.py": script_from_notebook(read_notebook(path), path.stem) for path in notebooks
-    }
+    targets = {}
+    for path in notebooks:
+        script = script_from_notebook(read_notebook(path), path.stem)
+        files = {f"{path.stem}.py": script} | (launch_files(path.stem, script, **cluster) if cluster else {})
+        targets |= {Path(folder) / name: text for name, text in files.items()}
     try:
         for target, text in targets.items():
             if not force and target.exists() and target.read_bytes() != text.encode():

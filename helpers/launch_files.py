@@ -1,53 +1,204 @@
-"""What starts an exported script on several nodes: a batch file for Slurm, plain torchrun lines, a Job for Kubernetes.
+"""What starts an exported script on many nodes: a batch file for Slurm, plain torchrun lines, a Job for Kubernetes.
 
-``launch_files(script, name, nodes, gpus, time)`` gives all three as text. Each is a plain file to read and to change.
+``launch_files(name, script, nodes, gpus, time)`` gives them as text: short files, to be read and changed.
 """
 
 import re
 from string import Template
 
-STOP_BEFORE = 180  # seconds before the time limit at which Slurm asks the script to stop; it may be 60 s early
-SAVE_WITHIN = 150  # seconds from that signal until torchrun kills what still runs
-SHORTEST = 10  # minutes
+from helpers.cells import ExportError
 
-SBATCH = """\
+STOP_BEFORE = 180  # seconds before the time limit, when Slurm tells the ranks; it may do so a minute earlier
+SHORTEST = 10  # minutes
+CPUS_PER_GPU = 4  # for a rank and the processes that load its data
+
+# In these texts $name is filled in here, and what follows $$ is the shell's.
+SLURM = """\
 #!/bin/bash
-# In a folder that all nodes see: sbatch $name.sbatch [flags of the script]
+# In a folder that all nodes see:  sbatch $name.sbatch [flags of the script]
 #SBATCH --job-name=$name --output=%x-%j.out --open-mode=append
 #SBATCH --nodes=$nodes --ntasks-per-node=1 --gpus-per-node=$gpus --cpus-per-task=$cpus
-#SBATCH --time=$time
-$requeue
-# source .venv/bin/activate  # the environment with torch, unless it is active when you submit
-# export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0  # where nodes have several networks; their names: ip -br addr
-export OMP_NUM_THREADS=1  # for each rank; the other cores are for its data loader
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarted ranks may read the addresses of dead ones
-HEAD=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
-export RENDEZVOUS=$$HEAD:$$((20000 + SLURM_JOB_ID % 10000)) START=$${SLURM_RESTART_COUNT:-0}
-export WORK=$${WORK:-$$SLURM_JOB_NAME-$$SLURM_JOB_ID}  # $work; another job's, to go on with it
-mkdir -p "$$WORK" && rm -f "$$WORK/stopped"
+#SBATCH --time=$time$requeue
+
+# source .venv/bin/activate  # the environment that has torch, unless it is active when you submit
+# export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0  # on nodes with several networks; `ip -br addr` lists them
+export OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # without it, ranks that start again may read dead ranks' addresses
+export WORK=$${WORK:-$$SLURM_JOB_NAME-$$SLURM_JOB_ID}  # $work
+export START=$${SLURM_RESTART_COUNT:-0}
+head=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
+export MEET=$$head:$$((20000 + SLURM_JOB_ID % 10000))
+mkdir -p "$$WORK"$unmark
 echo "start $$START on $$SLURM_JOB_NODELIST"
 
-# One agent a node. It starts the node's ranks, starts all ranks again when one fails, and passes signals on to them.
-srun --kill-on-bad-exit=1 --cpus-per-task="$$SLURM_CPUS_PER_TASK" bash -c 'exec torchrun \\
-  --nnodes="$$SLURM_NNODES" --nproc-per-node=$gpus --max-restarts=3 --local-addr="$$SLURMD_NODENAME" \\
-  --rdzv-backend=c10d --rdzv-endpoint="$$RENDEZVOUS" --rdzv-id="$$SLURM_JOB_ID.$$START" \\
-  --rdzv-conf=is_host="$$((SLURM_NODEID == 0))" \\
-  --signals-to-handle=SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout=$save_within \\
-  --log-dir="$$WORK/logs/$$SLURMD_NODENAME" --redirects=3 --tee=0:3 \\
-  $file$resume "$$@"' torchrun "$$@"
+# One torchrun a node. It starts the node's ranks, and starts all nodes' ranks again when one fails.
+srun --kill-on-bad-exit=1 --cpus-per-task="$$SLURM_CPUS_PER_TASK" bash -c '$deaf
+  exec torchrun --nnodes="$$SLURM_NNODES" --nproc-per-node=$gpus --max-restarts=3 --shutdown-timeout=10 \\
+    --rdzv-backend=c10d --rdzv-endpoint="$$MEET" --rdzv-id="$$SLURM_JOB_ID.$$START" \\
+    --rdzv-conf=is_host="$$((SLURM_NODEID == 0))" --local-addr="$$SLURMD_NODENAME" \\
+    --log-dir="$$WORK/logs/$$SLURMD_NODENAME" --redirects=3 --tee=0:3 \\
+    $signals$file$resume "$$@"' torchrun "$$@"
 """
-REQUEUE = """\
-#SBATCH --signal=USR1@$stop_before  # this long before the time is up, to every rank
-#SBATCH --requeue  # start again where a node is lost
-
-"""
-REQUEUE_ANEW = "#SBATCH --no-requeue  # this script would start anew\n\n"
+REQUEUE = "\n#SBATCH --requeue  # start again when a node is lost"
+SIGNAL = f"\n#SBATCH --signal=USR1@{STOP_BEFORE}  # seconds before the time is up: every rank is told to stop"
+DEAF = """
+  trap "" USR1 TERM  # Slurm sends them to all processes: torchrun goes on, and so do ranks that do not train yet"""
 GO_ON = """\
 status=$?
 
-# The script leaves this file where it stopped because of a signal, with work left: time limit or preemption.
+# The script leaves this file where it was told to stop with work left, at the time limit or by a preemption.
 if [ -e "$WORK/stopped" ] && [ "$START" -lt 100 ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"
 """
+
+NODES = """\
+#!/bin/bash
+# Without a scheduler: on every node, with the name or address of node 0 and the number of this node, 0 to $last:
+#   bash $name.nodes.sh static HOST NUMBER [flags of the script]
+#   bash $name.nodes.sh c10d HOST NUMBER [flags of the script]
+[ $$# -ge 3 ] || { sed -n 2,4p "$$0" >&2; exit 2; }
+how=$$1 host=$$2 node=$$3 && shift 3
+# export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0  # on nodes with several networks; `ip -br addr` lists them
+export OMP_NUM_THREADS=1
+case $$how in
+static)  # Every node is told its number. A rank that fails ends the job.
+  exec torchrun --nnodes=$nodes --nproc-per-node=$gpus --node-rank="$$node" \\
+    --master-addr="$$host" --master-port=29500 $file "$$@" ;;
+c10d)  # The nodes find their numbers at HOST. When a rank fails, all start again$anew.
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # without it, they may read dead ranks' addresses
+  exec torchrun --nnodes=$nodes --nproc-per-node=$gpus --max-restarts=3 --rdzv-id=$label \\
+    --rdzv-backend=c10d --rdzv-endpoint="$$host:29500" --rdzv-conf=is_host="$$((node == 0))" \\
+    $file "$$@" ;;
+*) echo "The first word is static or c10d, not $$how." >&2; exit 2 ;;
+esac
+"""
+
+KUBERNETES = """\
+# kubectl create configmap $label --from-file=$file
+# kubectl apply -f $name.k8s.yaml
+# kubectl logs -f job/$label
+apiVersion: v1
+kind: Service
+metadata:
+  name: $label
+spec:
+  clusterIP: None  # only names for its pods: $label-0.$label and so on
+  publishNotReadyAddresses: true
+  selector:
+    job-name: $label
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: $label
+spec:
+  completionMode: Indexed  # pods have numbers, and a pod that is lost comes back with its number and its name
+  completions: $nodes
+  parallelism: $nodes
+  backoffLimit: 100
+  template:
+    spec:
+      subdomain: $label
+      restartPolicy: OnFailure
+      terminationGracePeriodSeconds: $stop_before
+      containers:
+        - name: torchrun
+          image: REGISTRY/IMAGE:TAG  # yours: with torch, and what else the script imports
+          env:
+            - name: OMP_NUM_THREADS
+              value: "1"
+            - name: TORCH_DISABLE_SHARE_RDZV_TCP_STORE
+              value: "1"
+          command:
+            - bash
+            - -c
+            - |
+              torchrun --nnodes=$nodes --nproc-per-node=$gpus --max-restarts=3 --shutdown-timeout=$save_within \\
+                --rdzv-backend=c10d --rdzv-endpoint=$label-0.$label:29500 \\
+                --rdzv-id=$label --rdzv-conf=is_host=$$((JOB_COMPLETION_INDEX == 0)) \\
+                --local-addr=$label-$$JOB_COMPLETION_INDEX.$label \\
+                /mnt/script/$file$resume &
+              agent=$$!
+              trap 'kill -TERM $$agent' TERM  # Kubernetes tells this shell alone, and torchrun tells the ranks
+              while kill -0 $$agent 2>/dev/null; do wait $$agent; status=$$?; done
+$stopped              exit $$status
+          resources:
+            limits:
+              nvidia.com/gpu: $gpus
+          volumeMounts:
+            - {name: script, mountPath: /mnt/script}
+            - {name: work, mountPath: /mnt/work}
+            - {name: memory, mountPath: /dev/shm}
+      volumes:
+        - name: script
+          configMap: {name: $label}
+        - name: work  # for checkpoints: one volume that all pods write to (ReadWriteMany)
+          persistentVolumeClaim: {claimName: $label-work}
+        - name: memory  # data loaders and NCCL share memory; the default is 64 MiB
+          emptyDir: {medium: Memory}
+"""
+STOPPED = """\
+              # Told to stop, with work left: this pod is to start again, and the others with it.
+              [ ! -e /mnt/work/stopped ] || exit 1
+"""
+
+
+def launch_files(name, script, nodes, gpus, time):
+    """{file name: text} of what starts ``script``, the text of NAME.py, on ``nodes`` nodes of ``gpus`` ranks each.
+
+    ``time`` is Slurm's limit, such as "04:00:00". Raises ExportError for one that is none, or too short to stop in.
+    """
+    if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+        raise ExportError(f"{name!r} has characters that a shell reads in its own way.\nRename it for --slurm.")
+    resumes = all(f'"--{flag}"' in script for flag in ("checkpoint-dir", "resume"))
+    stops = resumes and "StopRequest(" in script  # it saves at a signal, and leaves the file `stopped`
+    if minutes(time) < SHORTEST and stops:
+        raise ExportError(
+            f"--time {time} is too short: {STOP_BEFORE // 60} minutes before its end the ranks are told to stop.\n"
+            f"Give {SHORTEST} minutes or more: --time 00:{SHORTEST}:00"
+        )
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).lstrip("0123456789-")[:40].strip("-") or "training"
+    values = {
+        "name": name,
+        "file": f"{name}.py",
+        "label": label,
+        "nodes": nodes,
+        "last": nodes - 1,
+        "gpus": gpus,
+        "cpus": gpus * CPUS_PER_GPU,
+        "time": time,
+        "stop_before": STOP_BEFORE,
+        "save_within": STOP_BEFORE - 30,
+    }
+    slurm = {
+        "requeue": (SIGNAL if stops else "") + (REQUEUE if resumes else "\n#SBATCH --no-requeue"),
+        "work": "checkpoints and logs; to go on with others: WORK=FOLDER sbatch …" if resumes else "logs",
+        "unmark": ' && rm -f "$WORK/stopped"' if stops else "",
+        "deaf": DEAF if stops else "",
+        "signals": "--signals-to-handle=SIGINT " if stops else "",
+        "resume": ' --checkpoint-dir "$WORK" --resume' if resumes else "",
+    }
+    kubernetes = {
+        "resume": " --checkpoint-dir /mnt/work --resume" if resumes else "",
+        "stopped": STOPPED if stops else "",
+    }
+    anew = ": give --checkpoint-dir and --resume" if resumes else ""
+    return {
+        f"{name}.sbatch": Template(SLURM).substitute(values, **slurm) + (GO_ON if stops else ""),
+        f"{name}.nodes.sh": Template(NODES).substitute(values, anew=anew),
+        f"{name}.k8s.yaml": Template(KUBERNETES).substitute(values, **kubernetes),
+    }
+
+
+def minutes(time):
+    """A time limit as Slurm writes it, in minutes. Raises ExportError for another text, and for none at all."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time, re.ASCII)
+    days, *clock = found.groups("") if found else [""]
+    clock = [int(part) for part in clock if part]
+    units = [60, 1, 1 / 60] if days or len(clock) == 3 else [1, 1 / 60]  # "90" and "90:00" are minutes
+    limit = int(days or 0) * 24 * 60 + sum(number * unit for number, unit in zip(clock, units, strict=False))
+    if not limit:
+        raise ExportError(f"--time {time} is no time limit.\nGive hours, minutes and seconds: 04:00:00, or 2-12:00:00")
+    return limit

@@ -3,8 +3,8 @@
     with two_hosts() as (node0, node1):
         process = node1.start(["ping", "-c1", "node0"])
 
-They are joined by a cable, or by a ``Line`` of known latency and rate. What runs on a host ends with it; a host ends with
-the block, or with this process.
+They are joined by a cable, or by a ``Line`` of known latency and rate. What runs on a host ends with it, and a host
+ends with the block, or with this process.
 """
 
 import collections
@@ -41,7 +41,7 @@ class Host:
     """A namespace of network, host name, mounts and processes, held by its first process."""
 
     def __init__(self, name, hosts_file):
-        self.name = name
+        self.name, self.network = name, None
         setup = 'hostname "$0"; mount --bind "$1" /etc/hosts; ip link set lo up; echo ready; exec cat'
         command = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         command += ["--propagation", "private", "sh", "-c", setup, name, hosts_file]
@@ -52,6 +52,7 @@ class Host:
             raise RuntimeError(f"{' '.join(command)} did not start a host.")
         children = Path(f"/proc/{self.holder.pid}/task/{self.holder.pid}/children").read_text().split()
         self.pid = int(children[0])
+        self.network = open(f"/proc/{self.pid}/ns/net")  # while it is open, the other end of the cable stays, too
 
     def enter(self, command):
         """The command line that runs a command on this host."""
@@ -70,12 +71,19 @@ class Host:
         """Pull the cable."""
         self.run("ip", "link", "set", INTERFACE, "down")
 
-    def end(self):
-        """Switch the host off: everything on it is gone at once."""
+    def switch_off(self):
+        """As without power: all that ran here is gone, and nobody is told."""
+        self.cut()
         self.holder.kill()
         self.holder.wait()
-        self.holder.stdin.close()
-        self.holder.stdout.close()
+
+    def end(self):
+        """Remove this host and all that runs on it."""
+        self.holder.kill()
+        self.holder.wait()
+        for file in (self.network, self.holder.stdin, self.holder.stdout):
+            if file:
+                file.close()
 
 
 def missing():
@@ -99,16 +107,18 @@ def missing_line():
 
 
 @contextlib.contextmanager
-def two_hosts(line=None, own_name=None):
+def two_hosts(line=None, own_name=None, aliases=((), ())):
     """(node0, node1), joined by a cable or by ``line``.
 
     ``own_name`` is the address that each host's own name has on that host, as in Debian's /etc/hosts: "127.0.1.1".
+    ``aliases`` are more names of each, which both know.
     """
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder, contextlib.ExitStack() as stack:
         hosts = []
         for name in NAMES:
             known = {"localhost": "127.0.0.1", **ADDRESSES, **({name: own_name} if own_name else {})}
             path = Path(folder, name)
+            known |= {alias: ADDRESSES[host] for host, more in zip(NAMES, aliases, strict=True) for alias in more}
             path.write_text("".join(f"{address} {known_as}\n" for known_as, address in known.items()))
             host = Host(name, path)
             stack.callback(host.end)

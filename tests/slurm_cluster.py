@@ -10,7 +10,6 @@ lives on one of the hosts of hosts.py.
 
 import contextlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +24,7 @@ ClusterName=book
 SlurmctldHost=head
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=1
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
@@ -45,8 +44,10 @@ GresTypes=gpu
 ReturnToService=2
 MailProg=/bin/true
 # What a cluster has is in minutes; these are the shortest times that work.
-KillWait=5
-SlurmdTimeout=6
+KillWait=2
+SlurmdTimeout=4
+MessageTimeout=5
+TreeWidth=64
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2,sched_min_interval=0
 PropagateResourceLimits=NONE
 PreemptType=preempt/partition_prio
@@ -101,6 +102,7 @@ class Cluster:
         munge |= {"log-file": "munged.log", "seed-file": "munge.seed"}
         self.run("munged", "--force", *(f"--{option}={self.folder / name}" for option, name in munge.items()))
         self.run("slurmctld")
+        self.started = time.monotonic()
         for name in self.nodes:
             self.boot(name)
 
@@ -122,3 +124,53 @@ class Cluster:
         if check and done.returncode:
             raise AssertionError(f"{' '.join(map(str, command))}: status {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout
+
+    def submit(self, *command, cwd):
+        """The number of the job that sbatch makes."""
+        return int(self.run("sbatch", "--parsable", *command, cwd=cwd))
+
+    def state(self, job):
+        """A job's state, such as RUNNING; None once it is over and forgotten."""
+        return self.run("squeue", "--noheader", "--format=%T", f"--job={job}", check=False).strip() or None
+
+    def wait(self, condition, seconds=90):
+        """Wait until a condition holds."""
+        end = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > end:
+                raise AssertionError(f"Not within {seconds} s.\n{self.run('squeue')}{self.run('sinfo')}")
+            time.sleep(0.2)
+
+    def until_limits_are_checked(self):
+        """Seconds until the controller looks for jobs whose time is up: it does so every 30 s."""
+        return 30 - (time.monotonic() - self.started) % 30
+
+    def requeue_soon(self, job):
+        """Wait for a job to be queued again, and let it start soon: Slurm would wait for longer.
+
+        Not at once: the permission to run of the last start was withdrawn, and its times are in whole seconds.
+        """
+        self.wait(lambda: self.state(job) == "PENDING")
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
+
+
+def missing():
+    """Why this machine cannot have a Slurm, or None."""
+    lacking = [program for program in PROGRAMS if not shutil.which(program)]
+    if lacking:
+        return f"no {', '.join(lacking)} on this machine (sh tests/install_slurm.sh)"
+    return hosts.missing()
+
+
+@contextlib.contextmanager
+def slurm(folder, nodes=3):
+    """A Slurm whose files are in an existing folder, with nodes n1, n2, ... that are ready for jobs."""
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(folder, nodes)
+        cluster.start(stack)
+        cluster.wait(
+            lambda: (
+                cluster.run("sinfo", "--noheader", "--partition=main", "--format=%T %D").split() == ["idle", str(nodes)]
+            )
+        )
+        yield cluster

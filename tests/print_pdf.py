@@ -1,0 +1,278 @@
+"""Print the built book as one PDF, and link it from the intro (``make pdf``).
+
+The pages of _build/html become one long page with a title, contents and links of its own, which a headless browser
+prints; its table of contents is printed once more, when it is known on which page each heading stands.
+"""
+
+import argparse
+import io
+import re
+import shutil
+import sys
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import yaml
+from bs4 import BeautifulSoup
+from conftest import BROWSERS, ROOT
+from playwright.sync_api import sync_playwright
+from pypdf import PdfReader, PdfWriter
+
+NAME = "world-size-one.pdf"
+INTRO = "book/intro"
+PAPER_WIDTH = 665  # pixels between the margins of A4: 210 mm - 2 * 17 mm, at 96 to the inch
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+
+# What a page needs on the screen alone. Links to downloads stay as text: on paper there is no file beside the page.
+ON_SCREEN_ONLY = "a.headerlink, .wso-note, .wso-view:not(.wso-on), p.pdf, figure.wso script"
+
+LOOK = """
+@page { size: A4; margin: 20mm 17mm 18mm; @bottom-center { content: counter(page); font: 9pt sans-serif; } }
+@page :first { @bottom-center { content: none; } }
+html { font-size: 10pt; }
+* { box-shadow: none !important; }
+body { background: white; color: black; font-family: var(--pst-font-family-base); line-height: 1.45; }
+h1, h2, h3, h4 { break-after: avoid; color: black; font-weight: 600; }
+h1 { font-size: 20pt; margin: 0 0 1rem; }
+h2 { font-size: 14pt; margin: 1.6rem 0 .5rem; }
+h3 { font-size: 11.5pt; margin: 1.2rem 0 .4rem; }
+p, li { orphans: 2; widows: 2; }
+article.page { break-before: page; }
+a { color: #0d4fae; text-decoration: none; }
+
+/* Long lines wrap: paper does not scroll. */
+pre, .bd-content div.cell pre, .bd-content div.highlight pre {
+  font-size: 7.6pt; line-height: 1.35; white-space: pre-wrap; overflow-wrap: anywhere; overflow: visible;
+  break-inside: auto; margin: 0; padding: 0 .6rem; orphans: 3; widows: 3; border: 0;
+}
+pre::before { content: ''; display: block; height: .35rem; break-after: avoid; }
+pre::after { content: ''; display: block; height: .35rem; break-before: avoid; }
+.bd-content .fold:not(.solution) div.highlight pre, .bd-content div.cell .fold:not(.solution) pre {
+  font-size: 6.2pt; line-height: 1.25;
+}
+.bd-content div.cell, .bd-content div.cell_input, .bd-content div.cell_output { margin: .35rem 0; }
+.bd-content div.cell_input, .bd-content div.cell_output pre { border: 0; background: none; }
+.bd-content div.cell_input { border-left: .5mm solid #3c9a4e; }
+.bd-content .fold { border: 0; margin: 0; padding: 0; background: none; }
+table { width: auto; max-width: 100%; font-size: 8.6pt; break-inside: auto; }
+/* What scrolls cannot be divided between pages. */
+.bd-content :is(div.highlight, [class*=highlight-], .cell_input, .cell_output, .output),
+.pst-scrollable-table-container, .wso-on[role=img] { overflow: visible; max-height: none; break-inside: auto; }
+td, th { white-space: normal; overflow-wrap: break-word; padding: .2rem .4rem; vertical-align: top; }
+.bd-content td code, .bd-content td code .pre { white-space: normal; overflow-wrap: anywhere; }
+tr, figure, img, .admonition { break-inside: avoid; }
+.folded { font-weight: 600; margin: .8rem 0 .2rem; break-after: avoid; }
+.folded:empty { display: none; }
+figure.wso { margin: .8rem 0; }
+figure.wso svg { max-height: 150mm; }
+figure.wso figcaption { font-size: 8.8pt; color: #333; }
+mjx-container { max-width: 100%; }
+
+#title { height: 235mm; display: flex; flex-direction: column; justify-content: center; text-align: center; }
+#title h1 { font-size: 40pt; margin: 0 0 4mm; }
+#title p { font-size: 13pt; margin: 0 0 4mm; }
+#title img { width: 150mm; margin: 16mm auto; }
+#title small { font-size: 10pt; color: #444; }
+#contents { break-before: page; }
+#contents div { display: flex; align-items: baseline; gap: 2mm; break-inside: avoid; }
+#contents div::after { content: attr(data-page); order: 2; font-variant-numeric: tabular-nums; }
+#contents div i { flex: 1; order: 1; border-bottom: .3mm dotted #999; }
+#contents .part { font-weight: 600; margin: 5mm 0 1mm; border: 0; }
+#contents .of-page { font-weight: 600; margin-top: 1.5mm; break-after: avoid; }
+#contents .of-section { font-size: 8.2pt; line-height: 1.25; padding-left: 6mm; color: #333; }
+#contents .of-section a { color: #222; }
+"""
+
+
+def table_of_contents():
+    """[(caption of the part or "", [file without suffix, …]), …], as _toc.yml has them."""
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
+    parts = [(part.get("caption", ""), [page["file"] for page in part["chapters"]]) for part in toc["parts"]]
+    return [("", [toc["root"]]), *parts]
+
+
+def name_of(docname, anchor=""):
+    """The id in the one long page of a page, or of an anchor on it."""
+    return re.sub(r"\W", "-", docname) + (f"--{anchor}" if anchor else "")
+
+
+def article(html, docname, docnames):
+    """The content of one built page, ready to stand in one document with all others."""
+    page = BeautifulSoup((html / f"{docname}.html").read_text(encoding="utf-8"), "html.parser")
+    content = page.select_one("article.bd-article")
+    for tag in content.select(ON_SCREEN_ONLY):
+        tag.decompose()
+    for controls in content.select(".wso-controls"):
+        settings = [f"{label.span.get_text()} {label.find_next('output').get_text()}" for label in controls("label")]
+        controls.name, controls.attrs, controls.string = "p", {"class": "folded"}, f"Shown: {', '.join(settings)}."
+    for fold in content("details"):
+        listing, solution = fold.select_one(".sd-summary-text"), fold.find_parent(class_="tag_solution")
+        title = page.new_tag("p", attrs={"class": "folded"})
+        title.string = listing.get_text() if listing else "Solution" if solution else ""
+        fold.summary.replace_with(title)
+        fold.name, fold.attrs = "div", {"class": "fold solution" if solution else "fold"}
+    for tag in content(id=True):
+        if not tag.find_parent("svg") and tag.name != "svg":
+            tag["id"] = name_of(docname, tag["id"])
+    for link in content("a", href=True):
+        redirect(link, html, docname, docnames)
+    for image in content("img", src=True):
+        image["src"] = resolved(html, docname, image["src"])
+    content.name, content.attrs = "article", {"class": "bd-article page", "id": name_of(docname)}
+    return content
+
+
+def resolved(html, docname, address):
+    """A relative address on a page as one below the folder of the HTML."""
+    target = ((html / docname).parent / unquote(urlsplit(address).path)).resolve()
+    return target.relative_to(html.resolve()).as_posix()
+
+
+def redirect(link, html, docname, docnames):
+    """Let a link lead to the same place in the one document; a link that would lead out of it becomes text."""
+    if urlsplit(link["href"]).scheme:
+        return
+    path, _, anchor = link["href"].partition("#")
+    target = resolved(html, docname, path).removesuffix(".html") if path else docname
+    if target in docnames:
+        link["href"] = "#" + name_of(target, unquote(anchor))
+        del link["title"]
+    else:
+        link.unwrap()
+
+
+def contents(parts, articles, numbers):
+    """The lines of the table of contents; ``numbers`` maps an id to its page."""
+
+    def line(kind, target, text):
+        page = f' data-page="{numbers[target]}"' if target in numbers else ""
+        return f'<div class="{kind}"{page}><a href="#{target}">{escape(text)}</a><i></i></div>'
+
+    for caption, docnames in parts:
+        if caption:
+            yield f'<p class="part">{escape(caption)}</p>'
+        for docname in docnames:
+            yield line("of-page", name_of(docname), titled(docname, articles[docname]))
+            if re.match(r"notebooks/\d", docname):
+                for section in articles[docname].select("section > section"):
+                    if section.h2 and section.h2.parent is section:
+                        yield line("of-section", section["id"], section.h2.get_text())
+
+
+def titled(docname, content):
+    """A page's title, with its number if it is a chapter."""
+    number = re.match(r"notebooks/(\d+)", docname)
+    return (f"{int(number[1])}  " if number else "") + content.h1.get_text()
+
+
+def front(parts, articles, numbers):
+    """The title page and the table of contents."""
+    config = yaml.safe_load((ROOT / "_config.yml").read_text())
+    return (
+        f'<div id="title"><h1>{config["title"]}</h1><p>Distributed training with PyTorch, in a book that runs every '
+        f'line it prints</p><img src="{articles[INTRO].img["src"]}" alt=""><p>{config["author"]}</p>'
+        f"<small>{config['copyright']}</small></div>"
+        f'<nav id="contents"><h1>Contents</h1>{"".join(contents(parts, articles, numbers))}</nav>'
+    )
+
+
+def document(html, body, articles):
+    """An HTML text with the look of the book on paper, to be opened in the folder ``html``."""
+    first = BeautifulSoup((html / f"{INTRO}.html").read_text(encoding="utf-8"), "html.parser")
+    styles = [resolved(html, INTRO, tag["href"]) for tag in first("link", rel="stylesheet")]
+    mathjax = next(tag["src"] for tag in first("script", src=True) if "mathjax" in tag["src"])
+    settings = next(tag.get_text() for tag in first("script") if "window.MathJax" in tag.get_text())
+    running_heads = "\n".join(
+        f"#{name_of(docname)} {{ page: {name_of(docname)}; }} @page {name_of(docname)} "
+        f'{{ @top-left {{ content: "{titled(docname, content)}"; font: 8.5pt sans-serif; color: #555; }} }}'
+        for docname, content in articles.items()
+    )
+    return (
+        '<!DOCTYPE html><html lang="en" data-theme="light"><head><meta charset="utf-8"><title>World Size One</title>'
+        + "".join(f'<link rel="stylesheet" href="{escape(style)}">' for style in styles)
+        + f"<style>{LOOK}{running_heads}</style><script>{settings}</script>"
+        + f'<script src="{resolved(html, INTRO, mathjax)}"></script></head>'
+        + f'<body><main class="bd-content">{body}</main></body></html>'
+    )
+
+
+def print_pdf(html, out):
+    """Print the book in the folder ``html`` to the file ``out``; returns the number of pages."""
+    parts = table_of_contents()
+    docnames = [docname for _, names in parts for docname in names]
+    articles = {docname: article(html, docname, docnames) for docname in docnames}
+    body = "".join(map(str, articles.values()))
+    with printer(html) as printed:
+        book = PdfWriter(printed(document(html, front(parts, articles, {}) + body, articles)))
+        numbers = {
+            name.removeprefix("/"): book.get_destination_page_number(target) + 1
+            for name, target in book.named_destinations.items()
+        }
+        numbered = PdfReader(printed(document(html, front(parts, articles, numbers), articles)))
+    if len(numbered.pages) != numbers[name_of(docnames[0])] - 1:
+        raise SystemExit("With its page numbers the table of contents takes more pages than without.")
+    for unnumbered, page in zip(book.pages, numbered.pages, strict=False):  # the links stay, the text is page's
+        del unnumbered["/Contents"]
+        unnumbered.merge_page(page)
+    for docname, content in articles.items():
+        book.add_outline_item(title=titled(docname, content), page_number=numbers[name_of(docname)] - 1)
+    book.write(out)
+    return len(book.pages)
+
+
+@contextmanager
+def printer(html):
+    """A function that prints a document, opened in the folder ``html``, and returns the PDF as a file in memory."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise SystemExit("No chromium or Chrome on this machine, and the PDF is printed by one.\nTry `make browser`.")
+    file = html.resolve() / "print.html"
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=browser, args=FLAGS)
+
+        def printed(text):
+            file.write_text(text, encoding="utf-8")
+            page = chromium.new_page(color_scheme="light", viewport={"width": PAPER_WIDTH, "height": 1000})
+            page.emulate_media(media="print")
+            page.goto(file.as_uri())
+            page.evaluate("MathJax.startup.promise.then(() => document.fonts.ready).then(() => null)")
+            if page.evaluate("document.documentElement.scrollWidth") > page.viewport_size["width"]:
+                raise SystemExit(
+                    "Something is wider than the paper: see `make pdf`'s style sheet, and its last change."
+                )
+            return io.BytesIO(page.pdf(prefer_css_page_size=True, print_background=True))
+
+        try:
+            yield printed
+        finally:
+            chromium.close()
+            file.unlink(missing_ok=True)
+
+
+def link_from_intro(html, pdf, pages):
+    """Put the PDF into the book's folder, and the link to it where the intro says how to make one."""
+    shutil.copy(pdf, html / NAME)
+    intro = html / f"{INTRO}.html"
+    link = f'<p class="pdf"><a href="../{NAME}">The whole book as one PDF</a>, {pages} pages.</p>'
+    text, found = re.subn(r'<p class="pdf">.*?</p>', link, intro.read_text(encoding="utf-8"), flags=re.S)
+    if found != 1:
+        raise SystemExit(f"{intro} has {found} paragraphs of the class pdf, and the link belongs into one.")
+    intro.write_text(text, encoding="utf-8")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("html", type=Path, help="the folder of the built book")
+    parser.add_argument("out", type=Path, help="the file to write")
+    args = parser.parse_args()
+    if not (args.html / f"{INTRO}.html").exists():
+        sys.exit(f"There is no built book in {args.html}.\nTry `make book` first.")
+    pages = print_pdf(args.html, args.out)
+    link_from_intro(args.html, args.out, pages)
+    print(f"{args.out}: {pages} pages, {args.out.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

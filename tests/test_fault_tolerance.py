@@ -1,0 +1,69 @@
+"""Chapter 9's job under kills from outside (kills.py), and under a scheduler's signal."""
+
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import census
+import kills
+import pytest
+from test_scripts import export, stand_alone
+
+FORGETFUL = """\
+import os, sys, time, uuid
+from pathlib import Path
+
+Path(sys.argv[sys.argv.index("--checkpoint-dir") + 1]).mkdir(exist_ok=True)
+if os.environ["RANK"] == "0":
+    print("start", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+    time.sleep(2)
+    print("weights", uuid.uuid4().hex)
+    print("result {}")
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A call that starts chapter 9's job on two ranks; it is ended with the test."""
+    jobs = []
+
+    def start(*flags):
+        (tmp_path / "path").mkdir()
+        script = export(kills.CHAPTER, tmp_path / "script")
+        jobs.append(kills.Job(script, 2, stand_alone(tmp_path / "path"), flags))
+        return jobs[-1]
+
+    yield start
+    for one in jobs:
+        one.close()
+
+
+@pytest.mark.timeout(900)
+def test_25_kills_change_no_bit():
+    command = [sys.executable, Path(kills.__file__), "--kills", "25", "--seed", "9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^25 kills .* 0 jobs differ or failed", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_the_harness_sees_weights_that_differ(tmp_path, capsys):
+    (tmp_path / "script").mkdir()
+    script = tmp_path / "script" / "forgetful.py"
+    script.write_text(FORGETFUL)
+    assert kills.kill_many(1, 1, random.randrange(100), tmp_path, script) >= 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_a_signal_to_the_agent_stops_all_ranks_with_a_snapshot(job, tmp_path):
+    folder = tmp_path / "snapshots"
+    running = job("--epochs", "2000", "--save-every", "20", "--checkpoint-dir", str(folder))
+    assert census.soon(lambda: list(folder.glob("step_*")), 120)
+    running.process.terminate()
+    assert running.ended_within(60) and running.process.returncode == 1
+    running.reader.join(5)
+    step = re.fullmatch(r"stopped by SIGTERM at step (\d+): the same command goes on", running.lines[-1][1])[1]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names[-2:] == [f"step_{int(step):08}", "stopped"] and all(name.startswith("st") for name in names)
+    assert census.soon(lambda: not census.processes(running.mark))

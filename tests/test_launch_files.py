@@ -1,0 +1,253 @@
+"""The files that `python -m helpers export --slurm` writes, without a Slurm and without Kubernetes."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import hosts
+import pytest
+import yaml
+from census import unchanged
+
+from helpers.__main__ import main
+from helpers.cells import ExportError
+from helpers.launch_files import launch_files, minutes
+
+PLAIN = 'parser.add_argument("--lr")\n'
+RESUMES = 'parser.add_argument("--checkpoint-dir")\nparser.add_argument("--resume")\n'
+STOPS = RESUMES + "with StopRequest(device) as request:\n"
+
+
+def files(script=STOPS, name="08_trainer", nodes=2, gpus=8, time="04:00:00"):
+    """The launch files by their suffix."""
+    return {file.removeprefix(name): text for file, text in launch_files(name, script, nodes, gpus, time).items()}
+
+
+@pytest.fixture
+def helpers(capsys):
+    """A call of the command line in this process: (exit status, stdout, stderr)."""
+
+    def call(*arguments):
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+# ---- The command line
+
+
+def test_the_command_writes_four_files(helpers, tmp_path):
+    line = ["export", "08", "--slurm", "--nodes", "3", "--gpus-per-node", "4", "--time", "1-00:00:00"]
+    status, told, _ = helpers(*line, "--out", tmp_path)
+    names = ["08_trainer.py", "08_trainer.sbatch", "08_trainer.nodes.sh", "08_trainer.k8s.yaml"]
+    assert status == 0 and told.splitlines() == [str(tmp_path / name) for name in names]
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
+    text = (tmp_path / "08_trainer.sbatch").read_text()
+    assert "--nodes=3 " in text and "--gpus-per-node=4 --cpus-per-task=16\n" in text and "--time=1-00:00:00\n" in text
+    assert "#SBATCH --signal=USR1@180 " in text and "#SBATCH --requeue " in text  # the chapter stops and resumes
+
+    assert helpers(*line, "--out", tmp_path)[0] == 0  # the same again
+    (tmp_path / "08_trainer.sbatch").write_text("mine")
+    status, _, errors = helpers(*line, "--out", tmp_path)
+    assert status == 1 and "08_trainer.sbatch exists and differs" in errors and "--force" in errors
+    assert (tmp_path / "08_trainer.sbatch").read_text() == "mine"
+    assert helpers(*line, "--out", tmp_path, "--force")[0] == 0
+    assert (tmp_path / "08_trainer.sbatch").read_text() == text
+
+
+def test_all_chapters(helpers, tmp_path):
+    status, told, _ = helpers("export", "--all", "--slurm", "--out", tmp_path)
+    assert status == 0
+    written = {Path(line).name for line in told.splitlines()}
+    scripts = [name.removesuffix(".py") for name in written if name.endswith(".py")]
+    endings = (".py", ".sbatch", ".nodes.sh", ".k8s.yaml")
+    assert len(scripts) > 5 and written == {name + ending for name in scripts for ending in endings}
+    for name in written:
+        if name.endswith((".sbatch", ".sh")):
+            subprocess.run(["bash", "-n", tmp_path / name], check=True)
+        if name.endswith(".yaml"):
+            assert len(list(yaml.safe_load_all((tmp_path / name).read_text()))) == 2
+        if not name.endswith(".py"):
+            assert max(len(line) for line in (tmp_path / name).read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "expected"),
+    [
+        (["--slurm", "--nodes", "0"], 2, "argument --nodes: '0' is no number above 0; give 1, 2, 3, …"),
+        (["--slurm", "--nodes", "two"], 2, "argument --nodes: 'two' is no number above 0"),
+        (["--slurm", "--gpus-per-node", "-1"], 2, "--gpus-per-node"),
+        (["--slurm", "--time", "tomorrow"], 1, "--time tomorrow is no time limit.\nGive hours, minutes and seconds"),
+        (["--slurm", "--time", "0"], 1, "--time 0 is no time limit"),
+        (
+            ["--slurm", "--time", "5"],
+            1,
+            "--time 5 is too short: 3 minutes before its end the ranks are told to stop.\n",
+        ),
+        (["--nodes", "2"], 2, "--nodes is for --slurm"),
+        (["--time", "04:00:00"], 2, "--time is for --slurm"),
+    ],
+)
+def test_usage(helpers, tmp_path, arguments, status, expected):
+    done, _, errors = helpers("export", "08", *arguments, "--out", tmp_path / "out")
+    assert done == status and expected in errors
+    assert status == 2 or len(errors.splitlines()) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_times_are_read_as_slurm_reads_them():
+    times = ["90", "90:30", "1:30:30", "2-12", "2-12:30", "2-0:0:30", "00:10:00"]
+    assert [minutes(time) for time in times] == [90, 90.5, 90.5, 3600, 3630, 2880.5, 10]
+    for time in ("", "-1", "1:", "1::2", "1:2:3:4", "0-0", "4h", "٤", "1.5", "1-2-3"):
+        with pytest.raises(ExportError, match="is no time limit"):
+            minutes(time)
+
+
+def test_a_name_that_a_shell_would_split():
+    with pytest.raises(ExportError, match="'my notebook'.*\nRename it"):
+        files(name="my notebook")
+
+
+# ---- For Slurm
+
+
+def test_the_batch_file_is_short_and_right_for_the_shell():
+    text = files()[".sbatch"]
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    code = [line for line in text.splitlines() if line and not re.match(r"#( |!)", line)]
+    assert len(code) <= 26
+    options = " ".join(re.findall(r"^#SBATCH (.*?)(?:  #.*)?$", text, re.MULTILINE)).split()
+    assert options == [
+        *("--job-name=08_trainer", "--output=%x-%j.out", "--open-mode=append", "--nodes=2", "--ntasks-per-node=1"),
+        *("--gpus-per-node=8", "--cpus-per-task=32", "--time=04:00:00", "--signal=USR1@180", "--requeue"),
+    ]
+
+
+def test_what_a_script_can_do_decides_what_slurm_does():
+    for script, signal, requeue, resume in (
+        (STOPS, True, True, True),
+        (RESUMES, False, True, True),
+        (PLAIN,) + 3 * (False,),
+    ):
+        text = files(script)[".sbatch"]
+        for part in ("--signal=", "trap ", "--signals-to-handle=", "scontrol requeue", "stopped"):
+            assert (part in text) == signal
+        assert ("#SBATCH --requeue" in text) == requeue and ("#SBATCH --no-requeue" in text) == (not requeue)
+        assert ('--checkpoint-dir "$WORK" --resume' in text) == resume
+    assert files(PLAIN, time="5")  # nothing that must be told in time
+
+
+# ---- For Kubernetes
+
+
+def test_an_indexed_job_and_its_names():
+    service, job = yaml.safe_load_all(files()[".k8s.yaml"])
+    assert (service["apiVersion"], service["kind"]) == ("v1", "Service")
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    name = job["metadata"]["name"]
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)  # a name in DNS (RFC 1035), as a Service needs it
+    # A pod is reached as JOB-INDEX.SUBDOMAIN where a headless Service with the subdomain's name selects it.
+    pod = job["spec"]["template"]["spec"]
+    assert service["metadata"]["name"] == pod["subdomain"] == name
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"] == {"job-name": name}
+    assert service["spec"]["publishNotReadyAddresses"] is True  # ranks meet before anything is ready
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+    assert pod["restartPolicy"] == "OnFailure" and job["spec"]["backoffLimit"] > 0
+    [container] = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert all(isinstance(variable["value"], str) for variable in container["env"])
+    shell, option, script = container["command"]
+    assert (shell, option) == ("bash", "-c")
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    for part in (
+        f"--rdzv-endpoint={name}-0.{name}:29500",
+        f"--local-addr={name}-$JOB_COMPLETION_INDEX.{name} ",
+        "--resume",
+    ):
+        assert part in script
+    assert int(re.search(r"--shutdown-timeout=(\d+)", script)[1]) < pod["terminationGracePeriodSeconds"]
+    volumes, mounts = ({volume["name"] for volume in part} for part in (pod["volumes"], container["volumeMounts"]))
+    assert volumes == mounts
+    assert service["spec"].keys() == {"clusterIP", "publishNotReadyAddresses", "selector"}
+
+
+def test_names_for_kubernetes():
+    for name, expected in (("04_ddp", "ddp"), ("My.Net_2", "my-net-2"), ("10", "training"), ("a" * 70, "a" * 40)):
+        assert list(yaml.safe_load_all(files(name=name)[".k8s.yaml"]))[1]["metadata"]["name"] == expected
+
+
+# ---- Run on two hosts
+
+REPORT = """\
+import os, sys
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"]
+print("here", *(os.environ[name] for name in names), *sys.argv[1:], flush=True)
+"""
+two_hosts = pytest.mark.skipif(hosts.missing() is not None, reason=f"no two hosts here: {hosts.missing()}")
+
+
+def on_both(pair, folder, *commands):
+    """What a command prints on each of two hosts, once both have ended."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    options = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = []
+    try:
+        for index, (host, command) in enumerate(zip(pair, commands, strict=True)):
+            environment |= {"JOB_COMPLETION_INDEX": str(index)}
+            inside = ["sh", "-c", f'cd "{folder}" && exec "$@"', "sh", *command]
+            running.append(host.start(inside, env=environment, **options))
+        return [(process.communicate(timeout=100)[0], process.returncode) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+@two_hosts
+def test_the_plain_lines_on_two_hosts(tmp_path):
+    launch = launch_files("08_trainer", STOPS, 2, 2, "04:00:00")["08_trainer.nodes.sh"]
+    (tmp_path / "08_trainer.nodes.sh").write_text(launch)
+    (tmp_path / "08_trainer.py").write_text(REPORT)
+    usage = subprocess.run(["bash", "08_trainer.nodes.sh"], cwd=tmp_path, capture_output=True, text=True)
+    assert usage.returncode == 2 and usage.stderr.count("bash 08_trainer.nodes.sh") == 2
+    with unchanged(), hosts.two_hosts() as pair:
+        for how in ("static", "c10d"):
+            line = ["bash", "08_trainer.nodes.sh", how, "node0"]
+            done = on_both(pair, tmp_path, *([*line, str(node), "--epochs", "2"] for node in (0, 1)))
+            assert [status for _, status in done] == [0, 0], done
+            ranks = re.findall(r"here (\d) (\d) 4 2 --epochs 2", done[0][0] + done[1][0])
+            assert sorted(ranks) == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], done
+
+
+@two_hosts
+def test_the_pods_command_on_two_hosts(tmp_path):
+    script = tmp_path / "script"
+    status = main(["export", "08", "--slurm", "--gpus-per-node=1", f"--out={script}"])
+    assert status == 0
+    _, job = yaml.safe_load_all((script / "08_trainer.k8s.yaml").read_text())
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    (tmp_path / "work").mkdir()
+    names = [
+        f"{address} {name} trainer-{index}.trainer" for index, (name, address) in enumerate(hosts.ADDRESSES.items())
+    ]
+    (tmp_path / "names").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
+    mount = f"mount --bind {tmp_path} /mnt && mount --bind {tmp_path}/names /etc/hosts"
+    with unchanged(), hosts.two_hosts() as pair:
+        for host in pair:
+            host.run("sh", "-c", mount)
+        done = on_both(pair, tmp_path, command, command)
+        assert [status for _, status in done] == [0, 0], done
+        assert 'result {"world_size": 2, "step": 90, ' in done[0][0] + done[1][0]
+        assert (tmp_path / "work" / "step_00000090").is_dir()
+
+        # Where a run was told to stop, a pod fails, so that Kubernetes starts it again.
+        (script / "08_trainer.py").write_text("open('/mnt/work/stopped', 'w')")
+        assert [status for _, status in on_both(pair, tmp_path, command, command)] == [1, 1]

@@ -1,0 +1,124 @@
+"""The book as one PDF: whole, in order, with links that lead somewhere, and linked from the intro."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from bs4 import BeautifulSoup
+from conftest import CHAPTERS, ROOT, toc_files
+from print_pdf import INTRO, NAME, link_from_intro
+from pypdf import PdfReader
+
+
+@pytest.fixture(scope="module")
+def pdf(book, browser, tmp_path_factory):
+    """What the tool of ``make pdf`` makes of the built book: ``.html``, ``.file``, ``.reader``, ``.said``."""
+    folder = tmp_path_factory.mktemp("pdf")
+    html, file = folder / "html", folder / "book.pdf"
+    shutil.copytree(book.html, html)
+    command = [sys.executable, "-W", "error", ROOT / "tests" / "print_pdf.py", html, file]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return SimpleNamespace(html=html, file=file, reader=PdfReader(file), said=done.stdout)
+
+
+def title_of(html, docname):
+    page = BeautifulSoup((html / f"{docname}.html").read_text(encoding="utf-8"), "html.parser")
+    page.select_one("h1 .headerlink").decompose()
+    return page.h1.get_text()
+
+
+def test_it_is_a_book_of_a_size_that_one_can_download(pdf):
+    pages, size = len(pdf.reader.pages), pdf.file.stat().st_size
+    assert pages > 20 * len(CHAPTERS)
+    assert 1e6 < size < 20e6
+    assert f"{pages} pages" in pdf.said
+    assert pdf.reader.metadata.title == "World Size One"
+
+
+def test_every_page_of_the_toc_is_there_under_its_title_and_number(pdf):
+    """The bookmarks, the contents with their page numbers and the pages themselves agree."""
+    reader, titles = pdf.reader, [title_of(pdf.html, docname) for docname in toc_files()]
+    assert [re.sub(r"^\d+ +", "", mark.title) for mark in reader.outline] == titles
+    numbers = [reader.get_destination_page_number(mark) + 1 for mark in reader.outline]
+    assert numbers == sorted(set(numbers))
+    contents = " ".join(page.extract_text() for page in reader.pages[1 : numbers[0] - 1])
+    contents = re.sub(r"\s+", " ", contents)
+    for title, number in zip(titles, numbers, strict=True):
+        text = reader.pages[number - 1].extract_text()
+        assert title in text.split("\n", 4)[:4] or title in " ".join(text.split("\n", 4)[:4])
+        assert str(number) in text.splitlines(), "no page number"
+        assert f"{title} {number}" in contents
+
+
+def test_links_lead_to_a_place_in_the_book_or_to_the_web(pdf):
+    places, inside, outside = set(pdf.reader.named_destinations), 0, set()
+    for page in pdf.reader.pages:
+        for link in [annotation.get_object() for annotation in page.get("/Annots") or []]:
+            if (action := link.get("/A")) is not None and action["/S"] == "/URI":
+                outside.add(action["/URI"])
+            else:
+                target = link.get("/Dest", action and action.get("/D"))
+                assert target in places, target
+                inside += 1
+    assert inside > 50 * len(CHAPTERS)
+    assert [address for address in outside if not address.startswith(("https://", "http://"))] == []
+
+
+def test_fonts_are_embedded(pdf):
+    fonts = {}
+    for page in pdf.reader.pages:
+        for font in page["/Resources"].get("/Font", {}).values():
+            font = font.get_object()
+            for part in [one.get_object() for one in font.get("/DescendantFonts", [font])]:
+                drawn = part["/Subtype"] == "/Type3"  # its glyphs are drawings in the file itself
+                embedded = drawn or any(key.startswith("/FontFile") for key in part.get("/FontDescriptor", {}))
+                fonts[str(part.get("/BaseFont", "Type3"))] = embedded
+    assert fonts and all(fonts.values()), fonts
+
+
+def test_what_the_screen_folds_is_printed(pdf):
+    """Solutions and script of a chapter; which picture a figure with sliders shows; formulas are set."""
+    marks = {re.sub(r"^\d+ +", "", mark.title): mark for mark in pdf.reader.outline}
+    docnames = toc_files()
+    chapter = CHAPTERS[1]
+    first, end = (
+        pdf.reader.get_destination_page_number(marks[title_of(pdf.html, name)])
+        for name in (chapter, docnames[docnames.index(chapter) + 1])
+    )
+    text = re.sub(r"\s", "", " ".join(page.extract_text() for page in pdf.reader.pages[first:end]))
+    for cell in json.loads((ROOT / f"{chapter}.ipynb").read_text())["cells"]:
+        if "solution" in cell["metadata"].get("tags", []):
+            assert [line for line in cell["source"] if re.sub(r"\s", "", line) not in text] == []
+    assert "Solution" in text and "Shown:" in text and "run_and_exit(main,parse_args())" in text
+    assert "Showcodecell" not in text and "Clicktoshow" not in text
+    assert r"\(" not in text and r"\frac" not in text
+
+
+def test_intro_links_it_once_it_is_there(book, pdf):
+    """`make book` alone says how to make it; `make pdf` puts file and link there together."""
+    before = (book.html / f"{INTRO}.html").read_text()
+    assert NAME not in before and not (book.html / NAME).exists()
+    assert "make pdf" in BeautifulSoup(before, "html.parser").select_one("p.pdf").get_text()
+
+    link = BeautifulSoup((pdf.html / f"{INTRO}.html").read_text(), "html.parser").select_one("p.pdf a")
+    assert ((pdf.html / INTRO).parent / link["href"]).resolve().read_bytes() == pdf.file.read_bytes()
+    assert not (pdf.html / "print.html").exists()
+    link_from_intro(pdf.html, pdf.file, 7)  # a second `make pdf` finds its place again
+    assert "7 pages" in (pdf.html / f"{INTRO}.html").read_text()
+
+
+def test_without_a_book_it_says_what_to_do(tmp_path):
+    command = [sys.executable, ROOT / "tests" / "print_pdf.py", tmp_path, tmp_path / "book.pdf"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"There is no built book in {tmp_path}.\nTry `make book` first.\n"
+
+
+def test_what_is_published_has_the_pdf():
+    workflow = (ROOT / ".github" / "workflows" / "book.yml").read_text()
+    assert "- run: make pdf" in workflow

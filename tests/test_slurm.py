@@ -1,0 +1,221 @@
+"""The batch file that `python -m helpers export --slurm` writes, as it is, on a real Slurm."""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import recorded
+import slurm_cluster
+import torch
+from census import unchanged
+
+reason = slurm_cluster.missing()
+pytestmark = pytest.mark.skipif(reason is not None, reason=f"no Slurm here: {reason}")
+
+FLAGS = ["--epochs", "8", "--batch-size", "8", "--lr", "0.02", "--log-every", "15", "--save-every", "90"]
+KEPT = r"start \d|.*(rank\(s\)|starting anew|going on from|stopped by|result \{|Node failure on)"
+PROGRESS = r"\[default0\]:(step|epoch) \d+: "
+VARYING = [r"step_\d+", r"at step \d+", r"(step|epoch) \d+: .*", r"job \d+", r"-\d+\.out"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with unchanged(), slurm_cluster.slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with chapter 8's script and what starts it on two nodes of one GPU.
+
+    Two ranks, because the sum of two gradients has one value; that of more depends, in its last bits, on their order,
+    which DDP changes after the first step of a run and of a resumed run.
+    """
+    folder = tmp_path_factory.mktemp("exported")
+    export = ["export", "08", "--slurm", "--nodes=2", "--gpus-per-node=1", "--time=00:30:00", f"--out={folder}"]
+    subprocess.run([sys.executable, "-m", "helpers", *export], check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+class Job:
+    """A submitted batch file, and the file that it writes."""
+
+    def __init__(self, cluster, folder, *options, flags=(), script="08_trainer.sbatch"):
+        self.cluster, self.folder = cluster, folder
+        self.command = ["sbatch", *options, script, *flags]
+        self.number = cluster.submit(*options, script, *flags, cwd=folder)
+        self.output = folder / f"08_trainer-{self.number}.out"
+        self.work = folder / f"08_trainer-{self.number}"
+
+    def starts(self):
+        """What was written after each start of the job."""
+        text = self.output.read_text() if self.output.exists() else ""
+        return re.split(r"^(?=start \d+ on )", text, flags=re.MULTILINE)[1:]
+
+    def trains(self, start):
+        """Whether the job has trained since this start."""
+        return len(self.starts()) > start and re.search(PROGRESS, self.starts()[start]) is not None
+
+    def wait_for(self, condition):
+        """Wait for a condition; where it never holds, show what the job wrote."""
+        try:
+            self.cluster.wait(condition)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output.read_text() if self.output.exists() else ''}") from None
+
+    def ranks(self):
+        """The processes of the script, without torchrun's own."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                line = process.cmdline()
+                if self.work.name in line and "-u" in line and process.cwd() == str(self.folder):
+                    found.append(process)
+        return found
+
+    def result(self):
+        """What the script says at its end, and its last checkpoint."""
+        last = json.loads(re.search(r"result (\{.*\})", self.starts()[-1])[1])
+        return last, torch.load(self.work / f"step_{last['step']:08}" / "run.pt", weights_only=True)
+
+    def record(self, name, first):
+        """Compare with what the book shows: one start of the job, and the next until it trains, or to the job's end.
+
+        Most lines of the training are left out.
+        """
+        lines = [f"$ {' '.join(self.command)}", f"Submitted batch job {self.number}", f"$ cat {self.output.name}"]
+        lines = lines if first == 0 else ["…"]
+        for number, start in enumerate(self.starts()[first : first + 2], first):
+            trained = False
+            for line in start.splitlines():
+                if trained and first < number < len(self.starts()) - 1:
+                    break
+                if re.match(PROGRESS, line) and not trained:
+                    lines += [line, "…"]
+                    trained = True
+                elif re.match(KEPT, line):
+                    lines.append(line)
+        version = self.cluster.run("sbatch", "--version").split()[1]
+        recorded.compare(name, "\n".join(lines), "python -m pytest tests/test_slurm.py", VARYING, slurm=version)
+
+
+def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had_happened(cluster, folder):
+    undisturbed = Job(cluster, folder, flags=FLAGS)
+    job = Job(cluster, folder, "--time=3", flags=FLAGS)  # less than the signal comes early: it comes at the first check
+
+    # The time limit. The controller checks it every 30 s; until then its ranks sleep, or a fast machine would end it.
+    job.wait_for(lambda: job.trains(0))
+    ranks = job.ranks()
+    assert len(ranks) == 2
+    for rank in ranks:
+        rank.suspend()
+    time.sleep(max(0, cluster.until_limits_are_checked() - 0.5))
+    for rank in ranks:
+        rank.resume()
+    job.wait_for(lambda: cluster.state(job.number) == "PENDING")
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
+    assert re.search(r"stopped by SIGUSR1 at step \d+: go on with --resume\n", job.starts()[0])
+    assert "result" not in job.starts()[0]
+
+    # A job of a partition that may take this one's nodes.
+    cluster.requeue_soon(job.number)
+    job.wait_for(lambda: job.trains(1))
+    options = ["--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+    cluster.submit(*options, cwd=folder)
+    cluster.requeue_soon(job.number)
+    assert re.search(r"stopped by SIGTERM at step \d+: go on with --resume\n", job.starts()[1])
+
+    # A node's power fails.
+    job.wait_for(lambda: job.trains(2))
+    assert job.starts()[2].startswith("start 2 on n[1-2]\n")
+    cluster.nodes["n2"].end()
+    cluster.requeue_soon(job.number)
+    assert "Node failure on n2" in job.starts()[2] and "stopped by" not in job.starts()[2]
+    job.wait_for(lambda: cluster.state(job.number) is None)
+
+    begun = [re.search(r"going on from step_(\d+)|starting anew", start) for start in job.starts()]
+    assert [found[0] == "starting anew" for found in begun] == [True, False, False, False]
+    steps = [int(found[1]) for found in begun[1:]]
+    assert 0 < steps[0] < steps[1] <= steps[2] < 1440
+    for number in (0, 1):  # it went on from the very step at which it was told to stop
+        assert f"at step {steps[number]}:" in job.starts()[number]
+    assert job.starts()[3].startswith("start 3 on n[1,3]\n")
+    assert len(undisturbed.starts()) == 1
+    result, checkpoint = job.result()
+    expected, expected_checkpoint = undisturbed.result()
+    assert result == expected
+    for one, other in ((checkpoint, expected_checkpoint), (checkpoint["optimizer"], expected_checkpoint["optimizer"])):
+        part = "model" if "model" in one else "state"
+        torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
+    assert result["world_size"] == 2 and result["step"] == 1440
+    for node in ("n1", "n2"):
+        logs = list((undisturbed.work / "logs" / node).glob("*/attempt_0/*/stdout.log"))
+        assert len(logs) == 1
+
+    job.record("slurm_time_limit", 0)
+    job.record("slurm_preempted", 1)
+    job.record("slurm_node_lost", 2)
+
+
+POLITE = """\
+import os, pathlib, signal, sys, time
+
+def stop(number, frame):
+    pathlib.Path(sys.argv[2], "stopped").touch()
+    sys.exit()
+
+signal.signal(signal.SIGTERM, stop)
+print("epoch 1: ready", flush=True)
+time.sleep(60)
+"""
+DEAF = "import time\nprint('epoch 1: ready', flush=True)\ntime.sleep(60)\n"
+
+
+def in_place_of_the_script(folder, tmp_path, text):
+    """A folder with the exported batch file, and with a short script in the place of chapter 8's."""
+    (tmp_path / "08_trainer.sbatch").write_bytes((folder / "08_trainer.sbatch").read_bytes())
+    (tmp_path / "08_trainer.py").write_text(text)
+    return tmp_path
+
+
+def test_a_job_that_its_user_ends_does_not_come_back(cluster, folder, tmp_path):
+    job = Job(cluster, in_place_of_the_script(folder, tmp_path, POLITE), "--nodes=1")
+    job.wait_for(lambda: job.trains(0))
+    cluster.run("scancel", str(job.number))
+    job.wait_for(lambda: cluster.state(job.number) is None)
+    assert (job.work / "stopped").exists()
+    assert "JobState=CANCELLED" in cluster.run("scontrol", "show", "job", str(job.number))
+    time.sleep(1)
+    assert len(job.starts()) == 1
+
+
+def test_a_rank_that_does_not_train_yet_outlives_the_signal_and_the_job_comes_back(cluster, folder, tmp_path):
+    job = Job(cluster, in_place_of_the_script(folder, tmp_path, DEAF), "--nodes=1", "--nodelist=n1")
+    job.wait_for(lambda: job.trains(0))
+    cluster.run("scontrol", "update", "PartitionName=main", "GraceTime=1")
+    options = ["--partition=urgent", "--nodelist=n1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+    cluster.submit(*options, cwd=tmp_path)
+    cluster.wait(lambda: cluster.state(job.number) == "PENDING")  # by Slurm itself, after the time of grace
+    assert not (job.work / "stopped").exists()
+    assert "Restarts=1 " in cluster.run("scontrol", "show", "job", str(job.number))
+    cluster.run("scancel", str(job.number))
+
+
+def test_slurm_accepts_the_file(cluster, folder, tmp_path):
+    cluster.run("sbatch", "--test-only", "08_trainer.sbatch", cwd=folder)
+    wrong = tmp_path / "wrong.sbatch"
+    wrong.write_text((folder / "08_trainer.sbatch").read_text().replace("--nodes=2", "--nodes=200"))
+    with pytest.raises(AssertionError, match="sbatch --test-only .*status 1"):
+        cluster.run("sbatch", "--test-only", str(wrong), cwd=folder)
+
+
+def test_doctor_under_srun(cluster, folder):
+    line = [sys.executable, "-m", "helpers", "doctor", "--backend=gloo"]
+    told = cluster.run("srun", "--nodes=2", "--ntasks-per-node=2", "--time=5", *line, cwd=recorded.FOLDER.parents[1])
+    nodes = re.findall(r"^[\d-]+ +[\d-]+ +(n\d) ", told, re.MULTILINE)
+    assert len(set(nodes)) == 2 and "4 ranks on 2 hosts, gloo" in told, told

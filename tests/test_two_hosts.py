@@ -1,0 +1,406 @@
+"""Two hosts, as network namespaces: they meet or do not, lose each other, and reduce over a line that is known."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import census
+import hosts
+import numpy as np
+import psutil
+import pytest
+import recorded
+import yaml
+
+from helpers.cells import read_notebook
+from helpers.export import script_from_notebook
+from helpers.launch_files import launch_files
+
+ROOT = Path(__file__).parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+RECORD = "python -m pytest tests/test_two_hosts.py"
+STATIC = [
+    ["--nnodes=2", "--master-addr=node0", f"--node-rank={node}", f"--nproc-per-node={2 - node}"] for node in (0, 1)
+]
+C10D = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-endpoint=node0:29500"]
+
+# A rank that reduces for ever and writes down how often; once all are there it waits `patience` seconds for the others.
+BEATING = """\
+import os, sys, time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from helpers.process_group import run_and_exit, start_process_group
+
+
+def main(patience):
+    start_process_group(timeout=timedelta(seconds=60))
+    dist.barrier()
+    group = dist.new_group(timeout=timedelta(seconds=patience))
+    rank = os.environ["RANK"]
+    while True:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        with open(f"beats{rank}", "a") as file:
+            print(int(total), file=file)
+        time.sleep(0.05)
+
+
+run_and_exit(main, float(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The environment of what a test starts, in an empty folder; all of it must be gone at the end."""
+    if reason := hosts.missing():
+        pytest.skip(reason)
+    monkeypatch.chdir(tmp_path)
+    with census.surroundings() as environment:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "PET_NNODES"):
+            environment.pop(name, None)
+        environment |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "CUDA_VISIBLE_DEVICES": ""}
+        yield environment | {"PYTHONPATH": str(ROOT)}
+
+
+class Job:
+    """One torchrun on each host; ``flags`` has a list for each."""
+
+    def __init__(self, both, flags, program, environment):
+        self.both, self.program = both, [str(word) for word in program]
+        self.flags = flags
+        self.processes = []
+        for host, own in zip(both, flags, strict=True):
+            with open(f"{host.name}.out", "w") as out, open(f"{host.name}.err", "w") as err:
+                command = [*TORCHRUN, *own, *self.program]
+                self.processes.append(host.start(command, env=environment, stdout=out, stderr=err))
+
+    def statuses(self, seconds=60):
+        """The exit statuses, None for an agent that still runs after so many seconds."""
+        census.soon(lambda: None not in [process.poll() for process in self.processes], seconds)
+        return [process.poll() for process in self.processes]
+
+    def out(self, node):
+        return Path(f"node{node}.out").read_text()
+
+    def err(self, node):
+        return Path(f"node{node}.err").read_text()
+
+    def told(self):
+        """What both hosts said, for a message."""
+        return "\n".join(self.out(node) + self.err(node)[-3000:] for node in (0, 1))
+
+    def lines(self):
+        """The command lines as a reader would type them."""
+        words = [" ".join([*own, *(Path(word).name for word in self.program)]) for own in self.flags]
+        return "".join(f"node{node}$ torchrun {line}\n" for node, line in enumerate(words))
+
+    def agent(self, node):
+        """The agent's process, below nsenter's."""
+        return psutil.Process(self.processes[node].pid).children()[0]
+
+    def end(self):
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ends by itself at this moment
+                    for child in psutil.Process(process.pid).children(recursive=True):
+                        child.kill()
+            process.wait()
+
+
+def both_flags(common, *own):
+    """Flags for Job: those that both hosts have, and then each its own."""
+    return [[*common, *flags] for flags in own or ([], [])]
+
+
+def chapter(name):
+    """The script of a chapter, in the current folder."""
+    script = Path(f"{name}.py")
+    script.write_text(script_from_notebook(read_notebook(ROOT / f"notebooks/{name}.ipynb"), name))
+    return script.absolute()
+
+
+def beating():
+    script = Path("beating.py")
+    script.write_text(BEATING)
+    return script.absolute()
+
+
+def beats(rank):
+    """How often a rank has reduced so far, and the last sum: the number of ranks."""
+    path = Path(f"beats{rank}")
+    counts = path.read_text().splitlines() if path.exists() else []
+    return len(counts), int(counts[-1]) if counts else 0
+
+
+def all_beat(job, ranks=(0, 1, 2), seconds=60):
+    """Wait until each rank has reduced five times more."""
+    before = [beats(rank)[0] for rank in ranks]
+    more = census.soon(lambda: all(beats(rank)[0] >= old + 5 for rank, old in zip(ranks, before, strict=True)), seconds)
+    assert more, job.told()
+
+
+# --- two hosts meet ---------------------------------------------------------------------------------------------------
+
+
+def test_two_kinds_of_rendezvous(place):
+    """The chapter's own script on 2 + 1 ranks."""
+    script = chapter("10_multi_node")
+    text = ""
+    with hosts.two_hosts() as both:
+        c10d = both_flags(C10D, ["--nproc-per-node=2"], ["--nproc-per-node=1"])
+        for flags in (STATIC, c10d):
+            job = Job(both, flags, [script, "--size=1048576"], place)
+            try:
+                assert job.statuses() == [0, 0], job.told()
+            finally:
+                job.end()
+            result = json.loads(job.out(0).splitlines()[-1].removeprefix("result "))
+            assert result == {"world_size": 3, "nodes": 2, "checks": 3, "right": 3}
+            table = [line.split() for line in job.out(0).splitlines()]
+            assert [row[:4] for row in table[1:4]] == [
+                ["0", "0", "0", "node0"],
+                ["1", "0", "1", "node0"],
+                ["2", "1", "0", "node1"],
+            ]
+            assert [row[5] for row in table[1:4]] == ["10.88.0.1", "10.88.0.1", "10.88.0.2"]
+            assert job.out(1) == ""  # rank 0 alone prints
+            text += job.lines() + job.out(0) + "\n"
+    recorded.compare("two_hosts", text, f"{RECORD} -k rendezvous", varying=[r"(?m)\d+ +\d+\.\d{3}$"])
+
+
+def test_a_name_that_means_the_loopback(place):
+    """Debian's line `127.0.1.1 node0`: nobody hosts the store, then nobody reaches rank 0."""
+    script = chapter("10_multi_node")
+    c10d = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-endpoint=10.88.0.1:29500"]
+    text = ""
+    with hosts.two_hosts(own_name="127.0.1.1") as both:
+        text += f"node0$ getent hosts node0\n{both[0].run('getent', 'hosts', 'node0')}\n"
+
+        job = Job(both, both_flags([*c10d, "--rdzv-conf=read_timeout=3"]), [script], place)
+        try:
+            assert job.statuses() == [1, 1], job.told()
+        finally:
+            job.end()
+        text += job.lines()
+        for node in (0, 1):
+            said = re.findall(r"DistNetworkError: (The client socket has timed out.*)", job.err(node))
+            assert said and "RendezvousConnectionError" in job.err(node), job.told()
+            text += f"node{node}: {said[0]}\n"
+
+        hosted = [
+            ["--rdzv-conf=is_host=true", "--local-addr=10.88.0.1"],
+            ["--rdzv-conf=is_host=false", "--local-addr=10.88.0.2"],
+        ]
+        job = Job(both, both_flags(c10d, *hosted), [script, "--patience=8"], place)
+        try:
+            census.soon(lambda: 1 in [process.poll() for process in job.processes], 40)
+            assert 1 in [process.poll() for process in job.processes], job.told()
+        finally:
+            job.end()
+        said = [
+            found
+            for node in (0, 1)
+            for found in re.findall(r"Gloo connectFullMesh failed with \[\S+\] (.*?)(?:\$\d)?$", job.err(node), re.M)
+        ]
+        assert any("127.0.1.1" in line for line in said), job.told()
+        text += "\n" + job.lines()
+        text += re.sub(r"(127\.0\.1\.1\]):\d+", r"\1:PORT", next(line for line in said if "127.0.1.1" in line)) + "\n"
+
+        job = Job(both, both_flags(c10d, *hosted), [script], {**place, "GLOO_SOCKET_IFNAME": hosts.INTERFACE})
+        try:
+            assert job.statuses() == [0, 0], job.told()
+        finally:
+            job.end()
+        text += "\n" + re.sub(r"(?m)^(node\d\$) ", rf"\1 GLOO_SOCKET_IFNAME={hosts.INTERFACE} ", job.lines())
+        text += job.out(0).splitlines()[-1] + "\n"
+    recorded.compare("two_hosts_own_name", text, f"{RECORD} -k loopback")
+
+
+# --- something dies ---------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_an_agent_a_link_are_lost(place):
+    script, text = beating(), ""
+    with hosts.two_hosts() as both:
+        job = Job(both, STATIC, [script, "60"], place)
+        try:
+            all_beat(job)
+            [worker] = job.agent(1).children()
+            assert worker.environ()["RANK"] == "2"
+            worker.kill()
+            assert job.statuses() == [1, 1], job.told()
+        finally:
+            job.end()
+        assert re.search(r"exitcode +: -9", job.err(1)) and "SIGKILL" in job.err(1)
+        echo = re.search(r"Connection (closed|reset) by peer", job.err(0))
+        assert echo, job.told()
+        text += "rank 2, on node1, is killed\n"
+        text += "  node1's agent: its rank ended with -9 (SIGKILL); it ends, status 1\n"
+        text += "  node0's ranks: Connection closed by peer; its agent ends, status 1\n\n"
+
+        for rank in range(3):
+            Path(f"beats{rank}").unlink()
+        job = Job(both, STATIC, [script, "6"], place)
+        try:
+            all_beat(job)
+            job.agent(1).kill()
+            time.sleep(1)
+            all_beat(job)  # all three, although nobody watches rank 2
+            assert job.processes[0].poll() is None
+            text += "node1's agent is killed\n  ranks 0, 1 and 2: train on, rank 2 without an agent\n"
+            text += "  node0's agent: sees nothing\n\n"
+
+            both[1].cut()
+            cut = time.monotonic()
+            time.sleep(1)
+            stopped = [beats(rank) for rank in range(3)]
+            time.sleep(2)
+            assert [beats(rank) for rank in range(3)] == stopped  # no error, no step
+            assert job.processes[0].poll() is None
+            census.soon(lambda: job.processes[0].poll() is not None, 40)
+            assert job.processes[0].poll() == 1 and time.monotonic() - cut > 5, job.told()
+            assert "imed out" in job.err(0), job.told()
+            text += "the link between them is cut\n  ranks 0, 1 and 2: stand still, without an error\n"
+            text += "  after the group's timeout, here 6 s: Timed out; node0's agent ends, status 1\n"
+        finally:
+            job.end()
+    recorded.compare("two_hosts_losses", text, f"{RECORD} -k lost")
+
+
+def test_elastic_goes_on_with_one_host(place):
+    """1 to 2 nodes; the one that does not host the store is switched off."""
+    fast = "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+    common = ["--nnodes=1:2", *C10D[1:], fast, "--monitor-interval=0.5", "--max-restarts=3"]
+    with hosts.two_hosts() as both:
+        job = Job(both, both_flags(common, ["--nproc-per-node=2"], ["--nproc-per-node=1"]), [beating(), "3"], place)
+        try:
+            assert census.soon(lambda: beats(0)[1] == 3, 60), job.told()
+            before = beats(0)[0]
+            both[1].switch_off()
+            assert census.soon(lambda: beats(0)[1] == 2, 60), job.told()
+            all_beat(job, [0, 1])
+            assert beats(0)[0] > before and job.processes[0].poll() is None
+        finally:
+            job.end()
+
+
+# --- a line of known latency and rate ---------------------------------------------------------------------------------
+
+MEASURE = """\
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", init_method="tcp://node0:29500", rank=int(sys.argv[1]), world_size=2)
+for size in map(int, sys.argv[2:]):
+    tensor, tries = torch.zeros(size // 4), []
+    for _ in range(5):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(tensor)
+        tries.append(time.perf_counter() - start)
+    print(size, min(tries), flush=True)
+os._exit(0)
+"""
+
+
+def fit(sizes, seconds):
+    """(latency, bandwidth) of t = latency + n / bandwidth, by least squares of relative errors, as in chapter 2."""
+    sizes, seconds = np.array(sizes, dtype=float), np.array(seconds)
+    terms = np.stack([1 / seconds, sizes / seconds], axis=1)
+    (latency, slope), *_ = np.linalg.lstsq(terms, np.ones(len(sizes)), rcond=None)
+    return latency, 1 / slope
+
+
+@pytest.mark.skipif(hosts.missing_line() is not None, reason=str(hosts.missing_line()))
+def test_all_reduce_over_a_line_follows_the_model(place):
+    """Two numbers, and the line's: the bandwidth is its rate, the latency four times its own."""
+    line = hosts.Line(latency=0.02, rate=100e6)
+    sizes = [4**power for power in range(5, 12)]  # 1 KiB to 4 MiB
+    script = Path("measure.py")
+    script.write_text(MEASURE)
+    with hosts.two_hosts(line) as both:
+        processes = [
+            host.start([sys.executable, script, rank, *sizes], env=place, stdout=subprocess.PIPE, text=True)
+            for rank, host in enumerate(both)
+        ]
+        try:
+            outs = [process.communicate(timeout=100)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    seconds = [
+        max(float(one.split()[1]) for one in ones) for ones in zip(*(out.splitlines() for out in outs), strict=True)
+    ]
+    latency, bandwidth = fit(sizes, seconds)
+    text = f"two hosts, joined by a line of {1e3 * line.latency:g} ms one way and {line.rate / 1e6:g} Mbit/s\n"
+    text += "   bytes  all-reduce (ms)  model (ms)\n"
+    for size, measured in zip(sizes, seconds, strict=True):
+        model = 4 * line.latency + 8 * size / line.rate
+        text += f"{size:8} {1e3 * measured:16.1f} {1e3 * model:11.1f}\n"
+        assert measured == pytest.approx(model, rel=0.2), text
+    assert latency == pytest.approx(4 * line.latency, rel=0.2), text
+    assert bandwidth == pytest.approx(line.rate / 8, rel=0.2), text
+    recorded.compare("two_hosts_line", text, f"{RECORD} -k model", varying=[r"(?m)(?<=^.{8}) +\d+\.\d"])
+
+
+# --- what checks a cluster --------------------------------------------------------------------------------------------
+
+
+def test_doctor_sees_both_hosts(place):
+    with hosts.two_hosts() as both:
+        job = Job(both, STATIC, ["-m", "helpers", "doctor"], place)
+        try:
+            assert job.statuses() == [0, 0], job.told()
+        finally:
+            job.end()
+        text = job.lines() + job.out(0)
+    assert "3 ranks on 2 hosts, gloo" in text and "Nothing is wrong here." in text
+    assert "3 of 3 pairs right" in text
+    machine = [r"(?m)^(memory|clocks) .*$", r"(?ms)^(slowest|pairs:) .*?$(?=\n\n)", r"python \S+, torch \S+"]
+    numbers = r"(?m) +[\d.,]+(?= |$)"
+    recorded.compare("two_hosts_doctor", text, f"{RECORD} -k doctor", varying=[*machine, numbers])
+
+
+def test_the_manifest_for_kubernetes(place):
+    """The container's own command, with the variables, names and folder that Kubernetes would give it."""
+    script = chapter("10_multi_node")
+    text = script.read_text()
+    manifest = list(yaml.safe_load_all(launch_files(script.stem, text, 2, 1, "01:00:00")[f"{script.stem}.k8s.yaml"]))
+    service, job = sorted(manifest, key=lambda part: part["kind"], reverse=True)
+    assert (service["kind"], job["kind"]) == ("Service", "Job")
+    name, spec = service["metadata"]["name"], job["spec"]
+    pod = spec["template"]["spec"]
+    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"] == 2
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]} and pod["subdomain"] == name
+    [container] = pod["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+
+    names = [f"{job['metadata']['name']}-{index}" for index in (0, 1)]
+    shell, flag, command = container["command"]
+    command = command.replace("/mnt/script/", f"{script.parent}/")
+    with hosts.two_hosts(aliases=[[own, f"{own}.{name}"] for own in names]) as both:
+        processes = []
+        try:
+            for index, host in enumerate(both):
+                environment = {**place, **variables, "JOB_COMPLETION_INDEX": str(index), "HOSTNAME": names[index]}
+                environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+                pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+                processes.append(host.start([shell, flag, command], env=environment, **pipes))
+            outs = [process.communicate(timeout=100)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    assert [process.returncode for process in processes] == [0, 0], outs
+    result = json.loads(re.search(r"result (\{.*\})", outs[0])[1])
+    assert result == {"world_size": 2, "nodes": 2, "checks": 3, "right": 3}
