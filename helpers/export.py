@@ -17,7 +17,7 @@ from nbconvert.exporters import Exporter
 
 from helpers.cells import ExportError, first_line, left_out, read_notebook, sort_cells, title_and_promise
 from helpers.checks import check_hard_coded, check_names
-from helpers.flags import quoted, read_flags
+from helpers.flags import read_flags
 from helpers.inline import TOUCHING, belongs, in_reading_order, inlined, runtime_module, runtime_module_of
 from helpers.statements import DEFINITION, IMPORT, SIMPLE, Statement, check_syntax, each_import
 

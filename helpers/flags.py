@@ -19,7 +19,9 @@ def read_flags(parameters):
             if comments := re.findall(r"^# *(.+?)\.?$", statement.above, re.MULTILINE):
                 group = f"parser.add_argument_group({quoted(' '.join(comments))})"
                 call = f"group = {group}\n    {call}"
-            flags[name] = statement.where, call.replace("parser.add_argument(", "group.add_argument(") if group else call
+            if group:
+                call = call.replace("parser.add_argument(", "group.add_argument(")
+            flags[name] = statement.where, call
     return flags
 
 

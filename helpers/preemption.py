@@ -47,3 +47,9 @@ class StopRequest:
             flag = torch.tensor(self.noted, device=self.device)
             self.pending = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True), flag
         return self.asked
+
+
+def outlive_signals(_):
+    """A DataLoader's ``worker_init_fn``: these signals are the rank's, and would end a worker, so the rank too."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -99,7 +99,9 @@ class Job:
         return weights[1], result[1]
 
     def close(self):
-        for pid in [self.process.pid, *census.processes(self.mark)]:
+        if self.process.poll() is None:  # or its number may be another's by now
+            self.process.kill()
+        for pid in census.processes(self.mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
@@ -113,6 +115,14 @@ def is_writing(folder, since):
     with contextlib.suppress(FileNotFoundError):
         return any(path.stat().st_mtime > since for path in folder.glob(".step_*.tmp"))
     return False  # it has got its name between the two looks
+
+
+def trains(job, folder, born, clock):
+    """Whether the ranks that were started at a time have begun to train: they have loaded a snapshot, or saved one."""
+    with contextlib.suppress(FileNotFoundError):
+        saved = any(path.stat().st_mtime > clock for path in folder.glob("step_*"))
+        return saved or job.said("going on", born) is not None
+    return False
 
 
 def undisturbed(script, nproc, environment, flags):
@@ -136,19 +146,21 @@ def disturbed(script, nproc, environment, flags, folder, kills, start_up, luck, 
             if luck.random() < 0.5:
                 moment = luck.uniform(0, start_up)
             else:
-                census.soon(lambda born=born: job.said("start ", born) or job.ended_within(0), PATIENCE)
+                census.soon(
+                    lambda born=born, clock=clock: trains(job, folder, born, clock) or job.ended_within(0), PATIENCE
+                )
                 moment = luck.uniform(0, WINDOW)
             if job.ended_within(moment):
                 break
-            if luck.random() < 0.5 and job.said("start ", born):  # not before the next write
+            if luck.random() < 0.5 and trains(job, folder, born, clock):  # not before the next write
                 end = time.monotonic() + 0.3
                 while not is_writing(folder, clock) and time.monotonic() < end:
                     time.sleep(0.001)
             with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
                 luck.choice(ranks).kill()
                 writing = is_writing(folder, clock)
-                trains, ends = job.said("start ", born), job.said("weights ", born)
-                where = "the end" if ends else "a write" if writing else "training" if trains else "start-up"
+                began, ends = trains(job, folder, born, clock), job.said("weights ", born)
+                where = "the end" if ends else "a write" if writing else "training" if began else "start-up"
                 hits.append((time.monotonic(), where))
             ranks = job.next_ranks(ranks)
         if not job.ended_within(PATIENCE):

@@ -35,6 +35,8 @@ GOOD_ENOUGH = {
     "06_fsdp": lambda result: result["val_loss"] < 0.85 and result["bytes_per_parameter"] == pytest.approx(16, abs=0.1),
     "07_checkpointing": lambda result: result["val_accuracy"] > 0.94 and result["step"] == 120,
     "08_trainer": lambda result: result["val_accuracy"] > 0.94 and result["step"] == 90,
+    "09_fault_tolerance": lambda result: result["val_accuracy"] > 0.95 and result["step"] == 120,
+    "10_multi_node": lambda result: result["checks"] == result["right"] == 3,
     "11_profiling_debugging": lambda result: (
         result["steps"] == 8
         and result["ranks_without_trace"] == result["tensors_that_differ"] == 0
