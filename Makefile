@@ -101,7 +101,7 @@ slurm:
 	@sh tests/install_slurm.sh
 
 test: $(READY) browser slurm
-	@$(BIN)/python -m pytest --nbval -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest --nbval -n 3 --dist loadfile $(ARGS)
 
 soak: $(READY)
 	@$(BIN)/python $(if $(N),tests/kills.py --kills $(N),tests/soak.py --chapter $(CHAPTER) --runs $(RUNS))
@@ -109,7 +109,7 @@ soak: $(READY)
 # DNNL_MAX_CPU_ISA and ATEN_CPU_CAPABILITY limit which of the CPU's instructions torch uses, as an older CPU would.
 portability: $(READY)
 	@status=0; for setting in $(SETTINGS); do \
-	  echo "$$setting"; env $$setting $(BIN)/python -m pytest --nbval notebooks -q -n 2 --dist loadfile $(ARGS) || status=1; \
+	  echo "$$setting"; env $$setting $(BIN)/python -m pytest --nbval notebooks -q -n 3 --dist loadfile $(ARGS) || status=1; \
 	done; exit $$status
 
 outputs: $(READY)

@@ -30,6 +30,7 @@ from helpers._rank import NOTEBOOK, Failure, is_library, place, rank_main
 MAX_RANKS = 64
 MAX_SECONDS = 1_000_000
 PEERS_WITHIN = 0.2  # seconds to wait after a failure, for its cause or for peers that fail in the same way
+NOTICE_WITHIN = 0.2  # seconds: a Ctrl-C that the system gives to another thread does not end a wait of this one
 context = multiprocessing.get_context("forkserver")
 launches = itertools.count()
 starting = threading.Lock()  # one thread at a time goes without its main module
@@ -179,9 +180,8 @@ def collect(ranks, deadline):
             patience = min(patience, first + PEERS_WITHIN - time.monotonic())
         if patience <= 0:
             break
-        ready = connection.wait(
-            [handle for process, here in waiting.values() for handle in (process.sentinel, here)], patience
-        )
+        handles = [handle for process, here in waiting.values() for handle in (process.sentinel, here)]
+        ready = connection.wait(handles, min(patience, NOTICE_WITHIN))
         for rank, (process, here) in waiting.items():
             if here in ready or process.sentinel in ready:
                 try:
