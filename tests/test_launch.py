@@ -987,6 +987,16 @@ def test_forkserver_that_is_killed_during_a_call():
     assert launch(dist.get_rank, nproc=2) == [0, 1]
 
 
+def test_interrupt_that_another_thread_takes():
+    """The system gives a signal to any thread; the one that waits for the ranks is not woken by it."""
+    timer = threading.Timer(0.5, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT))
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        launch(time.sleep, 1000, nproc=2)
+    assert time.monotonic() - start < 5
+
+
 def test_interrupt_in_the_middle_of_a_call():
     """A Ctrl-C at any moment of a call ends it, and leaves nothing."""
 
