@@ -101,7 +101,7 @@ slurm:
 	@sh tests/install_slurm.sh
 
 test: $(READY) browser slurm
-	@$(BIN)/python -m pytest --nbval -n 3 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest --nbval -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: $(READY)
 	@$(BIN)/python $(if $(N),tests/kills.py --kills $(N),tests/soak.py --chapter $(CHAPTER) --runs $(RUNS))

@@ -102,3 +102,12 @@ def browser():
         chromium = playwright.chromium.launch(executable_path=path, args=flags)
         yield chromium
         chromium.close()
+
+
+# The files that take minutes, the longest first: one that a worker took last would keep the others waiting.
+SLOWEST = ["test_slurm.py", "test_fault_tolerance.py", "test_pdf.py", "test_two_hosts.py", "test_scripts.py"]
+SLOWEST += ["test_launch.py", "test_lab.py", "09_fault_tolerance.ipynb", "10_multi_node.ipynb", "test_browser.py"]
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))

@@ -13,6 +13,8 @@ from conftest import CHAPTERS, ROOT, toc_files
 from print_pdf import INTRO, NAME, link_from_intro
 from pypdf import PdfReader
 
+pytestmark = pytest.mark.timeout(600)  # the first test prints the book
+
 
 @pytest.fixture(scope="module")
 def pdf(book, browser, tmp_path_factory):

@@ -15,7 +15,10 @@ import torch
 from census import unchanged
 
 reason = slurm_cluster.missing()
-pytestmark = pytest.mark.skipif(reason is not None, reason=f"no Slurm here: {reason}")
+pytestmark = [
+    pytest.mark.skipif(reason is not None, reason=f"no Slurm here: {reason}"),
+    pytest.mark.timeout(600),
+]
 
 FLAGS = ["--epochs", "8", "--batch-size", "8", "--lr", "0.02", "--log-every", "15", "--save-every", "90"]
 KEPT = r"start \d|.*(rank\(s\)|starting anew|going on from|stopped by|result \{|Node failure on)"

@@ -20,6 +20,7 @@ from helpers.cells import read_notebook
 from helpers.export import script_from_notebook
 from helpers.launch_files import launch_files
 
+pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 RECORD = "python -m pytest tests/test_two_hosts.py"
