@@ -88,6 +88,21 @@ def book_url(book):
         server.shutdown()
 
 
+@pytest.fixture
+def helpers(capsys):
+    """A call of the command line in this process: (exit status, stdout, stderr)."""
+    from helpers.__main__ import main
+
+    def call(*arguments):
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
 @pytest.fixture(scope="module")
 def browser():
     """A headless chromium. Where there is none: a skip, but a failure under CI."""

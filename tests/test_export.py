@@ -12,7 +12,6 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from helpers import commands, export, inline
-from helpers.__main__ import main
 from helpers.export import ExportError, TorchrunExporter, read_notebook, script_from_notebook
 from helpers.inline import PLUMBING
 from helpers.statements import split
@@ -632,20 +631,6 @@ def sample(tmp_path):
     path = tmp_path / "07_sample.ipynb"
     nbformat.write(notebook("# Sample", WORK), path)
     return path
-
-
-@pytest.fixture
-def helpers(capsys):
-    """A call of the command line in this process: (exit status, stdout, stderr)."""
-
-    def call(*arguments):
-        try:
-            status = main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            status = end.code
-        return status, *capsys.readouterr()
-
-    return call
 
 
 def test_the_package_is_a_command(tmp_path):

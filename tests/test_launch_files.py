@@ -25,20 +25,6 @@ def files(script=STOPS, name="08_trainer", nodes=2, gpus=8, time="04:00:00"):
     return {file.removeprefix(name): text for file, text in launch_files(name, script, nodes, gpus, time).items()}
 
 
-@pytest.fixture
-def helpers(capsys):
-    """A call of the command line in this process: (exit status, stdout, stderr)."""
-
-    def call(*arguments):
-        try:
-            status = main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            status = end.code
-        return status, *capsys.readouterr()
-
-    return call
-
-
 # ---- The command line
 
 
@@ -188,7 +174,7 @@ def test_names_for_kubernetes():
 REPORT = """\
 import os, sys
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"]
-print("here", *(os.environ[name] for name in names), *sys.argv[1:], flush=True)
+print(" ".join(["here", *(os.environ[name] for name in names), *sys.argv[1:]]), flush=True)  # in one write
 """
 two_hosts = pytest.mark.skipif(hosts.missing() is not None, reason=f"no two hosts here: {hosts.missing()}")
 
