@@ -11,12 +11,15 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import nbformat
 import pytest
 import yaml
 from filelock import FileLock
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 ROOT = Path(__file__).parents[1]
 CHROME_ON_MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 BROWSERS = ["chromium", "chromium-browser", "google-chrome", CHROME_ON_MACOS]
 
 
@@ -38,6 +41,22 @@ def build_book(folder, **env):
     env = {**os.environ, "NO_COLOR": "1", **env}
     export = [sys.executable, "-m", "helpers", "export", "--all", "--out", folder / "scripts"]
     subprocess.run(export, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
+    return run_build(folder, env)
+
+
+def build_small_book(folder, **env):
+    """Build a book of one notebook with this book's settings, as ``build_book`` does: where its pages do not matter."""
+    shutil.copy(ROOT / "_config.yml", folder)
+    shutil.copytree(ROOT / "book", folder / "book", ignore=shutil.ignore_patterns("*.md", "__pycache__"))
+    (folder / "_toc.yml").write_text("format: jb-book\nroot: notebooks/page\n")
+    (folder / "notebooks").mkdir()
+    page = new_notebook(cells=[new_markdown_cell("# A page"), new_code_cell("1 + 1")], metadata=KERNEL)
+    nbformat.write(page, folder / "notebooks" / "page.ipynb")
+    return run_build(folder, {**os.environ, "NO_COLOR": "1", **env})
+
+
+def run_build(folder, env):
+    """Build the book whose sources are in ``folder``; as ``build_book``."""
     build = [Path(sys.executable).with_name("jupyter-book"), "build", folder, "-W", "--keep-going", "-n", "-q"]
     done = subprocess.run(build, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     return folder / "_build" / "html", done.returncode, done.stderr
@@ -120,8 +139,9 @@ def browser():
 
 
 # The files that take minutes, the longest first: one that a worker took last would keep the others waiting.
-SLOWEST = ["test_slurm.py", "test_fault_tolerance.py", "test_pdf.py", "test_two_hosts.py", "test_scripts.py"]
-SLOWEST += ["test_launch.py", "test_lab.py", "09_fault_tolerance.ipynb", "10_multi_node.ipynb", "test_browser.py"]
+SLOWEST = ["test_scripts.py", "test_slurm.py", "test_fault_tolerance.py", "test_browser.py", "09_fault_tolerance.ipynb"]
+SLOWEST += ["test_two_hosts.py", "test_launch.py", "test_doctor.py", "test_checkpoint.py", "test_pdf.py"]
+SLOWEST += ["test_book.py", "08_trainer.ipynb", "test_lab.py", "10_multi_node.ipynb", "13_pipeline_parallel.ipynb"]
 
 
 def pytest_collection_modifyitems(items):

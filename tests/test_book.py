@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from bs4 import BeautifulSoup
-from conftest import CHAPTERS, ROOT, build_book, toc_files
+from conftest import CHAPTERS, ROOT, build_small_book, toc_files
 from torch.distributed.run import get_args_parser
 
 each_chapter = pytest.mark.parametrize("chapter", CHAPTERS)
@@ -197,17 +197,17 @@ def test_no_repository_link_without_the_variable(book):
 
 
 def test_repository_and_launch_links_with_the_variable(tmp_path):
-    html, status, complaints = build_book(tmp_path, BOOK_REPOSITORY_URL="https://github.com/an-owner/a.name/")
+    html, status, complaints = build_small_book(tmp_path, BOOK_REPOSITORY_URL="https://github.com/an-owner/a.name/")
     assert (status, complaints) == (0, "")
-    links = repository_links(parsed(html / f"{CHAPTERS[0]}.html"))
+    links = repository_links(parsed(html / "notebooks" / "page.html"))
     assert "https://github.com/an-owner/a.name" in links
-    assert f"https://mybinder.org/v2/gh/an-owner/a.name/main?urlpath=lab/tree/{CHAPTERS[0]}.ipynb" in links
-    assert f"https://colab.research.google.com/github/an-owner/a.name/blob/main/{CHAPTERS[0]}.ipynb" in links
+    assert "https://mybinder.org/v2/gh/an-owner/a.name/main?urlpath=lab/tree/notebooks/page.ipynb" in links
+    assert "https://colab.research.google.com/github/an-owner/a.name/blob/main/notebooks/page.ipynb" in links
     assert not any(fetched_from_outside(page) for _, page in pages(html))
 
 
 def test_bad_repository_url_fails_the_build(tmp_path):
-    _, status, complaints = build_book(tmp_path, BOOK_REPOSITORY_URL="example.org/book")
+    _, status, complaints = build_small_book(tmp_path, BOOK_REPOSITORY_URL="example.org/book")
     assert status != 0
     assert "BOOK_REPOSITORY_URL is 'example.org/book', which is not https://github.com/OWNER/NAME" in complaints
     assert "Traceback" not in complaints

@@ -65,19 +65,34 @@ def unfold(page):
     }""")
 
 
+# Axe takes 1 ms for the contrast of a word, and a page's listings have 13,000 coloured ones. Of those whose classes and
+# ancestors' classes are the same it is shown the first; the others join the text around them.
+ONE_OF_A_KIND = """() => {
+    const seen = new Set();
+    for (const word of [...document.querySelectorAll('pre span[class]:not(:has(*))')]) {
+        let kind = '';
+        for (let tag = word; tag; tag = tag.parentElement) kind += tag.className + '/';
+        seen.has(kind) ? word.replaceWith(...word.childNodes) : seen.add(kind);
+    }
+}"""
+
+
 @pytest.mark.parametrize("name", PAGES)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_page_is_clean_and_accessible(visit, name, scheme):
-    """No error, no outside request, mathematics set, nothing for axe but what the theme brings."""
-    seen = visit(name, color_scheme=scheme)
-    assert seen.page.locator("html").get_attribute("data-theme") == scheme
+def test_page_is_clean_and_accessible(visit, name):
+    """No error, no outside request, mathematics set; in light and dark nothing for axe but what the theme brings."""
+    seen = visit(name, color_scheme="light")
     for formula in seen.page.locator(".math").all():
         assert formula.locator("mjx-container").count() == 1
-    unfold(seen.page)
-    assert not seen.complaints, "\n".join(seen.complaints)  # before axe, which fetches style sheets by itself
-    found = Axe().run(seen.page).response["violations"]
-    worst = [f"{v['id']}: {node['html'][:200]}" for v in found if v["id"] not in THEMES_OWN for node in v["nodes"]]
-    assert not worst, "\n".join(worst)
+    for scheme in ("light", "dark"):
+        seen.page.emulate_media(color_scheme=scheme)
+        seen.page.locator(f"html[data-theme={scheme}]").wait_for(timeout=5_000)
+        unfold(seen.page)
+        seen.page.evaluate(ONE_OF_A_KIND)
+        assert not seen.complaints, "\n".join(seen.complaints)  # before axe, which fetches style sheets by itself
+        found = Axe().run(seen.page, options={"resultTypes": ["violations"]}).response["violations"]
+        worst = [f"{v['id']}: {node['html'][:200]}" for v in found if v["id"] not in THEMES_OWN for node in v["nodes"]]
+        assert not worst, "\n".join([scheme, *worst])
+        seen.complaints.clear()
 
 
 def test_index_leads_to_the_first_page(visit):

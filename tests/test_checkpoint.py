@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,6 +40,8 @@ from helpers.checkpoint import (
 from helpers.launch import RankError, launch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
 
 
 def write(folder, step, size=10_000, keep=3):

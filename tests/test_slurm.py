@@ -121,7 +121,8 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=3")
     time.sleep(max(0, cluster.until_limits_are_checked() - 0.5))
     for rank in ranks:
-        rank.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):  # Slurm has looked already: its signal woke and ended them
+            rank.resume()
     job.wait_for(lambda: cluster.state(job.number) == "PENDING")
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
     assert re.search(r"stopped by SIGUSR1 at step \d+: go on with --resume\n", job.starts()[0])
