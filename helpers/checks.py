@@ -11,7 +11,6 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 BUILTINS = {*dir(builtins), "__name__", "__file__", "__doc__"}
 OWN_NAMES = {  # what every script binds, and to what: a key of import_key, or itself
     "argparse": ("argparse", None),
-    "record": ("torch.distributed.elastic.multiprocessing.errors", "record"),
     "main": "main",
     "Manual": "Manual",
     "parse_args": "parse_args",

@@ -194,7 +194,7 @@ def script_from_notebook(notebook, name):
 
     title, promise = title_and_promise(notebook, name)
     imports = [statement.text for statement in [*inlined_imports, *parts.imports]]
-    imports += ["import argparse", "from torch.distributed.elastic.multiprocessing.errors import record"]
+    imports.append("import argparse")
     sections = [
         docstring(title, promise, name),
         "\n".join(imports),
@@ -267,7 +267,7 @@ def main_text(body, parameters):
         heading, where = statement.heading, statement.where
         blank = [""] if statement.above.strip(" ").startswith("\n") and lines[-1] else []
         lines += [*blank, statement.text]
-    return "@record\ndef main(args):\n" + indented("\n".join(lines).strip("\n"))
+    return "def main(args):\n" + indented("\n".join(lines).strip("\n"))
 
 
 def indented(code):

@@ -7,6 +7,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 
 def launcher_variables():
@@ -162,14 +164,25 @@ def print0(*args, **kwargs):
 
 
 def run_and_exit(main, args):
-    """Call ``main(args)``, then end this process: status 0, or 1 after the traceback.
+    """Call ``main(args)``, then end this process: status 0, or 1 after the traceback, which torchrun gets too.
 
     It leaves with ``os._exit``: the interpreter's own teardown can hang or abort while gloo's threads still
     hold DDP's last work (pytorch#190489).
     """
+
+    @record
+    def recorded():
+        try:
+            main(args)
+        except BaseException:
+            # torchrun's agent sends SIGTERM once another rank has ended, then reads what this one has recorded. From a
+            # half written file the agent itself would die.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            raise
+
     status = 1
     try:
-        main(args)
+        recorded()
         status = 0
     except BaseException:
         traceback.print_exc()

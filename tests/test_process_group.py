@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import json
 import os
 import signal
 import socket
@@ -502,3 +503,26 @@ def test_failing_rank_under_torchrun_ends_all(flags, two_ranks, tmp_path):
     """Its peer waits in a barrier, and the failing rank's ``finally`` stops the group: nobody may hang."""
     done = run(torchrun(), two_ranks, tmp_path, *flags)
     assert done.returncode == 1 and "ValueError: rank 1 has no data" in done.stderr
+
+
+def test_an_error_file_is_finished_although_the_agent_asks_to_end(tmp_path):
+    """The agent sends SIGTERM to the peers of a dead rank, and dies itself of an error file that is half written."""
+    source = """
+        import os, signal
+        from helpers.process_group import run_and_exit
+
+        class Slow(Exception):
+            def __str__(self):  # while it is written down
+                os.kill(os.getpid(), signal.SIGTERM)
+                return "rank 0 has gone"
+
+        def main(args):
+            raise Slow
+
+        run_and_exit(main, None)
+    """
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    command = [sys.executable, "-c", textwrap.dedent(source)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "Slow: rank 0 has gone" in done.stderr
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "Slow: rank 0 has gone"
