@@ -100,8 +100,10 @@ browser:
 slurm:
 	@sh tests/install_slurm.sh
 
-# The workers share the cores: an OpenMP thread that waits is to sleep, not to spin, which takes a fifth more of them.
+# The workers share the cores: an OpenMP thread that waits is to sleep, not to spin, which takes a fifth more of them; and
+# see tests/quick.
 test portability: export OMP_WAIT_POLICY := passive
+test portability: export PYTHONPATH := $(CURDIR)/tests/quick
 
 test: $(READY) browser slurm
 	@$(BIN)/python -m pytest --nbval -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
