@@ -105,7 +105,7 @@ spec:
       terminationGracePeriodSeconds: $stop_before
       containers:
         - name: torchrun
-          image: REGISTRY/IMAGE:TAG  # yours: with torch, and what else the script imports
+          image: REGISTRY/IMAGE:TAG  # yours: with torch, scikit-learn (the digits), and what else the script needs
           env:
             - name: OMP_NUM_THREADS
               value: "1"

@@ -5,6 +5,7 @@ import http.server
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +22,10 @@ ROOT = Path(__file__).parents[1]
 CHROME_ON_MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 BROWSERS = ["chromium", "chromium-browser", "google-chrome", CHROME_ON_MACOS]
+
+# A script's background job ignores Ctrl-C, and so does what it starts; the tests that press it need it to be heard.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def toc_files():
