@@ -4,6 +4,7 @@ A script's last line is ``result {json}``, printed by rank 0. Its ``world_size``
 numbers must not depend on it.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -229,10 +230,15 @@ def running(tmp_path):
     environment = {**os.environ, census.MARK: mark, "TMPDIR": str(tmp_path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0, **pipes) as process:
-        yield process
-        sent = time.monotonic()
-        _, errors = process.communicate(timeout=30)
-        assert time.monotonic() - sent < 10
+        try:
+            yield process
+            sent = time.monotonic()
+            _, errors = process.communicate(timeout=30)
+            assert time.monotonic() - sent < 10
+        finally:
+            for pid in census.processes(mark):  # where the interruption failed
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
     assert (process.returncode, errors) == (130, "Interrupted; all ranks are stopped.\n")
     assert not census.processes(mark)
     assert not list(tmp_path.glob("tmp*"))
