@@ -100,13 +100,14 @@ browser:
 slurm:
 	@sh tests/install_slurm.sh
 
-# The workers share the cores: an OpenMP thread that waits is to sleep, not to spin, which takes a fifth more of them; and
-# see tests/quick.
+# The workers share the cores: an OpenMP thread that waits is to sleep, not to spin, which takes a fifth more of
+# them. What else makes these runs quick and steady stands in tests/quick.
 test portability: export OMP_WAIT_POLICY := passive
 test portability: export PYTHONPATH := $(CURDIR)/tests/quick
+PYTEST := $(BIN)/python -m pytest -p patient_kernels --nbval -n 3 --dist loadfile
 
 test: $(READY) browser slurm
-	@$(BIN)/python -m pytest --nbval -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) --no-loadscope-reorder $(ARGS)
 
 soak: $(READY)
 	@$(BIN)/python $(if $(N),tests/kills.py --kills $(N),tests/soak.py --chapter $(CHAPTER) --runs $(RUNS))
@@ -114,7 +115,7 @@ soak: $(READY)
 # DNNL_MAX_CPU_ISA and ATEN_CPU_CAPABILITY limit which of the CPU's instructions torch uses, as an older CPU would.
 portability: $(READY)
 	@status=0; for setting in $(SETTINGS); do \
-	  echo "$$setting"; env $$setting $(BIN)/python -m pytest --nbval notebooks -q -n 3 --dist loadfile $(ARGS) || status=1; \
+	  echo "$$setting"; env $$setting $(PYTEST) notebooks -q $(ARGS) || status=1; \
 	done; exit $$status
 
 outputs: $(READY)
