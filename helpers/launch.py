@@ -102,12 +102,13 @@ def launch(fn, *args, nproc=4, timeout=60, env=None):
     try:
         folder.mkdir()
         for rank in range(nproc):
-            here, there = context.Pipe(duplex=False)
-            task = (there, folder, rank, nproc, timeout, environment, payload)
-            process = context.Process(target=rank_main, args=task, name=f"rank {rank}")
-            ranks.append((process, here))
-            with uninterrupted(), without_main(), there:
-                process.start()
+            with uninterrupted(), without_main():
+                here, there = context.Pipe(duplex=False)
+                task = (there, folder, rank, nproc, timeout, environment, payload)
+                process = context.Process(target=rank_main, args=task, name=f"rank {rank}")
+                ranks.append((process, here))
+                with there:
+                    process.start()
         results, failures = collect(ranks, time.monotonic() + timeout)
         if not failures and len(results) < nproc:
             stands = where_they_stand(folder, ranks)

@@ -1015,6 +1015,19 @@ def test_interrupt_in_the_middle_of_a_call():
     assert launch(dist.get_rank, nproc=2) == [0, 1]
 
 
+def test_interrupt_between_a_pipe_and_what_closes_it(monkeypatch):
+    make = os.pipe
+
+    def pipe():
+        ends = make()
+        os.kill(os.getpid(), signal.SIGINT)
+        return ends
+
+    monkeypatch.setattr(os, "pipe", pipe)
+    with pytest.raises(KeyboardInterrupt):
+        launch(dist.get_rank, nproc=2)
+
+
 # --- scripts ----------------------------------------------------------------------------------------------------------
 
 

@@ -225,10 +225,10 @@ def test_failure_in_a_notebooks_function_names_its_line(kernel):
 
 
 def test_hang_is_told_with_its_line(kernel):
-    name, message, _ = error(kernel, "%%ranks 2 --timeout 1\nif rank == 0:\n    dist.barrier()")
+    name, message, _ = error(kernel, "%%ranks 2 --timeout 4\nif rank == 0:\n    dist.barrier()")
     assert (name, message) == (
         "RankError",
-        "1 of 2 ranks still ran after timeout=1.0 s:\n  rank 0: at line 2: dist.barrier()\n  rank 1: finished",
+        "1 of 2 ranks still ran after timeout=4.0 s:\n  rank 0: at line 2: dist.barrier()\n  rank 1: finished",
     )
 
 
@@ -279,7 +279,7 @@ FAILING = [
     "%%ranks 2\nif rank == 1:\n    os._exit(3)\ndist.barrier()",
     "%%ranks 2\nimport warnings\nwarnings.warn('careful')\nraise ValueError('no data')",
     "def step(x):\n    return x[5]\n\nlaunch(step, torch.ones(2), nproc=2)",
-    "%%ranks 2 --timeout 1\nif rank == 1:\n    dist.barrier()",
+    "%%ranks 2 --timeout 4\nif rank == 1:\n    dist.barrier()",
 ]
 
 
