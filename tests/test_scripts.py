@@ -53,7 +53,7 @@ SITECUSTOMIZE = """\
 import gc
 import sys
 
-gc.set_threshold(100_000)
+gc.set_threshold(1_000_000)
 
 
 class Hidden:
