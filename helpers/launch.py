@@ -30,6 +30,7 @@ from helpers._rank import NOTEBOOK, Failure, is_library, place, rank_main
 MAX_RANKS = 64
 MAX_SECONDS = 1_000_000
 PEERS_WITHIN = 0.2  # seconds to wait after a failure, for its cause or for peers that fail in the same way
+LATE_WITHIN = 2  # seconds to wait for ranks that compute, or are kept from it on a loaded machine
 NOTICE_WITHIN = 0.2  # seconds: a Ctrl-C that the system gives to another thread does not end a wait of this one
 context = multiprocessing.get_context("forkserver")
 launches = itertools.count()
@@ -177,8 +178,10 @@ def collect(ranks, deadline):
         waiting = {rank: pair for rank, pair in enumerate(ranks) if rank not in reported}
         patience = deadline - time.monotonic()
         if failures:
-            first = min(failure.when for failure in failures.values())
-            patience = min(patience, first + PEERS_WITHIN - time.monotonic())
+            waited = time.monotonic() - min(failure.when for failure in failures.values())
+            if waited > PEERS_WITHIN and (waited > LATE_WITHIN or not any(busy(process) for process, _ in ranks)):
+                break
+            patience = min(patience, max(PEERS_WITHIN - waited, 0.02))
         if patience <= 0:
             break
         handles = [handle for process, here in waiting.values() for handle in (process.sentinel, here)]
@@ -199,6 +202,15 @@ def collect(ranks, deadline):
                     results.pop(rank, None)
                     failures.setdefault(rank, death(process))
     return results, failures
+
+
+def busy(process):
+    """Whether a thread of a process runs, or would if it had a processor or its data; False where no /proc tells."""
+    try:
+        stats = [stat.read_text() for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):  # a thread that ended just now
+        return True
+    return any(stat.rpartition(")")[2].split()[0] in "RD" for stat in stats)
 
 
 def death(process):
@@ -228,19 +240,26 @@ def where_they_stand(folder, ranks):
     for process, _ in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(0.2)
-    return {rank: innermost(read(folder / f"stack{rank}")) for rank in range(len(ranks))}
+    patience, dumps, before = time.monotonic() + LATE_WITHIN, [], None
+    while time.monotonic() < patience and not (dumps == before and all(map(main_thread, dumps))):
+        time.sleep(0.1)
+        before, dumps = dumps, [read(folder / f"stack{rank}") for rank in range(len(ranks))]
+    return {rank: innermost(main_thread(dump)) for rank, dump in enumerate(dumps)}
 
 
-def innermost(dump):
-    """The innermost line of the reader's own code in a faulthandler dump, which opens with the main thread's id."""
+def main_thread(dump):
+    """The main thread's part of a faulthandler dump that opens with that thread's id; "" where there is none yet."""
     main, _, dump = dump.partition("\n")
-    for block in dump.split("\n\n"):
-        if main and block.startswith((f"Thread {main}", f"Current thread {main}")):
-            for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', block):
-                if not is_library(file):
-                    source = linecache.getline(file, int(line)).strip()
-                    return place(traceback.FrameSummary(file, int(line), function, line=source))
+    titles = (f"Thread {main}", f"Current thread {main}")
+    return next((block for block in dump.split("\n\n") if main and block.startswith(titles)), "")
+
+
+def innermost(stack):
+    """The innermost line of the reader's own code in a thread's part of a dump."""
+    for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', stack):
+        if not is_library(file):
+            source = linecache.getline(file, int(line)).strip()
+            return place(traceback.FrameSummary(file, int(line), function, line=source))
     return "no line of its own code"
 
 

@@ -663,6 +663,38 @@ def test_first_of_two_failures_is_named():
     assert "from 1" in str(failure(page.step, nproc=2))
 
 
+@linux
+def test_late_peer_that_fails_in_the_same_way_is_named_too(capsys):
+    """A loaded machine, as a rank sees it: a peer that still works is waited for, one that sleeps is not."""
+    page = cell("""
+        def step(do, seconds):
+            dist.barrier()
+            if dist.get_rank() == 1:
+                do(seconds)
+            print("here")
+            raise ValueError("no data")
+
+        def work(seconds):
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                pass
+    """)
+    assert str(failure(page.step, page.work, 0.8, nproc=2)).startswith("ranks 0-1 failed: ValueError: no data")
+    assert capsys.readouterr().out == "[ranks 0-1] here\n"
+    assert str(failure(page.step, time.sleep, 10, nproc=2)).startswith("rank 0 failed first: ValueError: no data")
+
+
+def test_peer_that_never_ends_its_work_does_not_hide_a_failure():
+    page = cell("""
+        def step():
+            dist.barrier()
+            while dist.get_rank() == 1:
+                pass
+            raise ValueError("no data")
+    """)
+    assert str(failure(page.step, nproc=2, timeout=60)).startswith("rank 0 failed first: ValueError: no data")
+
+
 def memory_group():
     """A folder of this process's memory cgroup where a smaller one can be made, or None."""
     for line in Path("/proc/self/cgroup").read_text().splitlines() if sys.platform == "linux" else ():
@@ -788,6 +820,21 @@ def test_stopped_rank_is_ended():
         dist.barrier()
 
     assert "2 of 2 ranks still ran" in str(failure(stop, nproc=2, timeout=1))
+
+
+def test_rank_that_tells_its_line_late_is_waited_for():
+    """It is stopped when the time is over, and goes on a little later."""
+
+    def stop():
+        if dist.get_rank() == 1:
+            subprocess.Popen(["sh", "-c", f"sleep 2.3; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+    message = str(failure(stop, nproc=2, timeout=2))
+    assert message.startswith("2 of 2 ranks still ran after timeout=2 s:")
+    assert "rank 1: at line" in message or "ranks 0-1: at line" in message
+    assert "no line" not in message
 
 
 # --- what cannot travel ----------------------------------------------------------------------------------------------
