@@ -27,14 +27,13 @@ CHAPTERS = sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))
 NOTEBOOKS = [*CHAPTERS, ROOT / "notebooks" / "template.ipynb"]
 RANKS = (1, 2, 4)
 TOLERANCE = 0.002  # of every number in a result: they are rounded to three digits
-SHORTER = {"06_fsdp": ["--epochs", "1"], "13_pipeline_parallel": ["--layers", "4"]}  # flags, for less time
 GOOD_ENOUGH = {
     "01_process_groups": lambda result: result["pairs"] > 0.99,
     "02_collectives": lambda result: result["correct"] == result["checked"] >= 54,
     "03_samplers": lambda result: result["val_accuracy"] > 0.9,
     "04_ddp": lambda result: result["val_accuracy"] > 0.95,
     "05_amp": lambda result: result["learned"] > 0.9,
-    "06_fsdp": lambda result: result["val_loss"] < 0.95 and result["bytes_per_parameter"] == pytest.approx(16, abs=0.1),
+    "06_fsdp": lambda result: result["val_loss"] < 0.85 and result["bytes_per_parameter"] == pytest.approx(16, abs=0.1),
     "07_checkpointing": lambda result: result["val_accuracy"] > 0.94 and result["step"] == 120,
     "08_trainer": lambda result: result["val_accuracy"] > 0.94 and result["step"] == 90,
     "09_fault_tolerance": lambda result: result["val_accuracy"] > 0.95 and result["step"] == 120,
@@ -44,7 +43,7 @@ GOOD_ENOUGH = {
         and result["ranks_without_trace"] == result["tensors_that_differ"] == 0
         and result["loss"] < 1.2
     ),
-    "13_pipeline_parallel": lambda result: result["val_loss"] < 1.05,
+    "13_pipeline_parallel": lambda result: result["val_loss"] < 1.0,
 }
 
 # Put before everything else on a rank's path, this hides the project however it is installed. And a fifth of a rank's
@@ -186,7 +185,7 @@ def test_script(notebook, alone, tmp_path):
 
     results = {}
     for nproc in RANKS:
-        status, out, errors, left = torchrun(script, nproc, alone, *SHORTER.get(notebook.stem, []))
+        status, out, errors, left = torchrun(script, nproc, alone)
         assert status == 0, f"{nproc} ranks: {'hung' if status is None else status}\n{out}{errors}"
         assert not left and "Warning" not in errors, errors
         results[nproc] = result(out)
