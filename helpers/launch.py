@@ -179,6 +179,7 @@ def collect(ranks, deadline):
         patience = deadline - time.monotonic()
         if failures:
             waited = time.monotonic() - min(failure.when for failure in failures.values())
+            # All ranks count: one that has reported may still be sending what a peer waits for.
             if waited > PEERS_WITHIN and (waited > LATE_WITHIN or not any(busy(process) for process, _ in ranks)):
                 break
             patience = min(patience, max(PEERS_WITHIN - waited, 0.02))

@@ -67,6 +67,13 @@ def unfold(page):
     }""")
 
 
+def turn(page, scheme):
+    """Turn a page light or dark, as the system's own setting does; what is folded is opened."""
+    page.emulate_media(color_scheme=scheme)
+    page.locator(f"html[data-theme={scheme}]").wait_for(timeout=5_000)
+    unfold(page)
+
+
 # A page's listings have 13,000 coloured words. Of those whose classes and ancestors' classes are the same axe is shown
 # the first; the others join the text around them.
 ONE_OF_A_KIND = """() => {
@@ -127,9 +134,7 @@ def test_page_is_clean_and_accessible(visit, name):
     for formula in seen.page.locator(".math").all():
         assert formula.locator("mjx-container").count() == 1
     for scheme, rules in {"light": {}, "dark": OF_COLOURS}.items():
-        seen.page.emulate_media(color_scheme=scheme)
-        seen.page.locator(f"html[data-theme={scheme}]").wait_for(timeout=5_000)
-        unfold(seen.page)
+        turn(seen.page, scheme)
         assert not seen.complaints, "\n".join(seen.complaints)  # before axe, which fetches style sheets by itself
         assert (scheme, violations(seen.page, **rules)) == (scheme, [])
         seen.complaints.clear()
@@ -138,10 +143,8 @@ def test_page_is_clean_and_accessible(visit, name):
 def test_a_text_that_is_hard_to_read_is_found(visit):
     """In paragraphs, in a listing's keywords and below figures."""
     page = visit(CHAPTERS[0]).page
-    unfold(page)
     for scheme, colour in {"light": "#bbb", "dark": "#555"}.items():
-        page.emulate_media(color_scheme=scheme)
-        page.locator(f"html[data-theme={scheme}]").wait_for(timeout=5_000)
+        turn(page, scheme)
         page.add_style_tag(content=f"article p, article pre .k, figcaption {{ color: {colour} !important }}")
         found = {(rule, re.match(r"<(\w+)", html)[1]) for rule, html in violations(page, **OF_COLOURS)}
         assert found >= {("color-contrast", tag) for tag in ("figcaption", "p", "span")}

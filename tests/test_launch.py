@@ -663,10 +663,9 @@ def test_first_of_two_failures_is_named():
     assert "from 1" in str(failure(page.step, nproc=2))
 
 
-@linux
-def test_late_peer_that_fails_in_the_same_way_is_named_too(capsys):
-    """A loaded machine, as a rank sees it: a peer that still works is waited for, one that sleeps is not."""
-    page = cell("""
+def one_after_the_other():
+    """A page whose step fails on both of two ranks, on rank 1 after ``do(seconds)``."""
+    return cell("""
         def step(do, seconds):
             dist.barrier()
             if dist.get_rank() == 1:
@@ -679,20 +678,21 @@ def test_late_peer_that_fails_in_the_same_way_is_named_too(capsys):
             while time.monotonic() < end:
                 pass
     """)
+
+
+@linux
+def test_late_peer_that_fails_in_the_same_way_is_named_too(capsys):
+    """A loaded machine, as a rank sees it: a peer that still works is waited for."""
+    page = one_after_the_other()
     assert str(failure(page.step, page.work, 0.8, nproc=2)).startswith("ranks 0-1 failed: ValueError: no data")
     assert capsys.readouterr().out == "[ranks 0-1] here\n"
-    assert str(failure(page.step, time.sleep, 10, nproc=2)).startswith("rank 0 failed first: ValueError: no data")
 
 
-def test_peer_that_never_ends_its_work_does_not_hide_a_failure():
-    page = cell("""
-        def step():
-            dist.barrier()
-            while dist.get_rank() == 1:
-                pass
-            raise ValueError("no data")
-    """)
-    assert str(failure(page.step, nproc=2, timeout=60)).startswith("rank 0 failed first: ValueError: no data")
+@pytest.mark.parametrize("do", ["sleep", "work"])
+def test_peer_that_sleeps_or_never_ends_its_work_does_not_hide_a_failure(do):
+    page = one_after_the_other()
+    error = failure(page.step, {"sleep": time.sleep, "work": page.work}[do], 10_000, nproc=2, timeout=10_000)
+    assert str(error).startswith("rank 0 failed first: ValueError: no data")
 
 
 def memory_group():
