@@ -76,7 +76,7 @@ book: scripts
 	@echo "The book is in _build/html: open file://$(CURDIR)/_build/html/index.html, or run 'make serve'."
 
 pdf: book browser
-	@$(BIN)/python tests/print_pdf.py _build/html _build/world-size-one.pdf
+	@$(BIN)/python tools/print_pdf.py _build/html _build/world-size-one.pdf
 
 serve: $(READY)
 	@test -f _build/html/index.html || { echo "The book is not built yet. Run 'make book' first." >&2; exit 1; }
@@ -95,10 +95,10 @@ run: $(READY)
 # --- verification ---------------------------------------------------------------------------------------------------
 
 browser:
-	@sh tests/install_browser.sh
+	@sh tools/install_browser.sh
 
 slurm:
-	@sh tests/install_slurm.sh
+	@sh tools/install_slurm.sh
 
 # The workers share the cores: an OpenMP thread that waits is to sleep, not to spin, which takes a fifth more of
 # them. What else makes these runs quick and steady stands in tests/quick.
@@ -110,7 +110,7 @@ test: $(READY) browser slurm
 	@$(PYTEST) --no-loadscope-reorder $(ARGS)
 
 soak: $(READY)
-	@$(BIN)/python $(if $(N),tests/kills.py --kills $(N),tests/soak.py --chapter $(CHAPTER) --runs $(RUNS))
+	@$(BIN)/python $(if $(N),tools/kills.py --kills $(N),tools/soak.py --chapter $(CHAPTER) --runs $(RUNS))
 
 # DNNL_MAX_CPU_ISA and ATEN_CPU_CAPABILITY limit which of the CPU's instructions torch uses, as an older CPU would.
 portability: $(READY)
@@ -119,7 +119,7 @@ portability: $(READY)
 	done; exit $$status
 
 outputs: $(READY)
-	@$(BIN)/python tests/store_outputs.py $(NOTEBOOK)
+	@$(BIN)/python tools/store_outputs.py $(NOTEBOOK)
 
 bench: $(BENCH_READY)
-	@$(BIN)/python tests/bench.py $(ARGS)
+	@$(BIN)/python tools/bench.py $(ARGS)

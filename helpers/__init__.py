@@ -6,6 +6,6 @@ Importing the package imports nothing else, so that the ranks' forkserver can st
 
 def load_ipython_extension(shell):
     """Start importing torch for the ranks in the background, and register ``%%ranks``."""
-    from helpers import magic
+    from helpers.ranks import magic
 
     magic.load(shell)

@@ -6,7 +6,7 @@ import sys
 import tempfile
 import traceback
 
-from helpers.torchrun import run, stop_at_signals
+from helpers.ranks.torchrun import run, stop_at_signals
 
 
 def processes(text):
@@ -92,7 +92,7 @@ def parse(arguments):
 
 def carry_out(args, flags, folder=None):
     """Do what the command line says and return the exit status; ``folder`` is for a script that is only run."""
-    from helpers import commands  # here, because it takes a second or more
+    from helpers.export import chapters as commands  # here, because it takes a second or more
 
     try:
         if args.command == "list":
@@ -116,7 +116,8 @@ def see_doctor(args, flags):
     A rank ends here, by os._exit: its interpreter's teardown could wait for what its process group has lost.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
-    from helpers import doctor, ward
+    from helpers.doctor import examine as doctor
+    from helpers.doctor import membership as ward
 
     try:
         place = ward.find_place(args.master)

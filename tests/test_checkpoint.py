@@ -22,7 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from helpers.checkpoint import (
+from helpers.ranks.launch import RankError, launch
+from helpers.runtime.checkpoint import (
     MANIFEST,
     CheckpointError,
     begin,
@@ -37,7 +38,6 @@ from helpers.checkpoint import (
     sync,
     verify,
 )
-from helpers.launch import RankError, launch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
 

@@ -10,15 +10,16 @@ import textwrap
 import time
 from pathlib import Path
 
-import census
+import leftovers
 import pytest
 import torch
 import torch.distributed as dist
 
-from helpers import doctor, ward
 from helpers.__main__ import main
-from helpers.diagnosis import notes, problems, report, span
-from helpers.launch import RankError, launch, warm
+from helpers.doctor import examine as doctor
+from helpers.doctor import membership as ward
+from helpers.doctor.report import notes, problems, report, span
+from helpers.ranks.launch import RankError, launch, warm
 
 ROOT = Path(__file__).parents[1]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -31,7 +32,7 @@ COLLECTIVES = ["broadcast", "scatter", "gather", "reduce", "all_gather", "all_re
 @pytest.fixture
 def surroundings():
     """The environment of a machine without a launcher; what a test starts in it must be gone at its end."""
-    with census.surroundings() as environment:
+    with leftovers.surroundings() as environment:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS"):
             environment.pop(name, None)
         yield {**environment, "CUDA_VISIBLE_DEVICES": ""}
@@ -100,8 +101,8 @@ def test_interrupted(surroundings):
     command = [sys.executable, "-m", "helpers", "doctor", "--nproc", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=surroundings, process_group=0, **pipes) as process:
-        mark = surroundings[census.MARK]
-        assert census.soon(lambda: len(census.processes(mark)) == 3, 30)
+        mark = surroundings[leftovers.MARK]
+        assert leftovers.soon(lambda: len(leftovers.processes(mark)) == 3, 30)
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (130, "Interrupted; all ranks are stopped.\n")
@@ -176,7 +177,7 @@ def world(capsys):
                 return "dead"
 
         warm()
-        with census.unchanged():
+        with leftovers.unchanged():
             statuses = launch(rank, store.port, nproc=count, timeout=100)
         return statuses, re.sub(r"^\[ranks? [^]]*\] ?", "", capsys.readouterr().out, flags=re.MULTILINE)
 
@@ -598,6 +599,6 @@ def test_an_interface_that_is_not_there(monkeypatch):
 
 def test_a_cluster_needs_torch_and_psutil_alone():
     more = "{'cloudpickle', 'matplotlib', 'nbformat'}"
-    source = f"import sys, helpers.__main__, helpers.doctor; print({more} & {{*sys.modules}})"
+    source = f"import sys, helpers.__main__, helpers.doctor.examine; print({more} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("set()\n", "")

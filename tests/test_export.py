@@ -11,10 +11,12 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from helpers import commands, export, inline
-from helpers.export import ExportError, TorchrunExporter, read_notebook, script_from_notebook
-from helpers.inline import PLUMBING
-from helpers.statements import split
+from helpers.export import chapters as commands
+from helpers.export import inline
+from helpers.export import script as export
+from helpers.export.inline import PLUMBING
+from helpers.export.script import ExportError, TorchrunExporter, read_notebook, script_from_notebook
+from helpers.export.source import split
 
 ROOT = Path(__file__).parent.parent
 WORK = "print('work')"
@@ -165,7 +167,8 @@ def test_constants():
 def test_order():
     text = script(
         "# Title",
-        "from helpers.data import digits\nfrom helpers.process_group import print0, start_process_group\nSIZE = 8",
+        "from helpers.runtime.data import digits\n"
+        "from helpers.runtime.process_group import print0, start_process_group\nSIZE = 8",
         "## The model",
         "def model():\n    print0(1)\n    return SIZE\n\n\nclass Trainer:\n    def fit(self):\n        print0(model())",
         "## Train",
@@ -193,7 +196,7 @@ EARLY = {
 @pytest.mark.parametrize("source", EARLY.values(), ids=EARLY)
 def test_what_a_definition_needs_stands_before_it(source):
     text = script(
-        "from helpers.process_group import print0, start_process_group\nprint(start_process_group())",
+        "from helpers.runtime.process_group import print0, start_process_group\nprint(start_process_group())",
         "## Before",
         f"def g():\n    print0(1)\n\n\n{source}\n\n\ndef h():\n    return g, f\n\n\nprint(h())",
     )
@@ -204,11 +207,11 @@ def test_what_a_definition_needs_stands_before_it(source):
 
 
 def test_a_constant_may_use_what_is_copied(monkeypatch):
-    copied = split("LEAST = 2\n\n\ndef least():\n    return LEAST", "helpers.data")
+    copied = split("LEAST = 2\n\n\ndef least():\n    return LEAST", "helpers.runtime.data")
     found = {name: [statement] for statement in copied for name in statement.binds}
     monkeypatch.setattr(inline, "runtime_module", lambda module, real=inline.runtime_module: {**real(module), **found})
     monkeypatch.setattr(export, "runtime_module", inline.runtime_module)
-    text = script("from helpers.data import LEAST, least\nMOST = LEAST + 1\nprint(MOST, least())")
+    text = script("from helpers.runtime.data import LEAST, least\nMOST = LEAST + 1\nprint(MOST, least())")
     assert "\nLEAST = 2\nMOST = LEAST + 1\n\n\ndef least():" in text
 
 
@@ -307,7 +310,8 @@ def test_two_parameters_cells():
 
 def test_inlines_what_is_used_and_nothing_else():
     text = script(
-        "from helpers.data import digits\nfrom helpers.models import mlp\ntrain, _ = digits()\nprint(len(train))"
+        "from helpers.runtime.data import digits\nfrom helpers.runtime.models import mlp\n"
+        "train, _ = digits()\nprint(len(train))"
     )
     assert "def digits(" in text and "def mlp" not in text and "helpers" not in text.partition('"""\n')[2]
     assert "import numpy as np\n" in text
@@ -315,8 +319,8 @@ def test_inlines_what_is_used_and_nothing_else():
 
 
 def test_inlines_transitively_in_the_order_of_the_source():
-    text = script("from helpers.process_group import start_process_group\nprint(start_process_group())")
-    source = (ROOT / "helpers/process_group.py").read_text()
+    text = script("from helpers.runtime.process_group import start_process_group\nprint(start_process_group())")
+    source = (ROOT / "helpers/runtime/process_group.py").read_text()
     mine = [name for name in top_level(text) if name not in ("Manual", "parse_args", "main")]
     assert {"launcher_variables", "start_process_group", "stop_process_group", "run_and_exit"} <= set(mine)
     assert mine == [name for name in top_level(source) if name in mine]
@@ -325,9 +329,11 @@ def test_inlines_transitively_in_the_order_of_the_source():
 
 
 def test_the_group_is_always_stopped():
-    start = "from helpers.process_group import start_process_group\ndevice = start_process_group()\nprint(device)"
+    start = (
+        "from helpers.runtime.process_group import start_process_group\ndevice = start_process_group()\nprint(device)"
+    )
     assert function(script(start), "main").endswith("    print(device)\n    stop_process_group()")
-    stop = "from helpers.process_group import stop_process_group\nstop_process_group()"
+    stop = "from helpers.runtime.process_group import stop_process_group\nstop_process_group()"
     assert function(script(start, stop), "main").count("stop_process_group()") == 1
 
 
@@ -352,18 +358,24 @@ def test_every_end_of_the_group_becomes_one_that_does_not_hang(source):
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("from helpers import process_group\nprint(process_group)", "takes a whole module"),
-        ("import helpers.data\nprint(helpers.data.digits())", "takes a whole module"),
+        ("from helpers.runtime import process_group\nprint(process_group)", "takes a whole module"),
+        ("import helpers.runtime.data\nprint(helpers.runtime.data.digits())", "takes a whole module"),
         ("import helpers\nprint(helpers)", "takes a whole module"),
-        ("from helpers.data import nothing\nprint(nothing)", "there is no such name"),
-        ("from helpers.data import digits as d\nprint(d())", "renames it"),
-        ("from helpers.data import *\nprint(1)", "hides what it imports"),
+        ("from helpers.runtime.data import nothing\nprint(nothing)", "there is no such name"),
+        ("from helpers.runtime.data import digits as d\nprint(d())", "renames it"),
+        ("from helpers.runtime.data import *\nprint(1)", "hides what it imports"),
         ("from math import *\nprint(pi)", "hides what it imports"),
         ("from . import x\nprint(x)", "hides what it imports"),
-        ("def f():\n    from helpers.data import digits\n    return digits()\nprint(f())", "in a block"),
-        ("if True:\n    import helpers.data", "in a block"),
-        ("from helpers.data import digits\ndef digits():\n    pass\nprint(digits())", "helpers.data binds too"),
-        ("from helpers.data import digits\ndigits = digits()\nprint(digits)", "assigns digits, which helpers.data"),
+        ("def f():\n    from helpers.runtime.data import digits\n    return digits()\nprint(f())", "in a block"),
+        ("if True:\n    import helpers.runtime.data", "in a block"),
+        (
+            "from helpers.runtime.data import digits\ndef digits():\n    pass\nprint(digits())",
+            "helpers.runtime.data binds too",
+        ),
+        (
+            "from helpers.runtime.data import digits\ndigits = digits()\nprint(digits)",
+            "assigns digits, which helpers.runtime.data",
+        ),
     ],
 )
 def test_inlining_refused(source, expected):
@@ -386,10 +398,10 @@ def test_inlining_refused(source, expected):
         ("get_ipython().run_line_magic('pwd', '')", "get_ipython().run_line_magic('pwd', '')"),
         ("import matplotlib.pyplot as plt\nplt.plot([1])\nplt.show()", "plt.show()"),
         ("import matplotlib.pyplot\nmatplotlib.pyplot.show()", "matplotlib.pyplot.show()"),
-        ("from helpers.launch import launch", "from helpers.launch import launch"),
-        ("from helpers.launch import launch\nlaunch(\n    print,\n    nproc=2,\n)", "launch( …"),
-        ("from helpers.launch import launch\na, b = launch(print)", "a, b = launch(print)"),
-        ("from helpers import figures, widgets\nfigures.show(1)", "figures.show(1)"),
+        ("from helpers.ranks.launch import launch", "from helpers.ranks.launch import launch"),
+        ("from helpers.ranks.launch import launch\nlaunch(\n    print,\n    nproc=2,\n)", "launch( …"),
+        ("from helpers.ranks.launch import launch\na, b = launch(print)", "a, b = launch(print)"),
+        ("from helpers.figures import drawing\ndrawing.show(1)", "drawing.show(1)"),
         ("from IPython.display import HTML\nHTML('a')", "HTML('a')"),
         ("x = 1\nx", "x"),
         ("x = 1\nx + 1, [y for y in 'a']", "x + 1, [y for y in 'a']"),
@@ -402,7 +414,7 @@ def test_dropped_with_a_line_that_says_so(source, line):
 
 
 def test_names_of_an_import_that_is_not_exported_are_known():
-    text = script(code("%load_ext helpers\nfrom helpers.launch import launch"), "launch(print)\nprint(1)")
+    text = script(code("%load_ext helpers\nfrom helpers.ranks.launch import launch"), "launch(print)\nprint(1)")
     assert "# Notebook only: launch(print)" in text and "load_ext" not in text
 
 
@@ -450,7 +462,7 @@ def test_a_cell_that_raises_is_left_out():
     ],
 )
 def test_entangled_with_the_notebook(source, expected):
-    message = refusal(code("from helpers.launch import launch"), "import matplotlib.pyplot as plt", source)
+    message = refusal(code("from helpers.ranks.launch import launch"), "import matplotlib.pyplot as plt", source)
     assert expected in message and "05_test, cell 3" in message
 
 
@@ -494,7 +506,7 @@ def test_entangled_with_the_notebook(source, expected):
 def test_names_refused(source, expected):
     cells = code("epochs: int = 1", "parameters"), code("late = 1"), source
     if source.startswith("from time import time\n"):  # the process group's module uses the module time
-        cells = *cells, "from helpers.process_group import start_process_group\nstart_process_group()"
+        cells = *cells, "from helpers.runtime.process_group import start_process_group\nstart_process_group()"
     message = refusal(*cells)
     assert expected in message and "05_test, cell " in message
 

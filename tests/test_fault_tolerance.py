@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import census
 import kills
+import leftovers
 import pytest
 from test_scripts import export, stand_alone
 
@@ -59,11 +59,11 @@ def test_the_harness_sees_weights_that_differ(tmp_path, capsys):
 def test_a_signal_to_the_agent_stops_all_ranks_with_a_snapshot(job, tmp_path):
     folder = tmp_path / "snapshots"
     running = job("--epochs", "2000", "--save-every", "20", "--checkpoint-dir", str(folder))
-    assert census.soon(lambda: list(folder.glob("step_*")), 120)
+    assert leftovers.soon(lambda: list(folder.glob("step_*")), 120)
     running.process.terminate()
     assert running.ended_within(60) and running.process.returncode == 1
     running.reader.join(5)
     step = re.fullmatch(r"stopped by SIGTERM at step (\d+): the same command goes on", running.lines[-1][1])[1]
     names = sorted(path.name for path in folder.iterdir())
     assert names[-2:] == [f"step_{int(step):08}", "stopped"] and all(name.startswith("st") for name in names)
-    assert census.soon(lambda: not census.processes(running.mark))
+    assert leftovers.soon(lambda: not leftovers.processes(running.mark))

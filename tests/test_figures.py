@@ -17,9 +17,9 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from nbclient import NotebookClient
 
-from helpers import figures
-from helpers.ddp_figures import ddp_overlap, exposed, overlap_schedule, replicas
-from helpers.figures import RANK_COLORS, rank_color, rank_hatch, show
+from helpers.figures import drawing as figures
+from helpers.figures.ddp import ddp_overlap, exposed, overlap_schedule, replicas
+from helpers.figures.drawing import RANK_COLORS, rank_color, rank_hatch, show
 
 ROOT = Path(__file__).parents[1]
 
@@ -107,8 +107,8 @@ def test_a_figure_has_the_same_bytes_every_time_whatever_the_style_around_it():
 
 
 def test_a_figure_has_the_same_bytes_in_another_process():
-    code = "from helpers import ddp_figures, figures\n"
-    code += "print(figures.show(ddp_figures.ddp_overlap(4, 4), 'a').page, end='')"
+    code = "from helpers.figures import ddp, drawing\n"
+    code += "print(drawing.show(ddp.ddp_overlap(4, 4), 'a').page, end='')"
     env = {**os.environ, "PYTHONHASHSEED": "1", "MPLBACKEND": "svg"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert done.stdout == show(ddp_overlap(4, 4), "a").page
@@ -245,7 +245,7 @@ def test_one_rank_sends_nothing_and_nonsense_is_refused():
 # --- what nbval compares ----------------------------------------------------------------------------------------------
 
 CELLS = {
-    "import": "from helpers.figures import bars, show\nvalue = float(open('value').read())",
+    "import": "from helpers.figures.drawing import bars, show\nvalue = float(open('value').read())",
     "measured": "show(bars({0: 2, 1: value}, 'ms'), alt='two bars', measured=True)",
     "not measured": "show(bars({0: 2, 1: value}, 'ms'), alt='two bars')",
     "measured, caption": "show(bars({0: 2, 1: 1}, 'ms'), alt='two bars', caption=f'{value}', measured=True)",

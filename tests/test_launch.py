@@ -18,15 +18,15 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
-import census
+import leftovers
 import numpy as np
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from helpers import launch as launcher
-from helpers.launch import LaunchError, RankError, fold, launch
+from helpers.ranks import launch as launcher
+from helpers.ranks.launch import LaunchError, RankError, fold, launch
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc, cgroups or fork")
 cells = itertools.count()
@@ -43,7 +43,7 @@ def warmed_up():
 @pytest.fixture(autouse=True)
 def nothing_left(request, warmed_up):
     """Every test leaves this process as it was; a kernel's test counts what the kernel leaves."""
-    with contextlib.nullcontext() if "kernel" in request.fixturenames else census.unchanged():
+    with contextlib.nullcontext() if "kernel" in request.fixturenames else leftovers.unchanged():
         yield
 
 
@@ -282,7 +282,7 @@ def test_torch_starts_from_the_same_seed_everywhere():
 
 
 def test_works_beside_the_kernels_own_group():
-    from helpers.process_group import start_process_group, stop_process_group
+    from helpers.runtime.process_group import start_process_group, stop_process_group
 
     def group():
         x = torch.ones(1)
@@ -726,7 +726,7 @@ def test_real_end_of_memory_is_named():
     try:
         error = failure(page.fill, group, nproc=2)
     finally:
-        census.soon(lambda: not (group / "cgroup.procs").read_text())
+        leftovers.soon(lambda: not (group / "cgroup.procs").read_text())
         group.rmdir()
     assert str(error) == ("rank 1 died first: killed by SIGKILL (the system's out-of-memory killer: use less memory)")
 
@@ -929,7 +929,7 @@ def test_rank_that_dies_while_it_sends_its_result():
 
 def test_launch_inside_a_rank():
     def nested():
-        from helpers.launch import launch
+        from helpers.ranks.launch import launch
 
         return launch(print)
 
@@ -1015,7 +1015,7 @@ def test_helper_process_that_was_killed_between_calls(victim):
     if victim == "resource tracker":
         pid = resource_tracker._resource_tracker._pid
     os.kill(pid, signal.SIGKILL)
-    assert census.soon(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    assert leftovers.soon(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "resource_tracker")  # the standard library tells of its own
         assert launch(dist.get_rank, nproc=2) == [0, 1]
@@ -1030,7 +1030,7 @@ def test_forkserver_that_is_killed_during_a_call():
     pid = forkserver._forkserver._forkserver_pid
     error = failure(kill_it, nproc=2)
     assert "ranks 0-1 died" in str(error)
-    assert census.soon(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    assert leftovers.soon(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     assert launch(dist.get_rank, nproc=2) == [0, 1]
 
 
@@ -1081,7 +1081,7 @@ def test_interrupt_between_a_pipe_and_what_closes_it(monkeypatch):
 SCRIPT = """
 import os
 import torch.distributed as dist
-from helpers.launch import launch
+from helpers.ranks.launch import launch
 
 def step(x):
     return x / dist.get_rank()
@@ -1093,7 +1093,7 @@ print(launch(lambda x: x + dist.get_rank(), 1, nproc=2))
 def run_script(path, last_line):
     """The finished process of a plain script, which has no ``if __name__ == "__main__"``."""
     path.write_text(f"{SCRIPT}{last_line}\n")
-    with census.surroundings() as environment:
+    with leftovers.surroundings() as environment:
         command = [sys.executable, "-W", "error", path.name]
         return subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -1111,8 +1111,8 @@ def test_script_that_is_killed_leaves_nothing(tmp_path):
 
 def test_process_group_that_is_killed_right_after_the_forkservers_start_leaves_nothing():
     """As nbval ends the kernel of a short notebook: the forkserver still imports torch then."""
-    source = "import os\nfrom helpers.launch import warm\nwarm()\nos.killpg(0, 9)"
-    with census.surroundings() as environment:
+    source = "import os\nfrom helpers.ranks.launch import warm\nwarm()\nos.killpg(0, 9)"
+    with leftovers.surroundings() as environment:
         done = subprocess.run([sys.executable, "-c", source], env=environment, start_new_session=True, timeout=60)
     assert done.returncode == -9
 
@@ -1124,7 +1124,7 @@ WARM = """
     %reload_ext helpers
     import os, time, pathlib, torch
     import torch.distributed as dist
-    from helpers.launch import launch
+    from helpers.ranks.launch import launch
 
     def hang():
         inside = pathlib.Path(os.environ["WORLD_SIZE_ONE_STORE"]).parent
@@ -1137,8 +1137,8 @@ WARM = """
 
 @pytest.fixture(scope="module")
 def own_kernel(warmed_up):
-    with census.surroundings() as environment:
-        kernel = census.Kernel(environment)
+    with leftovers.surroundings() as environment:
+        kernel = leftovers.Kernel(environment)
         yield kernel
         kernel.close()
 
@@ -1192,9 +1192,11 @@ def test_end_of_the_kernel_leaves_nothing(kernel, end):
             kernel.start("launch(hang, nproc=2)")
         else:
             kernel.run(WARM)
-        old = census.processes(kernel.mark)
+        old = leftovers.processes(kernel.mark)
         assert len(old) == (5 if hangs else 3)
         end(kernel)
         kernel.connect()
-        assert census.soon(lambda: not set(old) & set(census.processes(kernel.mark))), census.processes(kernel.mark)  # noqa: B023
-        assert census.soon(lambda: not census.listing(kernel.folder)), census.listing(kernel.folder)
+        assert leftovers.soon(lambda old=old: not set(old) & set(leftovers.processes(kernel.mark))), (
+            leftovers.processes(kernel.mark)
+        )
+        assert leftovers.soon(lambda: not leftovers.listing(kernel.folder)), leftovers.listing(kernel.folder)

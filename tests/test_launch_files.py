@@ -9,11 +9,11 @@ from pathlib import Path
 import hosts
 import pytest
 import yaml
-from census import unchanged
+from leftovers import unchanged
 
 from helpers.__main__ import main
-from helpers.cells import ExportError
-from helpers.launch_files import launch_files, minutes
+from helpers.export.launch_files import launch_files, minutes
+from helpers.export.notebook import ExportError
 
 PLAIN = 'parser.add_argument("--lr")\n'
 RESUMES = 'parser.add_argument("--checkpoint-dir")\nparser.add_argument("--resume")\n'

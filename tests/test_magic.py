@@ -4,13 +4,13 @@ import os
 import subprocess
 import sys
 
-import census
+import leftovers
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from helpers.launch import LaunchError
-from helpers.magic import free_names
+from helpers.ranks.launch import LaunchError
+from helpers.ranks.magic import free_names
 
 # --- the names that a cell reads --------------------------------------------------------------------------------------
 
@@ -106,8 +106,8 @@ def test_what_is_not_python_is_refused_with_its_line(cell, line):
 
 @pytest.fixture(scope="module")
 def kernel():
-    with census.surroundings() as environment:
-        kernel = census.Kernel(environment)
+    with leftovers.surroundings() as environment:
+        kernel = leftovers.Kernel(environment)
         try:
             reply, printed = kernel.run("%load_ext helpers\nimport torch\nimport torch.distributed as dist")
             assert (reply["status"], printed) == ("ok", "")
@@ -242,7 +242,11 @@ def test_hang_is_told_with_its_line(kernel):
         ("%%ranks many\n1", "UsageError", "many"),
         ("%%ranks 2 --unknown\n1", "UsageError", "--unknown"),
         ("%%ranks 2\nlock", "LaunchError", "the notebook's 'lock' cannot be sent to the ranks"),
-        ("%%ranks 2\nfrom helpers.launch import launch\nlaunch(int)", "RankError", "launch was called inside a rank"),
+        (
+            "%%ranks 2\nfrom helpers.ranks.launch import launch\nlaunch(int)",
+            "RankError",
+            "launch was called inside a rank",
+        ),
     ],
 )
 def test_what_cannot_work_is_told_shortly(kernel, cell, name, message):
@@ -270,7 +274,7 @@ def test_works_without_the_extensions_early_start(kernel):
 
 CELLS = [
     "%load_ext helpers",
-    "import os, sys, torch\nimport torch.distributed as dist\nfrom helpers.launch import launch",
+    "import os, sys, torch\nimport torch.distributed as dist\nfrom helpers.ranks.launch import launch",
     "%%ranks 2\nx = torch.ones(2) * rank\ndist.all_reduce(x)\nx",
     "%%ranks 2\nprint('rank', rank, file=sys.stderr)\nos.write(1, b'from C\\n')",
     "launch(lambda: print('hello') or dist.get_rank(), nproc=3)",

@@ -176,10 +176,10 @@ def test_uncompared_output_is_allowed_with_a_reason_and_an_assertion():
 def test_normalising_twice_changes_nothing_more():
     nb = deepcopy(GOOD)
     nb.metadata.language_info.version = "3.13.0"
-    nb.cells[5].outputs[0].traceback = [f"File {torch.__file__}:3", f"File {ROOT}/helpers/launch.py:4"]
+    nb.cells[5].outputs[0].traceback = [f"File {torch.__file__}:3", f"File {ROOT}/helpers/ranks/launch.py:4"]
     once = normalised(nb)
     assert normalised(once) == once != nb
-    assert once.cells[5].outputs[0].traceback == ["File torch/__init__.py:3", "File helpers/launch.py:4"]
+    assert once.cells[5].outputs[0].traceback == ["File torch/__init__.py:3", "File helpers/ranks/launch.py:4"]
     assert list(hygiene.names_no_machine(once)) == []
 
 
@@ -187,7 +187,7 @@ def test_normalising_twice_changes_nothing_more():
 
 WARNING_CELLS = {
     "kernel": "import warnings\nwarnings.warn('old', {category})",
-    "rank": "import warnings\nfrom helpers.launch import launch\n"
+    "rank": "import warnings\nfrom helpers.ranks.launch import launch\n"
     "def warn():\n    warnings.warn('old', {category})\n_ = launch(warn, nproc=1)",
     "calm": "pass",
 }

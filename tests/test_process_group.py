@@ -14,14 +14,14 @@ import textwrap
 from pathlib import Path
 from unittest import mock
 
-import census
+import leftovers
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.launch import RankError, launch
-from helpers.process_group import print0, run_and_exit, start_process_group, stop_process_group
+from helpers.ranks.launch import RankError, launch
+from helpers.runtime.process_group import print0, run_and_exit, start_process_group, stop_process_group
 
 LAUNCHED = {
     "RANK": "1",
@@ -49,7 +49,7 @@ def no_group_left(request, warmed_up, monkeypatch):
     """Every test starts without a launcher's variables and without a group, and leaves nothing."""
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
-    with contextlib.nullcontext() if "kernel" in request.fixturenames else census.unchanged():
+    with contextlib.nullcontext() if "kernel" in request.fixturenames else leftovers.unchanged():
         yield
         stop_process_group()
     assert not dist.is_initialized()
@@ -255,8 +255,8 @@ def test_link_to_a_folder_is_not_followed(temporary, ended, tmp_path_factory):
 
 @pytest.fixture
 def kernel():
-    with census.surroundings() as environment:
-        kernel = census.Kernel(environment)
+    with leftovers.surroundings() as environment:
+        kernel = leftovers.Kernel(environment)
         yield kernel
         kernel.close()
 
@@ -264,21 +264,21 @@ def kernel():
 def test_restart_of_a_notebooks_kernel(kernel):
     start = """
         import warnings
-        from helpers.process_group import start_process_group, stop_process_group
+        from helpers.runtime.process_group import start_process_group, stop_process_group
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             print(start_process_group(), start_process_group())
     """
     for _ in range(2):
         assert kernel.run(start)[1] == "cpu cpu\n"
-        (folder,) = census.listing(kernel.folder)  # one: the one that the killed kernel left is gone
+        (folder,) = leftovers.listing(kernel.folder)  # one: the one that the killed kernel left is gone
         everything = psutil.Process(kernel.manager.provisioner.pid).net_connections(kind="inet")
         assert {connection.laddr.ip for connection in everything} == {"127.0.0.1"}
         kernel.manager.restart_kernel(now=True)  # SIGKILL
         kernel.connect()
     assert kernel.run(start)[1] == "cpu cpu\n"
     kernel.manager.restart_kernel(now=False)
-    assert census.soon(lambda: not census.listing(kernel.folder))
+    assert leftovers.soon(lambda: not leftovers.listing(kernel.folder))
     kernel.connect()
 
 
@@ -441,7 +441,7 @@ SCRIPT = """
     import os, sys
     import torch
     import torch.distributed as dist
-    from helpers.process_group import print0, run_and_exit, start_process_group, stop_process_group
+    from helpers.runtime.process_group import print0, run_and_exit, start_process_group, stop_process_group
 
     def main(args):
         device = start_process_group()
@@ -475,7 +475,7 @@ def run(command, environment, folder, *flags):
 @pytest.mark.parametrize("flags", [[], ["forget"], ["exit"]])
 def test_script_without_a_launcher(flags, tmp_path):
     """Also where it does not stop its group: no warning, no file."""
-    with census.surroundings() as environment:
+    with leftovers.surroundings() as environment:
         done = run([], environment, tmp_path, *flags)
     assert (done.returncode, done.stdout, done.stderr) == (0, "cpu gloo 1 1.0\nstopped False\n", "")
 
@@ -489,7 +489,7 @@ def torchrun():
 
 @pytest.fixture
 def two_ranks():
-    with census.surroundings() as environment:
+    with leftovers.surroundings() as environment:
         yield {**environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -509,7 +509,7 @@ def test_an_error_file_is_finished_although_the_agent_asks_to_end(tmp_path):
     """The agent sends SIGTERM to the peers of a dead rank, and dies itself of an error file that is half written."""
     source = """
         import os, signal
-        from helpers.process_group import run_and_exit
+        from helpers.runtime.process_group import run_and_exit
 
         class Slow(Exception):
             def __str__(self):  # while it is written down

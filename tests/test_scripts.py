@@ -16,7 +16,7 @@ import time
 import uuid
 from pathlib import Path
 
-import census
+import leftovers
 import nbformat
 import psutil
 import pytest
@@ -72,7 +72,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from helpers.process_group import print0, start_process_group, stop_process_group
+from helpers.runtime.process_group import print0, start_process_group, stop_process_group
 
 device = start_process_group()
 model = DDP(nn.Linear(8, 1).to(device))
@@ -127,7 +127,7 @@ def torchrun(script, nproc, environment, *flags, timeout=120):
     process = subprocess.Popen(
         command,
         cwd=script.parent,
-        env={**environment, census.MARK: mark},
+        env={**environment, leftovers.MARK: mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -137,8 +137,8 @@ def torchrun(script, nproc, environment, *flags, timeout=120):
         status = process.returncode
     except subprocess.TimeoutExpired:
         status = None
-    census.soon(lambda: status is None or not census.processes(mark), seconds=2)
-    left = census.processes(mark)
+    leftovers.soon(lambda: status is None or not leftovers.processes(mark), seconds=2)
+    left = leftovers.processes(mark)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     if status is None:
@@ -160,14 +160,14 @@ def alone(tmp_path):
 
 
 def test_the_ranks_cannot_import_helpers(alone, tmp_path):
-    line = [sys.executable, "-c", "import helpers.data"]
+    line = [sys.executable, "-c", "import helpers.runtime.data"]
     assert subprocess.run(line, cwd=ROOT).returncode == 0
     done = subprocess.run(line, cwd=ROOT, env=alone, capture_output=True, text=True)
     assert done.returncode == 1 and "helpers is hidden" in done.stderr
 
     (tmp_path / "cheat").mkdir()
     script = tmp_path / "cheat" / "cheat.py"
-    script.write_text("import helpers.data")
+    script.write_text("import helpers.runtime.data")
     status, _, errors, _ = torchrun(script, 1, alone)
     assert status == 1 and "helpers is hidden" in errors
 
@@ -227,7 +227,7 @@ def running(tmp_path):
     mark = uuid.uuid4().hex
     notebook = write_notebook(tmp_path, FAILING)
     command = [sys.executable, "-m", "helpers", "run", notebook, "--nproc", "2", "--", "--steps", "100000000"]
-    environment = {**os.environ, census.MARK: mark, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, leftovers.MARK: mark, "TMPDIR": str(tmp_path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0, **pipes) as process:
         try:
@@ -236,11 +236,11 @@ def running(tmp_path):
             _, errors = process.communicate(timeout=30)
             assert time.monotonic() - sent < 10
         finally:
-            for pid in census.processes(mark):  # where the interruption failed
+            for pid in leftovers.processes(mark):  # where the interruption failed
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     assert (process.returncode, errors) == (130, "Interrupted; all ranks are stopped.\n")
-    assert not census.processes(mark)
+    assert not leftovers.processes(mark)
     assert not list(tmp_path.glob("tmp*"))
 
 
@@ -258,7 +258,7 @@ def test_an_interrupted_run_leaves_nothing(running, send, numbers):
 
 
 def test_a_run_is_interrupted_before_it_has_ranks(running, tmp_path):
-    assert census.soon(lambda: list(tmp_path.glob("tmp*")))
+    assert leftovers.soon(lambda: list(tmp_path.glob("tmp*")))
     time.sleep(0.1)
     running.send_signal(signal.SIGINT)
 
@@ -267,18 +267,18 @@ def test_what_ignores_sigterm_is_killed(tmp_path):
     shell = "trap '' TERM; echo ready; while :; do sleep 0.1; done"
     source = f"""
         import subprocess
-        from helpers.torchrun import stop_at_signals
+        from helpers.ranks.torchrun import stop_at_signals
         stop_at_signals({str(tmp_path / "folder")!r})
         subprocess.run(["sh", "-c", {shell!r}], start_new_session=True)
     """
     (tmp_path / "folder").mkdir()
-    environment = {**os.environ, census.MARK: uuid.uuid4().hex}
+    environment = {**os.environ, leftovers.MARK: uuid.uuid4().hex}
     command = [sys.executable, "-c", textwrap.dedent(source)]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.terminate()
         assert process.wait(timeout=30) == 130
-    assert not census.processes(environment[census.MARK]) and not (tmp_path / "folder").exists()
+    assert not leftovers.processes(environment[leftovers.MARK]) and not (tmp_path / "folder").exists()
 
 
 def test_run_passes_flags_and_status(tmp_path):

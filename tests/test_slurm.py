@@ -12,7 +12,7 @@ import pytest
 import recorded
 import slurm_cluster
 import torch
-from census import unchanged
+from leftovers import unchanged
 
 reason = slurm_cluster.missing()
 pytestmark = [

@@ -8,17 +8,17 @@ import sys
 import time
 from pathlib import Path
 
-import census
 import hosts
+import leftovers
 import numpy as np
 import psutil
 import pytest
 import recorded
 import yaml
 
-from helpers.cells import read_notebook
-from helpers.export import script_from_notebook
-from helpers.launch_files import launch_files
+from helpers.export.launch_files import launch_files
+from helpers.export.notebook import read_notebook
+from helpers.export.script import script_from_notebook
 
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[1]
@@ -37,7 +37,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from helpers.process_group import run_and_exit, start_process_group
+from helpers.runtime.process_group import run_and_exit, start_process_group
 
 
 def main(patience):
@@ -63,7 +63,7 @@ def place(tmp_path, monkeypatch):
     if reason := hosts.missing():
         pytest.skip(reason)
     monkeypatch.chdir(tmp_path)
-    with census.surroundings() as environment:
+    with leftovers.surroundings() as environment:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "PET_NNODES"):
             environment.pop(name, None)
         environment |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "CUDA_VISIBLE_DEVICES": ""}
@@ -84,7 +84,7 @@ class Job:
 
     def statuses(self, seconds=120):
         """The exit statuses, None for an agent that still runs after so many seconds."""
-        census.soon(lambda: None not in [process.poll() for process in self.processes], seconds)
+        leftovers.soon(lambda: None not in [process.poll() for process in self.processes], seconds)
         return [process.poll() for process in self.processes]
 
     def out(self, node):
@@ -143,7 +143,9 @@ def beats(rank):
 def all_beat(job, ranks=(0, 1, 2), seconds=60):
     """Wait until each rank has reduced five times more."""
     before = [beats(rank)[0] for rank in ranks]
-    more = census.soon(lambda: all(beats(rank)[0] >= old + 5 for rank, old in zip(ranks, before, strict=True)), seconds)
+    more = leftovers.soon(
+        lambda: all(beats(rank)[0] >= old + 5 for rank, old in zip(ranks, before, strict=True)), seconds
+    )
     assert more, job.told()
 
 
@@ -201,7 +203,7 @@ def test_a_name_that_means_the_loopback(place):
         ]
         job = Job(both, both_flags(c10d, *hosted), [script, "--patience=8"], place)
         try:
-            census.soon(lambda: 1 in [process.poll() for process in job.processes], 40)
+            leftovers.soon(lambda: 1 in [process.poll() for process in job.processes], 40)
             assert 1 in [process.poll() for process in job.processes], job.told()
         finally:
             job.end()
@@ -265,7 +267,7 @@ def test_a_worker_an_agent_a_link_are_lost(place):
             time.sleep(2)
             assert [beats(rank) for rank in range(3)] == stopped  # no error, no step
             assert job.processes[0].poll() is None
-            census.soon(lambda: job.processes[0].poll() is not None, 40)
+            leftovers.soon(lambda: job.processes[0].poll() is not None, 40)
             assert job.processes[0].poll() == 1 and time.monotonic() - cut > 5, job.told()
             assert "imed out" in job.err(0), job.told()
             text += "the link between them is cut\n  ranks 0, 1 and 2: stand still, without an error\n"
@@ -282,10 +284,10 @@ def test_elastic_goes_on_with_one_host(place):
     with hosts.two_hosts() as both:
         job = Job(both, both_flags(common, ["--nproc-per-node=2"], ["--nproc-per-node=1"]), [beating(), "3"], place)
         try:
-            assert census.soon(lambda: beats(0)[1] == 3, 60), job.told()
+            assert leftovers.soon(lambda: beats(0)[1] == 3, 60), job.told()
             before = beats(0)[0]
             both[1].switch_off()
-            assert census.soon(lambda: beats(0)[1] == 2, 60), job.told()
+            assert leftovers.soon(lambda: beats(0)[1] == 2, 60), job.told()
             all_beat(job, [0, 1])
             assert beats(0)[0] > before and job.processes[0].poll() is None
         finally:

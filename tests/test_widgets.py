@@ -10,10 +10,10 @@ import nbformat
 import pytest
 from test_figures import nbval, stored
 
-from helpers import widgets
-from helpers.ddp_figures import ddp_overlap
-from helpers.figures import canvas, show
-from helpers.widgets import explore
+from helpers.figures import sliders as widgets
+from helpers.figures.ddp import ddp_overlap
+from helpers.figures.drawing import canvas, show
+from helpers.figures.sliders import explore
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -117,7 +117,7 @@ def test_what_cannot_be_explored_is_refused_in_one_line(error, match, fn, slider
 
 def test_nbval_finds_it_equal_on_every_run_with_and_without_the_stored_widget(tmp_path):
     path = tmp_path / "explore.ipynb"
-    cells = ["from helpers.ddp_figures import ddp_overlap\nfrom helpers.widgets import explore"]
+    cells = ["from helpers.figures.ddp import ddp_overlap\nfrom helpers.figures.sliders import explore"]
     cells += ["explore(ddp_overlap, alt='a', caption='c', world_size=[1, 2], buckets=[1, 4])"] * 2
     notebook = stored(path, cells)
     assert all(WIDGET_VIEW in cell.outputs[0].data for cell in notebook.cells[1:])

@@ -6,7 +6,7 @@
 import re
 from string import Template
 
-from helpers.cells import ExportError
+from helpers.export.notebook import ExportError
 
 STOP_BEFORE = 180  # seconds before the time limit, when Slurm tells the ranks; it may do so a minute earlier
 SHORTEST = 10  # minutes

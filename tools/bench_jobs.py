@@ -1,4 +1,4 @@
-"""What whole jobs cost, for tests/bench.py: checkpoints, a pipeline's schedules, a restart."""
+"""What whole jobs cost, for tools/bench.py: checkpoints, a pipeline's schedules, a restart."""
 
 import contextlib
 import importlib.util
@@ -59,7 +59,7 @@ def seconds_of_steps(path, folder, rounds, save_every):
 
 
 def time_checkpoints(rounds=5, nproc=2):
-    from helpers.launch import launch
+    from helpers.ranks.launch import launch
 
     with exported("08") as script, tempfile.TemporaryDirectory() as folder:
         return launch(seconds_of_steps, str(script), folder, rounds, (20, 1), nproc=nproc, timeout=300)[0]
@@ -92,7 +92,7 @@ def seconds_of_schedules(path, rounds, micro_batches):
 
 
 def time_schedules(rounds=7, nproc=2):
-    from helpers.launch import launch
+    from helpers.ranks.launch import launch
 
     with exported("13") as script:
         return launch(seconds_of_schedules, str(script), rounds, 8, nproc=nproc, timeout=300)[0]

@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from helpers.process_group import launcher_variables
+from helpers.runtime.process_group import launcher_variables
 
 GRACE = 5  # seconds beyond a collective's own timeout, for the rank that reports it
 

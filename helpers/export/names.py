@@ -3,8 +3,8 @@
 import ast
 import builtins
 
-from helpers.cells import ExportError
-from helpers.statements import DEFINITION, each_import, import_key, imported_name
+from helpers.export.notebook import ExportError
+from helpers.export.source import DEFINITION, each_import, import_key, imported_name
 
 RANK_NAMES = ("rank", "local_rank", "world_size", "num_replicas")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -15,8 +15,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from helpers.diagnosis import report
-from helpers.ward import GRACE, Hopeless, Ward, open_store, plain
+from helpers.doctor.membership import GRACE, Hopeless, Ward, open_store, plain
+from helpers.doctor.report import report
 
 SMALL, LARGE = 1 << 10, {"cpu": 1 << 20, "cuda": 1 << 24}  # numbers of 4 bytes: 4 KiB; 4 MiB, on GPUs 64 MiB
 KNOCK = 5  # seconds to wait for another rank's address to answer

@@ -3,7 +3,7 @@
 from matplotlib.patches import FancyArrowPatch
 from matplotlib.ticker import MaxNLocator
 
-from helpers.figures import INK, boxes, canvas, rank_color, rank_hatch, style
+from helpers.figures.drawing import INK, boxes, canvas, rank_color, rank_hatch, style
 
 
 def overlap_schedule(

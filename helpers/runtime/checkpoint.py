@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from helpers.process_group import print0
+from helpers.runtime.process_group import print0
 
 MANIFEST = "manifest.json"  # written last: {file: [bytes, sha256]} of all others
 DCP_TYPES = {  # all that a DCP checkpoint's .metadata is made of, besides torch's dtypes and a path

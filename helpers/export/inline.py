@@ -6,10 +6,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from helpers.statements import IMPORT, each_import, imported_name, split
+from helpers.export.source import IMPORT, each_import, imported_name, split
 
 # What a script may use of helpers; each imports only from those before.
-RUNTIME = ("process_group", "data", "models", "checkpoint", "preemption")
+RUNTIME = ("process_group", "data", "models", "checkpoint", "stop_request")
+PACKAGE = "helpers.runtime"
 NOTEBOOK_PACKAGES = ("helpers", "IPython", "ipywidgets")  # all else of these lives in a notebook only
 PLUMBING = "The process group, started and stopped"
 TOUCHING = re.compile(r"(?:^#.*\n?)*\Z", re.MULTILINE)  # the comment right above a statement
@@ -23,21 +24,21 @@ def belongs(node):
     if runtime_module_of(node):
         return "inline"
     whole = imported if isinstance(node, ast.Import) else f"{imported}.{node.names[0].name}"
-    return "refused" if whole in ("helpers", *(f"helpers.{module}" for module in RUNTIME)) else "notebook"
+    return "refused" if whole in ("helpers", PACKAGE, *(f"{PACKAGE}.{module}" for module in RUNTIME)) else "notebook"
 
 
 def runtime_module_of(node):
     """The run-time module that a ``from helpers.x import …`` names, or None."""
-    package, _, module = (getattr(node, "module", None) or "").partition(".")
-    return module if package == "helpers" and module in RUNTIME else None
+    package, _, module = (getattr(node, "module", None) or "").rpartition(".")
+    return module if package == PACKAGE and module in RUNTIME else None
 
 
 @functools.cache
 def runtime_module(module):
     """A run-time module's statements by the names that they bind, in order: {name: [Statement, ...]}."""
     found = {}
-    source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
-    for statement in split(source, f"helpers.{module}"):
+    source = Path(__file__).parents[1].joinpath("runtime", f"{module}.py").read_text(encoding="utf-8")
+    for statement in split(source, f"{PACKAGE}.{module}"):
         if isinstance(statement.node, IMPORT):
             for one in each_import(statement):
                 found.setdefault(imported_name(one.node), []).append(one)
@@ -80,7 +81,7 @@ def inlined(wanted):
 def in_reading_order(constants, copied, definitions):
     """What a script defines, the chapter's own before the process group, each behind what it needs to be executed."""
     own = [replace(statement, heading="") for statement in constants]
-    own += [statement for statement in copied if statement.where != "helpers.process_group"] + definitions
+    own += [statement for statement in copied if statement.where != "helpers.runtime.process_group"] + definitions
     ordered, placed = [], []
     for statement in own:
         needed = reached(statement.needs, [*copied, *own])

@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 
-from helpers.cells import ExportError, read_notebook, title_and_promise
-from helpers.export import script_from_notebook
-from helpers.launch_files import launch_files
+from helpers.export.launch_files import launch_files
+from helpers.export.notebook import ExportError, read_notebook, title_and_promise
+from helpers.export.script import script_from_notebook
 
-NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
 def chapters():

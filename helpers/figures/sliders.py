@@ -7,7 +7,7 @@ import json
 
 from IPython import get_ipython
 
-from helpers.figures import figure_html, view
+from helpers.figures.drawing import figure_html, view
 
 MOST_FRAMES = 64
 

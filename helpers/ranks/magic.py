@@ -8,8 +8,8 @@ import symtable
 from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
-from helpers import launch
-from helpers.scopes import AsGenerators
+from helpers.ranks import launch
+from helpers.ranks.comprehensions import AsGenerators
 
 SOURCE = "<ranks cell>"
 OWN = ("rank", "local_rank", "world_size")  # a rank's own, whatever the notebook's names hold

@@ -146,7 +146,7 @@ def short(filename):
 
 def is_library(filename):
     """Whether a file is torch's, Python's or this package's rather than the reader's."""
-    folders = [*library_folders(), os.path.dirname(__file__)]
+    folders = [*library_folders(), os.path.dirname(os.path.dirname(__file__))]
     return filename.startswith("<frozen") or any(filename.startswith(folder + os.sep) for folder in folders)
 
 

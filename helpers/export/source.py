@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from helpers.scopes import AsGenerators
+from helpers.ranks.comprehensions import AsGenerators
 
 ANONYMOUS = ("lambda", "genexpr", "listcomp", "setcomp", "dictcomp")  # symtable's names of scopes without one
 IMPORT = ast.Import | ast.ImportFrom

@@ -76,7 +76,7 @@ def use_openmp():
 
 @contextlib.contextmanager
 def by_launch(nproc):
-    from helpers.launch import launch, warm
+    from helpers.ranks.launch import launch, warm
 
     warm()  # as `%load_ext helpers` does in a chapter's first cell
     import torch  # noqa: F401
@@ -240,7 +240,7 @@ def time_failures(contender, nproc=4):
             with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
                 try:
                     if contender == "launch":
-                        from helpers.launch import launch
+                        from helpers.ranks.launch import launch
 
                         launch(fail, how, f"{folder}/time", nproc=nproc)
                     else:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 
 from nbconvert.exporters import Exporter
 
-from helpers.cells import ExportError, first_line, left_out, read_notebook, sort_cells, title_and_promise
-from helpers.checks import check_hard_coded, check_names
-from helpers.flags import read_flags
-from helpers.inline import TOUCHING, belongs, in_reading_order, inlined, runtime_module, runtime_module_of
-from helpers.statements import DEFINITION, IMPORT, SIMPLE, Statement, check_syntax, each_import
+from helpers.export.flags import read_flags
+from helpers.export.inline import TOUCHING, belongs, in_reading_order, inlined, runtime_module, runtime_module_of
+from helpers.export.names import check_hard_coded, check_names
+from helpers.export.notebook import ExportError, first_line, left_out, read_notebook, sort_cells, title_and_promise
+from helpers.export.source import DEFINITION, IMPORT, SIMPLE, Statement, check_syntax, each_import
 
 
 @dataclass
@@ -92,14 +92,14 @@ def sort_import(statement, parts):
         elif place == "refused":
             raise ExportError(
                 f"{statement.where}: `{statement.code}` takes a whole module.\n"
-                "Name what you use, so that it can be copied: from helpers.process_group import start_process_group"
+                "Name what you use, so that it can be copied: from helpers.runtime.data import digits"
             )
         else:
             module = runtime_module_of(one.node)
             if name.name not in runtime_module(module) or name.asname not in (None, name.name):
                 wrong = "renames it" if name.asname else "but there is no such name"
                 raise ExportError(
-                    f"{statement.where}: `{one.code}`, {wrong}.\nImport a name of helpers/{module}.py as it is."
+                    f"{statement.where}: `{one.code}`, {wrong}.\nImport a name of helpers/runtime/{module}.py as it is."
                 )
             parts.wanted[module, name.name] = statement.where
     parts.imports += [statement] if len(kept) == len(node.names) else kept

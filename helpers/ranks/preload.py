@@ -23,7 +23,7 @@ def tidy_up(folder):
 
 os.setsid()  # a Ctrl-C and a kernel's restart signal its whole process group; this process must outlive it by a moment
 gc.disable()  # nothing of this is garbage: to search it takes a fifth of the time
-for name in ("torch._dynamo", "torch.nn.parallel", "torch.optim", "torch.utils.data", "helpers._rank"):
+for name in ("torch._dynamo", "torch.nn.parallel", "torch.optim", "torch.utils.data", "helpers.ranks.rank"):
     importlib.import_module(name)
 gc.freeze()  # nor shall each rank search it
 gc.enable()

@@ -25,7 +25,7 @@ from types import ModuleType
 
 import cloudpickle
 
-from helpers._rank import NOTEBOOK, Failure, is_library, place, rank_main
+from helpers.ranks.rank import NOTEBOOK, Failure, is_library, place, rank_main
 
 MAX_RANKS = 64
 MAX_SECONDS = 1_000_000
@@ -66,7 +66,7 @@ class RankError(RuntimeError):
 def warm():
     """Start the forkserver unless it runs. Returns before it has imported torch, which it does in the background."""
     os.environ["WORLD_SIZE_ONE_FOLDER"] = util.get_temp_dir()
-    context.set_forkserver_preload(["helpers._preload"])
+    context.set_forkserver_preload(["helpers.ranks.preload"])
     with without_main():
         running = forkserver._forkserver._forkserver_pid
         forkserver.ensure_running()

@@ -4,8 +4,8 @@ import ast
 import json
 import re
 
-from helpers.cells import ExportError, first_line
-from helpers.statements import IMPORT
+from helpers.export.notebook import ExportError, first_line
+from helpers.export.source import IMPORT
 
 
 def read_flags(parameters):

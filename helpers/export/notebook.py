@@ -12,8 +12,8 @@ from IPython.core.inputtransformer2 import TransformerManager
 from markdown_it import MarkdownIt
 from nbconvert.utils.exceptions import ConversionException
 
-from helpers.inline import belongs
-from helpers.statements import IMPORT, Statement, check_syntax, each_import, imported_name, split
+from helpers.export.inline import belongs
+from helpers.export.source import IMPORT, Statement, check_syntax, each_import, imported_name, split
 
 BODY_MAGICS = ("time", "capture", "prun")  # cell magics that run the cell's body as it stands
 

@@ -21,7 +21,7 @@ import uuid
 from collections import Counter
 from pathlib import Path
 
-import census
+import leftovers
 import psutil
 from test_scripts import ROOT, export, stand_alone
 
@@ -47,7 +47,7 @@ class Job:
         self.process = subprocess.Popen(
             [*command, *AT_ADDRESS, *TUNED, script, *flags],
             cwd=script.parent,
-            env={**environment, census.MARK: self.mark},
+            env={**environment, leftovers.MARK: self.mark},
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
@@ -90,7 +90,7 @@ class Job:
     def outcome(self):
         """(weights, result) of a job that has ended well. Raises Failure for another one."""
         self.reader.join(5)
-        left = census.soon(lambda: not census.processes(self.mark)) or census.processes(self.mark)
+        left = leftovers.soon(lambda: not leftovers.processes(self.mark)) or leftovers.processes(self.mark)
         weights, result = self.said("weights "), self.said("result ")
         if self.process.returncode or not weights or not result:
             raise Failure(f"torchrun ended with status {self.process.returncode}")
@@ -101,7 +101,7 @@ class Job:
     def close(self):
         if self.process.poll() is None:  # or its number may be another's by now
             self.process.kill()
-        for pid in census.processes(self.mark):
+        for pid in leftovers.processes(self.mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
@@ -146,7 +146,7 @@ def disturbed(script, nproc, environment, flags, folder, kills, start_up, luck, 
             if luck.random() < 0.5:
                 moment = luck.uniform(0, start_up)
             else:
-                census.soon(
+                leftovers.soon(
                     lambda born=born, clock=clock: trains(job, folder, born, clock) or job.ended_within(0), PATIENCE
                 )
                 moment = luck.uniform(0, WINDOW)
@@ -187,7 +187,7 @@ def back_after(hits, lines):
 def kill_many(kills, nproc, seed, folder, script):
     """Jobs under kills until there were as many; how many jobs went wrong."""
     luck, environment = random.Random(seed), stand_alone(folder)
-    seed_is = f"seed {seed}: python tests/kills.py --kills {kills} --nproc {nproc} --seed {seed}"
+    seed_is = f"seed {seed}: python tools/kills.py --kills {kills} --nproc {nproc} --seed {seed}"
     print(seed_is, flush=True)
     flags = [*LENGTH, "--save-every", "1000", "--checkpoint-dir", str(folder / "undisturbed")]
     *expected, start_up = undisturbed(script, nproc, environment, flags)
