@@ -92,8 +92,12 @@ def parse(arguments):
 
 def carry_out(args, flags, folder=None):
     """Do what the command line says and return the exit status; ``folder`` is for a script that is only run."""
-    from helpers.export import chapters as commands  # here, because it takes a second or more
-
+    try:
+        from helpers.export import chapters as commands  # here, because it takes a second or more
+    except ModuleNotFoundError as error:
+        needed = f"{args.command} needs {error.name}, which is not installed"
+        print(f"error: {needed}. Try: pip install {error.name}", file=sys.stderr)
+        return 1
     try:
         if args.command == "list":
             for name, title in commands.titles():

@@ -24,6 +24,7 @@ from helpers.export.notebook import (
     left_out,
     plain_refusal,
     read_notebook,
+    script_name,
     sort_cells,
     title_and_promise,
 )
@@ -324,4 +325,6 @@ class TorchrunExporter(Exporter):
     @plain_refusal
     def from_notebook_node(self, nb, resources=None, **kwargs):
         resources = self._init_resources(resources)  # no preprocessor: one of them executes notebooks
-        return script_from_notebook(nb, resources["metadata"].get("name") or "notebook"), resources
+        name = script_name(nb, resources["metadata"].get("name") or "notebook")
+        resources["unique_key"] = name  # nbconvert's name for the file
+        return script_from_notebook(nb, name), resources
