@@ -345,6 +345,7 @@ def test_a_file_that_the_notebook_writes_and_starts_is_the_script_already(start)
         ("def f():\n    return input()\nprint(f())", "asks with input()"),
         ("from tqdm import tqdm_notebook\nprint(tqdm_notebook)", "Write from tqdm.auto import tqdm"),
         ("import tqdm.notebook\nprint(tqdm.notebook)", "Write from tqdm.auto import tqdm"),
+        ("%run -i other.py\nprint(loader)", "reads loader, which perhaps `%run -i other.py` in mine, cell 1"),
         ("x = 3", "has no statement that a script could run"),
     ],
 )
