@@ -353,6 +353,14 @@ def test_refusals_say_what_to_do(source, expected):
     assert expected in refusal(source)
 
 
+@pytest.mark.parametrize("source", ["x += 1", "x.y: int = 1", "del x"])
+def test_what_is_not_a_parameter(source):
+    mine = notebook(source, WORK)
+    mine.cells[0].metadata.tags = ["parameters"]
+    with pytest.raises(ExportError, match="Write name: type = value"):
+        script_from_notebook(mine, "mine")
+
+
 def test_all_cells_that_are_wrong_are_told_at_once():
     with pytest.raises(ExportError) as caught:
         script_from_notebook(notebook("x = = 1", WORK, "name = input()", "pip install x"), "mine")
