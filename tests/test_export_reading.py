@@ -118,7 +118,7 @@ def test_a_language_that_is_not_text(language, tmp_path):
         script_from_notebook(read_notebook(path), "x")
 
 
-@pytest.mark.parametrize("metadata", [{"tags": None}, {"tags": "export"}, {"tags": [["export"], 3]}])
+@pytest.mark.parametrize("metadata", [{"tags": None}, {"tags": 3}, {"tags": "export"}, {"tags": [["export"], 3]}])
 def test_tags_that_are_not_words_are_no_tags(metadata):
     mine = notebook(WORK, "print('other')")
     mine.cells[0].metadata.update(metadata)
