@@ -159,4 +159,6 @@ def nothing_binds(name, by, where, parts, cells):
         why = f"is bound by a line that only a notebook can run, in {parts.dropped[name]}"
     elif name in cells.elsewhere:
         why = f"is bound in {cells.elsewhere[name]}, not exported"
+    elif cells.other_files:
+        why = f"perhaps {cells.other_files[0]} binds, which is left out"
     return ExportError(f"{where}: {by} reads {name}, which {why}.\nBind it in a cell that is exported.")
