@@ -28,7 +28,7 @@ def read_flags(parameters):
 def flag(statement):
     """One line of the parameters cell, ``name: type = value  # help``, as (name, add_argument call)."""
     node, where = ast.parse(statement.code).body[0], statement.where
-    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+    target = node.targets[0] if isinstance(node, ast.Assign) else isinstance(node, ast.AnnAssign) and node.target
     if not isinstance(target, ast.Name) or len(getattr(node, "targets", [1])) > 1 or not getattr(node, "value", None):
         raise ExportError(f"{where}: `{first_line(statement.code)}` is no parameter.\nWrite name: type = value  # help")
     name, value = target.id, ast.get_source_segment(statement.code, node.value)

@@ -18,7 +18,15 @@ from nbconvert.exporters import Exporter
 from helpers.export.flags import read_flags
 from helpers.export.inline import TOUCHING, belongs, in_reading_order, inlined, runtime_module, runtime_module_of
 from helpers.export.names import check_hard_coded, check_names
-from helpers.export.notebook import ExportError, first_line, left_out, read_notebook, sort_cells, title_and_promise
+from helpers.export.notebook import (
+    ExportError,
+    first_line,
+    left_out,
+    plain_refusal,
+    read_notebook,
+    sort_cells,
+    title_and_promise,
+)
 from helpers.export.source import DEFINITION, IMPORT, SIMPLE, Statement, check_syntax, each_import
 
 
@@ -180,9 +188,9 @@ def script_from_notebook(notebook, name):
     check_hard_coded([*cells.parameters, *cells.exported])
     cells.exported = [safe_end(statement) for statement in cells.exported]
     parts = sort_statements(cells, flags)
+    reads = leave_out_idle(parts)
     if all(statement.node is None for statement in parts.body):
         raise ExportError(f"{name} has no statement that a script could run.\nTag the cells of the script `export`.")
-    reads = leave_out_idle(parts)
     code = "\n".join(statement.code for statement in [*parts.definitions, *parts.body])
     if re.search(r"\b(start|init)_process_group\(", code) and "stop_process_group" not in reads:
         parts.body.append(replace(parts.body[-1], node=ast.Pass(), code="stop_process_group()", above="", comment=""))
@@ -308,10 +316,12 @@ class TorchrunExporter(Exporter):
     file_extension = ".py"
     output_mimetype = "text/x-python"
 
+    @plain_refusal
     def from_filename(self, filename, resources=None, **kwargs):
         read_notebook(filename)  # nbconvert alone would upgrade other formats without a word
         return super().from_filename(filename, resources, **kwargs)
 
+    @plain_refusal
     def from_notebook_node(self, nb, resources=None, **kwargs):
         resources = self._init_resources(resources)  # no preprocessor: one of them executes notebooks
         return script_from_notebook(nb, resources["metadata"].get("name") or "notebook"), resources
