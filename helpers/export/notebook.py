@@ -59,6 +59,7 @@ class Cells:
     # names that a script cannot have
     kernel_only: set = field(default_factory=lambda: {"get_ipython", "display", "notebook_login"})
     elsewhere: dict = field(default_factory=dict)  # what the other cells bind: {name: where}
+    read_elsewhere: set = field(default_factory=set)  # what the other cells read
     notes: list = field(default_factory=list)  # a line for each thing that is left out and may be missed
     other_files: list = field(default_factory=list)  # `%run x.py` and where: it may bind any name
 
@@ -209,6 +210,7 @@ def sort_cells(notebook, name):
                     continue  # what is not exported may be anything
                 for bound in (bound for statement in found for bound in statement.binds):
                     cells.elsewhere.setdefault(bound, where)
+                cells.read_elsewhere.update(read for statement in found for read in statement.reads)
         except ExportError as error:
             problems += error.problems
         for statement in found:
@@ -238,8 +240,8 @@ def first_line(source):
 
 
 def left_out(text, where, heading, above=""):
-    """The line of the script that stands for what is left out of it."""
-    return Statement(None, "", f"{above}# Notebook only: {text}", "", where, heading)
+    """What stands in the script for what is left out of it: the comment above that is not about it."""
+    return Statement(None, "", above, "", where, heading)
 
 
 def cell_magic(source):

@@ -20,8 +20,12 @@ class Block(nn.Module):
         super().__init__()
         self.head_width = width // heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(width, width) for _ in range(4)
+        )
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x):
         y = self.norm1(x)
@@ -42,13 +46,18 @@ class PixelTransformer(nn.Module):
 
     def __init__(self, width=64, layers=4, heads=4, levels=17, pixels=64, labels=10):
         super().__init__()
-        self.label, self.level = nn.Embedding(labels, width), nn.Embedding(levels, width)
+        self.label, self.level = (
+            nn.Embedding(labels, width),
+            nn.Embedding(levels, width),
+        )
         self.position = nn.Parameter(torch.randn(pixels, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, levels, bias=False)
 
     def forward(self, grey, labels):
-        x = torch.cat([self.label(labels)[:, None], self.level(grey[:, :-1])], dim=1)  # [batch, pixels, width]
+        x = torch.cat(
+            [self.label(labels)[:, None], self.level(grey[:, :-1])], dim=1
+        )  # [batch, pixels, width]
         x = x + self.position
         for block in self.blocks:
             x = block(x)
