@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from helpers.export.launch_files import launch_files
-from helpers.export.notebook import ExportError, read_notebook, title_and_promise
+from helpers.export.notebook import ExportError, read_notebook, title_and_purpose
 from helpers.export.script import script_from_notebook
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
@@ -29,7 +29,7 @@ def find_notebook(chapter):
 
 def titles():
     """Every chapter as (name, title)."""
-    return [(path.stem, title_and_promise(read_notebook(path), path.stem)[0]) for path in chapters()]
+    return [(path.stem, title_and_purpose(read_notebook(path), path.stem)[0]) for path in chapters()]
 
 
 def export(chapter, folder, force=False, cluster=None):

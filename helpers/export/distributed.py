@@ -133,8 +133,9 @@ def launchers(exported):
         )
         if LAUNCHERS.fullmatch(function) or re.search("notebook|spawn|fork", strategy) or process:
             yield (
-                f"{statement.where}: `{first_line(ast.unparse(call))}` starts ranks, and torchrun starts this script's: "
-                "each of them would start its own.\nCall the function that it is given, with start_process_group()."
+                f"{statement.where}: `{first_line(ast.unparse(call))}` starts ranks, and torchrun starts the "
+                "script's: each of those would start its own.\n"
+                "Call the function that it is given, with start_process_group()."
             )
 
 

@@ -7,8 +7,6 @@ import re
 from helpers.export.notebook import ExportError, first_line
 from helpers.export.source import IMPORT
 
-SWITCH = "argparse.BooleanOptionalAction"
-
 
 def read_flags(parameters):
     """The parameters cell as {name: (where, lines of parse_args)}; a comment on a line of its own begins a group.
@@ -27,7 +25,7 @@ def read_flags(parameters):
         if name in flags:
             problems.append(f"{statement.where} has the parameter {name} twice.\nKeep one.")
         if comments := re.findall(r"^# *(.+?)\.?$", statement.above, re.MULTILINE):
-            call = f"add = parser.add_argument_group({quoted(' '.join(comments))}).add_argument\n    {call}"
+            call = f"group = parser.add_argument_group({quoted(' '.join(comments))})\n    {call}"
         flags[name] = statement.where, call
     if problems:
         raise ExportError(*problems)
@@ -39,17 +37,22 @@ def parse_args_text(flags, name):
     calls = "\n    ".join(call for _, call in flags.values())
     head = f"""\
 def {name}():
-    class Manual(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-        pass
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Manual)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
 """
-    if calls and not calls.startswith("add ="):
-        head += "    add = parser.add_argument\n"
-    if calls.count(SWITCH) > 1:
-        head += f"    switch = {SWITCH}\n"
-        calls = calls.replace(SWITCH, "switch")
-    return f"{head}    {calls}\n    return parser.parse_args()"
+    if "action=switch" in calls:
+        head += "    switch = argparse.BooleanOptionalAction\n"
+    if "group = " in calls:
+        head += "    group = parser\n"
+    add = f"""
+    def add(flag, default, help, **options):
+        options = options or {{"type": type(default)}}
+        help = f"{{help}} (default: %(default)s)"
+        {"group" if "group = " in calls else "parser"}.add_argument(flag, default=default, help=help, **options)
+
+    {calls}
+"""
+    return f"{head}{add if calls else ''}    return parser.parse_args()"
 
 
 def flag(statement):
@@ -74,16 +77,14 @@ def flag(statement):
     if not fits or (choices and default is not None and default not in choices):
         raise ExportError(f"{where}: the default of {name}, {value}, does not fit its type.\nChange one of the two.")
     words = statement.comment.lstrip("# ") or name.replace("_", " ")
-    options = [f'"--{name.replace("_", "-")}"']
+    options = [quoted(f"--{name.replace('_', '-')}"), value]
+    options.append(quoted(words.replace("%", "%%")))  # argparse formats it with %
     if kind is bool:
-        options.append(f"action={SWITCH}")
-    elif kind is not str:
-        options.append(f"type={kind.__name__}")
-    if choices:
+        options.append("action=switch")
+    elif choices:
         options.append(f"choices={choices!r}")
-    if default is not None:
-        options.append(f"default={value}")
-    options.append(f"help={quoted(words.replace('%', '%%'))}")  # argparse formats it with %
+    if kind is not bool and (kind is not type(default) or (choices and kind is not str)):
+        options.append(f"type={kind.__name__}")
     return name, f"add({', '.join(options)})"
 
 

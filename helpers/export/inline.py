@@ -105,7 +105,7 @@ def by_name(statements):
 
 
 def reached(names, readers, seen):
-    """The names, and all that the statements which bind them read, and so on; without those in ``seen``, which grows."""
+    """The names, and what the statements which bind them read, and so on; without those in ``seen``, which grows."""
     found, todo = set(), [*names]
     while todo:
         name = todo.pop()

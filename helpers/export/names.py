@@ -65,8 +65,8 @@ def impossible_lookups(body):
                 called, given = node.func.id, len(node.args)
                 if (called in ("locals", "vars", "dir") and not given) or (called == "exec" and given < 2):
                     yield (
-                        f"{statement.where}: `{first_line(ast.unparse(node))}` is for a notebook's global names, and in "
-                        "a script it would have the names of main.\nName what it is for, or give it globals()."
+                        f"{statement.where}: `{first_line(ast.unparse(node))}` is for a notebook's global names; "
+                        "in a script it would have the names of main.\nName what it is for, or give it globals()."
                     )
 
 

@@ -152,18 +152,17 @@ def plain(inline):
     return " ".join(words.split())
 
 
-def title_and_promise(notebook, name):
-    """The notebook's title, and the first sentence below it ("" where there is none)."""
-    title = None
+def title_and_purpose(notebook, name):
+    """The notebook's title, and what its script does: its sentence "The script of this chapter …", or ""."""
+    title, purpose = None, ""
     for cell in notebook.cells:
-        if cell.cell_type != "markdown":
-            continue
-        headings, paragraphs = headings_and_paragraphs(cell.source)
-        title = title or next((text for level, text in headings if level == 1), None)
-        prose = [text for text in paragraphs if re.match(r"[\w\"']", text)]  # no label, no directive
-        if title and prose:
-            return title, re.match(r".+?[.?!](?=\s|$)|.+", prose[0])[0]
-    return title or name, ""
+        if cell.cell_type == "markdown":
+            headings, paragraphs = headings_and_paragraphs(cell.source)
+            title = title or next((text for level, text in headings if level == 1), None)
+            for text in paragraphs:
+                if found := re.search(r"The script of this chapter (.+?[.?!])(?=\s|$)", text):
+                    purpose = purpose or f"This script {found[1]}"
+    return title or name, purpose
 
 
 # ---- From cells to statements

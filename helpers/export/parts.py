@@ -8,7 +8,7 @@ import ast
 import builtins
 import re
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from helpers.export.inline import TOUCHING, belongs, by_name, reached, runtime_module, runtime_module_of
 from helpers.export.names import FUNCTION, fixed_names

@@ -42,10 +42,10 @@ from helpers.export.notebook import (
     read_notebook,
     script_name,
     sort_cells,
-    title_and_promise,
+    title_and_purpose,
 )
 from helpers.export.parts import PLAIN, is_library, root_of, sort_statements
-from helpers.export.source import DEFINITION, IMPORT, SIMPLE, Statement, check_syntax, each_import, imported_name
+from helpers.export.source import IMPORT, SIMPLE, Statement, check_syntax, each_import
 
 WIDTH = 88
 
@@ -73,7 +73,6 @@ def script_and_notes(notebook, name, allow_single=False):
         raise ExportError(
             *problems, f"{name} has no statement that a script could run.\nTag the cells of the script `export`."
         )
-    names_known = not problems
     problems += [*fixed_ranks([*cells.parameters, *cells.exported]), *launchers(cells.exported), *parts.problems]
     if not allow_single and not problems:
         problems += worlds(cells.exported, name)
@@ -81,10 +80,10 @@ def script_and_notes(notebook, name, allow_single=False):
 
     if problems:
         raise ExportError(*problems)
-    return written(parts, cells, *title_and_promise(notebook, name), name)
+    return written(parts, cells, *title_and_purpose(notebook, name), name)
 
 
-def written(parts, cells, title, promise, name):
+def written(parts, cells, title, purpose, name):
     """The script that the parts make, and its notes."""
     drop_unread_imports(parts, cells)
     starts = any(re.search(r"\b(start|init)_process_group\(", statement.code) for statement in parts.statements())
@@ -119,7 +118,7 @@ def written(parts, cells, title, promise, name):
     end_safely(parts, starts, own["stop_process_group"])
     definitions, plumbing = in_reading_order(parts.constants, copied, parts.definitions)
     sections = [
-        docstring(title, promise, name),
+        docstring(title, purpose, name),
         *imports_text(parts.top, copied_imports, own["argparse"]),
         definitions_text(definitions),
         main_text(parts, declared, own),
@@ -186,11 +185,11 @@ def is_end(node):
 # ---- The script's text
 
 
-def docstring(title, promise, name):
+def docstring(title, purpose, name):
     """The script's docstring: what it is, and how to run it."""
     file = shlex.quote(f"{name}.py")
     title += "" if title.endswith((".", "?", "!")) else "."
-    text = textwrap.fill(f"{title} {promise}".strip(), WIDTH - 3).replace('"""', "'''")
+    text = textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 3).replace('"""', "'''")
     nodes = f"    torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu {file}"
     if len(nodes) > WIDTH:
         nodes = nodes.replace(f" {file}", f" \\\n        {file}")
@@ -298,15 +297,26 @@ def outer_strings(tree):
             yield from outer_strings(node)
 
 
+def with_short_lines(script):
+    """The script without comments for formatters, and with a comment behind a line that is too long above it."""
+    lines, depth = script.split("\n"), 0
+    for token in tokenize.generate_tokens(io.StringIO(script).readline):
+        row, column = token.start[0] - 1, token.start[1]
+        if token.type == tokenize.OP:
+            depth += (token.string in "([{") - (token.string in ")]}")
+        elif token.type == tokenize.COMMENT:
+            before = lines[row][:column].rstrip()
+            if re.match(r"# *(fmt|isort) *:", token.string):
+                lines[row] = before or None
+            elif before and len(lines[row]) > WIDTH and not depth and not re.match(r"# *(noqa|type|pragma|ruff)", token.string):
+                indent = before[: len(before) - len(before.lstrip())]
+                lines[row] = f"{indent}{token.string}\n{before}"
+    return "\n".join(line for line in lines if line is not None)
+
+
 def tidy(script, name, sort):
-    """The script formatted by ruff, without comments for formatters; with ``sort`` its imports merged and sorted."""
-    tokens = tokenize.generate_tokens(io.StringIO(script).readline)
-    lines = script.split("\n")
-    for token in tokens:
-        if token.type == tokenize.COMMENT and re.match(r"# (fmt|isort): ?\w", token.string):
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column].rstrip()
-    script = "\n".join(lines)
+    """The script formatted by ruff; with ``sort`` its imports are merged and sorted."""
+    script = with_short_lines(script)
     style = ["--isolated", f"--line-length={WIDTH}", "--target-version=py311", "-"]
     commands = [["check", "--fix", "--exit-zero", "--quiet", "--select=I"], ["format"]]
     for command in commands if sort else commands[1:]:
