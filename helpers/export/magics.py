@@ -14,10 +14,11 @@ TIMED = re.compile(r"(\s*)%time\s+(?=\S)")
 AUTOMAGICS = "pip conda mamba uv cd ls ll cat cp mv rm mkdir rmdir env set_env run".split()
 AUTOMAGICS += "load_ext matplotlib time timeit".split()
 QUIET = "matplotlib load_ext reload_ext autoreload config pinfo pinfo2 psearch".split()  # a script does not miss them
+INSTALLERS = ("pip", "pip3", "conda", "mamba", "micromamba", "uv")
 INSTALL = "install it where the script runs"
 IN_SHELL = "run it in a shell before the script, on every node"
 INSTEAD = {
-    **dict.fromkeys(("pip", "conda", "mamba", "micromamba", "uv"), INSTALL),
+    **dict.fromkeys(INSTALLERS, INSTALL),
     **dict.fromkeys(("env", "set_env"), "export the variable in the shell that starts torchrun"),
     "cd": "a script's paths count from the folder in which it is started",
     "run": "import what you need from that file",
@@ -113,7 +114,8 @@ def instead(magic, text):
     if magic in ("!", "sx", "system", "bash", "sh"):
         if STARTS_RANKS.search(text):
             return "it starts ranks, and this script is started by torchrun itself"
-        if re.search(r"(?:^|[\s/])(?:pip3?|conda|mamba|uv) +(?:\w+ +)*(?:install|add)\b", text):
+        words = set(text.split())
+        if words & set(INSTALLERS) and words & {"install", "add"}:
             return INSTALL
         return IN_SHELL
     return INSTEAD.get(magic, "a script has no IPython")

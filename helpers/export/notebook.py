@@ -20,6 +20,7 @@ from helpers.export.magics import as_python, automagic, instead, magic_of
 from helpers.export.source import IMPORT, SIMPLE, Statement, check_syntax, each_import, imported_name, split
 
 BODY_MAGICS = ("time", "capture", "prun")  # cell magics that run the cell's body as it stands
+LONGEST = 2000  # characters of a paragraph that are read: a script quotes its first sentence
 SHELLS = ("bash", "sh", "script", "!")
 COLAB = "google.colab"
 IMPORTED_BY_TORCH = "torch functorch torchgen numpy sympy mpmath networkx jinja2 markupsafe filelock fsspec".split()
@@ -90,7 +91,7 @@ def read_notebook(path):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about cells without ids, which a script does not need
-            notebook = nbformat.reads(text, as_version=4)
+            notebook = nbformat.v4.reads(text)  # nbformat.reads would also log what is wrong, in ten lines
             nbformat.validate(notebook)
     except Exception as error:  # from a damaged file nbformat raises anything
         reason = first_line(str(error)) or type(error).__name__
@@ -128,13 +129,19 @@ def script_name(notebook, name):
 
 def headings_and_paragraphs(markdown):
     """A markdown cell's headings [(level, text)] and paragraphs [text], without their markup."""
-    tokens = MarkdownIt().parse(markdown.encode(errors="replace").decode())  # a script's text is UTF-8
+    parser, links = MarkdownIt(), {}
+    text = markdown.encode(errors="replace").decode()  # a script is UTF-8
     headings, paragraphs = [], []
-    for opening, inline in zip(tokens, tokens[1:], strict=False):
-        if opening.type == "heading_open":
-            headings.append((int(opening.tag[1]), plain(inline)))
-        elif opening.type == "paragraph_open" and opening.level == 0:
-            paragraphs.append(plain(inline))
+    tokens = parser.disable("inline").parse(text, links)
+    parser.enable("inline")
+    for opening, block in zip(tokens, tokens[1:], strict=False):
+        heading = opening.type == "heading_open"
+        if heading or (opening.type == "paragraph_open" and opening.level == 0):
+            [inline] = parser.parseInline(block.content[:LONGEST], links)
+            if heading:
+                headings.append((int(opening.tag[1]), plain(inline)))
+            else:
+                paragraphs.append(plain(inline))
     return headings, paragraphs
 
 
@@ -192,8 +199,10 @@ def sort_cells(notebook, name):
             if "parameters" in tags:
                 if cells.parameters:
                     raise ExportError(f"{where} is the second that is tagged parameters.\nKeep one such cell.")
+                check_text(cell.source, where)
                 found = cells.parameters = cell_statements(cell.source, where, heading, tagged=True)
             elif "export" in tags or not tagged:
+                check_text(cell.source, where)
                 if {"raises-exception", "nbval-raises-exception"} & set(tags):
                     raising = f"{first_line(cell.source)} (a cell that raises)"
                     cells.exported.append(left_out(raising, where, heading))
@@ -236,6 +245,14 @@ def first_line(source):
     """The first line of a source text that is not blank, shortened to 60 characters."""
     line = next((line.strip() for line in source.splitlines() if line.strip()), "")
     return line if len(line) <= 60 else f"{line[:59]}…"
+
+
+def check_text(source, where):
+    """Raise ExportError for a text that a Python file cannot have."""
+    if found := re.search("[\0\ud800-\udfff]", source):
+        what = "null bytes" if found[0] == "\0" else "half of a character (a lone surrogate)"
+        line = source[: found.start()].count("\n") + 1
+        raise ExportError(f"{where} has {what} in line {line}.\nWrite that line again.")
 
 
 def left_out(text, where, heading, above=""):

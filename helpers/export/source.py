@@ -64,9 +64,7 @@ def check_syntax(source):
         try:
             compile(source, "cell", "exec", dont_inherit=True)
             levels = depth(ast.parse(source))
-        except UnicodeEncodeError:
-            raise SyntaxError("it has half of a character (a lone surrogate)") from None
-        except ValueError as error:  # a null byte
+        except ValueError as error:  # a null byte, a lone surrogate
             raise SyntaxError(str(error)) from None
         except (RecursionError, MemoryError):  # the parser's own limits
             levels = float("inf")
