@@ -209,10 +209,5 @@ def nothing_binds(name, by, where, parts, cells):
     elif name in cells.elsewhere:
         why = f"is bound in {cells.elsewhere[name]}, not exported"
     elif cells.other_files:
-<<<<<<< HEAD
-        why += f"; perhaps {cells.other_files[0]} does"
-    return f"{where}: {by} reads {name}, which {why}.\nBind it in a cell that is exported."
-=======
         why = f"perhaps {cells.other_files[0]} binds, which is left out"
-    return ExportError(f"{where}: {by} reads {name}, which {why}.\nBind it in a cell that is exported.")
->>>>>>> reading
+    return f"{where}: {by} reads {name}, which {why}.\nBind it in a cell that is exported."

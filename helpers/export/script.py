@@ -48,6 +48,7 @@ from helpers.export.parts import PLAIN, is_library, root_of, sort_statements
 from helpers.export.source import IMPORT, SIMPLE, Statement, check_syntax, each_import
 
 WIDTH = 88
+PRAGMA = re.compile(r"# *(noqa|type|pragma|ruff|pylint|mypy)\b")  # a comment that is about its own line
 
 
 def script_from_notebook(notebook, name, allow_single=False):
@@ -308,7 +309,7 @@ def with_short_lines(script):
             before = lines[row][:column].rstrip()
             if re.match(r"# *(fmt|isort) *:", token.string):
                 lines[row] = before or None
-            elif before and len(lines[row]) > WIDTH and not depth and not re.match(r"# *(noqa|type|pragma|ruff)", token.string):
+            elif before and len(lines[row]) > WIDTH and not depth and not PRAGMA.match(token.string):
                 indent = before[: len(before) - len(before.lstrip())]
                 lines[row] = f"{indent}{token.string}\n{before}"
     return "\n".join(line for line in lines if line is not None)
