@@ -49,6 +49,7 @@ def parse(arguments):
     which.add_argument("--all", action="store_true", help="every chapter")
     command.add_argument("--out", default="scripts", metavar="DIR", help="the folder to write to (default: scripts)")
     command.add_argument("--force", action="store_true", help="overwrite a script that differs")
+    command.add_argument("--allow-single", action="store_true", help="also a notebook whose ranks train a model each")
     command.add_argument(
         "--slurm", action="store_true", help="write what starts it on many nodes too: for Slurm, by hand, on Kubernetes"
     )
@@ -103,7 +104,8 @@ def carry_out(args, flags, folder=None):
             for name, title in commands.titles():
                 print(f"{name:24}{title}")
         elif args.command == "export":
-            for target in commands.export(None if args.all else args.chapter, args.out, args.force, args.cluster):
+            chapter = None if args.all else args.chapter
+            for target in commands.export(chapter, args.out, args.force, args.cluster, args.allow_single):
                 print(target)
         else:
             [script] = commands.export(args.chapter, folder)

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from helpers.export.launch_files import launch_files
-from helpers.export.notebook import ExportError, read_notebook, script_name, title_and_promise
-from helpers.export.script import script_from_notebook
+from helpers.export.notebook import ExportError, read_notebook, script_name, title_and_purpose
+from helpers.export.script import script_and_notes
 
 HELPERS = Path(__file__).resolve().parents[1]
 # Where the notebooks are: inside an installed package, or beside it in a copy of the repository.
@@ -37,13 +37,14 @@ def find_notebook(chapter):
 
 def titles():
     """Every chapter as (name, title)."""
-    return [(path.stem, title_and_promise(read_notebook(path), path.stem)[0]) for path in chapters()]
+    return [(path.stem, title_and_purpose(read_notebook(path), path.stem)[0]) for path in chapters()]
 
 
-def export(chapter, folder, force=False, cluster=None):
+def export(chapter, folder, force=False, cluster=None, allow_single=False):
     """Write a chapter's script, or with None every chapter's, into the folder; return the paths.
 
     With ``cluster``, {"nodes": 2, "gpus": 8, "time": "04:00:00"}, what starts it there stands beside it.
+    ``allow_single`` exports a notebook that starts no process group. What a script lacks or changes is told on stderr.
     Raises ExportError, before it writes anything, when a file is there that differs and ``force`` is not given.
     Each file is written at once or not at all.
     """
@@ -58,7 +59,9 @@ def export(chapter, folder, force=False, cluster=None):
                 f"{path.stem}.",
                 file=sys.stderr,
             )
-        script = script_from_notebook(notebook, name)
+        script, notes = script_and_notes(notebook, name, allow_single)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
         files = {f"{name}.py": script} | (launch_files(name, script, **cluster) if cluster else {})
         targets |= {Path(folder) / name: text for name, text in files.items()}
     try:

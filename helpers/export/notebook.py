@@ -60,6 +60,7 @@ class Cells:
     # names that a script cannot have
     kernel_only: set = field(default_factory=lambda: {"get_ipython", "display", "notebook_login"})
     elsewhere: dict = field(default_factory=dict)  # what the other cells bind: {name: where}
+    read_elsewhere: set = field(default_factory=set)  # what the other cells read
     notes: list = field(default_factory=list)  # a line for each thing that is left out and may be missed
     other_files: list = field(default_factory=list)  # `%run x.py` and where: it may bind any name
 
@@ -158,18 +159,17 @@ def plain(inline):
     return " ".join(words.split())
 
 
-def title_and_promise(notebook, name):
-    """The notebook's title, and the first sentence below it ("" where there is none)."""
-    title = None
+def title_and_purpose(notebook, name):
+    """The notebook's title, and what its script does: its sentence "The script of this chapter …", or ""."""
+    title, purpose = None, ""
     for cell in notebook.cells:
-        if cell.cell_type != "markdown":
-            continue
-        headings, paragraphs = headings_and_paragraphs(cell.source)
-        title = title or next((text for level, text in headings if level == 1), None)
-        prose = [text for text in paragraphs if re.match(r"[\w\"']", text)]  # no label, no directive
-        if title and prose:
-            return title, re.match(r".+?[.?!](?=\s|$)|.+", prose[0])[0]
-    return title or name, ""
+        if cell.cell_type == "markdown":
+            headings, paragraphs = headings_and_paragraphs(cell.source)
+            title = title or next((text for level, text in headings if level == 1), None)
+            for text in paragraphs:
+                if found := re.search(r"The script of this chapter (.+?[.?!])(?=\s|$)", text):
+                    purpose = purpose or f"This script {found[1]}"
+    return title or name, purpose
 
 
 # ---- From cells to statements
@@ -218,6 +218,7 @@ def sort_cells(notebook, name):
                     continue  # what is not exported may be anything
                 for bound in (bound for statement in found for bound in statement.binds):
                     cells.elsewhere.setdefault(bound, where)
+                cells.read_elsewhere.update(read for statement in found for read in statement.reads)
         except ExportError as error:
             problems += error.problems
         for statement in found:
@@ -255,8 +256,8 @@ def check_text(source, where):
 
 
 def left_out(text, where, heading, above=""):
-    """The line of the script that stands for what is left out of it."""
-    return Statement(None, "", f"{above}# Notebook only: {text}", "", where, heading)
+    """What stands in the script for what is left out of it: the comment above that is not about it."""
+    return Statement(None, "", above, "", where, heading)
 
 
 def cell_magic(source):
