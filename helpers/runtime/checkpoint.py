@@ -145,7 +145,7 @@ def new_checkpoint(folder, step, keep=3):
     try:
         yield path
     except (OSError, CheckpointError) as error:
-        failed = str(error)
+        failed = str(error).splitlines()[0]
     commit(path, keep, failed)
 
 
@@ -368,7 +368,7 @@ def dcp_failed(path, error):
     if isinstance(reason, pickle.UnpicklingError):
         return unreadable(path, reason)
     return CheckpointError(
-        f"DCP failed on rank {rank}: {' '.join(str(reason).split())[:300]}\n"
+        f"DCP, rank {rank}: {' '.join(str(reason).split())[:300]}\n"
         "To load, build model and optimizer as they were when they were saved."
     )
 
