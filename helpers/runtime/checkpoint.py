@@ -41,35 +41,29 @@ class CheckpointError(RuntimeError):
 
 
 class Hashed(io.BufferedWriter):
-    """A new file that hashes what is written to it."""
+    """A new file that hashes what is written to it, for the manifest."""
 
     def __init__(self, path):
         super().__init__(io.FileIO(path, "wb"))
-        self.length, self.sha256 = 0, hashlib.sha256()
+        self.path, self.sha256 = path, hashlib.sha256()
 
     def write(self, data):
         self.sha256.update(data)
-        self.length += memoryview(data).nbytes
         return super().write(data)
 
-
-@contextmanager
-def hashed(path):
-    """A new file; its length and its hash are kept for the manifest."""
-    try:
-        with Hashed(path) as file:
-            yield file
-    except RuntimeError as error:  # torch.save makes one of a full disk's OSError
-        cause = error.__context__
-        raise (cause if isinstance(cause, OSError) else error) from None
-    WRITTEN.get(path.parent, {})[path.name] = [file.length, file.sha256.hexdigest()]
+    def __exit__(self, kind, error, trace):
+        self.close()
+        if kind is RuntimeError and isinstance(error.__context__, OSError):
+            raise error.__context__  # a full disk, which torch.save words differently
+        note = [self.path.stat().st_size, self.sha256.hexdigest()]
+        WRITTEN.get(self.path.parent, {})[self.path.name] = note
 
 
 def replace_file(path, write):
     """Call ``write(file)`` on a file beside ``path``, then rename it to ``path``."""
     part = Path(path).with_name(f".{Path(path).name}.part")
     try:
-        with hashed(part) as file:
+        with Hashed(part) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -134,10 +128,9 @@ def load_and_send(path, device):
 
 @contextmanager
 def new_checkpoint(folder, step, keep=3):
-    """A folder to write a checkpoint into, on every rank. It counts after the block.
+    """A folder to write into, on every rank; a checkpoint at the end of the block.
 
-    One rank's full disk is raised on all ranks at the end of the block. So collectives
-    come first in the block, and what only one rank writes comes after them.
+    There, all ranks raise what one rank's disk did. So collectives come before files.
     """
     path, failed = begin(folder, step), ""
     try:
@@ -155,10 +148,7 @@ def begin(folder, step, group=None):
 
 
 def commit(path, keep=3, failed="", group=None):
-    """Put the folder of ``begin`` in its place and return it, on every rank.
-
-    ``failed`` says why this rank could not write. The newest ``keep`` checkpoints stay.
-    """
+    """Put ``begin``'s folder in its place, unless a rank failed; on every rank."""
     ranks = [(failed, WRITTEN[path])]  # names, lengths and hashes: nobody reads a file
     if dist.is_initialized():
         ranks *= dist.get_world_size()
@@ -249,20 +239,16 @@ def damage(path):
 
 
 def latest_good(folder):
-    """The newest checkpoint whose files have their lengths, or None, on every rank.
-
-    It reads no file, so it does not see a flipped bit: ``verify`` does.
-    """
+    """The newest checkpoint whose files have their lengths, or None, on every rank."""
     return on_rank0(find_latest_good, Path(folder))
 
 
 def find_latest_good(folder, damage=damage):
     """What ``latest_good`` does, on one rank; ``damage=damaged_bytes`` reads all."""
     if not folder.is_dir():
-        hint = f"Correct its name, or make it: mkdir -p {folder}"
-        raise CheckpointError(f"There is no folder {folder}.\n{hint}")
-    found = finished(folder)
-    for path in reversed(found):
+        text = f"There is no folder {folder}.\nCorrect its name, or: mkdir -p {folder}"
+        raise CheckpointError(text)
+    for path in reversed(found := finished(folder)):
         if not (problem := damage(path)):
             return path
         print0(f"skipped: {problem}")
@@ -324,7 +310,7 @@ class HashedFiles(FileSystem):
     """What DCP's writer opens and renames files with."""
 
     def create_stream(self, path, mode):
-        return hashed(path)
+        return Hashed(path)
 
     def rename(self, path, new_path):
         rename(path, new_path)
@@ -370,7 +356,7 @@ class PlainMetadata(pickle.Unpickler):
     known = r"torch(\.serialization|\.distributed\.checkpoint\..+)?|pathlib(\._local)?"
 
     def find_class(self, module, name):
-        if "." not in name and re.fullmatch(self.known, module):
+        if re.fullmatch(self.known, module):
             found = super().find_class(module, name)
             layout = copyreg.dispatch_table[torch.layout](torch.strided)[0]
             if found in (torch.Size, layout) or isinstance(found, torch.dtype):
