@@ -59,6 +59,11 @@ def parse(arguments):
     command.add_argument("chapter", metavar="CHAPTER", help=chapter)
     command.add_argument("--nproc", type=processes, default=2, metavar="N", help="how many ranks (default: 2)")
     command.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the script, after two dashes")
+    from helpers.rehearsal import command as rehearsal
+
+    rehearsal.add_arguments(
+        commands.add_parser("rehearse", help="run a script's GPU path on pretended GPUs of this machine"), whole, chapter
+    )
     command = commands.add_parser(
         "doctor",
         help="check the machines, the network and the collectives",
@@ -76,7 +81,7 @@ def parse(arguments):
     )
     command.add_argument("--master", metavar="HOST[:PORT]", help="where rank 0 runs (default: the launcher's)")
     flags = []
-    if arguments[:1] == ["run"] and "--" in arguments:
+    if arguments[:1] in (["run"], ["rehearse"]) and "--" in arguments:
         arguments, flags = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
     args = parser.parse_args(arguments)
     if args.command == "export":
@@ -149,6 +154,10 @@ def main(arguments):
     try:
         if args.command == "doctor":
             return see_doctor(args, arguments[1:])
+        if args.command == "rehearse":
+            from helpers.rehearsal.command import rehearse
+
+            return rehearse(args, flags)
         if args.command != "run":
             return carry_out(args, flags)
         with tempfile.TemporaryDirectory() as folder:

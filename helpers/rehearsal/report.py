@@ -1,0 +1,77 @@
+"""The report of a rehearsal: one rank's counts as a table on the screen and as JSON."""
+
+import json
+import os
+import sys
+
+from helpers.rehearsal.counts import COLLECTIVE, COPY, COUNTS, UPLOAD, WAIT
+
+TITLES = {
+    WAIT: "the host waits for the GPU",
+    UPLOAD: "the host waits for a copy to the GPU",
+    COPY: "copies that nobody waits for",
+    COLLECTIVE: "collectives",
+}
+UNSEEN = """\
+This was a rehearsal on pretended GPUs. It cannot see real NCCL, streams and timing, CUDA's memory and kernels, autocast's
+lists of operators, CUDA's random numbers, and the collectives and devices inside torch's C++ (DDP's buckets, backward)."""
+
+
+def numbers():
+    """Everything that was counted, for --json."""
+    return {
+        "rank": int(os.environ.get("RANK", "0")),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "steps": len(COUNTS.marks),
+        "ddp_buckets": ddp_buckets(),
+        "lines": COUNTS.table(),
+        "refused": COUNTS.refusals,
+    }
+
+
+def ddp_buckets():
+    """The bytes of each DDP model's buckets; empty where no step came so far."""
+    from helpers.rehearsal import wrappers
+
+    return wrappers.buckets()
+
+
+def in_units(size):
+    """Bytes for people: 512 B, 1.5 kB, 3.0 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+
+
+def text(counted):
+    """The report as lines for the screen."""
+    gpus = f"{counted['world_size']} pretended GPU" + ("s" if counted["world_size"] > 1 else "")
+    lines = [f"Rehearsal on {gpus}: rank {counted['rank']}, {counted['steps']} optimizer steps."]
+    for kind, title in TITLES.items():
+        rows = [row for row in counted["lines"] if row["kind"] == kind]
+        if not rows:
+            continue
+        lines.append(f"  {title}")
+        for row in rows:
+            size = in_units(row["bytes"]) if row["bytes"] else ""
+            lines.append(
+                f"    {row['line']:32} {row['what']:32} {row['count']:6} times {row['per_step']:7.2f} a step {size:>10}"
+            )
+    for sizes in counted["ddp_buckets"]:
+        each = ", ".join(map(in_units, sizes))
+        lines.append(f"  DDP reduces in C++ at each backward that synchronizes: {len(sizes)} buckets of {each}")
+    return "\n".join([*lines, UNSEEN])
+
+
+def tell():
+    """Print the report to stderr and write the JSON file, on rank 0 alone."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    with COUNTS.paused():
+        counted = numbers()
+    path = os.environ.get("REHEARSAL_JSON")
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(counted, file, indent=1)
+    print(text(counted), file=sys.stderr, flush=True)
