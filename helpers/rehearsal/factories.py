@@ -3,13 +3,14 @@
 import functools
 
 import torch
-from torch.utils._device import _device_constructors
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._pytree import tree_map_only
 
 from helpers.rehearsal.counts import COUNTS, UPLOAD
 from helpers.rehearsal.tensor import (
+    GPU_GENERATORS,
     LOADING,
-    PINNED,
     CudaTensor,
     check_gpu,
     gpu_of,
@@ -40,6 +41,14 @@ def patch():
     torch.compile = leave_eager
 
 
+def default_device():
+    """The device of ``with torch.device(…)`` or torch.set_default_device, or None."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
+
+
 def check_generator(generator, on_gpu):
     """Refuse a generator of the CPU for a tensor on a GPU, and the other way round."""
     if generator is not None and (generator.device.type == "cuda") != on_gpu:
@@ -57,7 +66,7 @@ def on_any_device(factory):
         source = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         if device is None:
             copied = name in FROM_HOST and isinstance(source, CudaTensor)
-            device = source.device if copied else torch.get_default_device()
+            device = source.device if copied else default_device()
         on_gpu = is_gpu(device)
         if name in ("rand", "randn", "randint", "randperm"):
             check_generator(kwargs.get("generator"), on_gpu)
@@ -81,7 +90,7 @@ def on_any_device(factory):
     def make_pinned(*args, pin_memory=False, **kwargs):
         out = make(*args, **kwargs)
         if pin_memory and not is_gpu(out.device):
-            PINNED.add(out)
+            out.pinned_here = True
         return out
 
     return functools.wraps(factory)(make_pinned)
@@ -174,7 +183,7 @@ def pin_memory(self, device=None):
     if is_pinned(self):
         return self
     copy = self.detach().clone()
-    PINNED.add(copy)
+    copy.pinned_here = True
     return copy
 
 
@@ -206,6 +215,8 @@ class Generator(torch.Generator):
     def __new__(cls, device="cpu"):
         generator = super().__new__(cls, device="cpu")
         generator.place = torch.device("cuda", gpu_of(device)) if is_gpu(device) else torch.device("cpu")
+        if is_gpu(device):
+            GPU_GENERATORS.add(generator._cdata)
         return generator
 
     def __init__(self, device="cpu"):

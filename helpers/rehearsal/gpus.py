@@ -39,6 +39,9 @@ class Stream:
     def query(self):
         return True
 
+    def is_capturing(self):
+        return False
+
     def synchronize(self):
         COUNTS.add(WAIT, "stream.synchronize")
 

@@ -226,6 +226,15 @@ def new_group(original):
                     "group is split off the parent, so every rank of the parent must call new_group (pytorch#129965)"
                 )
             )
+        some = ranks is not None and len(ranks) < parent.size()
+        if some and parent.bound_device_id and pretended(parent) and backend and "nccl" not in backend:
+            # In torch, a rank outside splits the parent whatever the new group's backend; its members do not.
+            raise COUNTS.refuse(
+                RuntimeError(
+                    f"new_group({list(ranks)}, backend={backend!r}) beside an NCCL group that is bound to a GPU: the "
+                    "ranks outside wait in ncclCommSplit for members that never come; make the group of all ranks"
+                )
+            )
         return original(ranks, timeout, backend, *args, **kwargs)
 
     return make

@@ -5,6 +5,7 @@ import os
 import sys
 
 from helpers.rehearsal.counts import COLLECTIVE, COPY, COUNTS, UPLOAD, WAIT
+from helpers.rehearsal.wrappers import BUCKETS
 
 TITLES = {
     WAIT: "the host waits for the GPU",
@@ -23,17 +24,10 @@ def numbers():
         "rank": int(os.environ.get("RANK", "0")),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "steps": len(COUNTS.marks),
-        "ddp_buckets": ddp_buckets(),
+        "ddp_buckets": list(BUCKETS.values()),
         "lines": COUNTS.table(),
         "refused": COUNTS.refusals,
     }
-
-
-def ddp_buckets():
-    """The bytes of each DDP model's buckets; empty where no step came so far."""
-    from helpers.rehearsal import wrappers
-
-    return wrappers.buckets()
 
 
 def in_units(size):
@@ -58,9 +52,9 @@ def text(counted):
             lines.append(
                 f"    {row['line']:32} {row['what']:32} {row['count']:6} times {row['per_step']:7.2f} a step {size:>10}"
             )
-    for sizes in counted["ddp_buckets"]:
-        each = ", ".join(map(in_units, sizes))
-        lines.append(f"  DDP reduces in C++ at each backward that synchronizes: {len(sizes)} buckets of {each}")
+    for found in counted["ddp_buckets"]:
+        each = " + ".join(map(in_units, found["bytes"]))
+        lines.append(f"  DDP's buckets ({found['line']}): {each}")
     return "\n".join([*lines, UNSEEN])
 
 

@@ -4,7 +4,6 @@ To torch's C++ it is a CPU tensor (a wrapper subclass), so that a CPU build runs
 """
 
 import sys
-import weakref
 
 import torch
 
@@ -23,9 +22,6 @@ class State:
 
     gpus = 1
     current = 0
-
-
-PINNED = weakref.WeakSet()
 
 
 class CudaTensor(torch.Tensor):
@@ -157,8 +153,8 @@ class CudaTensor(torch.Tensor):
         count_waits(func, args, kwargs, tensors)
         out = func(*strip(args), **{name: strip(value) for name, value in kwargs.items()})
         if torch.Tag.inplace_view in func.tags:
-            with torch.utils._mode_utils.no_dispatch():
-                args[0].as_strided_(args[0].inner.size(), args[0].inner.stride(), args[0].inner.storage_offset())
+            with torch.utils._mode_utils.no_dispatch():  # the wrapper takes its new shape from a new wrapper
+                torch.Tensor.data.__set__(args[0], CudaTensor(args[0].inner, args[0].index))
             return args[0]
         # In-place and out= variants give their own argument back.
         known = {id(tensor.inner): tensor for tensor in cudas} | {
@@ -181,6 +177,7 @@ def rebuild(inner, index, requires_grad=False, parameter=False):
     return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
 
 
+GPU_GENERATORS = set()  # the addresses of those on pretended GPUs: torch's C++ gives another Python object each time
 LOADING = []  # the map_location of the torch.load that is running, as the device's name
 torch.serialization.add_safe_globals([rebuild])
 
@@ -231,7 +228,7 @@ def check_devices(func, args, kwargs, tensors, cudas):
     if device is not None and torch.device(device).type == "cuda":
         index = gpu_of(device)
     generator = kwargs.get("generator")
-    if generator is not None and generator.device.type != "cuda":
+    if generator is not None and generator._cdata not in GPU_GENERATORS:
         raise COUNTS.refuse(RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'"))
     if func in COPIES or func.namespace in ("c10d", "_c10d_functional"):
         return index
@@ -258,9 +255,9 @@ def count_waits(func, args, kwargs, tensors):
     """Count what an operator makes the host wait for, and the copies between host and GPU."""
     if func.namespace in ("c10d", "_c10d_functional"):
         name = func.__name__.partition(".")[0]
-        if name not in ("wait_tensor", "monitored_barrier_"):
+        if name not in ("wait_tensor", "_wrap_tensor_autograd"):
             sizes = [tensor.numel() * tensor.element_size() for tensor in tensors_in(args[:1])]
-            COUNTS.add(COLLECTIVE, f"{name.rstrip('_')} (by torch's C++)", sum(sizes))
+            COUNTS.add(COLLECTIVE, f"{name.rstrip('_')} (C++)", sum(sizes))
     elif func is aten.copy_.default:
         target, source = args[:2]
         blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
@@ -288,7 +285,7 @@ def count_copy(source, upload, blocking):
 
 def is_pinned(tensor):
     """Whether a CPU tensor, or what it is a view of, lies in pinned memory, as far as the rehearsal knows."""
-    return tensor in PINNED or (tensor._base is not None and tensor._base in PINNED)
+    return any(getattr(part, "pinned_here", False) for part in (tensor, tensor._base))
 
 
 def is_gpu(device):

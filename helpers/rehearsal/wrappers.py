@@ -1,49 +1,83 @@
 """DDP and FSDP over pretended GPUs: what of them is in C++, or takes a tensor apart, is told what it needs."""
 
+import functools
+import sys
+
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from helpers.rehearsal import nccl
-from helpers.rehearsal.counts import COUNTS
+from helpers.rehearsal.counts import COLLECTIVE, COUNTS, script_line
 from helpers.rehearsal.tensor import CudaTensor, gpu_of, is_gpu
 
-MODELS = []  # every DDP model, for the report
+BUCKETS = {}  # of every DDP model that has reduced gradients: its line and its buckets' bytes, for the report
 
 
 def patch():
     patch_ddp()
     patch_fsdp()
     patch_dtensor()
+    patch_grouping()
     register_optimizer_step_post_hook(COUNTS.count_step)
 
 
 def patch_ddp():
-    start, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
+    start, register, forward = (
+        DistributedDataParallel.__init__,
+        DistributedDataParallel.register_comm_hook,
+        DistributedDataParallel.forward,
+    )
 
     def init(self, module, *args, **kwargs):
         # Gradients that are views of DDP's buckets would be the CPU tensors that its C++ makes.
         kwargs["gradient_as_bucket_view"] = False
         start(self, module, *args, **kwargs)
-        MODELS.append(self)
 
     def register_comm_hook(self, state, hook):
-        def trusted(state, bucket):
-            nccl.HOOKS_OF_DDP[0] += 1
-            try:
-                return hook(state, bucket)
-            finally:
-                nccl.HOOKS_OF_DDP[0] -= 1
+        # DDP's signature check reads the annotations, which torch's own hooks and the script's may have.
+        register(self, state, functools.wraps(hook)(trusting(hook)))
 
-        trusted.__name__ = getattr(hook, "__name__", "hook")
-        trusted.__qualname__ = getattr(hook, "__qualname__", trusted.__name__)
-        trusted.__annotations__ = {}
-        register(self, state, trusted)
+    def count_forward(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            count_reduction(self)
+        return out
 
     DistributedDataParallel.__init__ = init
     DistributedDataParallel.register_comm_hook = register_comm_hook
+    DistributedDataParallel.forward = count_forward
+    then = torch._C.Future.then
+    torch._C.Future.then = lambda self, callback: then(
+        self, trusting(callback) if nccl.HOOKS_OF_DDP[0] else callback
+    )
+
+
+def trusting(function):
+    """A comm hook of DDP, or what it does later: its buckets are CPU tensors to torch's C++, and are let through."""
+
+    def call(*args, **kwargs):
+        nccl.HOOKS_OF_DDP[0] += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            nccl.HOOKS_OF_DDP[0] -= 1
+
+    return call
+
+
+def count_reduction(model):
+    """Count the all-reduce that DDP's C++ will make in backward, at the line of the forward pass."""
+    if not nccl.pretended(model.process_group):
+        return
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    size = sum(parameter.numel() * parameter.element_size() for parameter in wanted)
+    COUNTS.add(COLLECTIVE, "allreduce by DDP, in backward", size)
+    data = model._get_ddp_logging_data()
+    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+    found = BUCKETS.setdefault(id(model), {"line": script_line()})
+    found["bytes"] = [int(number) for number in str(sizes).split(",") if number.strip()]
 
 
 def patch_fsdp():
@@ -70,12 +104,16 @@ def patch_dtensor():
     DTensor.is_cuda = property(lambda self: self._local_tensor.is_cuda)
 
 
-def buckets():
-    """Per DDP model on NCCL: (bytes of each bucket, how many backward passes reduced them), for the report."""
-    found = []
-    for model in MODELS:
-        if dist.is_initialized() and nccl.pretended(model.process_group):
-            data = model._get_ddp_logging_data()
-            sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-            found.append([int(size) for size in str(sizes).split(",") if size.strip()])
-    return found
+def patch_grouping():
+    """Clipping and optimizers group tensors by device in C++, which sees the CPU's: the keys are put right."""
+    original = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
+
+    def group(tensors, with_indices=False):
+        found = {}
+        for (device, dtype), (lists, indices) in original(tensors, with_indices).items():
+            first = next((tensor for tensor in lists[0] if tensor is not None), None)
+            found[device if first is None else first.device, dtype] = (lists, indices)
+        return found
+
+    for module in (torch.utils._foreach_utils, torch.nn.utils.clip_grad, sys.modules["torch.optim.optimizer"]):
+        module._group_tensors_by_device_and_dtype = group
