@@ -61,9 +61,8 @@ def parse(arguments):
     command.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the script, after two dashes")
     from helpers.rehearsal import command as rehearsal
 
-    rehearsal.add_arguments(
-        commands.add_parser("rehearse", help="run a script's GPU path on pretended GPUs of this machine"), whole, chapter
-    )
+    command = commands.add_parser("rehearse", help="run a script's GPU path on pretended GPUs of this machine")
+    rehearsal.add_arguments(command, whole, chapter)
     command = commands.add_parser(
         "doctor",
         help="check the machines, the network and the collectives",

@@ -1,6 +1,6 @@
 """``python -m helpers rehearse``: a script on several ranks of this machine, each with a pretended GPU."""
 
-import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -8,9 +8,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
+
 from helpers.ranks.torchrun import stop_at_signals
 
 ROOT = Path(__file__).resolve().parents[2]
+GRACE = 3  # seconds that a node's ranks have to end by themselves, once another node has failed
 
 
 def add_arguments(command, whole, chapter):
@@ -83,14 +86,24 @@ def wait(agents):
     while agents:
         for agent in list(agents):
             try:
-                failed |= agent.wait(timeout=10 if failed else 0.2) != 0
+                failed |= agent.wait(timeout=GRACE if failed else 0.2) != 0
                 agents.remove(agent)
             except subprocess.TimeoutExpired:
                 if failed:
-                    agent.terminate()  # torchrun ends its ranks at SIGTERM
-                    agent.wait()
+                    end(agent)
                     agents.remove(agent)
     return int(failed)
+
+
+def end(agent):
+    """End a node's torchrun and its ranks, which each have a process group of their own."""
+    ranks = psutil.Process(agent.pid).children(recursive=True)
+    agent.terminate()  # torchrun passes it on
+    psutil.wait_procs(ranks, timeout=GRACE)
+    for process in [psutil.Process(agent.pid), *ranks]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    agent.wait()
 
 
 def refusals(folder):

@@ -1,4 +1,4 @@
-"""What makes a tensor on a device or moves one there, for pretended GPUs: factories, ``.to``, generators, torch.load."""
+"""What makes a tensor on a device or moves one there, for pretended GPUs: factories, ``.to``, generators, load."""
 
 import functools
 
@@ -216,7 +216,7 @@ class Generator(torch.Generator):
         generator = super().__new__(cls, device="cpu")
         generator.place = torch.device("cuda", gpu_of(device)) if is_gpu(device) else torch.device("cpu")
         if is_gpu(device):
-            GPU_GENERATORS.add(generator._cdata)
+            GPU_GENERATORS[generator._cdata] = generator  # kept, so that no other one gets its address
         return generator
 
     def __init__(self, device="cpu"):

@@ -261,4 +261,3 @@ def patch_profiler():
             super().__init__(activities=activities, **kwargs)
 
     torch.profiler.profile = torch.profiler.profiler.profile = profile
-

@@ -59,9 +59,18 @@ class PretendedNCCL(c10d.ProcessGroupGloo):
     def split(self):
         """ncclCommSplit: returns once every rank of this, the parent group has come to the same split."""
         self.splits += 1
-        key = f"split/{self.splits}"
-        self.store.set(f"{key}/{self.place}", "")
-        self.store.wait([f"{key}/{rank}" for rank in range(self.world)])
+        self.store.set(f"split/{self.splits}/{self.place}", "")
+        self.await_all(f"split/{self.splits}", "call new_group, which splits the group that all ranks are in")
+
+    def await_all(self, key, duty):
+        """Wait until every rank has set its key; RuntimeError after the group's timeout."""
+        keys = [f"{key}/{rank}" for rank in range(self.world)]
+        try:
+            self.store.wait(keys, self.pretended_options._timeout)
+        except dist.DistStoreError:
+            late = [rank for rank in range(self.world) if not self.store.check([keys[rank]])]
+            message = f"NCCL would hang here: ranks {late} of the group did not {duty}"
+            raise COUNTS.refuse(RuntimeError(message)) from None
 
     def connect(self, gpu):
         """Make the communicator on this rank's GPU. Two ranks of a node on one GPU: RuntimeError, as NCCL's."""
@@ -72,6 +81,7 @@ class PretendedNCCL(c10d.ProcessGroupGloo):
             raise COUNTS.refuse(RuntimeError(bound))
         node = os.environ.get("GROUP_RANK", "0")
         self.store.set(f"gpu/{self.place}", f"{node}/{gpu}")
+        self.await_all("gpu", "come to this communicator's first use")
         gpus = [self.store.get(f"gpu/{rank}").decode() for rank in range(self.world)]
         twins = [rank for rank in range(self.world) if gpus[rank] == f"{node}/{gpu}"]
         if len(twins) > 1:
@@ -148,7 +158,8 @@ def checked(name, original):
                 check_operation(value)
         inputs = next((value for value in (*args[1:], *args) if list(tensors_in([value]))), ())
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in([inputs]))
-        COUNTS.add(COLLECTIVE, f"{name} ({'NCCL' if nccl else 'gloo'})", size)
+        on_gpu = nccl and any(isinstance(tensor, CudaTensor) for tensor in tensors)
+        COUNTS.add(COLLECTIVE, f"{name} ({'NCCL' if on_gpu else 'gloo'})", size)
         return original(self, *strip(args), **{key: strip(value) for key, value in kwargs.items()})
 
     return call

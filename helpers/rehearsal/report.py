@@ -14,8 +14,8 @@ TITLES = {
     COLLECTIVE: "collectives",
 }
 UNSEEN = """\
-This was a rehearsal on pretended GPUs. It cannot see real NCCL, streams and timing, CUDA's memory and kernels, autocast's
-lists of operators, CUDA's random numbers, and the collectives and devices inside torch's C++ (DDP's buckets, backward)."""
+This was a rehearsal on pretended GPUs. It cannot see real NCCL, streams and timing, CUDA's memory and kernels,
+autocast's lists of operators, CUDA's random numbers, and the collectives and devices inside torch's C++ (DDP's buckets, backward)."""
 
 
 def numbers():
@@ -42,6 +42,7 @@ def text(counted):
     """The report as lines for the screen."""
     gpus = f"{counted['world_size']} pretended GPU" + ("s" if counted["world_size"] > 1 else "")
     lines = [f"Rehearsal on {gpus}: rank {counted['rank']}, {counted['steps']} optimizer steps."]
+    width = max([len(row["line"]) for row in counted["lines"]], default=0)
     for kind, title in TITLES.items():
         rows = [row for row in counted["lines"] if row["kind"] == kind]
         if not rows:
@@ -49,9 +50,8 @@ def text(counted):
         lines.append(f"  {title}")
         for row in rows:
             size = in_units(row["bytes"]) if row["bytes"] else ""
-            lines.append(
-                f"    {row['line']:32} {row['what']:32} {row['count']:6} times {row['per_step']:7.2f} a step {size:>10}"
-            )
+            often = f"{row['count']:6} times {row['per_step']:7.2f} a step {size:>10}"
+            lines.append(f"    {row['line']:{width}}  {row['what']:29} {often}".rstrip())
     for found in counted["ddp_buckets"]:
         each = " + ".join(map(in_units, found["bytes"]))
         lines.append(f"  DDP's buckets ({found['line']}): {each}")

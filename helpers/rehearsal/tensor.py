@@ -177,7 +177,7 @@ def rebuild(inner, index, requires_grad=False, parameter=False):
     return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
 
 
-GPU_GENERATORS = set()  # the addresses of those on pretended GPUs: torch's C++ gives another Python object each time
+GPU_GENERATORS = {}  # those on pretended GPUs by address: torch's C++ gives another Python object each time
 LOADING = []  # the map_location of the torch.load that is running, as the device's name
 torch.serialization.add_safe_globals([rebuild])
 

@@ -49,9 +49,7 @@ def patch_ddp():
     DistributedDataParallel.register_comm_hook = register_comm_hook
     DistributedDataParallel.forward = count_forward
     then = torch._C.Future.then
-    torch._C.Future.then = lambda self, callback: then(
-        self, trusting(callback) if nccl.HOOKS_OF_DDP[0] else callback
-    )
+    torch._C.Future.then = lambda self, callback: then(self, trusting(callback) if nccl.HOOKS_OF_DDP[0] else callback)
 
 
 def trusting(function):
