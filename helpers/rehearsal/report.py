@@ -14,8 +14,9 @@ TITLES = {
     COLLECTIVE: "collectives",
 }
 UNSEEN = """\
-This was a rehearsal on pretended GPUs. It cannot see real NCCL, streams and timing, CUDA's memory and kernels,
-autocast's lists of operators, CUDA's random numbers, and the collectives and devices inside torch's C++ (DDP's buckets, backward)."""
+This was a rehearsal, not a test on GPUs. It cannot see real NCCL, streams and timing, CUDA's memory, kernels and random
+numbers, autocast's lists of operators, SyncBatchNorm, torch.compile, or torch's C++ (DDP's buckets, backward).
+"""
 
 
 def numbers():
@@ -55,7 +56,7 @@ def text(counted):
     for found in counted["ddp_buckets"]:
         each = " + ".join(map(in_units, found["bytes"]))
         lines.append(f"  DDP's buckets ({found['line']}): {each}")
-    return "\n".join([*lines, UNSEEN])
+    return "\n".join([*lines, UNSEEN.rstrip()])
 
 
 def tell():
