@@ -32,7 +32,7 @@ help:
 	@echo "  make scripts      write every chapter's torchrun script to scripts/"
 	@echo "  make run          export one chapter and run it under torchrun  (CHAPTER=04 NPROC=4 ARGS='--epochs 2')"
 	@echo
-	@echo "  make rehearse     run six chapters' GPU path on 8 and 2 x 8 pretended GPUs"
+	@echo "  make rehearse     run seven chapters' GPU path on 8 and 2 x 8 pretended GPUs"
 	@echo "  make bench        measure this project against other ways to do the same"
 	@echo "  make soak         run a chapter's script 40 times on 2 ranks and 40 times on 4  (CHAPTER=04 RUNS=40)"
 	@echo "  make soak N=200   kill ranks of chapter 9's job 200 times, and compare its last weights"

@@ -1,4 +1,4 @@
-"""The command line, ``python -m helpers``: list the chapters, export and run their scripts, check a cluster."""
+"""The command line, ``python -m helpers``: list, export, run and rehearse the chapters, check a cluster."""
 
 import argparse
 import os

@@ -74,8 +74,8 @@ def chapter(tmp_path_factory):
 def test_kernels_and_nothing_else_are_compute_and_communication(chapter):
     chapter["check_trace"](trace(0))
     found = chapter["activity"](trace(0))
-    assert found["compute"] == pytest.approx([(0.1, 0.5), (0.7, 0.9), (1.1, 1.5), (1.7, 1.9)])
-    assert found["communication"] == pytest.approx([(0.4, 0.8), (1.4, 1.8)])
+    assert sum(found["compute"], ()) == pytest.approx((0.1, 0.5, 0.7, 0.9, 1.1, 1.5, 1.7, 1.9))
+    assert sum(found["communication"], ()) == pytest.approx((0.4, 0.8, 1.4, 1.8))
     assert found["steps"] == [(0, 2)]
 
 

@@ -12,7 +12,6 @@ from helpers.rehearsal.tensor import (
     GPU_GENERATORS,
     LOADING,
     CudaTensor,
-    check_gpu,
     gpu_of,
     is_gpu,
     is_pinned,
@@ -209,7 +208,17 @@ def one_hot(tensor, num_classes=-1):
     return CudaTensor(ORIGINAL_ONE_HOT(tensor.inner, num_classes), tensor.index)
 
 
-class Generator(torch.Generator):
+ORIGINAL_GENERATOR = torch.Generator
+
+
+class AnyGenerator(type(torch.Generator)):
+    """torch's own generators, such as the default one, are instances of the class below too."""
+
+    def __instancecheck__(cls, instance):
+        return isinstance(instance, ORIGINAL_GENERATOR)
+
+
+class Generator(torch.Generator, metaclass=AnyGenerator):
     """torch.Generator, for pretended GPUs too: there it draws the CPU's numbers."""
 
     def __new__(cls, device="cpu"):
@@ -229,26 +238,20 @@ ORIGINAL_LOAD = torch.load
 
 
 def load(f, map_location=None, **kwargs):
-    """torch.load: what was saved on GPU k comes back there, unless map_location says where it goes."""
-    if map_location is None:
-        LOADING.append(None)
-    elif callable(map_location) or isinstance(map_location, dict):
-        LOADING.append("cpu")
-    else:
-        LOADING.append(str(torch.device(map_location)))
+    """torch.load: what was saved on GPU k comes back there, unless map_location says where everything goes.
+
+    Of a dictionary the first value counts, and a function is taken for one that keeps tensors on the CPU.
+    """
+    target = next(iter(map_location.values())) if isinstance(map_location, dict) else map_location
+    target = "cpu" if callable(target) else target
+    LOADING.append(target)
     try:
-        to_gpu = LOADING[-1] and is_gpu(LOADING[-1])
-        if isinstance(map_location, dict):
-            target = next((place for place in map_location.values() if is_gpu(place)), None)
-            LOADING[-1], to_gpu = target or "cpu", False
-        if to_gpu:
-            check_gpu(gpu_of(LOADING[-1]))
-        out = ORIGINAL_LOAD(f, map_location=None if map_location is None else "cpu", **kwargs)
-        if to_gpu:
-            out = tree_map_only(torch.Tensor, lambda tensor: move(tensor, LOADING[-1]), out)
-        return out
+        out = ORIGINAL_LOAD(f, map_location=None if target is None else "cpu", **kwargs)
     finally:
         LOADING.pop()
+    if is_gpu(target) and not isinstance(map_location, dict):
+        out = tree_map_only(torch.Tensor, lambda tensor: move(tensor, target), out)
+    return out
 
 
 def leave_eager(model=None, **kwargs):

@@ -12,8 +12,6 @@ import traceback
 import warnings
 from pathlib import Path
 
-import torch
-
 from helpers.rehearsal import factories, gpus, nccl, wrappers
 from helpers.rehearsal.counts import COUNTS
 from helpers.rehearsal.report import tell
@@ -69,5 +67,4 @@ def main(script, flags):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(max(1, torch.get_num_threads()))
     main(sys.argv[1], sys.argv[2:])

@@ -169,16 +169,15 @@ torch.serialization.add_safe_globals([CudaTensor])
 def rebuild(inner, index, requires_grad=False, parameter=False):
     """A pickled CUDA tensor again, on the GPU that it came from: see ``torch.load`` for ``map_location``."""
     place = LOADING[-1] if LOADING else None
-    if place is not None:
-        place = torch.device(place)
-        tensor = inner if place.type == "cpu" else CudaTensor(inner, gpu_of(place))
-    else:
+    if place is None:
         tensor = CudaTensor(inner, check_gpu(index))
+    else:
+        tensor = CudaTensor(inner, gpu_of(place)) if is_gpu(place) else inner
     return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
 
 
 GPU_GENERATORS = {}  # those on pretended GPUs by address: torch's C++ gives another Python object each time
-LOADING = []  # the map_location of the torch.load that is running, as the device's name
+LOADING = []  # the map_location of the torch.load that is running
 torch.serialization.add_safe_globals([rebuild])
 
 
