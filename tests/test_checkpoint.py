@@ -15,12 +15,14 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from unittest import mock
 
 import cloudpickle
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -169,7 +171,8 @@ def test_what_is_missing_is_named(tmp_path):
     assert latest_good(tmp_path) is None
     assert "gone.pt is missing" in message(load_file, tmp_path / "gone.pt")
     assert "manifest.json is missing" in message(verify, tmp_path)
-    assert ".metadata is missing" in message(load_untrusted, {}, tmp_path)
+    with pytest.raises(FileNotFoundError, match=".metadata"):
+        load_untrusted({}, tmp_path)
     write(tmp_path, 1)
     (tmp_path / "step_00000001" / "plain.pt").unlink()
     assert "step_00000001/plain.pt is missing" in message(verify, tmp_path / "step_00000001")
@@ -829,25 +832,43 @@ def test_a_full_disk_leaves_no_half_file_beside_another(tmp_path):
 # ---- Chapter 7's script
 
 
+def kill_a_rank(script, environment, flags, folder, name):
+    """Start a script on two ranks, and kill one of them when the folder holds that checkpoint."""
+    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *where, script, *flags]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=script.parent, env=environment, **pipes) as agent:
+        while agent.poll() is None and not (folder / name).exists():
+            pass
+        rank = next(one for one in psutil.Process(agent.pid).children(recursive=True) if str(script) in one.cmdline())
+        rank.kill()
+        _, errors = agent.communicate(timeout=120)
+    assert agent.returncode == 1 and "SIGKILL" in errors, errors
+
+
 def test_the_script_is_killed_and_goes_on(tmp_path):
     (tmp_path / "path").mkdir()
     alone = stand_alone(tmp_path / "path")
     script = export(ROOT / "notebooks" / "07_checkpointing.ipynb", tmp_path / "empty")
-    status, out, errors, _ = torchrun(script, 2, alone, "--noise", "0.3")
+    settings = ["--noise", "0.3", "--save-every", "4"]
+    status, out, errors, _ = torchrun(script, 2, alone, *settings)
     assert status == 0, errors
     through = result(out)
-    folder = ["--checkpoint-dir", "runs/a", "--noise", "0.3"]
-    status, out, errors, left = torchrun(script, 2, alone, *folder, "--kill-at", "50", "--keep", "1")
-    assert status == 1 and "SIGKILL" in errors and not left
+    settings += ["--checkpoint-dir", "runs/a"]
+    status, out, errors, _ = torchrun(script, 2, alone, *settings)
+    assert status == 1 and "Correct its name, or: mkdir -p runs/a" in errors
     runs = script.parent / "runs" / "a"
-    assert os.listdir(runs) == ["step_00000040"]
-    status, out, errors, _ = torchrun(script, 2, alone, *folder, "--resume")
-    assert status == 0 and "going on from step_00000040\n" in out, errors
+    runs.mkdir(parents=True)
+    kill_a_rank(script, alone, settings, runs, "step_00000020")
+    newest = latest_good(runs)
+    assert 20 <= int(newest.name[5:]) < 120
+    status, out, errors, _ = torchrun(script, 2, alone, *settings)
+    assert status == 0 and f"going on from {newest.name}\n" in out, errors
     assert result(out) == through
-    assert [path.name for path in finished(runs)] == ["step_00000080", "step_00000100", "step_00000120"]
+    assert [path.name for path in finished(runs)] == ["step_00000112", "step_00000116", "step_00000120"]
 
     os.truncate(runs / "step_00000120" / "__0_0.distcp", 100)
-    status, out, errors, _ = torchrun(script, 4, alone, *folder, "--resume", "--shard")
+    status, out, errors, _ = torchrun(script, 4, alone, *settings, "--shard")
     assert status == 0 and "skipped: step_00000120/__0_0.distcp" in out, errors
-    assert "going on from step_00000100\n" in out and result(out)["step"] == 120
+    assert "going on from step_00000116\n" in out and result(out)["step"] == 120
     assert len([verify(path) for path in finished(runs)]) == 3

@@ -89,16 +89,11 @@ def load_file(path):
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # damaged bytes can raise anything
-        raise unreadable(path, error) from None
-
-
-def unreadable(path, error):
-    """What to raise where ``error`` ended the load of a file."""
-    asked = re.search(r"GLOBAL (\S+)", str(error))
-    why = f"asks for {asked[1]}, which was not executed" if asked else "is damaged"
-    why = "is missing" if isinstance(error, FileNotFoundError) else why
-    name = "/".join(Path(path).parts[-2:])
-    return CheckpointError(f"{name} {why}.\nGo on from an older checkpoint.")
+        asked = re.search(r"GLOBAL (\S+)", str(error))
+        why = f"asks for {asked[1]}, which was not executed" if asked else "is damaged"
+        why = "is missing" if isinstance(error, FileNotFoundError) else why
+        name = "/".join(Path(path).parts[-2:])
+        raise CheckpointError(f"{name} {why}.\nUse an older checkpoint.") from None
 
 
 # ---- Checkpoints: a folder counts when its files and its manifest are there
@@ -117,7 +112,7 @@ def new_checkpoint(folder, step, keep=3, group=None):
         try:
             yield path
         except (OSError, RuntimeError) as error:  # torch.save makes one of the other
-            failed = str(error).splitlines()[0]
+            failed = f"{type(error).__name__}: {error}".splitlines()[0]
         ranks = [(failed, WRITTEN[path])]  # names, lengths, hashes: nobody reads a file
         if dist.is_initialized():
             ranks *= dist.get_world_size()
@@ -128,10 +123,7 @@ def new_checkpoint(folder, step, keep=3, group=None):
 
 
 def on_rank0(function, *arguments, group=None):
-    """Call a function on rank 0 only; what it returns or raises, on every rank.
-
-    What it returns is sent as a pickle: plain values and small tensors.
-    """
+    """What a function returns or raises on rank 0, on every rank: it is sent to all."""
     outcome = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -150,13 +142,11 @@ def make_temporary(path, step):
         if left == path or left not in WRITTEN:  # not by a thread that still writes
             shutil.rmtree(left)
     for newer in finished(path.parent):
-        if step_of(newer) >= step and damage(newer):
+        if int(newer.name[5:]) >= step:
+            if not damage(newer):
+                text = f"{newer} is there, and step {step} is not newer."
+                raise CheckpointError(f"{text}\nGo on from it, or save elsewhere.")
             forget(newer)
-        elif step_of(newer) >= step:
-            raise CheckpointError(
-                f"{newer} is there, and step {step} is not newer.\n"
-                "Go on from it, or save to another folder."
-            )
     path.mkdir(parents=True)
 
 
@@ -187,11 +177,8 @@ def forget(path):  # under another name, for half of one must not count
 def finished(folder):
     """The checkpoints in a folder that count, the oldest first."""
     found = [path.parent for path in folder.glob(f"step_*/{MANIFEST}")]
-    return sorted((path for path in found if step_of(path) >= 0), key=step_of)
-
-
-def step_of(path):
-    return int(path.name[5:]) if path.name[5:].isdecimal() else -1
+    found = [path for path in found if path.name[5:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def damage(path):

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 import torch
 import torch.distributed.checkpoint as dcp
 
-from helpers.runtime.checkpoint import on_rank0, unreadable
+from helpers.runtime.checkpoint import CheckpointError, on_rank0
 
 
 def load_untrusted(state, path):
@@ -29,8 +29,15 @@ def load_untrusted(state, path):
     except dcp.CheckpointException as error:  # which is not an Exception
         reason, _ = next(iter(error.failures.values()))
         if isinstance(reason, pickle.UnpicklingError):
-            raise unreadable(path, reason) from None
+            raise refused(path, reason) from None
         raise
+
+
+def refused(path, error):
+    """What to raise where ``error`` ended the load of a file."""
+    asked = re.search(r"GLOBAL (\S+)", str(error))
+    why = f"asks for {asked[1]}, which was not executed" if asked else "is damaged"
+    return CheckpointError(f"{path} {why}.\nUse a checkpoint that you trust.")
 
 
 class PlainValues(dcp.DefaultLoadPlanner):
@@ -64,5 +71,7 @@ def check_metadata(path):
     try:
         with open(path / ".metadata", "rb") as file:
             PlainMetadata(file).load()
+    except FileNotFoundError:
+        raise
     except Exception as error:  # damaged bytes can raise anything
-        raise unreadable(path / ".metadata", error) from None
+        raise refused(path / ".metadata", error) from None
