@@ -639,10 +639,10 @@ def watch_files(folder):
 
 def test_each_rank_hashes_and_syncs_what_it_writes_and_nobody_reads_it(tmp_path):
     def save():
-        opened, synced, sync = watch_files(tmp_path), set(), os.fsync
+        opened, synced, sync = watch_files(tmp_path), {}, os.fsync
 
         def fsync(descriptor):
-            synced.add(os.fstat(descriptor).st_ino)
+            synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
             sync(descriptor)
 
         rank = dist.get_rank()
@@ -650,7 +650,7 @@ def test_each_rank_hashes_and_syncs_what_it_writes_and_nobody_reads_it(tmp_path)
             model = fully_shard(nn.Linear(4, 4))
             save_sharded(get_model_state_dict(model), path)
             save_file(torch.rand(10), path / f"own_{rank}.pt")
-            mine = {file.name for file in path.iterdir() if file.stat().st_ino in synced}
+            mine = {file.name for file in path.iterdir() if synced.get(file.stat().st_ino) == file.stat().st_size}
         folders = {file.stat().st_ino in synced for file in (tmp_path, latest_good(tmp_path))}
         assert folders == {True} or rank == 1
         return mine, [(name, mode) for name, mode in opened if "w" not in mode]
