@@ -29,7 +29,8 @@ def start_process_group(backend=None, timeout=timedelta(minutes=10)):
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     backend = backend or ("nccl" if gpus else "gloo")
     short = backend == "nccl" and gpus < needed
-    compare(store, world_size, f"{gpus} GPUs for {needed} ranks" if short else backend)
+    choice = f"{gpus} GPUs for {needed} ranks" if short else backend
+    compare(store, rank, world_size, choice)
     device = torch.device("cuda", local_rank) if backend == "nccl" else None
     if device:
         torch.cuda.set_device(device)
@@ -39,16 +40,19 @@ def start_process_group(backend=None, timeout=timedelta(minutes=10)):
     return device or torch.device("cpu")
 
 
-def compare(store, world_size, choice):
+def compare(store, rank, world_size, choice):
     """Raise RuntimeError on every rank, with the hosts, unless all use one backend."""
-    store.append("choices", f"{choice} on {socket.gethostname()}\n")
-    if store.add("chosen", 1) == world_size:  # the last one compares
-        choices = sorted(set(store.get("choices").decode().splitlines()))
+    # The store names the key that it waited for in vain, and so the rank.
+    store.set(f"backend of rank {rank}", f"{choice} on {socket.gethostname()}")
+    if rank == 0:
+        keys = [f"backend of rank {r}" for r in range(world_size)]
+        choices = sorted({store.get(key).decode() for key in keys})
         found = {choice.split(" on ")[0] for choice in choices}
-        store.set("wrong", "" if found in ({"nccl"}, {"gloo"}) else ", ".join(choices))
-    if wrong := store.get("wrong").decode():
+        agreed = found in ({"nccl"}, {"gloo"})
+        store.set("word of rank 0", "" if agreed else ", ".join(choices))
+    if wrong := store.get("word of rank 0").decode():
         time.sleep(1)  # the rank that serves the store must not leave first
-        raise RuntimeError(f"No common backend: {wrong}. For CPUs, give --backend gloo.")
+        raise RuntimeError(f"No common backend: {wrong}. On CPUs: --backend gloo.")
 
 
 def stop_process_group():
