@@ -23,8 +23,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 TIMEOUT = 120  # seconds for one run
 WELL = "ended well"
 
-# DDP's buckets are small, so each backward has several all-reduces; the model lives until the interpreter's end.
+# What it takes to see a hang: gradients in several buckets, a model that main still holds, and an end that comes at
+# once after a backward (pytorch#190489). A hang there ends with SIGALRM.
 JOB = """
+    import signal
     import sys
 
     import torch
@@ -34,27 +36,35 @@ JOB = """
 
     from helpers.runtime.process_group import start_process_group, stop_process_group
 
-    end, fault = sys.argv[1:]
-    start_process_group("gloo")
-    layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
-    model = DDP(layers, bucket_cap_mb=0.001)
-    for step in range(10):
-        model(torch.ones(4, 8)).sum().backward()
-        if step == 5 and dist.get_rank() == 1 and fault == "raise":
-            raise ValueError("rank 1 cannot go on")
-        if step == 5 and dist.get_rank() == 1 and fault == "exit":
-            sys.exit(3)
-    if end == "stop":
-        stop_process_group()
-    if end == "destroy":
-        dist.destroy_process_group()
+
+    def main(end, fault):
+        start_process_group("gloo")
+        layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+        model = DDP(layers, bucket_cap_mb=0.001)
+        for step in range(10):
+            model(torch.ones(4, 8)).sum().backward()
+            if step == 5 and dist.get_rank() == 1 and fault == "raise":
+                raise ValueError("rank 1 cannot go on")
+            if step == 5 and dist.get_rank() == 1 and fault == "exit":
+                sys.exit(3)
+        signal.alarm(20)
+        if end == "stop":
+            stop_process_group()
+        if end == "barrier":
+            dist.barrier()
+        if end in ("barrier", "destroy"):
+            dist.destroy_process_group()
+
+
+    main(*sys.argv[1:])
 """
-ENDS = {  # the script's arguments: how its first rank to end may end
-    ("none", "none"): {WELL},
-    ("destroy", "none"): {WELL},
-    ("stop", "none"): {WELL},
+ENDS = {  # the script's arguments: how its first rank to end badly may end, None where all is only counted
+    ("stop", "no-fault"): {WELL},
     ("stop", "raise"): {"rank 1: 1", "a peer: 1"},
     ("stop", "exit"): {"rank 1: 3", "a peer: 1"},
+    ("barrier", "no-fault"): None,
+    ("destroy", "no-fault"): None,
+    ("nothing", "no-fault"): None,
 }
 
 
@@ -81,6 +91,8 @@ def run(script, nproc, flags, logs):
         return f"hung for {TIMEOUT} s"
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if failure.exitcode == -signal.SIGALRM:
+            return "hung at its end"
         return f"{'rank 1' if rank == 1 else 'a peer'}: {failure.exitcode}"
     finally:
         signal.alarm(0)
@@ -95,12 +107,12 @@ def soak(script, nproc, runs, flags=(), expected=frozenset({WELL})):
         with tempfile.TemporaryDirectory() as logs:
             how = run(script, nproc, flags, logs)
             counts[how] += 1
-            if how not in expected:
+            if expected and how not in expected:
                 wrong += 1
                 print(how, *(path.read_text() for path in Path(logs).rglob("std*.log")), sep="\n", flush=True)
     each = (time.monotonic() - start) / runs
     summary = ", ".join(f"{count} x {how}" for how, count in sorted(counts.items()))
-    print(f"{Path(script).stem} {' '.join(flags):14} {nproc} ranks: {summary} ({each:.1f} s each)", flush=True)
+    print(f"{Path(script).stem} {' '.join(flags):16} {nproc} ranks: {summary} ({each:.1f} s each)", flush=True)
     return wrong
 
 

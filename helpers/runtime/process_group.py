@@ -42,24 +42,24 @@ def start_process_group(backend=None, timeout=timedelta(minutes=10)):
 
 def compare(store, rank, world_size, choice):
     """Raise RuntimeError on every rank, with the hosts, unless all use one backend."""
-    # The store names the key that it waited for in vain, and so the rank.
     store.set(f"backend of rank {rank}", f"{choice} on {socket.gethostname()}")
     if rank == 0:
-        keys = [f"backend of rank {r}" for r in range(world_size)]
+        keys = [f"backend of rank {r}" for r in range(world_size)]  # named at timeout
         choices = sorted({store.get(key).decode() for key in keys})
         found = {choice.split(" on ")[0] for choice in choices}
-        agreed = found in ({"nccl"}, {"gloo"})
-        store.set("word of rank 0", "" if agreed else ", ".join(choices))
+        wrong = "" if found in ({"nccl"}, {"gloo"}) else ", ".join(choices)
+        store.set("word of rank 0", wrong)
     if wrong := store.get("word of rank 0").decode():
         time.sleep(1)  # the rank that serves the store must not leave first
         raise RuntimeError(f"No common backend: {wrong}. On CPUs: --backend gloo.")
 
 
 def stop_process_group():
-    """End the default group, if one runs, once every rank has come to this call."""
+    """End the default group, if one runs; on gloo, once every rank is here."""
     if dist.is_initialized():
-        dist.barrier()
-        time.sleep(0.1)  # gloo's threads let go of DDP's last work (pytorch#190489)
+        if dist.get_backend() == "gloo":
+            dist.barrier()
+            time.sleep(0.1)  # DDP's last work is let go of, or a rank hangs (make soak)
         dist.destroy_process_group()
 
 
