@@ -17,7 +17,7 @@ RUNS = [
     ("06", 1, 8, []),
     ("09", 1, 8, []),
     ("10", 2, 8, []),
-    ("13", 2, 8, []),
+    ("13", 2, 8, ["--layers", "16", "--micro-batches", "16"]),  # one layer and one micro-batch for each stage
 ]
 TOLERANCE = 0.002  # as in tests/test_scripts.py
 TIMEOUT = 900  # seconds for one rehearsal: 16 ranks may share two cores
