@@ -392,7 +392,7 @@ def test_the_manifest_for_kubernetes(place):
 
     names = [f"{job['metadata']['name']}-{index}" for index in (0, 1)]
     shell, flag, command = container["command"]
-    command = command.replace("/mnt/script/", f"{script.parent}/")
+    command = command.replace("/mnt/script/", f"{script.parent}/").replace("--backend nccl", "--backend gloo")
     with hosts.two_hosts(aliases=[[own, f"{own}.{name}"] for own in names]) as both:
         processes = []
         try:

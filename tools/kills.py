@@ -29,7 +29,7 @@ CHAPTER = ROOT / "notebooks" / "09_fault_tolerance.ipynb"
 WINDOW = 1.0  # seconds of training in which half of the kills come
 LENGTH = ["--epochs", "32"]  # 480 steps: enough for some twenty kills
 PATIENCE = 180  # seconds for a restart, or for a job's end, before it counts as a hang
-TUNED = ["--monitor-interval=0.02", "--shutdown-timeout=5"]
+TUNED = ["--monitor-interval=0.02"]
 AT_ADDRESS = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
 
 
@@ -47,7 +47,7 @@ class Job:
         self.process = subprocess.Popen(
             [*command, *AT_ADDRESS, *TUNED, script, *flags],
             cwd=script.parent,
-            env={**environment, leftovers.MARK: self.mark},
+            env={**environment, leftovers.MARK: self.mark, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
