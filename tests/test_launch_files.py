@@ -118,21 +118,21 @@ def test_the_batch_file_is_short_and_right_for_the_shell():
 
 
 def test_what_a_script_can_do_decides_what_slurm_does():
-    for script, signal, requeue, resume in (
+    for script, stops, requeue, resume in (
         (STOPS, True, True, True),
         (RESUMES, False, True, True),
         (PLAIN,) + 3 * (False,),
     ):
         text = files(script)[".sbatch"]
         for part in ("--signal=", "trap ", "--signals-to-handle=", "scontrol requeue", "stopped"):
-            assert (part in text) == signal
+            assert (part in text) == stops
         assert ("#SBATCH --requeue" in text) == requeue and ("#SBATCH --no-requeue" in text) == (not requeue)
         assert ('--checkpoint-dir "$WORK" --resume' in text) == resume
     assert files(PLAIN, time="5")  # nothing that must be told in time
 
 
 def test_a_script_that_can_is_told_to_take_the_gpus():
-    """A node without its GPUs then fails, and does not train on its CPU; a flag of the reader's comes later, and wins."""
+    """A node without its GPUs fails then, and does not train on its CPU; a reader's own flag comes later, and wins."""
     for suffix, times, first in ((".sbatch", 1, True), (".nodes.sh", 2, True), (".k8s.yaml", 1, False)):
         text = files(STOPS + BACKEND)[suffix]
         assert text.count("08_trainer.py --backend nccl") == times

@@ -139,7 +139,7 @@ $stopped              exit $$status
         - name: memory  # data loaders and NCCL share memory; the default is 64 MiB
           emptyDir: {medium: Memory}
 """
-# After this signal torchrun passes it on and waits so long for the ranks. (SIGTERM is what it sends when a rank failed.)
+# torchrun passes this signal on and waits so long for the ranks. SIGTERM would mean to them that a peer has failed.
 PATIENT = f" --signals-to-handle=SIGUSR1 --shutdown-timeout={STOP_BEFORE - 30}"
 STOPPED = """\
               # Told to stop, with work left: this pod is to start again, and the others with it.
