@@ -207,6 +207,46 @@ def test_any_callable(fn):
     assert launch(fn, nproc=2) == [10, 11]
 
 
+def names_modules_of_torch():
+    """Functions that name what cloudpickle refuses: modules of torch with a type of their own, and its operators."""
+    import torch._dynamo
+
+    config, namespace, packet, overload = (
+        torch._dynamo.config,
+        torch.ops.aten,
+        torch.ops.aten.add,
+        torch.ops.aten.add.out,
+    )
+
+    def imports_it():
+        import torch._dynamo.config as inside
+
+        return inside is torch._dynamo.config
+
+    x, out = torch.ones(1), torch.zeros(1)
+    return {
+        "torch.ops": lambda: torch.ops.aten.add(x, x),
+        "torch.backends": lambda: torch.backends.cudnn.benchmark,
+        "an import inside": imports_it,
+        "a module of settings": lambda: config is torch._dynamo.config,
+        "a namespace": lambda: namespace.add(x, x),
+        "an operator": lambda: packet(x, x),
+        "an overload": lambda: overload(x, x, out=out),
+    }
+
+
+@pytest.mark.parametrize("name", names_modules_of_torch())
+def test_function_that_names_a_module_of_torch(name):
+    fn = names_modules_of_torch()[name]
+    assert launch(fn, nproc=2) == [fn()] * 2
+
+
+def test_module_of_torch_comes_back():
+    assert launch(lambda: (torch.ops, torch.backends, torch.ops.aten.add.Tensor), nproc=1) == [
+        (torch.ops, torch.backends, torch.ops.aten.add.Tensor)
+    ]
+
+
 def test_module_function_without_arguments():
     assert launch(dist.get_rank, nproc=2) == [0, 1]
 
@@ -558,6 +598,36 @@ def test_rank_that_dies_is_named_at_once(how):
     assert (error.rank, str(error)) == (1, f"rank 1 died first: {DEATHS[how]}")
 
 
+def test_killed_rank_is_told_without_a_wait_for_peers(monkeypatch):
+    monkeypatch.setattr(launcher, "PEERS_WITHIN", 1000)
+    monkeypatch.setattr(launcher, "LATE_WITHIN", 1000)
+
+    def step():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+
+    assert str(failure(step, nproc=3)).startswith("rank 1 died first: killed by SIGKILL")
+
+
+@linux
+def test_last_lines_of_a_killed_ranks_peers_are_shown(monkeypatch, capsys):
+    """A peer that still works when a rank is killed, as on a loaded machine, gets to its next wait."""
+    monkeypatch.setattr(launcher, "PEERS_WITHIN", 1000)
+    page = cell("""
+        def step():
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            end = time.monotonic() + 1
+            while time.monotonic() < end:
+                pass
+            print("a line after the kill")
+            time.sleep(1000)
+    """)
+    assert failure(page.step, nproc=2).rank == 1
+    assert capsys.readouterr().out == "[rank 0] a line after the kill\n"
+
+
 @pytest.mark.parametrize("how", ["sys.exit(3)", "sys.exit()", "sys.exit('no data')"])
 def test_sys_exit_is_a_failure(how):
     error = failure(failing(how), nproc=2)
@@ -804,6 +874,25 @@ def test_hang_before_the_function_is_told():
     assert "2 of 2 ranks still ran" in str(error)
 
 
+@pytest.mark.parametrize("hang", ["time.sleep(99)", "sum(range(10**12))"])
+def test_every_signal_is_the_readers(hang, capsys):
+    """A rank with handlers of its own, or with all signals blocked, is told with its line; and it gets no signal."""
+    page = cell(f"""
+        NUMBERS = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGQUIT
+
+        def step():
+            for number in NUMBERS:
+                assert signal.signal(number, lambda *_: os.write(1, b"a signal")) == signal.SIG_DFL
+            if dist.get_rank() == 1:
+                signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
+            {hang}
+    """)
+    assert str(failure(page.step, nproc=2, timeout=1)) == (
+        f"2 of 2 ranks still ran after timeout=1 s:\n  ranks 0-1: at line 8 of step: {hang}"
+    )
+    assert capsys.readouterr().out == ""
+
+
 def test_rank_that_ignores_signals_is_ended():
     def stubborn():
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -913,18 +1002,30 @@ def test_result_that_cannot_be_unpacked_here():
         launch(page.step, os.getpid(), nproc=2)
 
 
-def test_rank_that_dies_while_it_sends_its_result():
+@pytest.mark.parametrize(
+    "end, told",
+    [
+        (signal.SIGKILL, "rank 1 died first: killed by SIGKILL"),
+        (signal.SIGSTOP, "1 of 2 ranks still ran after timeout=2 s:"),
+    ],
+)
+def test_rank_that_ends_or_stops_while_it_writes_its_result(end, told):
+    """The file holds 1000 bytes of 2000, and a child of the rank keeps the rank's end of the pipe open."""
     page = cell("""
-        def step():
-            from multiprocessing.connection import Connection
+        def step(end):
+            import resource
 
-            def send_half(self, data):
-                os.write(self.fileno(), bytes(data)[: len(data) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            Connection._send = send_half
+            if dist.get_rank() == 1:
+                if os.fork() == 0:
+                    time.sleep(1000)
+                signal.signal(signal.SIGXFSZ, lambda *_: os.kill(os.getpid(), end))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+                return bytes(2000)
     """)
-    assert str(failure(page.step, nproc=1)).startswith("rank 0 died first: killed by SIGKILL")
+    start = time.monotonic()
+    error = failure(page.step, end, nproc=2, timeout=2 if end == signal.SIGSTOP else 60)
+    assert str(error).startswith(told)
+    assert time.monotonic() - start < 10
 
 
 def test_launch_inside_a_rank():
