@@ -113,7 +113,7 @@ class Job:
 def is_writing(folder, since):
     """Whether a snapshot that was begun after a time of the system's clock is being written."""
     with contextlib.suppress(FileNotFoundError):
-        return any(path.stat().st_mtime > since for path in folder.glob(".step_*.tmp"))
+        return any(path.stat().st_mtime > since for path in folder.glob(".step_*.part"))
     return False  # it has got its name between the two looks
 
 
