@@ -115,8 +115,8 @@ spec:
             - bash
             - -c
             - |
-              torchrun --nnodes=$nodes --nproc-per-node=$gpus --max-restarts=3$patient \\
-                --rdzv-backend=c10d --rdzv-endpoint=$label-0.$label:29500 \\
+              torchrun --nnodes=$nodes --nproc-per-node=$gpus --max-restarts=3 \\
+                $patient--rdzv-backend=c10d --rdzv-endpoint=$label-0.$label:29500 \\
                 --rdzv-id=$label --rdzv-conf=is_host=$$((JOB_COMPLETION_INDEX == 0)) \\
                 --local-addr=$label-$$JOB_COMPLETION_INDEX.$label \\
                 /mnt/script/$file$backend$resume &
@@ -140,7 +140,7 @@ $stopped              exit $$status
           emptyDir: {medium: Memory}
 """
 # torchrun passes this signal on and waits so long for the ranks. SIGTERM would mean to them that a peer has failed.
-PATIENT = f" --signals-to-handle=SIGUSR1 --shutdown-timeout={STOP_BEFORE - 30}"
+PATIENT = f"--signals-to-handle=SIGUSR1 --shutdown-timeout={STOP_BEFORE - 30} \\\n{16 * ' '}"
 STOPPED = """\
               # Told to stop, with work left: this pod is to start again, and the others with it.
               [ ! -e /mnt/work/stopped ] || exit 1
