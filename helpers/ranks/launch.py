@@ -29,7 +29,7 @@ from helpers.ranks.serialization import dumps
 
 MAX_RANKS = 64
 MAX_SECONDS = 1_000_000
-PEERS_WITHIN = 0.2  # seconds to wait after a failure, for its cause or for peers that fail in the same way
+PEERS_WITHIN = 0.2  # seconds to wait after an exception, for its cause or for peers that fail in the same way
 LATE_WITHIN = 2  # seconds to wait for ranks that compute, or are kept from it on a loaded machine
 NOTICE_WITHIN = 0.2  # seconds: a Ctrl-C that the system gives to another thread does not end a wait of this one
 context = multiprocessing.get_context("forkserver")
@@ -83,7 +83,8 @@ def launch(fn, *args, nproc=4, timeout=60, env=None):
     In each rank the default process group runs (gloo, loopback only), and RANK, LOCAL_RANK, WORLD_SIZE and
     LOCAL_WORLD_SIZE are set as torchrun sets them. ``fn``, its arguments and its results travel by cloudpickle. What
     the ranks print appears here when they end, in rank order, a line that several ranks print folded into one.
-    ``timeout`` is in seconds and for the whole call; ``env`` adds to the ranks' environment variables.
+    ``timeout`` is in seconds, from the moment that all ranks are started; after it, ranks have LATE_WITHIN seconds to
+    tell in which line they stand. ``env`` adds to the ranks' environment variables.
 
     Raises RankError when a rank raises, dies, or still runs at ``timeout``; LaunchError for an argument that cannot
     work.
@@ -181,9 +182,8 @@ def collect(folder, ranks, deadline):
         patience = deadline - time.monotonic()
         if failures:
             waited = time.monotonic() - min(failure.when for failure in failures.values())
-            within, late_within = PEERS_WITHIN, LATE_WITHIN
-            if any(failure.killed for failure in failures.values()):
-                within, late_within = 0, PEERS_WITHIN
+            killed = any(failure.killed for failure in failures.values())  # a cause that no peer shares
+            within, late_within = (0, PEERS_WITHIN) if killed else (PEERS_WITHIN, LATE_WITHIN)
             # All ranks count: one that has reported may still be sending what a peer waits for.
             if waited > within and (waited > late_within or not any(busy(process) for process, _ in ranks)):
                 break
