@@ -111,7 +111,7 @@ test: $(READY) browser slurm
 	@$(PYTEST) --no-loadscope-reorder $(ARGS)
 
 soak: $(READY)
-	@$(BIN)/python $(if $(N),tools/kills.py --kills $(N),tools/soak.py --chapter $(CHAPTER) --runs $(RUNS))
+	@PYTHONPATH=tests $(BIN)/python $(if $(N),tools/kills.py --kills $(N),tools/soak.py --chapter $(CHAPTER) --runs $(RUNS))
 
 # DNNL_MAX_CPU_ISA and ATEN_CPU_CAPABILITY limit which of the CPU's instructions torch uses, as an older CPU would.
 portability: $(READY)

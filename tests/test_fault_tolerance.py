@@ -9,7 +9,6 @@ from pathlib import Path
 import kills
 import leftovers
 import pytest
-from test_scripts import export, stand_alone
 
 FORGETFUL = """\
 import os, sys, time, uuid
@@ -31,8 +30,8 @@ def job(tmp_path):
 
     def start(*flags):
         (tmp_path / "path").mkdir()
-        script = export(kills.CHAPTER, tmp_path / "script")
-        jobs.append(kills.Job(script, 2, stand_alone(tmp_path / "path"), flags))
+        script = kills.export(tmp_path / "script")
+        jobs.append(kills.Job(script, 2, kills.alone(tmp_path / "path"), flags))
         return jobs[-1]
 
     yield start
