@@ -6,6 +6,11 @@ Importing the package imports nothing else, so that the ranks' forkserver can st
 
 def load_ipython_extension(shell):
     """Start importing torch for the ranks in the background, and register ``%%ranks``."""
+    import os
+    import sys
+
     from helpers.ranks import magic
 
+    # The kernel's own group, and what cells start, stay on this machine.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     magic.load(shell)

@@ -187,9 +187,9 @@ def script_from_notebook(notebook, name):
     if re.search(r"\b(start|init)_process_group\(", code) and "stop_process_group" not in reads:
         parts.body.append(replace(parts.body[-1], node=ast.Pass(), code="stop_process_group()", above="", comment=""))
         reads.add("stop_process_group")
-    own = {("process_group", name): "the script itself" for name in ("run_and_exit", "stop_process_group")}
+    own = {("process_group", name): "the script itself" for name in ("stop_process_group",)}
     parts.wanted = {**own, **parts.wanted}
-    inlined_imports, inlined_code = inlined([key for key in parts.wanted if key[1] in {*reads, "run_and_exit"}])
+    inlined_imports, inlined_code = inlined([key for key in parts.wanted if key[1] in reads])
     check_names(parts, flags, inlined_imports, inlined_code, cells)
 
     title, promise = title_and_promise(notebook, name)
@@ -201,7 +201,7 @@ def script_from_notebook(notebook, name):
         definitions_text(in_reading_order(parts.constants, inlined_code, parts.definitions)),
         parse_args_text(title, flags),
         main_text(parts.body, [flag for flag in flags if flag in reads]),
-        'if __name__ == "__main__":\n    run_and_exit(main, parse_args())',
+        'if __name__ == "__main__":\n    main(parse_args())',
     ]
     script = tidy("\n\n\n".join(section for section in sections if section) + "\n", name)
     try:
