@@ -137,7 +137,7 @@ def check_names(parts, flags, inlined_imports, inlined_code, cells):
                     "Pass it as an argument."
                 )
             raise nothing_binds(name, reader(statement, by), statement.where, parts, cells)
-    so_far = {*top, *BUILTINS, *flags}
+    so_far = {*top, *BUILTINS, *flags, "args"}  # args: what parse_args gives, and main takes
     for statement in parts.body:
         so_far |= statement.binds
         for name, by in statement.reads.items():
