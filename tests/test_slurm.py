@@ -85,7 +85,7 @@ class Job:
     def result(self):
         """What the script says at its end, and its last checkpoint."""
         last = json.loads(re.search(r"result (\{.*\})", self.starts()[-1])[1])
-        return last, torch.load(self.work / f"step_{last['step']:08}" / "run.pt", weights_only=True)
+        return last, torch.load(self.work / f"step_{last['step']:08}.pt", weights_only=True)
 
     def record(self, name, first):
         """Compare with what the book shows: one start of the job, and the next until it trains, or to the job's end.
