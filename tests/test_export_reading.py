@@ -1,6 +1,7 @@
 """What the export reads: damaged notebooks, magics, names of files; and the package when it is installed."""
 
 import ast
+import functools
 import json
 import os
 import random
@@ -23,11 +24,12 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from helpers.export import chapters as commands
 from helpers.export.magics import as_python, still_open
 from helpers.export.notebook import ExportError, read_notebook, script_name, sort_cells
-from helpers.export.script import script_from_notebook
+from helpers.export.script import script_from_notebook as exported
 from helpers.export.source import DEEPEST
 
 ROOT = Path(__file__).parents[1]
 WORK = "print('work')"
+script_from_notebook = functools.partial(exported, allow_single=True)  # these cells start no process group
 
 
 def notebook(*sources):

@@ -44,7 +44,7 @@ from helpers.export.notebook import (
     sort_cells,
     title_and_purpose,
 )
-from helpers.export.parts import PLAIN, is_library, root_of, sort_statements
+from helpers.export.parts import PLAIN, has_effect, is_library, root_of, sort_statements
 from helpers.export.source import IMPORT, SIMPLE, Statement, check_syntax, each_import
 
 WIDTH = 88
@@ -70,7 +70,7 @@ def script_and_notes(notebook, name, allow_single=False):
     except ExportError as error:
         problems += error.problems
     parts = sort_statements(cells, flags)
-    if all(statement.node is None for statement in parts.body) and not parts.problems:
+    if not any(has_effect(statement.node) for statement in parts.body) and not parts.problems:
         raise ExportError(
             *problems, f"{name} has no statement that a script could run.\nTag the cells of the script `export`."
         )
@@ -261,7 +261,7 @@ def main_text(parts, declared, own):
             lines.append("")
         where = statement.where
         lines += [replace(statement, code=code).text]
-    bound = [f"{name} = {own['args']}.{name}" for name in parts.flags if name in read and name not in passed]
+    bound = [f"{name} = {own['args']}.{name}" for name in parts.flags if name in declared or name in read - passed]
     named = textwrap.wrap(", ".join(declared), WIDTH - 11)
     head = [*(f"global {line.rstrip(',')}" for line in named), *bound]
     return f"def {own['main']}({own['args']}):\n" + indented("\n".join([*head, "" if head else "", *lines]).strip("\n"))
