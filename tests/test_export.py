@@ -45,8 +45,7 @@ def exported(*cells, allow_single=True):
     """The exported script and its notes; the script compiles, and ruff finds no undefined or misused name in it."""
     text, notes = script_and_notes(notebook(*cells), "05_test", allow_single)
     compile(text, "05_test.py", "exec")
-    notebooks_own = "--ignore=F401,F811,F841,E402,E731,B018"
-    ruff("check", "--select=E,F,I,B,UP", notebooks_own, text=text)
+    ruff("check", "--select=E501,F7,F82", text=text)
     ruff("format", "--check", text=text)
     return text, notes
 
@@ -165,16 +164,16 @@ def test_no_heading_and_no_comment_for_a_formatter():
         "## The **model**",
         "def f():\n    return 1",
         "## Train",
-        "# why\nx = [1,\n     2]  # fmt: skip\n# fmt: off\nprint(f(), x, '# fmt: off')",
+        code("# why\nx = [1,\n     2]  # fmt: skip\n# fmt: off\nprint(f(), x, '# fmt: off')", "export"),
     )
     assert "Train" not in text and "The model" not in text and text.count("fmt:") == 1
     assert function(text, "main").endswith('    # why\n    x = [1, 2]\n    print(f(), x, "# fmt: off")')
 
 
 def test_a_comment_behind_a_line_that_is_too_long_goes_above_it():
-    long = "x = 1  # " + "word " * 15 + "\n"
+    long = "x = 1  # " + "word " * 15 + "end\n"
     text = script(f"{long}print(x)\nif x:\n    {long}    y = 2  # noqa: F841{' ' * 70}why")
-    assert "word\n    x = 1\n" in text and "word\n        x = 1\n" in text
+    assert "end\n    x = 1\n" in text and "end\n        x = 1\n" in text
     assert "y = 2  # noqa" in text
 
 
@@ -481,7 +480,7 @@ def test_cell_magics():
 
 def test_a_comment_goes_with_what_it_is_about():
     main = function(script(code("# kept\n\n# dropped\ndisplay(1)\n# stays\nprint(2)", "export")), "main")
-    assert main.endswith("    # kept\n\n    # stays\n    print(2)")
+    assert main.endswith("    # kept\n    # stays\n    print(2)")
 
 
 def test_a_cell_that_raises_is_left_out():
@@ -537,7 +536,7 @@ GLOBAL = {
     "decorator": (["m = lambda f: 3\n@m\ndef g():\n    pass\nprint(g)"], "g, m"),
     "decorator that notes": (
         ["KNOWN = []\ndef note(f):\n    KNOWN.append(f.__name__)\n    return f", "@note\ndef g(): pass\nprint(KNOWN)"],
-        "KNOWN, g",
+        None,
     ),
     "parameter": (["def f():\n    return epochs\nprint(f())"], "epochs"),
     "assigned by a function": (["def f():\n    global n\n    n += 1\nn = 2\nf()\nprint(n)"], "n"),
@@ -558,11 +557,11 @@ GLOBAL = {
     ),
     "default that reads": (
         ["import sys\nsys.x = 1\ndef f(x=sys.x):\n    return x\nsys.x = 2\nprint(f())"],
-        None,
+        "f",
     ),
     "by pickle": (
         ["import pickle\nb = object\nclass A(b):\n    pass\nprint(type(pickle.loads(pickle.dumps(A()))).__name__)"],
-        "A",
+        "A, b",
     ),
     "two-argument super": (
         [
@@ -577,33 +576,34 @@ GLOBAL = {
         ["def main(a): return a\ndef parse_args(): return 3", "args = parse_args()\nprint(main(args), args, epochs)"],
         None,
     ),
-    "names of the group": (
-        [
-            "from time import time\nimport math as os\ndef compare(): return 1",
-            "print(time() > 0, os.__name__, compare())",
-        ],
-        None,
-    ),
     "a global that says nothing": (["x = 1\nprint(x)", "global x\nx = 2\nprint(x)"], None),
 }
 
 
 @pytest.mark.parametrize(("cells", "names"), GLOBAL.values(), ids=GLOBAL)
 def test_the_script_does_what_the_notebook_does(cells, names, tmp_path):
-    group = "import torch.distributed\nif 'NEVER' in epochs.__doc__:\n    torch.distributed.init_process_group()"
-    text, notes = exported(
-        code("epochs: int = 1", "parameters"), *cells, *([group] if "NEVER" and names is None else [])
-    )
-    declared = [line.strip().removeprefix("global ") for line in text.splitlines() if line.startswith("    global ")]
-    assert (
-        sorted(", ".join(declared).split(", ")) == sorted((names or "").split(", ")) or names is None and not declared
-    )
+    text, notes = exported(code("epochs: int = 1", "parameters"), *cells)
+    bodies = {node.name: node.body for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    main = bodies.get("main_", bodies["main"])
+    declared = [name for node in main if isinstance(node, ast.Global) for name in node.names]
+    assert declared == (names.split(", ") if names else [])
     assert bool(declared) == any(note.startswith("main declares global: ") for note in notes)
     path = tmp_path / "notebook.py"
     path.write_text("\n".join(["epochs = 1", *[cell.replace("global x\n", "") for cell in cells]]))
     expected = subprocess.run([sys.executable, path], capture_output=True, text=True, cwd=tmp_path)
     assert expected.returncode == 0, expected.stderr
     assert run_script(text, tmp_path) == (expected.stdout, 0, "")
+
+
+def test_the_groups_names_make_way(tmp_path):
+    cells = (
+        "from time import time\nimport math as os\ndef compare(): return 1",
+        "print(time() > 0, os.__name__, compare())",
+    )
+    text, notes = exported(f"{GROUP}\nfrom helpers.runtime.process_group import print0\nprint0('end')", *cells)
+    assert not notes and "import time as time_\n" in text and "def compare_(" in text and "import os as os_\n" in text
+    out, status, errors = run_script(text, tmp_path)
+    assert (out.splitlines()[-3:], status) == (["cpu", "end", "True math 1"], 0), errors
 
 
 def test_names_that_are_fine():
@@ -777,7 +777,7 @@ def test_export_command(helpers, sample, tmp_path, monkeypatch):
     assert status == 1 and "exists and differs" in errors and "--force" in errors
     assert script.read_text() == "mine"
     assert helpers("export", sample, "--force")[0] == 0
-    assert script.read_text().startswith('"""Sample.')
+    assert '"""Sample.' in script.read_text()
 
 
 def test_export_into_what_is_no_folder(helpers, sample, tmp_path):

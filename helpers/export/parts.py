@@ -256,7 +256,11 @@ def is_constant(node, constants):
 
 def has_effect(node):
     """Whether a statement does more than to name a literal."""
-    return node is not None and not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant))
+    return node is not None and not (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and all(isinstance(target, ast.Name) for target in node.targets)
+    )
 
 
 def is_shown(node):

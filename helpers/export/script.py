@@ -103,8 +103,7 @@ def written(parts, cells, title, purpose, name):
     in_body = {name for statement in parts.body if statement.node for name in bound_anywhere(statement.node)}
     conflicts += ["args"] if "args" in {*theirs, *in_body, *parts.flags} else []
     own = made_room(conflicts, {*theirs, *ours, *in_main, *in_body, *BUILTINS})
-    copied_imports = [replace(one, code=renamed(one.code, own)) for one in copied_imports]
-    copied = [replace(one, code=renamed(one.code, own)) for one in copied]
+    copied_imports, copied = ([renamed(one, own) for one in found] for found in (copied_imports, copied))
     own = {name: own.get(name, name) for name in [*ours, "args", "stop_process_group"]}
 
     problems = list(missing_names(parts, {*theirs, *wanted}, in_main, cells))
