@@ -120,7 +120,7 @@ def test_a_language_that_is_not_text(language, tmp_path):
         script_from_notebook(read_notebook(path), "x")
 
 
-@pytest.mark.parametrize("metadata", [{"tags": None}, {"tags": "export"}, {"tags": [["export"], 3]}])
+@pytest.mark.parametrize("metadata", [{"tags": None}, {"tags": 3}, {"tags": "export"}, {"tags": [["export"], 3]}])
 def test_tags_that_are_not_words_are_no_tags(metadata):
     mine = notebook(WORK, "print('other')")
     mine.cells[0].metadata.update(metadata)
@@ -353,6 +353,14 @@ def test_a_file_that_the_notebook_writes_and_starts_is_the_script_already(start)
 )
 def test_refusals_say_what_to_do(source, expected):
     assert expected in refusal(source)
+
+
+@pytest.mark.parametrize("source", ["x += 1", "x.y: int = 1", "del x"])
+def test_what_is_not_a_parameter(source):
+    mine = notebook(source, WORK)
+    mine.cells[0].metadata.tags = ["parameters"]
+    with pytest.raises(ExportError, match="Write name: type = value"):
+        script_from_notebook(mine, "mine")
 
 
 def test_all_cells_that_are_wrong_are_told_at_once():
