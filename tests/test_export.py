@@ -670,6 +670,150 @@ def test_ranks_that_are_asked_for_are_fine():
     )
 
 
+# ---- One job, not N
+
+
+PLAIN = [
+    "import torch\nfrom torch.utils.data import DataLoader",
+    "loader = DataLoader(range(8), 4, shuffle=True)",
+    "model = torch.nn.Linear(1, 1).cuda()\noptimizer = torch.optim.SGD(model.parameters())",
+    "for x in loader:\n    model(x).sum().backward()",
+    "torch.save(model, 'model.pt')",
+]
+JOIN = "import torch.distributed as dist\ndist.init_process_group()\ndist.destroy_process_group()"
+
+
+def test_a_notebook_without_a_group_is_told_what_to_change():
+    with pytest.raises(ExportError) as caught:
+        exported(*PLAIN, allow_single=False)
+    lines = str(caught.value).splitlines()
+    assert "05_test starts no process group: N ranks would train N models and overwrite" in lines[0]
+    assert lines[1:-1] == [
+        "  before these lines: device = start_process_group() (chapter 1)",
+        "  cell 2: `DataLoader(range(8), 4, shuffle=True)`: "
+        "give it sampler=DistributedSampler(dataset) in place of shuffle (chapter 3)",
+        "  cell 3: `torch.nn.Linear(1, 1).cuda()`: the device that start_process_group() returned (chapter 1)",
+        "  cell 3: `model.parameters()`: before it, model = DistributedDataParallel(model.to(device)) (chapter 4)",
+        "  cell 5: `torch.save(model, 'model.pt')`: on one rank only, if dist.get_rank() == 0 (chapter 4)",
+    ]
+    assert "--allow-single" in lines[-1]
+    assert "def main" in exported(*PLAIN)[0]
+
+
+def test_a_group_whose_ranks_do_not_work_together_is_told_so():
+    with pytest.raises(ExportError, match="wraps no model and calls no collective: N ranks would train N models"):
+        exported(*PLAIN, JOIN, allow_single=False)
+    for together in ("model = torch.nn.parallel.DistributedDataParallel(model)", "dist.all_reduce(model.weight.grad)"):
+        exported(*PLAIN, JOIN, together, allow_single=False)
+    exported(JOIN, allow_single=False)  # no training
+    exported("from accelerate import Accelerator\nprint(Accelerator())", allow_single=False)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)",
+        "from torch.multiprocessing import spawn\nspawn(print, nprocs=2)",
+        "from accelerate import notebook_launcher\nnotebook_launcher(print, (), num_processes=2)",
+        "import lightning as L\nL.Trainer(strategy='ddp_notebook')",
+        "def f():\n    torch.distributed.init_process_group()\nimport torch\ntorch.multiprocessing.Process(target=f).start()",
+    ],
+)
+def test_launchers_inside_of_torchrun_are_refused(source):
+    assert "starts ranks, and torchrun starts the script's" in refusal(source)
+    script("import multiprocessing\nmultiprocessing.Process(target=print).start()", "rng = dict\nrng.spawn(3)")
+
+
+def test_all_problems_come_at_once():
+    cells = (
+        code("x: list[int] = [1]\nx: str = 3", "parameters"),
+        "rank = 0\nprint(rank)",
+        "from math import *\nprint(1)",
+    )
+    with pytest.raises(ExportError) as caught:
+        script_from_notebook(notebook(*cells), "05_test")
+    assert len(caught.value.problems) == 4
+
+
+# ---- What is imported, and when
+
+EARLY_SETTINGS = {
+    "sys.path": (["import sys", "folder = 'here'\nsys.path.insert(0, folder)", "import mine\nprint(mine.x, folder)"]),
+    "os.environ": (["import os\nos.environ['MINE'] = '2'\nimport mine\nprint(mine.environ)"]),
+    "conditional": (
+        ["import sys\nif 'here' not in sys.path:\n    sys.path.append('here')\nimport mine\nprint(mine.x)"]
+    ),
+    "patched": (["import math\nmath.mine = 3\nimport mine\nprint(mine.patched)"]),
+    "order": (["import second\nimport first\nprint(first.log)"]),
+}
+
+
+@pytest.mark.parametrize("cells", EARLY_SETTINGS.values(), ids=EARLY_SETTINGS)
+def test_imports_come_after_what_they_depend_on(cells, tmp_path):
+    (tmp_path / "here").mkdir()
+    mine = "import math, os\nx = __file__.split('/')[-2:]\nenviron = os.environ.get('MINE')\npatched = getattr(math, 'mine', 0)"
+    (tmp_path / "here" / "mine.py").write_text(mine)
+    if "sys" not in cells[0]:
+        (tmp_path / "mine.py").write_text(mine)
+    (tmp_path / "first.py").write_text("import sys\nlog = 'second' in sys.modules")
+    (tmp_path / "second.py").write_text("")
+    (tmp_path / "notebook.py").write_text("\n".join(cells))
+    expected = subprocess.run([sys.executable, "notebook.py"], capture_output=True, text=True, cwd=tmp_path)
+    assert expected.returncode == 0, expected.stderr
+    assert run_script(script(*cells), tmp_path) == (expected.stdout, 0, "")
+
+
+def test_a_setting_that_needs_main_is_refused():
+    cells = (
+        code("gpu: str = '0'", "parameters"),
+        "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = gpu",
+        "import torch\nprint(torch)",
+    )
+    assert "imports may depend on `os.environ['CUDA_VISIBLE_DEVICES'] = gpu`, which reads gpu" in refusal(*cells)
+
+
+def test_a_moved_import_is_told():
+    _, [note] = exported("print(1)", "import pandas\nprint(pandas)")
+    assert note.startswith("05_test, cell 2 (`import pandas`): `import pandas` stands at the top, above `print(1)`")
+    assert exported("print(1)", "import torch\nimport json\nprint(torch, json)")[1] == []
+
+
+# ---- The book's own chapters
+
+
+BUDGET = {"04_ddp": 130, "08_trainer": 450}
+PLUMBING = {"04_ddp": 45}
+
+
+def test_the_chapters_scripts_are_short_and_nothing_is_told_of_them(capsys):
+    table, wrong = [], []
+    for path in commands.chapters():
+        text, notes = script_and_notes(read_notebook(path), path.stem)
+        lines, plumbing = len(text.splitlines()), len(text[text.index("\ndef parse_args") :].splitlines())
+        table.append(f"{path.stem:24}{lines:6}{plumbing:6}")
+        if lines > BUDGET.get(path.stem, 500) or plumbing > PLUMBING.get(path.stem, 500) or notes:
+            wrong.append(f"{table[-1]} {notes}")
+        if "\n    global " in text or max(map(len, text.splitlines())) > 88:
+            wrong.append(f"{path.stem}: a global name, or a line of more than 88 columns")
+    with capsys.disabled():
+        print("", f"{'script':24}{'lines':>6}{'of plumbing':>12}", *table, sep="\n")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "\n".join(["X0 = 1", *[f"X{i + 1} = X{i} + 1" for i in range(800)], "print(X800)"]),
+        "\n".join([*[f"x{i} = {i}" for i in range(2000)], "print(x1)"]),
+        "\n".join(["class A0: pass", *[f"class A{i + 1}(A{i}): pass" for i in range(800)], "print(A800)"]),
+    ],
+    ids=["constants", "idle assignments", "classes"],
+)
+@pytest.mark.timeout(20)  # seconds, where the first took 51 and the second 15
+def test_long_notebooks(source):
+    script(source)
+
+
 # ---- Notebooks that are not
 
 

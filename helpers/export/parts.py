@@ -56,7 +56,7 @@ def sort_statements(cells, flags):
     for statement in cells.parameters:
         parts.read_elsewhere.update(statement.reads)
     fixed = fixed_names(statements, flags)
-    early = settings(statements, fixed, parts.problems)
+    early = settings(statements, fixed, flags, parts.problems)
     readers, in_main, changed = by_name(statements), set(flags), set()
     defined, constants = set(), set()
     last = parts.body  # the list that the statement before went to
@@ -169,7 +169,7 @@ def is_library(node):
     return root_of(node) not in sys.stdlib_module_names
 
 
-def settings(statements, fixed, problems):
+def settings(statements, fixed, flags, problems):
     """The places of the statements that an import below depends on, such as ``sys.path.insert``, and what they read."""
     modules = {name for statement in statements if isinstance(statement.node, IMPORT) for name in statement.binds}
     binders = {name: place for place, statement in enumerate(statements) for name in statement.binds}
@@ -191,9 +191,9 @@ def settings(statements, fixed, problems):
         early.add(place)
         for name in statement.needs:
             before = binders.get(name)
-            if name in fixed and before < place and isinstance(statements[before].node, SIMPLE | IMPORT):
+            if name in fixed and before is not None and before < place and isinstance(statements[before].node, SIMPLE | IMPORT):
                 todo.append((before, cause))
-            elif before is not None:
+            elif before is not None or name in flags:
                 problems.append(
                     f"{cause.where}: imports may depend on `{first_line(cause.code)}`, which reads {name}.\n"
                     "Write the value itself there, or move the imports above it."

@@ -189,7 +189,7 @@ def docstring(title, purpose, name):
     """The script's docstring: what it is, and how to run it."""
     file = shlex.quote(f"{name}.py")
     title += "" if title.endswith((".", "?", "!")) else "."
-    text = textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 3).replace('"""', "'''")
+    text = textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 4).replace('"""', "'''")
     nodes = f"    torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu {file}"
     if len(nodes) > WIDTH:
         nodes = nodes.replace(f" {file}", f" \\\n        {file}")
