@@ -1,4 +1,4 @@
-"""The command line, ``python -m helpers``: list the chapters, export and run their scripts, check a cluster."""
+"""The command line, ``python -m helpers``: list, export, run and rehearse the chapters, check a cluster."""
 
 import argparse
 import os
@@ -60,6 +60,10 @@ def parse(arguments):
     command.add_argument("chapter", metavar="CHAPTER", help=chapter)
     command.add_argument("--nproc", type=processes, default=2, metavar="N", help="how many ranks (default: 2)")
     command.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the script, after two dashes")
+    from helpers.rehearsal import command as rehearsal
+
+    command = commands.add_parser("rehearse", help="run a script's GPU path on pretended GPUs of this machine")
+    rehearsal.add_arguments(command, whole, chapter)
     command = commands.add_parser(
         "doctor",
         help="check the machines, the network and the collectives",
@@ -77,7 +81,7 @@ def parse(arguments):
     )
     command.add_argument("--master", metavar="HOST[:PORT]", help="where rank 0 runs (default: the launcher's)")
     flags = []
-    if arguments[:1] == ["run"] and "--" in arguments:
+    if arguments[:1] in (["run"], ["rehearse"]) and "--" in arguments:
         arguments, flags = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
     args = parser.parse_args(arguments)
     if args.command == "export":
@@ -155,6 +159,10 @@ def main(arguments):
     try:
         if args.command == "doctor":
             return run_doctor(args, arguments[1:])
+        if args.command == "rehearse":
+            from helpers.rehearsal.command import rehearse
+
+            return rehearse(args, flags)
         if args.command != "run":
             return carry_out(args, flags)
         with tempfile.TemporaryDirectory() as folder:

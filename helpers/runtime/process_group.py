@@ -48,7 +48,9 @@ def compare(store, world_size, choice):
         store.set("wrong", "" if found in ({"nccl"}, {"gloo"}) else ", ".join(choices))
     if wrong := store.get("wrong").decode():
         time.sleep(1)  # the rank that serves the store must not leave first
-        raise RuntimeError(f"No common backend: {wrong}. For CPUs, give --backend gloo.")
+        raise RuntimeError(
+            f"No common backend: {wrong}. For CPUs, give --backend gloo."
+        )
 
 
 def stop_process_group():
