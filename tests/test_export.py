@@ -391,7 +391,7 @@ def test_inlining_refused(source, expected):
     [
         ("%matplotlib inline", "%matplotlib inline"),
         ("!pip list", "!pip list"),
-        ("%time print(1)", "%time print(1)"),
+        ("%timeit print(1)", "%timeit print(1)"),
         ("print?", "print?"),
         ("files = !ls", "files = !ls"),
         ("display(1)", "display(1)"),
@@ -457,7 +457,7 @@ def test_a_cell_that_raises_is_left_out():
         ("def f():\n    return launch(print)\nprint(f())", "`def f():` uses launch()"),
         ("def f():\n    plt.show()\nprint(f())", "uses plt.show()"),
         ("for i in range(2):\n    display(i)", "`for i in range(2):` uses display()"),
-        ("for i in range(2):\n    %time i", "`for i in range(2):` uses a magic"),
+        ("for i in range(2):\n    %timeit i", "`for i in range(2):` uses a magic"),
         ("x = launch(print)\nprint(x)", "reads x, which is bound by a line that only a notebook can run"),
     ],
 )

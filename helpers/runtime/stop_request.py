@@ -17,10 +17,15 @@ class StopRequest:
         self.device = device
         self.asked = None  # the signal's name, once the ranks agreed to stop
         self.noted = 0  # the number of the last signal that this rank got
-        self.pending = None  # the all-reduce that agreed() began a step ago, and its tensor
+        self.pending = (
+            None  # the all-reduce that agreed() began a step ago, and its tensor
+        )
 
     def __enter__(self):
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        self.before = {
+            number: signal.signal(number, self.note)
+            for number in (signal.SIGTERM, signal.SIGUSR1)
+        }
         return self
 
     def __exit__(self, kind, *_):
