@@ -1,6 +1,7 @@
 """Rehearse chapters on many pretended GPUs and compare their results with one rank's on gloo (``make rehearse``)."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -37,8 +38,10 @@ def result(out):
 
 def alone(script, flags):
     """The result of a script on one rank and gloo."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, script, *flags]
-    return result(subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT).stdout)
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=TIMEOUT)
+    return result(done.stdout)
 
 
 def rehearse(script, nodes, gpus, flags):
