@@ -285,7 +285,7 @@ def test_the_pods_command_on_two_hosts(tmp_path):
         done = on_both(pair, tmp_path, command, command)
         assert [status for _, status in done] == [0, 0], told(done)
         assert 'result {"world_size": 2, "step": 90, ' in done[0][0] + done[1][0]
-        assert (tmp_path / "work" / "step_00000090").is_dir()
+        assert (tmp_path / "work" / "step_00000090.pt").is_file()
 
         # Where a run was told to stop, a pod fails, so that Kubernetes starts it again.
         (script / "08_trainer.py").write_text("open('/mnt/work/stopped', 'w')")
