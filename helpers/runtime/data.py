@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 
 def digits(train=1440):
-    """The digits in a fixed order: (train set, validation set) of (image [64], label)."""
+    """The digits, shuffled: (train set, validation set) of (image [64], label)."""
     # The file alone: to import scikit-learn takes longer than to import torch.
     path = "sklearn/datasets/data/digits.csv.gz"
     table = np.loadtxt(distribution("scikit-learn").locate_file(path), delimiter=",")
