@@ -179,7 +179,7 @@ def test_script(notebook, alone, tmp_path):
     assert os.listdir(folder) == [f"{notebook.stem}.py"]
     compile(script.read_text(), str(script), "exec")
     for command in (["check", "--select=E,F,I,B,UP"], ["format", "--check"]):
-        style = ["--isolated", "--line-length=120", "--target-version=py311"]
+        style = ["--isolated", "--line-length=88", "--target-version=py311"]
         done = subprocess.run([sys.executable, "-m", "ruff", *command, *style, script], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
 
@@ -215,7 +215,7 @@ def test_a_rank_that_raises_ends_the_job_and_is_named(alone, tmp_path):
     ended = time.time()
     assert status == 1 and not left
     assert ended - float(out.partition("failed at ")[2].split()[0]) < 15
-    assert 'raise ValueError(f"rank {fail} cannot go on")' in errors  # the rank's own traceback, with its line
+    assert 'raise ValueError(f"rank {args.fail} cannot go on")' in errors  # the rank's own traceback, with its line
     assert "ValueError: rank 2 cannot go on" in errors
     summary = errors.partition("sample.py FAILED\n")[2]
     assert re.search(r"rank      : 2 \(local_rank: 2\)\n +exitcode  : 1 ", summary)  # its own, not SIGABRT's
@@ -278,7 +278,7 @@ def test_chapter_1_names_a_rank_that_is_missing(own_store, alone, tmp_path):
     environment = {**alone, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store}
     status, out, errors, left = torchrun(script, 3, environment, "--patience", "10")
     assert status == 1 and not left
-    assert "RuntimeError: ranks [1] have not come; localhost has 2 of its 3 ranks" in errors
+    assert errors.count("ranks [1] have not come; localhost has 2 of its 3 ranks") == 2
     assert [line.split()[0] for line in out.splitlines()] == ["rank", "0", "2"]
 
 
