@@ -540,6 +540,10 @@ GLOBAL = {
     ),
     "parameter": (["def f():\n    return epochs\nprint(f())"], "epochs"),
     "assigned by a function": (["def f():\n    global n\n    n += 1\nn = 2\nf()\nprint(n)"], "n"),
+    "assigned by a function in a block": (
+        ["if True:\n    def f():\n        global n\n        n = 3\nn = 2\nf()\nprint(n)"],
+        "f, n",
+    ),
     "with": (["with open('a', 'w') as file:\n    pass\ndef f():\n    return file.name\nprint(f())"], "file"),
     "defined twice": (["def f(): return 1\nprint(f())\ndef f(): return 2\nprint(f())"], "f"),
     "import twice": (["import time\nprint(time.time() > 0)", "from time import time\nprint(time() > 0)"], "time"),

@@ -194,7 +194,7 @@ def missing_names(parts, top, in_main, cells):
             if name not in known:
                 by = f"{by}()" if by else f"the head of {getattr(statement.node, 'name', 'it')}"
                 yield nothing_binds(name, by, statement.where, parts, cells)
-    so_far = {*top, *BUILTINS, *parts.flags}
+    so_far = {*top, *BUILTINS, *parts.flags, "args"}  # args: what main takes, the parameters in one
     for statement in parts.body:
         so_far |= statement.binds
         for name, by in statement.reads.items():
