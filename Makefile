@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help book pdf serve test lab scripts run bench soak portability outputs browser slurm setup
+.PHONY: help book pdf serve test lab scripts run rehearse bench soak portability outputs browser slurm setup
 
 help:
 	@echo "World Size One"
@@ -32,6 +32,7 @@ help:
 	@echo "  make scripts      write every chapter's torchrun script to scripts/"
 	@echo "  make run          export one chapter and run it under torchrun  (CHAPTER=04 NPROC=4 ARGS='--epochs 2')"
 	@echo
+	@echo "  make rehearse     run seven chapters' GPU path on 8 and 2 x 8 pretended GPUs"
 	@echo "  make bench        measure this project against other ways to do the same"
 	@echo "  make soak         run a chapter's script 40 times on 2 ranks and 40 times on 4  (CHAPTER=04 RUNS=40)"
 	@echo "  make soak N=200   kill ranks of chapter 9's job 200 times, and compare its last weights"
@@ -101,8 +102,9 @@ slurm:
 	@sh tools/install_slurm.sh
 
 # The workers share the cores: an OpenMP thread that waits is to sleep, not to spin, which takes a fifth more of
-# them. What else makes these runs quick and steady stands in tests/quick.
+# them. What else makes these runs quick and steady stands in tests/quick. All of them test the CPU's path.
 test portability: export OMP_WAIT_POLICY := passive
+test portability: export CUDA_VISIBLE_DEVICES :=
 test portability: export PYTHONPATH := $(CURDIR)/tests/quick
 PYTEST := $(BIN)/python -m pytest -p patient_kernels --nbval -n 3 --dist loadfile
 
@@ -110,13 +112,16 @@ test: $(READY) browser slurm
 	@$(PYTEST) --no-loadscope-reorder $(ARGS)
 
 soak: $(READY)
-	@$(BIN)/python $(if $(N),tools/kills.py --kills $(N),tools/soak.py --chapter $(CHAPTER) --runs $(RUNS))
+	@$(BIN)/python $(if $(N),tools/kills.py --kills $(N),tools/soak.py --chapter $(CHAPTER) --runs $(RUNS) $(ARGS))
 
 # DNNL_MAX_CPU_ISA and ATEN_CPU_CAPABILITY limit which of the CPU's instructions torch uses, as an older CPU would.
 portability: $(READY)
 	@status=0; for setting in $(SETTINGS); do \
 	  echo "$$setting"; env $$setting $(PYTEST) notebooks -q $(ARGS) || status=1; \
 	done; exit $$status
+
+rehearse: $(READY)
+	@$(BIN)/python tools/rehearse_all.py
 
 outputs: $(READY)
 	@$(BIN)/python tools/store_outputs.py $(NOTEBOOK)

@@ -1,4 +1,4 @@
-"""The command line, ``python -m helpers``: list the chapters, export and run their scripts, check a cluster."""
+"""The command line, ``python -m helpers``: list, export, run and rehearse the chapters, check a cluster."""
 
 import argparse
 import os
@@ -49,6 +49,7 @@ def parse(arguments):
     which.add_argument("--all", action="store_true", help="every chapter")
     command.add_argument("--out", default="scripts", metavar="DIR", help="the folder to write to (default: scripts)")
     command.add_argument("--force", action="store_true", help="overwrite a script that differs")
+    command.add_argument("--allow-single", action="store_true", help="also a notebook whose ranks train a model each")
     command.add_argument(
         "--slurm", action="store_true", help="write what starts it on many nodes too: for Slurm, by hand, on Kubernetes"
     )
@@ -59,6 +60,10 @@ def parse(arguments):
     command.add_argument("chapter", metavar="CHAPTER", help=chapter)
     command.add_argument("--nproc", type=processes, default=2, metavar="N", help="how many ranks (default: 2)")
     command.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the script, after two dashes")
+    from helpers.rehearsal import command as rehearsal
+
+    command = commands.add_parser("rehearse", help="run a script's GPU path on pretended GPUs of this machine")
+    rehearsal.add_arguments(command, whole, chapter)
     command = commands.add_parser(
         "doctor",
         help="check the machines, the network and the collectives",
@@ -76,7 +81,7 @@ def parse(arguments):
     )
     command.add_argument("--master", metavar="HOST[:PORT]", help="where rank 0 runs (default: the launcher's)")
     flags = []
-    if arguments[:1] == ["run"] and "--" in arguments:
+    if arguments[:1] in (["run"], ["rehearse"]) and "--" in arguments:
         arguments, flags = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
     args = parser.parse_args(arguments)
     if args.command == "export":
@@ -92,14 +97,19 @@ def parse(arguments):
 
 def carry_out(args, flags, folder=None):
     """Do what the command line says and return the exit status; ``folder`` is for a script that is only run."""
-    from helpers.export import chapters as commands  # here, because it takes a second or more
-
+    try:
+        from helpers.export import chapters as commands  # here, because it takes a second or more
+    except ModuleNotFoundError as error:
+        needed = f"{args.command} needs {error.name}, which is not installed"
+        print(f"error: {needed}. Try: pip install {error.name}", file=sys.stderr)
+        return 1
     try:
         if args.command == "list":
             for name, title in commands.titles():
                 print(f"{name:24}{title}")
         elif args.command == "export":
-            for target in commands.export(None if args.all else args.chapter, args.out, args.force, args.cluster):
+            chapter = None if args.all else args.chapter
+            for target in commands.export(chapter, args.out, args.force, args.cluster, args.allow_single):
                 print(target)
         else:
             [script] = commands.export(args.chapter, folder)
@@ -110,17 +120,17 @@ def carry_out(args, flags, folder=None):
     return 0
 
 
-def see_doctor(args, flags):
+def run_doctor(args, flags):
     """Check this rank's world, or without a launcher some ranks on this machine; return the exit status.
 
     A rank ends here, by os._exit: its interpreter's teardown could wait for what its process group has lost.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
     from helpers.doctor import examine as doctor
-    from helpers.doctor import membership as ward
+    from helpers.doctor import membership
 
     try:
-        place = ward.find_place(args.master)
+        place = membership.find_place(args.master)
     except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -133,7 +143,7 @@ def see_doctor(args, flags):
             return doctor.start_local(args.nproc, flags)
     status = 1
     try:
-        status = doctor.visit(place, args.backend, args.timeout)
+        status = doctor.run_rank(place, args.backend, args.timeout)
         sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
@@ -148,7 +158,11 @@ def main(arguments):
     args, flags = parse(arguments)
     try:
         if args.command == "doctor":
-            return see_doctor(args, arguments[1:])
+            return run_doctor(args, arguments[1:])
+        if args.command == "rehearse":
+            from helpers.rehearsal.command import rehearse
+
+            return rehearse(args, flags)
         if args.command != "run":
             return carry_out(args, flags)
         with tempfile.TemporaryDirectory() as folder:

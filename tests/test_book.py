@@ -209,7 +209,7 @@ def test_repository_and_launch_links_with_the_variable(tmp_path):
 def test_bad_repository_url_fails_the_build(tmp_path):
     _, status, complaints = build_small_book(tmp_path, BOOK_REPOSITORY_URL="example.org/book")
     assert status != 0
-    assert "BOOK_REPOSITORY_URL is 'example.org/book', which is not https://github.com/OWNER/NAME" in complaints
+    assert "BOOK_REPOSITORY_URL is 'example.org/book', which is not the address of a repository on GitHub" in complaints
     assert "Traceback" not in complaints
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from helpers.__main__ import main
 from helpers.doctor import examine as doctor
-from helpers.doctor import membership as ward
+from helpers.doctor import membership, this_rank, trials
 from helpers.doctor.report import notes, problems, report, span
 from helpers.ranks.launch import RankError, launch, warm
 
@@ -128,11 +128,25 @@ def test_usage(arguments, told, capsys, monkeypatch):
     assert status == 2 and told in capsys.readouterr().err
 
 
-def test_half_set_variables(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"WORLD_SIZE": None}, "RANK is set, but WORLD_SIZE is missing."),
+        ({"MASTER_ADDR": "", "MASTER_PORT": None}, "RANK is set, but MASTER_ADDR and MASTER_PORT are missing."),
+        ({"RANK": None}, "WORLD_SIZE is set, but RANK is missing."),
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one', which is not a number."),
+        ({"MASTER_PORT": "29500.0"}, "MASTER_PORT is '29500.0', which is not a number."),
+        ({"RANK": "-1"}, "RANK is '-1', which is not a number."),
+        ({"RANK": "2"}, "RANK is 2 and WORLD_SIZE is 2: ranks count from 0."),
+    ],
+)
+def test_a_variable_that_is_missing_or_wrong_is_named(change, told, capsys, monkeypatch):
+    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    for name, value in {**given, **change}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     assert main(["doctor"]) == 1
-    assert "half set" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {told}\nStart the ranks with torchrun or srun") and error.count("\n") == 2
 
 
 def raises(error):
@@ -164,7 +178,7 @@ def world(capsys):
 
         def rank(port):
             torch.set_num_threads(1)
-            ward.GRACE = 0.5
+            membership.REPORT_SECONDS = 0.5
             dist.destroy_process_group()
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             number = int(os.environ["RANK"])
@@ -172,7 +186,7 @@ def world(capsys):
                 return None
             place = {"RANK": number, "WORLD_SIZE": count, "LOCAL_RANK": number}
             try:
-                return doctor.visit({**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, timeout=timeout)
+                return doctor.run_rank({**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, timeout=timeout)
             except SystemExit:
                 return "dead"
 
@@ -187,16 +201,16 @@ def world(capsys):
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_rank_that_never_comes_is_named_in_time(absent, world):
     def prepare(rank):
-        agree = ward.Ward.agree
+        gather = membership.Membership.gather
 
         def timed(self, step, *rest):
             start = time.monotonic()
-            answers = agree(self, step, *rest)
+            answers = gather(self, step, *rest)
             if step == "roll call":
                 print(f"roll call: {time.monotonic() - start} s")
             return answers
 
-        ward.Ward.agree = timed
+        membership.Membership.gather = timed
         return "absent" if rank == absent else None
 
     statuses, out = world(4, prepare, timeout=3)
@@ -293,7 +307,7 @@ def test_a_rank_that_is_gone_on_the_way_is_named(victim, world):
 
 def test_a_rank_that_hangs_where_no_timeout_reaches_leaves(capsys):
     def hang():
-        with ward.Ward(None, 0, 2, 1).no_longer_than(0.1):
+        with membership.Membership(None, 0, 2, 1).no_longer_than(0.1):
             time.sleep(100)
 
     with pytest.raises(RankError, match="exit code 1"):
@@ -310,12 +324,12 @@ def test_a_rank_that_comes_too_late_says_so(world):
 def test_an_address_that_takes_no_connection_is_named(world):
     def prepare(rank):
         if rank == 1:
-            facts = doctor.facts
-            closed = socket.create_server(("127.0.0.1", 0))
-            port = closed.getsockname()[1]
-            closed.close()
+            facts = doctor.facts_of_rank
+            nobody = socket.create_server(("127.0.0.1", 0))
+            port = nobody.getsockname()[1]
+            nobody.close()
             socket.create_server = raises(OSError("no more files"))
-            doctor.facts = lambda *args: {**facts(*args), "port": port}
+            doctor.facts_of_rank = lambda *args: {**facts(*args), "port": port}
 
     statuses, out = world(3, prepare)
     assert statuses == [1, 1, 1] and "4 of 6 connections between ranks open" in out
@@ -341,7 +355,7 @@ def test_store_that_nobody_serves(capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     place = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    assert doctor.visit(place, timeout=0.5) == 1
+    assert doctor.run_rank(place, timeout=0.5) == 1
     error = capsys.readouterr().err
     assert f"Nothing answered at 127.0.0.1:{port} within 0.5 s" in error and error.count("\n") == 1
 
@@ -351,13 +365,13 @@ def test_port_that_is_taken(capsys, monkeypatch):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         place = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        assert doctor.visit(place, timeout=1) == 1
+        assert doctor.run_rank(place, timeout=1) == 1
     assert f"Port {port} of 127.0.0.1 cannot be opened" in capsys.readouterr().err
 
 
 def test_name_without_an_address(capsys):
     place = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": 29500}
-    assert doctor.visit(place, timeout=1) == 1
+    assert doctor.run_rank(place, timeout=1) == 1
     assert "The host name no.such.host.invalid has no address here." in capsys.readouterr().err
 
 
@@ -386,27 +400,27 @@ def step(monkeypatch):
 
 def test_place_in_a_slurm_step(step):
     place = {"RANK": 9, "WORLD_SIZE": 16, "LOCAL_RANK": 1, "MASTER_ADDR": "gpu07", "MASTER_PORT": 23456}
-    assert ward.find_place() == place
-    assert ward.find_place("node3") == {**place, "MASTER_ADDR": "node3"}
-    assert ward.find_place("node3:29500") == {**place, "MASTER_ADDR": "node3", "MASTER_PORT": 29500}
+    assert membership.find_place() == place
+    assert membership.find_place("node3") == {**place, "MASTER_ADDR": "node3"}
+    assert membership.find_place("node3:29500") == {**place, "MASTER_ADDR": "node3", "MASTER_PORT": 29500}
     with pytest.raises(RuntimeError, match="'node3:ssh' is not HOST or HOST:PORT"):
-        ward.find_place("node3:ssh")
+        membership.find_place("node3:ssh")
     step.setenv("MASTER_PORT", "29501")
-    assert ward.find_place()["MASTER_PORT"] == 29501
+    assert membership.find_place()["MASTER_PORT"] == 29501
 
 
 @pytest.mark.parametrize("change", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": None}])
 def test_a_shell_in_slurm_is_no_rank(change, step):
     for name, value in change.items():
         step.setenv(name, value) if value else step.delenv(name)
-    assert ward.find_place() == {}
+    assert membership.find_place() == {}
 
 
 def test_torchrun_goes_before_slurm(step):
-    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}
     for name, value in {**given, "MASTER_ADDR": "node1"}.items():
         step.setenv(name, value)
-    place = ward.find_place()
+    place = membership.find_place()
     assert (place["RANK"], place["WORLD_SIZE"], place["MASTER_ADDR"]) == (1, 2, "node1")
 
 
@@ -421,7 +435,7 @@ def test_torchrun_goes_before_slurm(step):
     ],
 )
 def test_first_host_of_a_node_list(nodes, first):
-    assert ward.first_host(nodes) == first
+    assert membership.first_host(nodes) == first
 
 
 def test_two_tasks_of_a_slurm_step(surroundings):
@@ -448,13 +462,13 @@ def test_two_tasks_of_a_slurm_step(surroundings):
 def findings(count=4, hosts=1, gpus=False, **changes):
     """What a sound world finds; ``changes`` are of its parts, and of one rank's facts as rank2={...}."""
     local = count // hosts
-    people = {
+    infos = {
         rank: {
             "host": f"node{rank // local}",
             "local_rank": rank % local,
             "device": f"cuda:{rank % local}" if gpus else "cpu",
             "model": "H100 80GB HBM3" if gpus else "",
-            "chip": f"chip {rank}" if gpus else "",
+            "gpu_id": f"GPU {rank}" if gpus else "",
             "interface": "eth0",
             "address": f"10.0.0.{rank // local}",
             "python": "3.12.1",
@@ -471,19 +485,19 @@ def findings(count=4, hosts=1, gpus=False, **changes):
         "master": ("node0", 29500),
         "backend": "nccl" if gpus else "gloo",
         "device": "cuda" if gpus else "cpu",
-        "people": people,
-        "members": list(people),
+        "infos": infos,
+        "members": list(infos),
         "lost": {},
         "errors": {},
-        "closed": {rank: {} for rank in people},
-        "collectives": {name: {rank: [True, 1e-4, 2e9] for rank in people} for name in COLLECTIVES},
+        "unreached": {rank: {} for rank in infos},
+        "collectives": {name: {rank: [True, 1e-4, 2e9] for rank in infos} for name in COLLECTIVES},
         "links": {pair: [True, 1e-4, 1e9] for pair in pairs},
-        "alone": {rank: 0.01 for rank in people},
-        "skews": {rank: 0.0 for rank in people},
+        "alone": {rank: 0.01 for rank in infos},
+        "skews": {rank: 0.0 for rank in infos},
     }
     for name, change in changes.items():
         if name.startswith("rank"):
-            people[int(name[4:])] |= change
+            infos[int(name[4:])] |= change
         else:
             found[name] = change
     return found
@@ -520,7 +534,7 @@ def test_reports_fit_a_screen(count, hosts, gpus):
         ({"rank1": {"interface": "ib7", "address": None}}, "Rank 1 should use the network interface ib7, which has no"),
         ({"rank2": {"address": "127.0.1.1"}}, "Rank 2 would listen on 127.0.1.1, which no other host can reach."),
         (
-            {"closed": {0: {2: "timed out", 3: "timed out"}, 1: {2: "timed out", 3: "timed out"}, 2: {}, 3: {}}},
+            {"unreached": {0: {2: "timed out", 3: "timed out"}, 1: {2: "timed out", 3: "timed out"}, 2: {}, 3: {}}},
             "Ranks 0-1 cannot connect to ranks 2-3 on node1 (eth0): timed out.",
         ),
         (
@@ -540,9 +554,9 @@ def test_a_problem_in_plain_words(changes, told):
 
 
 def test_problems_of_gpus():
-    shared = findings(4, gpus=True, rank1={"chip": "chip 0"})
+    shared = findings(4, gpus=True, rank1={"gpu_id": "GPU 0"})
     assert [what for what, _ in problems(shared)] == ["ranks 0-1 share one GPU, so everything was tried on gloo."]
-    without = findings(4, gpus=True, rank3={"chip": ""})
+    without = findings(4, gpus=True, rank3={"gpu_id": ""})
     assert [what for what, _ in problems(without)] == ["rank 3 on node0 found no GPU, and others have one."]
 
 
@@ -566,7 +580,7 @@ def test_the_slowest_are_named():
 
 @pytest.mark.parametrize("count", range(1, 10))
 def test_every_pair_meets_once(count):
-    rounds = list(doctor.rounds_of_pairs(count))
+    rounds = list(trials.rounds_of_pairs(count))
     pairs = [pair for pairs in rounds for pair in pairs]
     assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
     assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
@@ -586,15 +600,15 @@ def test_every_pair_meets_once(count):
     ],
 )
 def test_errors_lose_their_paths(text, told):
-    plain = ward.plain(RuntimeError(text))
+    plain = membership.plain(RuntimeError(text))
     assert "/" not in plain and (told is None or plain == told) and plain
 
 
 def test_an_interface_that_is_not_there(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere9,eth0")
-    assert doctor.choose_interface(torch.device("cpu"), "127.0.0.1") == ("nowhere9", None)
+    assert this_rank.choose_interface(torch.device("cpu"), "127.0.0.1") == ("nowhere9", None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", LOOPBACK)
-    assert doctor.choose_interface(torch.device("cpu"), "127.0.0.1") == (LOOPBACK, "127.0.0.1")
+    assert this_rank.choose_interface(torch.device("cpu"), "127.0.0.1") == (LOOPBACK, "127.0.0.1")
 
 
 def test_a_cluster_needs_torch_and_psutil_alone():

@@ -1,5 +1,6 @@
 """A signal to one rank stops all of them at one step; a rank that is stuck ends; nothing of it is left behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,10 +11,11 @@ from pathlib import Path
 import leftovers
 import pytest
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from helpers.ranks.launch import launch
 from helpers.runtime.process_group import start_process_group, stop_process_group
-from helpers.runtime.stop_request import StopRequest
+from helpers.runtime.stop_request import StopRequest, outlive_signals
 
 ROOT = Path(__file__).parents[1]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -33,7 +35,7 @@ with StopRequest(patience=1) as stop:
         lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
         libc.pthread_mutex_lock(lock)
         libc.pthread_mutex_lock(lock)
-print("rank", dist.get_rank(), "went on", flush=True)
+print(f"rank {dist.get_rank()} went on\\n", end="", flush=True)  # in one write
 os._exit(0)
 """
 
@@ -98,19 +100,32 @@ def test_what_was_there_before_is_there_afterwards(group, fails):
         os.close(writer)
 
 
-def fail_on_one():
-    with StopRequest() as stop:
-        for _ in range(3):
-            stop.agreed()
+def fail_while_the_peer_is_busy(failed):
+    """Rank 0's question is not answered before it has left the block: rank 1 waits for that."""
+    with contextlib.suppress(ZeroDivisionError), StopRequest() as stop:
         if dist.get_rank() == 0:
-            raise ZeroDivisionError("on rank 0 alone")
-        for _ in range(50):
             stop.agreed()
+            raise ZeroDivisionError
+        assert leftovers.soon(failed.exists, 30)
+        stop.agreed()
+    failed.touch()
 
 
-def test_an_exception_inside_does_not_hang():
-    with pytest.raises(Exception, match="on rank 0 alone"):
-        launch(fail_on_one, nproc=2, timeout=60)
+def test_an_exception_inside_waits_for_nobody(tmp_path):
+    launch(fail_while_the_peer_is_busy, tmp_path / "failed", nproc=2)
+
+
+def test_a_loaders_worker_outlives_the_signals(group):
+    with StopRequest() as stop:
+        loader = DataLoader(range(4), num_workers=1, persistent_workers=True, worker_init_fn=outlive_signals)
+        assert len(list(loader)) == 4
+        [worker] = loader._iterator._workers
+        for number in SIGNALS:
+            os.kill(worker.pid, number)
+        assert len(list(loader)) == 4 and worker.is_alive()
+    assert not stop.noted
+    # The thread has ended, although the worker holds a copy of what it listened to.
+    assert leftovers.soon(lambda: "watch" not in str(threading.enumerate()))
 
 
 def test_a_rank_that_is_stuck_in_c_ends_and_the_job_goes_on(tmp_path):

@@ -128,7 +128,7 @@ def by_torchrun(nproc):
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
         script.write_text(
-            f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import bench, os, pathlib\n"
+            f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import bench, os, pathlib\n"
             "rank, size, folder = int(os.environ['RANK']), int(os.environ['WORLD_SIZE']), pathlib.Path(sys.argv[1])\n"
             "(folder / str(rank)).write_text(str(bench.with_group(rank, size, folder / 'store')))\n"
         )
@@ -193,7 +193,7 @@ def time_ipyparallel(calls=8):
     with tempfile.TemporaryDirectory() as folder:
         with ipyparallel.Cluster(n=nproc, log_level=40, profile_dir=folder) as client:
             engines = [client[rank] for rank in range(nproc)]
-            path = str(ROOT / "tests")
+            path = str(ROOT / "tools")
             on_engines(f"__import__('sys').path.insert(0, {path!r}) or __import__('torch').set_num_threads(1)")
             group = f"__import__('bench').with_group(RANK, {nproc}, '{folder}/store-"
             timed("first", f"{group}first')", start)  # with the start of the engines
@@ -352,12 +352,14 @@ def child(name, *args):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(rounds, notebook):
+def measure(rounds, notebook, only):
     """{measure: {row: [number, …]}} of all rounds; a contender that is not installed or fails is told and left out."""
     found = {}
 
     def attempt(measure, row, function, *args):
         """Add what the function returns, {kind: numbers}; the kind takes the place of {} in a measure or a row."""
+        if only not in measure:
+            return
         try:
             for kind, numbers in function(*args).items():
                 found.setdefault(measure.format(kind), {}).setdefault(row.format(kind), []).extend(numbers)
@@ -409,12 +411,13 @@ def targets(found):
 
     rates = "samples per second, 2 ranks"
     later, first = middle("later call, 4 ranks", "launch"), middle("first call, 4 ranks", "launch")
+    killed = {way: middle("a rank fails: SIGKILL", way) for way in ("launch", "mp.spawn")}
     checks = [
         ("a later launch is at most 1/20 of mp.spawn", later / middle("later call, 4 ranks", "mp.spawn"), 1 / 20),
-        ("and no slower than ipyparallel's warm engines", later / middle("later call, 4 ranks", "ipyparallel"), 1),
+        ("and below a call of ipyparallel's warm engines", later / middle("later call, 4 ranks", "ipyparallel"), 0.95),
         ("a first launch is at most 1/2 of mp.spawn", first / middle("first call, 4 ranks", "mp.spawn"), 1 / 2),
         ("a rank's exception arrives within 0.5 s", middle("a rank fails: raise", "launch"), 0.5),
-        ("a killed rank is told within 0.5 s", middle("a rank fails: SIGKILL", "launch"), 0.5),
+        ("a killed rank is told no later than by mp.spawn", killed["launch"] / killed["mp.spawn"], 1),
         ("the script loses at most 2 %", 1 - middle(rates, "script") / middle(rates, "by hand"), 0.02),
     ]
     for text, value, limit in checks:
@@ -426,6 +429,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="repetitions, interleaved (default: 3)")
     parser.add_argument("--json", type=Path, default=ROOT / "_build" / "bench.json", help="default: _build/bench.json")
     parser.add_argument("--notebook", type=Path, help="default: notebooks/04_ddp.ipynb")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="measures with this in their name: call, fails, step"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -434,7 +440,7 @@ def main():
         print("\n" + json.dumps(function(*rest)))
         return
     notebook = args.notebook or ROOT / "notebooks" / "04_ddp.ipynb"
-    found = measure(args.rounds, notebook.resolve())
+    found = measure(args.rounds, notebook.resolve(), args.only)
     load = f"load {os.getloadavg()[0]:.1f}"
     print(f"{platform.system()}, {os.cpu_count()} cores, {load}, Python {platform.python_version()}")
     print(*table(found), sep="\n")

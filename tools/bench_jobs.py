@@ -144,6 +144,7 @@ def time_restarts(kills=3, nproc=2):
 def restarts(command, folder, kills):
     """Kill the job's last rank so many times, each after ten steps; the seconds to the next step that it tells of."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or new ranks may read dead ranks' addresses
     job = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

@@ -11,7 +11,7 @@ def theme_options(url):
     url = url.strip().removesuffix("/").removesuffix(".git")
     if not re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+", url):
         raise ValueError(
-            f"BOOK_REPOSITORY_URL is {url!r}, which is not https://github.com/OWNER/NAME. "
+            f"BOOK_REPOSITORY_URL is {url!r}, which is not the address of a repository on GitHub. "
             "Correct it, or unset it to build the book without links to a repository."
         )
     return {

@@ -16,12 +16,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from helpers.runtime.process_group import launcher_variables
-
-GRACE = 5  # seconds beyond a collective's own timeout, for the rank that reports it
+REPORT_SECONDS = 5  # seconds beyond a collective's own timeout, for the rank that reports it
 
 
-class Hopeless(Exception):
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class MembershipError(Exception):
     """This rank cannot take part; the message says why, and the next thing to try."""
 
 
@@ -31,11 +32,32 @@ def first_host(nodes):
     return f"{prefix}{first or ''}{suffix}"
 
 
+def launcher_variables():
+    """LAUNCHER_VARIABLES as a dict, numbers as int; {} where no launcher set them. Else RuntimeError."""
+    given = {name: os.environ.get(name) for name in LAUNCHER_VARIABLES}
+    present = [name for name in LAUNCHER_VARIABLES[:3] if given[name]]
+    if not present:
+        return {}  # MASTER_ADDR alone is often exported by a shell
+    remedy = "Start the ranks with torchrun or srun; for this machine alone, unset RANK, WORLD_SIZE and LOCAL_RANK."
+    if missing := [name for name in LAUNCHER_VARIABLES if not given[name]]:
+        are = "is" if len(missing) == 1 else "are"
+        raise RuntimeError(f"{present[0]} is set, but {' and '.join(missing)} {are} missing.\n{remedy}")
+    for name in LAUNCHER_VARIABLES:
+        if name != "MASTER_ADDR":
+            if not re.fullmatch("[0-9]{1,9}", given[name]):
+                raise RuntimeError(f"{name} is {given[name]!r}, which is not a number.\n{remedy}")
+            given[name] = int(given[name])
+    rank, world_size = given["RANK"], given["WORLD_SIZE"]
+    if rank >= world_size:
+        raise RuntimeError(f"RANK is {rank} and WORLD_SIZE is {world_size}: ranks count from 0.\n{remedy}")
+    return given
+
+
 def find_place(master=None):
     """This rank's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as a dict; {} where no launcher set them.
 
     ``master`` is HOST or HOST:PORT, and goes before what the environment says. A Slurm step of one task is no world:
-    it may be a shell. Raises RuntimeError for half-set variables.
+    it may be a shell. Raises RuntimeError for variables that are missing or wrong.
     """
     slurm, given = os.environ, {}
     if not slurm.get("RANK") and "SLURM_STEP_ID" in slurm and int(slurm.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
@@ -47,8 +69,8 @@ def find_place(master=None):
             # a port of this step's own, so that two jobs that share a node do not meet
             "MASTER_PORT": int(slurm.get("MASTER_PORT") or 20000 + int(slurm["SLURM_JOB_ID"]) % 10000),
         }
-    elif given := launcher_variables():
-        given["MASTER_ADDR"] = os.environ["MASTER_ADDR"]
+    else:
+        given = launcher_variables()
     if given and master:
         host, _, port = master.partition(":")
         if not host or not (port or "0").isdecimal():
@@ -58,23 +80,23 @@ def find_place(master=None):
 
 
 def open_store(place, timeout):
-    """The store that all ranks reach, and whether this process serves it. Raises Hopeless."""
+    """The store that all ranks reach, and whether this process serves it. Raises MembershipError."""
     rank, host, port = place["RANK"], place["MASTER_ADDR"], place["MASTER_PORT"]
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         socket.getaddrinfo(host, port)
         store = dist.TCPStore(host, port, None, serves, timedelta(seconds=timeout), wait_for_workers=False)
     except socket.gaierror:
-        raise Hopeless(
+        raise MembershipError(
             f"The host name {host} has no address here. Try: getent hosts {host}; or give an address in MASTER_ADDR."
         ) from None
     except (RuntimeError, OSError) as error:
         if serves:
-            raise Hopeless(
+            raise MembershipError(
                 f"Port {port} of {host} cannot be opened: {plain(error)}. Another job may have it: choose another "
                 "MASTER_PORT."
             ) from None
-        raise Hopeless(
+        raise MembershipError(
             f"Nothing answered at {host}:{port} within {timeout:g} s: rank 0 did not start there, or a firewall is "
             f"between. Try from here: nc -vz {host} {port}"
         ) from None
@@ -88,7 +110,7 @@ def plain(error):
     return " ".join(text.split()).rstrip(".")[:200]
 
 
-class Ward:
+class Membership:
     """The ranks that are here, as each of them knows them.
 
     ``members`` are the ranks that still answer, ``lost`` is {rank: the step that it did not come to}, ``errors`` is
@@ -102,7 +124,7 @@ class Ward:
         self.backend, self.device, self.groups = "gloo", torch.device("cpu"), 0
         self.ready = False  # whether all members have a process group
 
-    def arrives(self, keys, deadline):
+    def wait_for(self, keys, deadline):
         """Wait for keys of the store until the deadline: whether they came."""
         try:
             self.store.wait(keys, timedelta(seconds=max(0.5, deadline - time.monotonic())))
@@ -110,49 +132,51 @@ class Ward:
             return False
         return True
 
-    def agree(self, step, mine, patience=None):
+    def gather(self, step, mine, patience=None):
         """{rank: answer} of all members, the same for all; one that does not answer in time is a member no more.
 
         The leader collects the answers. The first to give up on the leader takes its place.
         """
-        deadline = time.monotonic() + (patience or self.timeout + GRACE)
+        deadline = time.monotonic() + (patience or self.timeout + REPORT_SECONDS)
         self.store.set(f"{step}/{self.rank}", json.dumps(mine))
-        if self.rank != self.leader and not self.arrives([f"{step}/{self.leader}"], deadline):
+        if self.rank != self.leader and not self.wait_for([f"{step}/{self.leader}"], deadline):
             self.leader = int(self.store.compare_set(f"{step}/leader", "", str(self.rank)))
         if self.rank == self.leader:
-            self.arrives([f"{step}/{rank}" for rank in self.members], deadline)
+            self.wait_for([f"{step}/{rank}" for rank in self.members], deadline)
             here = [rank for rank in self.members if self.store.check([f"{step}/{rank}"])]
             answers = {rank: json.loads(self.store.get(f"{step}/{rank}")) for rank in here}
-            minutes = json.dumps({"leader": self.rank, "answers": answers, "at": time.time()})
-            self.store.compare_set(f"{step}/all", "", minutes)  # the first word counts
-        if not self.arrives([f"{step}/all"], deadline + self.timeout + 2 * GRACE):
-            raise Hopeless(f"Rank {self.leader} has stopped answering. Look at its own output.")
-        now, minutes = time.time(), json.loads(self.store.get(f"{step}/all"))
-        answers = {int(rank): answer for rank, answer in minutes["answers"].items()}
+            agreed = json.dumps({"leader": self.rank, "answers": answers, "at": time.time()})
+            self.store.compare_set(f"{step}/all", "", agreed)  # the first word counts
+        if not self.wait_for([f"{step}/all"], deadline + self.timeout + 2 * REPORT_SECONDS):
+            raise MembershipError(f"Rank {self.leader} has stopped answering. Look at its own output.")
+        now, agreed = time.time(), json.loads(self.store.get(f"{step}/all"))
+        answers = {int(rank): answer for rank, answer in agreed["answers"].items()}
         if self.rank not in answers:
-            raise Hopeless("The others went on without this rank: it was too slow. Try a longer --timeout.")
+            raise MembershipError("The others went on without this rank: it was too slow. Try a longer --timeout.")
         # The word travels for some time, and this rank may come late to it: the least of many is the best.
-        self.skew = now - minutes["at"] if minutes["leader"] != self.leader else min(self.skew, now - minutes["at"])
+        self.skew = now - agreed["at"] if agreed["leader"] != self.leader else min(self.skew, now - agreed["at"])
         self.lost |= {rank: step for rank in self.members if rank not in answers}
-        self.members, self.leader = sorted(answers), minutes["leader"]
+        self.members, self.leader = sorted(answers), agreed["leader"]
         return answers
 
-    def keep(self, members):
-        """Go on with these members alone, which all of them do at this point; Hopeless for the others."""
+    def restrict_to(self, members):
+        """Go on with these members alone, which all of them do at this point; MembershipError for the others."""
         if members != self.members:
             self.members, self.leader, self.skew = members, members[0], float("inf")
         if self.rank not in members:
-            raise Hopeless("No way by TCP between this rank and others, which go on without it; see their report.")
+            raise MembershipError(
+                "No way by TCP between this rank and others, which go on without it; see their report."
+            )
 
     def attempt(self, step, work):
         """{rank: what work() returned, None where it raised}; after an error or a loss there is a new group."""
         before, answer = self.members, {}
-        with self.no_longer_than(2 * self.timeout + GRACE):
+        with self.no_longer_than(2 * self.timeout + REPORT_SECONDS):
             try:
                 answer["value"] = work()
             except Exception as error:
                 answer["error"] = plain(error)
-        answers = self.agree(step, answer)
+        answers = self.gather(step, answer)
         if errors := {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}:
             self.errors[step] = errors
         if self.ready and (errors or self.members != before):
@@ -168,7 +192,7 @@ class Ward:
             index = before.index(self.rank)
             on = {"device_id": self.device} if self.device.type == "cuda" else {}
             try:
-                with self.no_longer_than(2 * self.timeout + GRACE):
+                with self.no_longer_than(2 * self.timeout + REPORT_SECONDS):
                     with contextlib.suppress(Exception):
                         dist.destroy_process_group()
                     store = dist.PrefixStore(f"group{self.groups}", self.store)
@@ -179,7 +203,7 @@ class Ward:
                 error = None
             except Exception as raised:
                 error = plain(raised)
-            answers = self.agree(f"starting group {self.groups}", error)
+            answers = self.gather(f"starting group {self.groups}", error)
             if errors := {rank: error for rank, error in answers.items() if error}:
                 if self.members == before:
                     self.errors[f"starting a group on {self.backend}"] = errors

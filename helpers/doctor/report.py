@@ -34,8 +34,8 @@ def by_value(answers):
 
 def problems(found):
     """What is wrong, as (what, the next thing to try)."""
-    people = found["people"]
-    hosts = {rank: person["host"] for rank, person in people.items()}
+    infos = found["infos"]
+    hosts = {rank: info["host"] for rank, info in infos.items()}
 
     came_late = [rank for rank, step in found["lost"].items() if step == "roll call"]
     if came_late:
@@ -51,53 +51,55 @@ def problems(found):
             )
 
     for name in ("python", "torch", "NCCL"):
-        values = by_value({rank: person[name] for rank, person in people.items()})
+        values = by_value({rank: info[name] for rank, info in infos.items()})
         if len(values) > 1:
             told = "; ".join(f"{value or 'none'} on {ranks(having)}" for value, having in values.items())
             yield f"The ranks differ in {name}: {told}.", "Activate one and the same environment on every node."
 
     for host in dict.fromkeys(hosts.values()):
-        locals_here = [person["local_rank"] for person in people.values() if person["host"] == host]
+        locals_here = [info["local_rank"] for info in infos.values() if info["host"] == host]
         if len(set(locals_here)) < len(locals_here):
             yield (
                 f"Ranks on {host} have equal local ranks ({', '.join(map(str, sorted(locals_here)))}).",
                 "Set LOCAL_RANK to 0, 1, ... on each host, or let torchrun do it; give hosts different names.",
             )
-    for chip, sharing in by_value({rank: person["chip"] for rank, person in people.items()}).items():
-        if chip and len(sharing) > 1:
+    for gpu_id, sharing in by_value({rank: info["gpu_id"] for rank, info in infos.items()}).items():
+        if gpu_id and len(sharing) > 1:
             yield (
                 f"{ranks(sharing)} share one GPU, so everything was tried on gloo.",
                 "Start one rank for each GPU: torchrun --nproc-per-node=gpu",
             )
-    without = [rank for rank, person in people.items() if not person["chip"]]
-    if 0 < len(without) < len(people):
+    without = [rank for rank, info in infos.items() if not info["gpu_id"]]
+    if 0 < len(without) < len(infos):
         yield (
             f"{ranks(without)} on {hosts[without[0]]} found no GPU, and others have one.",
             "Look there: nvidia-smi; CUDA_VISIBLE_DEVICES; python -c 'import torch; print(torch.cuda.is_available())'",
         )
 
-    for name, affected in by_value({r: p["interface"] for r, p in people.items() if not p["address"]}).items():
+    for name, affected in by_value(
+        {rank: info["interface"] for rank, info in infos.items() if not info["address"]}
+    ).items():
         yield (
             f"{ranks(affected)} should use the network interface {name}, which has no address.",
             "Put an interface that `ip -brief address` lists into GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.",
         )
-    loopback = [rank for rank, person in people.items() if (person["address"] or "").startswith(("127.", "::1"))]
+    loopback = [rank for rank, info in infos.items() if (info["address"] or "").startswith(("127.", "::1"))]
     closed_in = loopback if len(set(hosts.values())) > 1 else []
     if closed_in:
         yield (
-            f"{ranks(closed_in)} would listen on {people[closed_in[0]]['address']}, which no other host can reach.",
+            f"{ranks(closed_in)} would listen on {infos[closed_in[0]]['address']}, which no other host can reach.",
             "Name the interface between the hosts: export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0",
         )
     refused = {}
-    for rank, reasons in found["closed"].items():
+    for rank, reasons in found["unreached"].items():
         for peer, reason in reasons.items():
             if peer not in closed_in:
-                refused.setdefault((rank, people[peer]["host"], people[peer]["interface"], reason), []).append(peer)
+                refused.setdefault((rank, infos[peer]["host"], infos[peer]["interface"], reason), []).append(peer)
     groups = by_value({key: (tuple(peers), *key[1:]) for key, peers in refused.items()})
     for (peers, host, interface, reason), keys in groups.items():
-        knocking = ranks(key[0] for key in keys)
+        connecting = ranks(key[0] for key in keys)
         yield (
-            f"{knocking} cannot connect to {ranks(peers)} on {host} ({interface}): {reason}.",
+            f"{connecting} cannot connect to {ranks(peers)} on {host} ({interface}): {reason}.",
             "Open all TCP ports between the nodes, or choose another interface in GLOO_SOCKET_IFNAME.",
         )
     skews = {rank: skew for rank, skew in found["skews"].items() if abs(skew) > SLOW_CLOCK}
@@ -139,14 +141,14 @@ def notes(found):
     """What is not wrong but may explain something, as (what, the next thing to try)."""
     if found["backend"] != "nccl":
         yield from scarce_memory(found)
-    for rank, person in found["people"].items():
-        for name, reason in person.get("unknown", {}).items():
+    for rank, info in found["infos"].items():
+        for name, reason in info.get("unknown", {}).items():
             yield f"Rank {rank} could not find out its {name}: {reason}.", "Nothing else depends on it."
     alone = {rank: time for rank, time in found["alone"].items() if time}
     if alone and max(alone.values()) > SLOW_RANK * median(alone.values()):
         slowest = max(alone, key=alone.get)
         yield (
-            f"Rank {slowest} on {found['people'][slowest]['host']} computes far more slowly than the others.",
+            f"Rank {slowest} on {found['infos'][slowest]['host']} computes far more slowly than the others.",
             "Look for another process, for heat (nvidia-smi -q -d PERFORMANCE), or for too few cores or threads.",
         )
     speeds = {pair: speed for pair, (_, _, speed) in found["links"].items()}
@@ -160,7 +162,7 @@ def notes(found):
 
 def scarce_memory(found):
     """Too little shared memory, as (what, the next thing to try)."""
-    little = {p["host"]: p["memory"] for p in found["people"].values() if p["memory"] is not None}
+    little = {info["host"]: info["memory"] for info in found["infos"].values() if info["memory"] is not None}
     for host, free in little.items():
         if free < 1e9:
             yield (
@@ -186,19 +188,19 @@ def short(number):
     return f"{number:.3g}" if number < 100 else f"{number:.0f}"
 
 
-def who_is_where(people):
+def who_is_where(infos):
     """The ranks' places; neighbours of one host on one line."""
     groups = []
-    for rank, person in sorted(people.items()):
-        kind = person["device"] and person["device"].partition(":")[0]
-        key = person["host"], kind, person["model"], person["interface"], person["address"]
+    for rank, info in sorted(infos.items()):
+        kind = info["device"] and info["device"].partition(":")[0]
+        key = info["host"], kind, info["model"], info["interface"], info["address"]
         if not groups or groups[-1][0] != key:
             groups.append((key, [], []))
         groups[-1][1].append(rank)
-        groups[-1][2].append(person["local_rank"])
+        groups[-1][2].append(info["local_rank"])
     rows = [["rank", "local", "host", "device", "interface"]]
     for (host, kind, model, interface, address), numbers, locals_here in groups:
-        devices = [person["device"].partition(":")[2] for person in map(people.get, numbers) if person["device"]]
+        devices = [info["device"].partition(":")[2] for info in map(infos.get, numbers) if info["device"]]
         device = f"cuda:{span(sorted(map(int, devices)))} {model}" if kind == "cuda" else f"{kind}"
         cells = span(numbers), span(sorted(locals_here)), host[:20], device[:24], f"{interface} {address or ''}"
         rows.append([text[:28] for text in cells])
@@ -253,19 +255,21 @@ def slowest(found):
 
 def report(found):
     """(the report, the exit status: 0 where nothing is wrong, or 1)."""
-    people, members = found["people"], found["members"]
-    hosts = len({person["host"] for person in people.values()})
-    free = [person["memory"] for person in people.values() if person["memory"] is not None]
-    versions = {name: sorted({p[name] for p in people.values() if p[name]}) for name in ("python", "torch", "NCCL")}
+    infos, members = found["infos"], found["members"]
+    hosts = len({info["host"] for info in infos.values()})
+    free = [info["memory"] for info in infos.values() if info["memory"] is not None]
+    versions = {
+        name: sorted({info[name] for info in infos.values() if info[name]}) for name in ("python", "torch", "NCCL")
+    }
     apart = 1e3 * (max(found["skews"].values()) - min(found["skews"].values()))
-    listening = sum(bool(person["address"]) for person in people.values())
-    tries, shut = listening * (len(people) - 1), sum(len(reasons) for reasons in found["closed"].values())
+    listening = sum(bool(info["address"]) for info in infos.values())
+    tries, shut = listening * (len(infos) - 1), sum(len(reasons) for reasons in found["unreached"].values())
     host, port = found["master"]
     pairs, right = len(members) * (len(members) - 1) // 2, sum(link[0] for link in found["links"].values())
     facts = [
         ("versions", ", ".join(f"{name} {' and '.join(given)}" for name, given in versions.items() if given)),
         ("memory", f"{min(free) / 1e9:.1f} GB of shared memory free" if free else "shared memory: not known here"),
-        ("store", f"{host}:{port}, reached by {len(people)} of {found['world_size']}"),
+        ("store", f"{host}:{port}, reached by {len(infos)} of {found['world_size']}"),
         ("tcp", f"{tries - shut} of {tries} connections between ranks open" if tries else "one rank: no connections"),
         ("clocks", f"at most {apart:.0f} ms apart" if apart > 1 else "less than 1 ms apart"),
         ("links", f"{right} of {pairs} pairs right" if pairs else "one rank: no links"),
@@ -273,7 +277,7 @@ def report(found):
     ]
     count = found["world_size"]
     lines = [f"{count} rank{'s' * (count > 1)} on {hosts} host{'s' * (hosts > 1)}, {found['backend']}", ""]
-    lines += [*who_is_where(people), "", *(f"{label:10}{text}" for label, text in facts), ""]
+    lines += [*who_is_where(infos), "", *(f"{label:10}{text}" for label, text in facts), ""]
     lines += table_of_collectives(found) if found["collectives"] else ["no process group: no collective was tried"]
     if len(members) > 1 and found["links"]:
         lines += table_of_links(found)

@@ -1,49 +1,68 @@
 """What the command line does with chapters: find them, name them, export them, write their scripts."""
 
 import os
+import sys
 from pathlib import Path
 
 from helpers.export.launch_files import launch_files
-from helpers.export.notebook import ExportError, read_notebook, title_and_promise
-from helpers.export.script import script_from_notebook
+from helpers.export.notebook import ExportError, read_notebook, script_name, title_and_purpose
+from helpers.export.script import script_and_notes
 
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+HELPERS = Path(__file__).resolve().parents[1]
+# Where the notebooks are: inside an installed package, or beside it in a copy of the repository.
+NOTEBOOKS = HELPERS / "chapters" if (HELPERS / "chapters").is_dir() else HELPERS.parent / "notebooks"
 
 
 def chapters():
-    """The chapters' notebooks, in order. The template is none."""
-    return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    """The chapters' notebooks, in order; the template is not one of them. Raises ExportError when they are not here."""
+    if found := sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")):
+        return found
+    raise ExportError(
+        f"There is no chapter in {NOTEBOOKS}, so only the path of a notebook can be given.\n"
+        "For the chapters, install the whole project, or start this in a copy of its repository."
+    )
 
 
 def find_notebook(chapter):
     """The notebook of a chapter: its number, its name with or without the number, or any notebook's path."""
-    if Path(chapter).is_file():
+    if os.path.isfile(chapter):  # False too for a name that no file can have
         return Path(chapter)
     for path in chapters():
         number, _, topic = path.stem.partition("_")
-        if chapter in (path.stem, topic) or (chapter.isdecimal() and int(chapter) == int(number)):
+        if chapter in (path.stem, topic) or (chapter and chapter.lstrip("0") == number.lstrip("0")):
             return path
-    known = ", ".join(path.stem for path in chapters()) or "none yet"
+    known = ", ".join(path.stem for path in chapters())
     raise ExportError(f"There is no chapter or notebook {chapter!r}.\nChapters: {known}. Or the path of a notebook.")
 
 
 def titles():
     """Every chapter as (name, title)."""
-    return [(path.stem, title_and_promise(read_notebook(path), path.stem)[0]) for path in chapters()]
+    return [(path.stem, title_and_purpose(read_notebook(path), path.stem)[0]) for path in chapters()]
 
 
-def export(chapter, folder, force=False, cluster=None):
+def export(chapter, folder, force=False, cluster=None, allow_single=False):
     """Write a chapter's script, or with None every chapter's, into the folder; return the paths.
 
     With ``cluster``, {"nodes": 2, "gpus": 8, "time": "04:00:00"}, what starts it there stands beside it.
+    ``allow_single`` exports a notebook that starts no process group. What a script lacks or changes is told on stderr.
     Raises ExportError, before it writes anything, when a file is there that differs and ``force`` is not given.
     Each file is written at once or not at all.
     """
     notebooks = chapters() if chapter is None else [find_notebook(chapter)]
     targets = {}
     for path in notebooks:
-        script = script_from_notebook(read_notebook(path), path.stem)
-        files = {f"{path.stem}.py": script} | (launch_files(path.stem, script, **cluster) if cluster else {})
+        notebook = read_notebook(path)
+        name = script_name(notebook, path.stem)
+        if name != path.stem:
+            print(
+                f"note: {path.name} becomes {name}.py; Python would import a {path.stem}.py in place of the module "
+                f"{path.stem}.",
+                file=sys.stderr,
+            )
+        script, notes = script_and_notes(notebook, name, allow_single)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        files = {f"{name}.py": script} | (launch_files(name, script, **cluster) if cluster else {})
         targets |= {Path(folder) / name: text for name, text in files.items()}
     try:
         for target, text in targets.items():
@@ -59,8 +78,8 @@ def export(chapter, folder, force=False, cluster=None):
                 os.replace(draft, target)
             finally:
                 draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise ExportError(
-            f"{error.filename} cannot be written: {error.strerror}.\nChoose a folder: --out DIR"
-        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        where = getattr(error, "filename", None) or repr(folder)
+        reason = getattr(error, "strerror", None) or error
+        raise ExportError(f"{where} cannot be written: {reason}.\nChoose a folder: --out DIR") from None
     return list(targets)

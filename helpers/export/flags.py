@@ -1,4 +1,4 @@
-"""A notebook's parameters cell as the flags of a script: ``name: type = value  # help`` to add_argument calls."""
+"""A notebook's parameters cell as the flags of a script: ``name: type = value  # help`` to ``add("--name", …)``."""
 
 import ast
 import json
@@ -9,31 +9,63 @@ from helpers.export.source import IMPORT
 
 
 def read_flags(parameters):
-    """The parameters cell as {name: (where, add_argument call)}; a comment on a line of its own begins a group."""
-    flags, group = {}, ""
+    """The parameters cell as {name: (where, lines of parse_args)}; a comment on a line of its own begins a group.
+
+    Raises ExportError with the problems of all lines.
+    """
+    flags, problems = {}, []
     for statement in parameters:
-        if statement.node is not None and not isinstance(statement.node, IMPORT):
+        if statement.node is None or isinstance(statement.node, IMPORT):
+            continue
+        try:
             name, call = flag(statement)
-            if name in flags:
-                raise ExportError(f"{statement.where} has the parameter {name} twice.\nKeep one.")
-            if comments := re.findall(r"^# *(.+?)\.?$", statement.above, re.MULTILINE):
-                group = f"parser.add_argument_group({quoted(' '.join(comments))})"
-                call = f"group = {group}\n    {call}"
-            if group:
-                call = call.replace("parser.add_argument(", "group.add_argument(")
-            flags[name] = statement.where, call
+        except ExportError as error:
+            problems += error.problems
+            continue
+        if name in flags:
+            problems.append(f"{statement.where} has the parameter {name} twice.\nKeep one.")
+        if comments := re.findall(r"^# *(.+?)\.?$", statement.above, re.MULTILINE):
+            call = f"group = parser.add_argument_group({quoted(' '.join(comments))})\n    {call}"
+        flags[name] = statement.where, call
+    if problems:
+        raise ExportError(*problems)
     return flags
 
 
+def parse_args_text(flags, name):
+    """The function of the script that reads the flags, under the name that it has there."""
+    calls = "\n    ".join(call for _, call in flags.values())
+    head = f"""\
+def {name}():
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+"""
+    if "action=switch" in calls:
+        head += "    switch = argparse.BooleanOptionalAction\n"
+    if "group = " in calls:
+        head += "    group = parser\n"
+    add = f"""
+    def add(flag, default, help, **options):
+        options = options or {{"type": type(default)}}
+        help = f"{{help}} (default: %(default)s)"
+        {"group" if "group = " in calls else "parser"}.add_argument(flag, default=default, help=help, **options)
+
+    {calls}
+"""
+    return f"{head}{add if calls else ''}    return parser.parse_args()"
+
+
 def flag(statement):
-    """One line of the parameters cell, ``name: type = value  # help``, as (name, add_argument call)."""
+    """One line of the parameters cell, ``name: type = value  # help``, as (name, call that adds the flag)."""
     node, where = ast.parse(statement.code).body[0], statement.where
-    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+    target = node.targets[0] if isinstance(node, ast.Assign) else isinstance(node, ast.AnnAssign) and node.target
     if not isinstance(target, ast.Name) or len(getattr(node, "targets", [1])) > 1 or not getattr(node, "value", None):
         raise ExportError(f"{where}: `{first_line(statement.code)}` is no parameter.\nWrite name: type = value  # help")
     name, value = target.id, ast.get_source_segment(statement.code, node.value)
-    if name in ("args", "help"):
-        raise ExportError(f"{where}: the script needs the name {name} for itself.\nChoose another for the parameter.")
+    if name == "help":
+        raise ExportError(
+            f"{where}: argparse needs the flag --help for itself.\nChoose another name for the parameter."
+        )
     try:
         default = ast.literal_eval(node.value)
     except ValueError:
@@ -45,17 +77,15 @@ def flag(statement):
     if not fits or (choices and default is not None and default not in choices):
         raise ExportError(f"{where}: the default of {name}, {value}, does not fit its type.\nChange one of the two.")
     words = statement.comment.lstrip("# ") or name.replace("_", " ")
-    options = [f'"--{name.replace("_", "-")}"']
+    options = [quoted(f"--{name.replace('_', '-')}"), value]
+    options.append(quoted(words.replace("%", "%%")))  # argparse formats it with %
     if kind is bool:
-        options.append("action=argparse.BooleanOptionalAction")
-    elif kind is not str:
-        options.append(f"type={kind.__name__}")
-    if choices:
+        options.append("action=switch")
+    elif choices:
         options.append(f"choices={choices!r}")
-    if default is not None:
-        options.append(f"default={value}")
-    options.append(f"help={quoted(words.replace('%', '%%'))}")  # argparse formats it with %
-    return name, f"parser.add_argument({', '.join(options)})"
+    if kind is not bool and (kind is not type(default) or (choices and kind is not str)):
+        options.append(f"type={kind.__name__}")
+    return name, f"add({', '.join(options)})"
 
 
 def flag_type(node, default, name, where):

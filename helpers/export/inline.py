@@ -12,7 +12,6 @@ from helpers.export.source import IMPORT, each_import, imported_name, split
 RUNTIME = ("process_group", "data", "models", "checkpoint", "stop_request")
 PACKAGE = "helpers.runtime"
 NOTEBOOK_PACKAGES = ("helpers", "IPython", "ipywidgets")  # all else of these lives in a notebook only
-PLUMBING = "The process group, started and stopped"
 TOUCHING = re.compile(r"(?:^#.*\n?)*\Z", re.MULTILINE)  # the comment right above a statement
 
 
@@ -79,27 +78,39 @@ def inlined(wanted):
 
 
 def in_reading_order(constants, copied, definitions):
-    """What a script defines, the chapter's own before the process group, each behind what it needs to be executed."""
-    own = [replace(statement, heading="") for statement in constants]
-    own += [statement for statement in copied if statement.where != "helpers.runtime.process_group"] + definitions
-    ordered, placed = [], []
+    """What a script defines above main, each behind what it needs to be executed; and the rest, the process group."""
+    own = [*constants, *(statement for statement in copied if not is_plumbing(statement)), *definitions]
+    readers = by_name([*copied, *own])
+    plumbing = by_name([statement for statement in copied if is_plumbing(statement)])
+    ordered, seen = [], set()
     for statement in own:
-        needed = reached(statement.needs, [*copied, *own])
-        early = [other for other in copied if other.binds & needed and other not in placed]
-        ordered += [replace(other, heading=statement.heading) for other in early]
-        placed += early
-        if statement not in placed:
-            ordered.append(statement)
-            placed.append(statement)
-    return ordered + [replace(statement, heading=PLUMBING) for statement in copied if statement not in placed]
+        early = reached(statement.needs, readers, seen)
+        ordered += dict.fromkeys(other for name in sorted(early) for other in plumbing.get(name, []))
+        ordered.append(statement)
+    early = {id(statement) for statement in ordered}
+    return ordered, [statement for statement in copied if is_plumbing(statement) and id(statement) not in early]
 
 
-def reached(names, statements):
-    """The names, and all that the statements which bind them read, and so on: what calling them may need."""
+def is_plumbing(statement):
+    return statement.where == f"{PACKAGE}.process_group"
+
+
+def by_name(statements):
+    """{name: the statements that bind it}."""
+    found = {}
+    for statement in statements:
+        for name in statement.binds:
+            found.setdefault(name, []).append(statement)
+    return found
+
+
+def reached(names, readers, seen):
+    """The names, and what the statements which bind them read, and so on; without those in ``seen``, which grows."""
     found, todo = set(), [*names]
     while todo:
         name = todo.pop()
-        if name not in found:
+        if name not in seen:
+            seen.add(name)
             found.add(name)
-            todo += [read for statement in statements if name in statement.binds for read in statement.reads]
+            todo += [read for statement in readers.get(name, []) for read in statement.reads]
     return found

@@ -1,162 +1,214 @@
-"""What makes a notebook no script: a fixed rank or world size, a name bound twice, a name that is not there."""
+"""A script's names: which of them main declares global, which of the script's own make way, which nothing binds."""
 
 import ast
 import builtins
+from dataclasses import replace
 
-from helpers.export.notebook import ExportError
-from helpers.export.source import DEFINITION, each_import, import_key, imported_name
+from helpers.export.notebook import first_line
+from helpers.export.source import DEFINITION, IMPORT, each_import, imported_name
 
-RANK_NAMES = ("rank", "local_rank", "world_size", "num_replicas")
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 BUILTINS = {*dir(builtins), "__name__", "__file__", "__doc__"}
-OWN_NAMES = {  # what every script binds, and to what: a key of import_key, or itself
-    "argparse": ("argparse", None),
-    "main": "main",
-    "Manual": "Manual",
-    "parse_args": "parse_args",
-}
+OWN = {"argparse": "argparse", "main": "main", "parse_args": "parse_args"}  # what every script binds, and to what
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
-# ---- What would not be one distributed job
+def meaning(statement, name):
+    """What a statement binds a name to: equal for two imports of the same thing, and for equal definitions."""
+    node = statement.node
+    if isinstance(node, IMPORT):
+        one = next(one.node for one in each_import(statement) if imported_name(one.node) == name)
+        alias, module = one.names[0], getattr(one, "module", None)
+        return f"{module}.{alias.name}" if module else alias.name if alias.asname else name
+    if isinstance(node, DEFINITION) and name == node.name:
+        return f"{statement.code}"
+    return id(statement)
 
 
-def check_hard_coded(exported):
-    """Raise ExportError where a cell fixes the rank or the world size, or starts the group with a file of its own."""
-    fixed, moving = {}, set()  # by (function, name)
-    starts_group = any("init_process_group" in statement.code for statement in exported)
-    for statement in exported:
-        tree = ast.Module([statement.node] if statement.node else [], [])
-        for function, target, value in bindings(tree):
-            if isinstance(target, ast.Name) and target.id.lower() in RANK_NAMES:
-                if is_integer(value):
-                    fixed.setdefault((function, target.id), (statement, f"{target.id} = {value.value}"))
-                else:
-                    moving.add((function, target.id))
-            elif isinstance(target, ast.Subscript) and ast.unparse(target.value).endswith("environ"):
-                if getattr(target.slice, "value", None) in LAUNCHER_VARIABLES and isinstance(value, ast.Constant):
-                    raise worlds_of_one(statement, f"{ast.unparse(target)} = {value.value!r}")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                called = ast.unparse(node.func).rpartition(".")[2]
-                for given in node.keywords if called in ("init_process_group", "DistributedSampler") else []:
-                    if given.arg in RANK_NAMES and is_integer(given.value):
-                        raise worlds_of_one(statement, f"{called}({given.arg}={given.value.value})")
-                    if given.arg == "store":
-                        raise worlds_of_one(statement, f"{called}(store={ast.unparse(given.value)})")
-            elif starts_group and isinstance(node, ast.Constant) and str(node.value).startswith("file://"):
-                raise worlds_of_one(statement, f"{node.value}")
-    for key, (statement, text) in fixed.items():
-        if key not in moving:  # `rank = 0` before `rank = dist.get_rank()` is a default
-            raise worlds_of_one(statement, text)
-
-
-def worlds_of_one(statement, text):
-    return ExportError(
-        f"{statement.where} hard-codes `{text}`: every process would train a model of its own.\n"
-        "Call start_process_group() instead, and ask dist.get_rank() and dist.get_world_size()."
-    )
-
-
-def bindings(tree, function=None):
-    """Every (function, target, value) of an assignment, a loop, or a default in a function that starts the group."""
-    for node in ast.iter_child_nodes(tree):
-        inside = function
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                yield from ((function, *pair) for pair in one_by_one(target, node.value))
-        elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value:
-            yield function, node.target, node.value
-        elif isinstance(node, ast.AugAssign):
-            yield function, node.target, node
-        elif isinstance(node, ast.For):
-            yield from ((function, *pair) for pair in one_by_one(node.target, node.iter))
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            inside = node
-            if "init_process_group" in ast.unparse(node):
-                arguments = [*node.args.posonlyargs, *node.args.args]
-                defaults = zip(reversed(arguments), reversed(node.args.defaults), strict=False)
-                for argument, value in [*defaults, *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]:
-                    yield inside, ast.Name(argument.arg), value
-        yield from bindings(node, inside)
-
-
-def one_by_one(target, value):
-    """The (target, value) pairs of an assignment, whose sides may be tuples."""
-    if not isinstance(target, ast.Tuple | ast.List):
-        return [(target, value)]
-    values = value.elts if isinstance(value, ast.Tuple | ast.List) else [value] * len(target.elts)
-    return [pair for both in zip(target.elts, values, strict=False) for pair in one_by_one(*both)]
-
-
-def is_integer(node):
-    return isinstance(node, ast.Constant) and type(node.value) is int
-
-
-# ---- Which names the parts may read
-
-
-def check_names(parts, flags, inlined_imports, inlined_code, cells):
-    """Raise ExportError where the script would bind a name twice, or read one that is not there."""
-    top = {}  # name: (what it is, where), for all that the script's top level binds
-
-    def bind(name, what, where):
-        other, elsewhere = top.setdefault(name, (what, where))
-        if other != what:
-            raise ExportError(f"{where} binds {name}, which {elsewhere} binds too.\nGive one of them another name.")
-
-    for name, what in OWN_NAMES.items():
-        bind(name, what, "the script itself")
-    for statement in [*inlined_imports, *parts.imports]:
-        for one in each_import(statement):
-            bind(imported_name(one.node), import_key(one.node), statement.where)
-    own = {name for statement in parts.imports for name in statement.binds}
-    own |= {name for _, name in parts.wanted}
-    for statement in [*inlined_code, *parts.constants, *parts.definitions]:
+def fixed_names(statements, flags):
+    """The names that all the statements bind to one and the same thing, and no flag."""
+    meanings = {}
+    for statement in statements:
         for name in statement.binds:
-            bind(name, statement, statement.where)
-            own |= {name} if statement not in inlined_code else set()
+            meanings.setdefault(name, set()).add(meaning(statement, name))
+    return {name for name, found in meanings.items() if len(found) == 1} - flags.keys()
 
-    in_main = {name: where for name, (where, _) in flags.items()}
+
+# ---- What main declares global
+
+
+def in_this_scope(node):
+    """The nodes that are executed with a statement, not later with a function of it."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, FUNCTION):
+            yield from in_this_scope(child)
+
+
+def looks_up_names(node):
+    """Whether some code reaches names by their text: ``globals()[name]``, ``eval(text)``, ``import __main__``."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name) and part.id in ("globals", "eval", "exec"):
+            return True
+        if isinstance(part, ast.alias) and part.name == "__main__":
+            return True
+        if isinstance(part, ast.Constant) and isinstance(part.value, str) and "import __main__" in part.value:
+            return True
+        if isinstance(part, ast.Constant) and isinstance(part.value, str) and "from __main__" in part.value:
+            return True
+    return False
+
+
+def impossible_lookups(body):
+    """The problems of statements in main that ask for the names of a notebook's top level."""
+    for statement in body:
+        for node in in_this_scope(statement.node) if statement.node else []:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                called, given = node.func.id, len(node.args)
+                if (called in ("locals", "vars", "dir") and not given) or (called == "exec" and given < 2):
+                    yield (
+                        f"{statement.where}: `{first_line(ast.unparse(node))}` is for a notebook's global names; "
+                        "in a script it would have the names of main.\nName what it is for, or give it globals()."
+                    )
+
+
+def global_names(parts, dynamic):
+    """The names that main binds and declares global, {name: why}, and all that it binds.
+
+    ``dynamic`` says that some code looks names up by their text.
+    """
+    in_main = set(parts.flags)
     for statement in parts.body:
-        for name in statement.binds:
-            in_main.setdefault(name, statement.where)
-    for name, where in in_main.items():
-        if name in own:
-            raise ExportError(
-                f"{where} assigns {name}, which {top[name][1]} imports or defines.\nGive one of them another name."
-            )
+        in_main |= statement.binds
+    found, so_far = {}, set()
 
-    for statement in [*parts.constants, *parts.definitions]:
-        reads = {name: by for name, by in statement.reads.items() if name not in top}
-        reads = {name: by for name, by in reads.items() if name not in BUILTINS or name in in_main}
-        for name, by in reads.items():
-            if name in in_main:
-                same = sorted(other for other in reads if other in in_main and reads[other] == by)
-                raise ExportError(
-                    f"{statement.where}: {reader(statement, by)} reads {' and '.join(same)}, which only main binds.\n"
-                    "Pass it as an argument."
-                )
-            raise nothing_binds(name, reader(statement, by), statement.where, parts, cells)
-    so_far = {*top, *BUILTINS, *flags, "args"}  # args: what parse_args gives, and main takes
+    def keep(names, why):
+        for name in sorted(in_main.intersection(names)):
+            found.setdefault(name, why)
+
+    for statement in parts.above():
+        for name, reader in statement.reads.items():
+            keep([name], f"{reader or getattr(statement.node, 'name', 'it')} reads it")
+        keep(statement.binds, "the script binds it above main too")
+    for statement in parts.body:
+        node = statement.node
+        if isinstance(node, DEFINITION | IMPORT):
+            keep(statement.binds, "it is defined where the notebook defines it")
+        for part in ast.walk(node) if node else []:
+            if isinstance(part, ast.Global):
+                keep(part.names, "a function assigns it")
+            elif isinstance(part, DEFINITION):
+                keep([part.name], "it is defined where the notebook defines it")
+        if isinstance(node, DEFINITION):
+            keep(statement.reads, f"{node.name} reads it")
+        keep((set(statement.needs) & BUILTINS) - so_far, "it is Python's own before that")
+        so_far |= statement.binds
+    if dynamic:
+        keep(in_main, "code looks names up by their text")
+    return found, in_main
+
+
+# ---- Names of the script's own
+
+
+def made_room(conflicts, taken):
+    """{name: the name with underscores behind it} for those of the script's own names that the notebook binds too."""
+    found = {}
+    for name in conflicts:
+        found[name] = f"{name}_"
+        while found[name] in taken:
+            found[name] += "_"
+    return found
+
+
+def edited(code, changes):
+    """The code with each (node, text) of ``changes`` in the node's place; a node is in one line."""
+    lines = code.encode().split(b"\n")  # ast counts bytes
+    for node, text in sorted(changes, key=lambda change: (change[0].lineno, change[0].col_offset), reverse=True):
+        line = lines[node.lineno - 1]
+        lines[node.lineno - 1] = line[: node.col_offset] + text.encode() + line[node.end_col_offset :]
+    return b"\n".join(lines).decode()
+
+
+def renamed(statement, names):
+    """A statement of a run-time module with other names, {old: new}, for what it binds and reads at its top level."""
+    code, [node] = statement.code, ast.parse(statement.code).body
+    if isinstance(node, IMPORT):
+        if imported_name(node) not in names:
+            return statement
+        node.names[0].asname = names[imported_name(node)]
+        code = ast.unparse(node)
+    elif isinstance(node, DEFINITION) and node.name in names:
+        code = code.replace(f" {node.name}", f" {names[node.name]}", 1)
+    found = [part for part in ast.walk(ast.parse(code)) if isinstance(part, ast.Name) and part.id in names]
+    code = edited(code, [(part, names[part.id]) for part in found])
+    return replace(statement, code=code, node=ast.parse(code).body[0])
+
+
+# ---- Parameters in main
+
+
+class AsArgument(ast.NodeTransformer):
+    def __init__(self, names, args):
+        self.names, self.args = names, args
+
+    def visit_Name(self, node):
+        if node.id not in self.names:
+            return node
+        return ast.Attribute(ast.Name(self.args, ast.Load()), node.id, ast.Load())
+
+
+def with_arguments(code, names, args):
+    """The code with ``args.NAME`` for each of the names; None where the text would then say something else."""
+    found = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name) and node.id in names]
+    new = edited(code, [(node, f"{args}.{node.id}") for node in found])
+    try:  # f"{lr=}" shows its own text, and some positions inside f-strings are wrong before Python 3.12
+        same = ast.dump(ast.parse(new)) == ast.dump(AsArgument(names, args).visit(ast.parse(code)))
+    except SyntaxError:
+        same = False
+    return new if same else None
+
+
+def bound_anywhere(node):
+    """Every name that a statement binds in any scope: its own, a function's, a comprehension's."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load):
+            yield part.id
+        elif isinstance(part, ast.arg):
+            yield part.arg
+        elif isinstance(part, ast.alias):
+            yield (part.asname or part.name).split(".")[0]
+        elif isinstance(part, ast.Global | ast.Nonlocal):
+            yield from part.names
+        else:
+            yield from (getattr(part, field, None) for field in ("name", "rest"))
+
+
+# ---- Names that nothing binds
+
+
+def missing_names(parts, top, in_main, cells):
+    """The problems of statements that read a name which nothing binds, or nothing before them."""
+    known = {*top, *in_main, *BUILTINS}
+    for statement in parts.above():
+        for name, by in statement.reads.items():
+            if name not in known:
+                by = f"{by}()" if by else f"the head of {getattr(statement.node, 'name', 'it')}"
+                yield nothing_binds(name, by, statement.where, parts, cells)
+    so_far = {*top, *BUILTINS, *parts.flags, "args"}  # args: what main takes, the parameters in one
     for statement in parts.body:
         so_far |= statement.binds
         for name, by in statement.reads.items():
             if name not in so_far and not (by and name in in_main):
-                raise nothing_binds(name, by and f"{by}()" or "it", statement.where, parts, cells)
-
-
-def reader(statement, by):
-    """The name for a message of what reads a name inside a definition."""
-    if by:
-        return f"{by}()"
-    return f"the head of {statement.node.name}" if isinstance(statement.node, DEFINITION) else "it"
+                yield nothing_binds(name, f"{by}()" if by else "it", statement.where, parts, cells)
 
 
 def nothing_binds(name, by, where, parts, cells):
-    """The error for a name that no exported statement binds before it is read."""
+    """The problem of a name that no exported statement binds before it is read."""
     why = "no exported cell binds before"
     if name in parts.dropped:
         why = f"is bound by a line that only a notebook can run, in {parts.dropped[name]}"
     elif name in cells.elsewhere:
         why = f"is bound in {cells.elsewhere[name]}, not exported"
-    return ExportError(f"{where}: {by} reads {name}, which {why}.\nBind it in a cell that is exported.")
+    elif cells.other_files:
+        why = f"perhaps {cells.other_files[0]} binds, which is left out"
+    return f"{where}: {by} reads {name}, which {why}.\nBind it in a cell that is exported."

@@ -1,273 +1,282 @@
 """A chapter as one script for torchrun: ``script_from_notebook``, and ``jupyter nbconvert --to torchrun``.
 
-Text in, text out. The notebook's code is never executed. Its statements keep their own formatting and comments;
-what they use of the run-time modules is copied into the script.
+Text in, text out. The notebook's code is never executed. Its statements keep their own comments; what they use of the
+run-time modules is copied into the script.
 """
 
 import ast
-import collections
+import copy
+import io
 import re
 import shlex
 import subprocess
 import sys
 import textwrap
-from dataclasses import dataclass, field, replace
+import tokenize
+from dataclasses import replace
+from types import SimpleNamespace
 
 from nbconvert.exporters import Exporter
+from traitlets import Bool
 
-from helpers.export.flags import read_flags
-from helpers.export.inline import TOUCHING, belongs, in_reading_order, inlined, runtime_module, runtime_module_of
-from helpers.export.names import check_hard_coded, check_names
-from helpers.export.notebook import ExportError, first_line, left_out, read_notebook, sort_cells, title_and_promise
-from helpers.export.source import DEFINITION, IMPORT, SIMPLE, Statement, check_syntax, each_import
+from helpers.export.distributed import fixed_ranks, launchers, worlds
+from helpers.export.flags import parse_args_text, read_flags
+from helpers.export.inline import in_reading_order, inlined
+from helpers.export.names import (
+    BUILTINS,
+    OWN,
+    bound_anywhere,
+    edited,
+    global_names,
+    impossible_lookups,
+    looks_up_names,
+    made_room,
+    meaning,
+    missing_names,
+    renamed,
+    with_arguments,
+)
+from helpers.export.notebook import (
+    ExportError,
+    plain_refusal,
+    read_notebook,
+    script_name,
+    sort_cells,
+    title_and_purpose,
+)
+from helpers.export.parts import PLAIN, has_effect, is_library, root_of, sort_statements
+from helpers.export.source import IMPORT, SIMPLE, Statement, check_syntax, each_import
 
-
-@dataclass
-class Parts:
-    """The script's parts, as statements."""
-
-    imports: list = field(default_factory=list)
-    constants: list = field(default_factory=list)
-    definitions: list = field(default_factory=list)
-    body: list = field(default_factory=list)
-    dropped: dict = field(default_factory=dict)  # names that only statements bind that are left out: {name: where}
-    wanted: dict = field(default_factory=dict)  # names of run-time modules: {(module, name): where}
-
-
-# ---- From statements to the script's parts
-
-
-def sort_statements(cells, flags):
-    """The statements by where they go. Raises ExportError for one that is of the notebook and of the script."""
-    parts, pyplot = Parts(), {"plt", "matplotlib.pyplot"}
-    counts = collections.Counter(name for statement in cells.exported for name in statement.binds)
-    steady = set()  # what a constant may be made of: what is imported, and other constants
-    last = None  # the list that the cell's last statement went to
-    for statement in [*(found for found in cells.parameters if isinstance(found.node, IMPORT)), *cells.exported]:
-        node = statement.node
-        if node is None:
-            at_end = last is parts.definitions and last and last[-1].where == statement.where
-            (parts.definitions if at_end else parts.body).append(statement)
-            continue
-        last = parts.body
-        if isinstance(node, IMPORT):
-            sort_import(statement, parts)
-            steady |= statement.binds
-            pyplot |= {alias.asname for alias in node.names if alias.name in ("matplotlib.pyplot", "pyplot")}
-            continue
-        only_notebook = notebook_use(statement, cells.kernel_only, pyplot)
-        constant = node.targets[0].id if is_constant(node, steady) else None
-        if only_notebook and isinstance(node, SIMPLE):
-            parts.body.append(without(statement))
-            parts.dropped.update(dict.fromkeys(statement.binds, statement.where))
-        elif only_notebook:
-            raise ExportError(
-                f"{statement.where}: `{first_line(statement.written or statement.code)}` uses {only_notebook}, "
-                "which only a notebook has.\nMove that to a cell that is not exported."
-            )
-        elif isinstance(node, DEFINITION):
-            last = parts.definitions
-            last.append(statement)
-        elif constant and counts[constant] == 1 and constant not in flags:
-            parts.constants.append(statement)
-            steady.add(constant)
-        elif isinstance(node, ast.Expr) and not any(isinstance(part, ast.Call) for part in ast.walk(node)):
-            parts.body.append(without(statement))  # a notebook would show the value
-        else:
-            parts.body.append(statement)
-    return parts
+WIDTH = 88
+PRAGMA = re.compile(r"# *(noqa|type|pragma|ruff|pylint|mypy)\b")  # a comment that is about its own line
 
 
-def sort_import(statement, parts):
-    """Put an import where it belongs: into the script, as names to inline, or out."""
-    node, kept = statement.node, []
-    if getattr(node, "level", 0) or node.names[0].name == "*":
-        raise ExportError(f"{statement.where}: `{statement.code}` hides what it imports.\nName module and names.")
-    for one in each_import(statement):
-        place, name = belongs(one.node), one.node.names[0]
-        if place == "script":
-            kept.append(one)
-        elif place == "notebook":
-            parts.body.append(without(one))
-        elif place == "refused":
-            raise ExportError(
-                f"{statement.where}: `{statement.code}` takes a whole module.\n"
-                "Name what you use, so that it can be copied: from helpers.runtime.data import digits"
-            )
-        else:
-            module = runtime_module_of(one.node)
-            if name.name not in runtime_module(module) or name.asname not in (None, name.name):
-                wrong = "renames it" if name.asname else "but there is no such name"
-                raise ExportError(
-                    f"{statement.where}: `{one.code}`, {wrong}.\nImport a name of helpers/runtime/{module}.py as it is."
-                )
-            parts.wanted[module, name.name] = statement.where
-    parts.imports += [statement] if len(kept) == len(node.names) else kept
-
-
-def notebook_use(statement, kernel_only, pyplot):
-    """What of a notebook's own a statement uses, as words for a message, or None."""
-    for node in ast.walk(statement.node):
-        if isinstance(node, IMPORT) and any(belongs(one.node) != "script" for one in each_import(Statement(node, ""))):
-            return f"`{ast.unparse(node)}` in a block"
-        if isinstance(node, ast.Attribute) and node.attr == "show" and ast.unparse(node.value) in pyplot:
-            return f"{ast.unparse(node)}()"
-    used = sorted(kernel_only & set(statement.reads))
-    if used:
-        return "a magic" if used == ["get_ipython"] and statement.written else f"{used[0]}()"
-    return None
-
-
-def without(statement):
-    """The comment that stands for a statement which is left out; the comment right above it goes too."""
-    lines = (statement.written or statement.code).split("\n")
-    text = first_line(lines[0]) + (" …" if len(lines) > 1 else "")
-    above = TOUCHING.sub("", statement.above) and TOUCHING.sub("", statement.above) + "\n"
-    return left_out(text, statement.where, statement.heading, above)
-
-
-def is_constant(node, steady):
-    """Whether a statement is ``NAME = value``, the value made of literals and of the names in ``steady``."""
-    if not isinstance(node, ast.Assign) or len(node.targets) > 1 or not isinstance(node.targets[0], ast.Name):
-        return False
-    allowed = ast.Constant | ast.Tuple | ast.List | ast.Set | ast.Dict | ast.BinOp | ast.UnaryOp | ast.Attribute
-    allowed |= ast.operator | ast.unaryop | ast.expr_context
-    return node.targets[0].id.isupper() and all(
-        isinstance(part, allowed) or (isinstance(part, ast.Name) and part.id in steady) for part in ast.walk(node.value)
-    )
-
-
-def leave_out_idle(parts):
-    """Leave out what only names a value that nothing reads (the notebook showed it); return all names that are read."""
-    while True:
-        reads = {read for statement in [*parts.constants, *parts.definitions, *parts.body] for read in statement.reads}
-        idle = [statement for statement in parts.body if is_idle(statement.node, reads)]
-        if not idle:
-            return reads
-        parts.body = [without(statement) if statement in idle else statement for statement in parts.body]
-
-
-def is_idle(node, reads):
-    """Whether a statement binds names that are not read, to a value that calls nothing."""
-    if not isinstance(node, ast.Assign | ast.AnnAssign) or any(isinstance(part, ast.Call) for part in ast.walk(node)):
-        return False
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return all(isinstance(target, ast.Name) and target.id not in reads for target in targets)
-
-
-def safe_end(statement):
-    """The statement with ``dist.destroy_process_group()``, which can hang behind DDP, as stop_process_group()."""
-    if "destroy_process_group" not in statement.code:
-        return statement
-    lines = statement.code.encode().split(b"\n")
-    for call in reversed([node for node in ast.walk(ast.parse(statement.code)) if isinstance(node, ast.Call)]):
-        if re.fullmatch(r"(\w+\.)*destroy_process_group\(\)", ast.unparse(call)) and call.lineno == call.end_lineno:
-            line = lines[call.lineno - 1]
-            lines[call.lineno - 1] = line[: call.col_offset] + b"stop_process_group()" + line[call.end_col_offset :]
-    return replace(statement, code=b"\n".join(lines).decode())
-
-
-# ---- The script
-
-
-def script_from_notebook(notebook, name):
+def script_from_notebook(notebook, name, allow_single=False):
     """The text of the torchrun script that a notebook node makes; ``name`` is the file's, without its extension.
 
     Raises ExportError when the notebook is not in Python, or a cell cannot be a part of a script.
     """
-    cells = sort_cells(notebook, name)
-    flags = read_flags(cells.parameters)
-    check_hard_coded([*cells.parameters, *cells.exported])
-    cells.exported = [safe_end(statement) for statement in cells.exported]
-    parts = sort_statements(cells, flags)
-    if all(statement.node is None for statement in parts.body):
-        raise ExportError(f"{name} has no statement that a script could run.\nTag the cells of the script `export`.")
-    reads = leave_out_idle(parts)
-    code = "\n".join(statement.code for statement in [*parts.definitions, *parts.body])
-    if re.search(r"\b(start|init)_process_group\(", code) and "stop_process_group" not in reads:
-        parts.body.append(replace(parts.body[-1], node=ast.Pass(), code="stop_process_group()", above="", comment=""))
-        reads.add("stop_process_group")
-    own = {("process_group", name): "the script itself" for name in ("stop_process_group",)}
-    parts.wanted = {**own, **parts.wanted}
-    inlined_imports, inlined_code = inlined([key for key in parts.wanted if key[1] in reads])
-    check_names(parts, flags, inlined_imports, inlined_code, cells)
+    return script_and_notes(notebook, name, allow_single)[0]
 
-    title, promise = title_and_promise(notebook, name)
-    imports = [statement.text for statement in [*inlined_imports, *parts.imports]]
-    imports.append("import argparse")
+
+def script_and_notes(notebook, name, allow_single=False):
+    """The script's text, and what its reader is told: lines on what is left out, changed or moved.
+
+    ``allow_single`` exports a notebook whose ranks would train a model each. Raises ExportError with all problems.
+    """
+    cells, flags, problems = sort_cells(notebook, name), {}, []
+    try:
+        flags = read_flags(cells.parameters)
+    except ExportError as error:
+        problems += error.problems
+    parts = sort_statements(cells, flags)
+    if not any(has_effect(statement.node) for statement in parts.body) and not parts.problems:
+        raise ExportError(
+            *problems, f"{name} has no statement that a script could run.\nTag the cells of the script `export`."
+        )
+    problems += [*fixed_ranks([*cells.parameters, *cells.exported]), *launchers(cells.exported), *parts.problems]
+    if not allow_single and not problems:
+        problems += worlds(cells.exported, name)
+    problems += impossible_lookups(parts.body)
+
+    if problems:
+        raise ExportError(*problems)
+    return written(parts, cells, *title_and_purpose(notebook, name), name)
+
+
+def written(parts, cells, title, purpose, name):
+    """The script that the parts make, and its notes."""
+    drop_unread_imports(parts, cells)
+    starts = any(re.search(r"\b(start|init)_process_group\(", statement.code) for statement in parts.statements())
+    if starts:
+        parts.wanted.setdefault(("process_group", "stop_process_group"), "the script itself")
+    used = {read for statement in parts.statements() for read in statement.reads} | {"stop_process_group"}
+    copied_imports, copied = inlined([key for key in parts.wanted if key[1] in used])
+    dynamic = any(looks_up_names(statement.node) for statement in cells.exported if statement.node)
+    declared, in_main = global_names(parts, dynamic)
+
+    # The notebook keeps its names; the script's own make way.
+    theirs = {name: meaning(one, name) for one in parts.above() for name in one.binds} | dict.fromkeys(declared)
+    ours = OWN | {name: meaning(one, name) for one in [*copied_imports, *copied] for name in one.binds}
+    wanted = {name for _, name in parts.wanted if theirs.get(name) is None}
+    conflicts = [name for name in ours if name in theirs and theirs[name] != ours[name]]
+    in_body = {name for statement in parts.body if statement.node for name in bound_anywhere(statement.node)}
+    conflicts += ["args"] if "args" in {*theirs, *in_body, *parts.flags} else []
+    own = made_room(conflicts, {*theirs, *ours, *in_main, *in_body, *BUILTINS})
+    copied_imports, copied = ([renamed(one, own) for one in found] for found in (copied_imports, copied))
+    own = {name: own.get(name, name) for name in [*ours, "args", "stop_process_group"]}
+
+    problems = list(missing_names(parts, {*theirs, *wanted}, in_main, cells))
+    for name in declared.keys() & BUILTINS & {read for one in copied for read in one.reads}:
+        problems.append(f"{name} is Python's own, and the script needs it.\nGive the notebook's {name} another name.")
+    if problems:
+        raise ExportError(*dict.fromkeys(problems))
+    if declared:
+        reasons = ", ".join(f"{name} ({why})" for name, why in declared.items())
+        parts.notes.append(f"main declares global: {reasons}.")
+
+    end_safely(parts, starts, own["stop_process_group"])
+    definitions, plumbing = in_reading_order(parts.constants, copied, parts.definitions)
     sections = [
-        docstring(title, promise, name),
-        "\n".join(imports),
-        definitions_text(in_reading_order(parts.constants, inlined_code, parts.definitions)),
-        parse_args_text(title, flags),
-        main_text(parts.body, [flag for flag in flags if flag in reads]),
-        'if __name__ == "__main__":\n    main(parse_args())',
+        docstring(title, purpose, name),
+        *imports_text(parts.top, copied_imports, own["argparse"]),
+        definitions_text(definitions),
+        main_text(parts, declared, own),
+        parse_args_text(parts.flags, own["parse_args"]).replace("argparse.", f"{own['argparse']}."),
+        definitions_text(plumbing),
+        f'if __name__ == "__main__":\n    {own["main"]}({own["parse_args"]}())',
     ]
-    script = tidy("\n\n\n".join(section for section in sections if section) + "\n", name)
+    script = tidy("\n\n\n".join(section for section in sections if section) + "\n", name, in_any_order(parts.top))
     try:
         check_syntax(script)
     except SyntaxError as error:  # such as a `global` that is right in a cell and wrong in a function
         raise ExportError(f"{name}: in a function, this is a syntax error: {error.msg}.\nSee {error.text}") from None
-    return script
+    return script, [*cells.notes, *parts.notes]
 
 
-def docstring(title, promise, name):
+# ---- What changes on the way
+
+
+def drop_unread_imports(parts, cells):
+    """Drop an import whose name only code reads that is left out. One that nothing reads is there for its effect."""
+    read = {name for statement in parts.statements() for name in statement.reads}
+    unread = (cells.read_elsewhere | parts.read_elsewhere) - read
+    for place, statement in enumerate(parts.top):
+        if isinstance(statement.node, IMPORT) and statement.binds & unread:
+            node = copy.copy(statement.node)
+            node.names = [one.node.names[0] for one in each_import(statement) if not one.binds & unread]
+            parts.top[place] = replace(statement, code=ast.unparse(node), node=node) if node.names else None
+    parts.top = [statement for statement in parts.top if statement]
+
+
+def end_safely(parts, starts, stop):
+    """Make ``dist.destroy_process_group()``, which can hang behind DDP, a call of ``stop``; add one where none is.
+
+    In functions only where main calls them: another may be sent to where there is no such function.
+    """
+    reached, todo = [], [*parts.body]
+    by_name = {statement.node.name: statement for statement in parts.definitions if statement.node}
+    while todo:
+        statement = todo.pop()
+        reached.append(statement)
+        for node in ast.walk(statement.node) if statement.node else []:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in by_name:
+                todo.append(by_name.pop(node.func.id))
+    for statements in (parts.definitions, parts.body):
+        for place, statement in enumerate(statements):
+            if "destroy_process_group" in statement.code and any(statement is other for other in reached):
+                ends = [node for node in ast.walk(ast.parse(statement.code)) if is_end(node)]
+                statements[place] = replace(
+                    statement, code=edited(statement.code, [(end, f"{stop}()") for end in ends])
+                )
+    if starts and not any(f"{stop}()" in statement.code for statement in [*parts.definitions, *parts.body]):
+        parts.body.append(replace(parts.body[-1], node=ast.Pass(), code=f"{stop}()", above="", comment=""))
+
+
+def is_end(node):
+    """Whether a node is a call of destroy_process_group() for the default group, in one line."""
+    return (
+        isinstance(node, ast.Call)
+        and node.lineno == node.end_lineno
+        and bool(re.fullmatch(r"(\w+\.)*destroy_process_group\(\)", ast.unparse(node)))
+    )
+
+
+# ---- The script's text
+
+
+def docstring(title, purpose, name):
     """The script's docstring: what it is, and how to run it."""
     file = shlex.quote(f"{name}.py")
     title += "" if title.endswith((".", "?", "!")) else "."
-    text = "\n\n".join(textwrap.fill(part, 110) for part in (title, promise) if part)
-    text = text.replace("\\", "\\\\").replace('"""', "'''")
-    return f'''"""{text}
+    text = textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 4).replace('"""', "'''")
+    nodes = f"    torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu {file}"
+    if len(nodes) > WIDTH:
+        nodes = nodes.replace(f" {file}", f" \\\n        {file}")
+    text += f"""
 
-One GPU, or a CPU:
-    torchrun --nproc-per-node=1 {file}
-All GPUs of a node (on a CPU, give a number):
+On all GPUs of one node (without GPUs, give a number):
     torchrun --nproc-per-node=gpu {file}
-Two nodes, the same line on both but for --node-rank, 0 on HOST and 1 on the other:
-    torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu {file}
-"""'''
+On two nodes, the same on both but for the node's rank, 0 on HOST and 1 on the other:
+{nodes}
+"""
+    return ('r"""' if "\\" in text else '"""') + text + '"""'
+
+
+def imports_text(top, copied, argparse):
+    """The texts of the imports and of what has to stand among them: the standard library, then all else in order."""
+    there = {(name, meaning(statement, name)) for statement in top for name in statement.binds}
+    added = [one for one in copied if not {(name, meaning(one, name)) for name in one.binds} <= there]
+    if ("argparse", "argparse") not in there:
+        code = "import argparse" + (f" as {argparse}" if argparse != "argparse" else "")
+        added.append(Statement(ast.parse(code).body[0], code))
+    standard = [one for one in [*top, *added] if isinstance(one.node, IMPORT) and not is_library_statement(one)]
+    others = [one for one in top if one not in standard]
+    others += [one for one in added if one not in standard]
+    texts = dict.fromkeys(one.text for one in sorted(standard, key=lambda one: one.code))
+    return ["\n".join(texts) + "\n\n" + "\n".join(dict.fromkeys(one.text for one in others))]
+
+
+def is_library_statement(statement):
+    return any(is_library(one.node) for one in each_import(statement))
+
+
+def in_any_order(top):
+    """Whether the imports may be sorted: only plain libraries, and each for its names."""
+    return all(isinstance(one.node, IMPORT) for one in top) and all(
+        root_of(one.node) in PLAIN for statement in top for one in each_import(statement) if is_library(one.node)
+    )
 
 
 def definitions_text(statements):
-    """What the script's top level defines, with the headings as comments."""
-    text, before = "", Statement(None, "")
+    """What the script's top level defines."""
+    text, before = "", None
     for statement in statements:
-        if statement.heading and statement.heading != before.heading:
-            text += f"\n\n\n{section_comment(statement.heading)}"
-        constants = isinstance(before.node, SIMPLE) and isinstance(statement.node, SIMPLE)
+        constants = before and isinstance(before.node, SIMPLE) and isinstance(statement.node, SIMPLE)
         text += ("\n" if constants else "\n\n\n") + statement.text
         before = statement
     return text.strip("\n")
 
 
-def section_comment(heading):
-    return textwrap.fill(heading, 110, initial_indent="# ", subsequent_indent="# ")
-
-
-def parse_args_text(title, flags):
-    """The function that reads the flags."""
-    lines = ["parser = argparse.ArgumentParser(description=__doc__, formatter_class=Manual)"]
-    lines += [call for _, call in flags.values()]
-    manual = "class Manual(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):\n"
-    manual += '    """--help: the text above as it stands, and every flag with its default."""\n\n\n'
-    return manual + "\n    ".join(["def parse_args():", *lines, "return parser.parse_args()"])
-
-
-def main_text(body, parameters):
-    """The main function: the parameters it uses, then the statements cell by cell."""
-    lines = [f"{name} = args.{name}" for name in parameters]
-    heading = where = None
-    for statement in body:
-        if statement.heading and statement.heading != heading:
-            lines += ["", section_comment(statement.heading)]
-            if statement.above.strip():
-                lines.append("")  # two comments
-        elif statement.where != where:
+def main_text(parts, declared, own):
+    """The main function: its statements cell by cell, with args.NAME for a parameter where that is the same."""
+    trees = [statement.node for statement in parts.body if statement.node]
+    rebound = {name for tree in trees for name in bound_anywhere(tree)}
+    passed = parts.flags.keys() - declared.keys() - rebound
+    read = {name for statement in parts.statements() for name in statement.reads}
+    lines, where = [], None
+    for statement in parts.body:
+        code = without_annotation(statement, declared)
+        names = passed & set(statement.reads)
+        for name in sorted(names):
+            if (new := with_arguments(code, {name}, own["args"])) is None:
+                passed.discard(name)
+            else:
+                code = new
+    for statement in parts.body:
+        code = without_annotation(statement, declared)
+        code = with_arguments(code, passed & set(statement.reads), own["args"]) or code
+        if (statement.where != where or statement.above.strip(" ").startswith("\n")) and lines and lines[-1]:
             lines.append("")
-        heading, where = statement.heading, statement.where
-        blank = [""] if statement.above.strip(" ").startswith("\n") and lines[-1] else []
-        lines += [*blank, statement.text]
-    return "def main(args):\n" + indented("\n".join(lines).strip("\n"))
+        where = statement.where
+        lines += [replace(statement, code=code).text]
+    bound = [f"{name} = {own['args']}.{name}" for name in parts.flags if name in declared or name in read - passed]
+    named = textwrap.wrap(", ".join(declared), WIDTH - 11)
+    head = [*(f"global {line.rstrip(',')}" for line in named), *bound]
+    return f"def {own['main']}({own['args']}):\n" + indented("\n".join([*head, "" if head else "", *lines]).strip("\n"))
+
+
+def without_annotation(statement, declared):
+    """The statement's code; a name that main declares global may have no annotation there."""
+    node = statement.node
+    if not isinstance(node, ast.AnnAssign) or not statement.binds & declared.keys():
+        return statement.code
+    node = ast.parse(statement.code).body[0]
+    target, annotation = node.target, node.annotation
+    if node.value is None or annotation.end_lineno > 1:
+        return statement.code
+    gap = SimpleNamespace(lineno=1, col_offset=target.end_col_offset, end_col_offset=annotation.end_col_offset)
+    return edited(statement.code, [(gap, "")])
 
 
 def indented(code):
@@ -288,10 +297,29 @@ def outer_strings(tree):
             yield from outer_strings(node)
 
 
-def tidy(script, name):
-    """The script with its imports merged and sorted, the unused ones removed, and formatted, all by ruff."""
-    style = ["--isolated", "--line-length=120", "--target-version=py311", "-"]
-    for command in (["check", "--fix", "--exit-zero", "--quiet", "--select=I,F401"], ["format"]):
+def with_short_lines(script):
+    """The script without comments for formatters, and with a comment behind a line that is too long above it."""
+    lines, depth = script.split("\n"), 0
+    for token in tokenize.generate_tokens(io.StringIO(script).readline):
+        row, column = token.start[0] - 1, token.start[1]
+        if token.type == tokenize.OP:
+            depth += (token.string in "([{") - (token.string in ")]}")
+        elif token.type == tokenize.COMMENT:
+            before = lines[row][:column].rstrip()
+            if re.match(r"# *(fmt|isort) *:", token.string):
+                lines[row] = before or None
+            elif before and len(lines[row]) > WIDTH and not depth and not PRAGMA.match(token.string):
+                indent = before[: len(before) - len(before.lstrip())]
+                lines[row] = f"{indent}{token.string}\n{before}"
+    return "\n".join(line for line in lines if line is not None)
+
+
+def tidy(script, name, sort):
+    """The script formatted by ruff; with ``sort`` its imports are merged and sorted."""
+    script = with_short_lines(script)
+    style = ["--isolated", f"--line-length={WIDTH}", "--target-version=py311", "-"]
+    commands = [["check", "--fix", "--exit-zero", "--quiet", "--select=I"], ["format"]]
+    for command in commands if sort else commands[1:]:
         ruff = [sys.executable, "-m", "ruff", *command, *style]
         done = subprocess.run(ruff, input=script, capture_output=True, text=True, encoding="utf-8")
         if done.returncode:
@@ -307,11 +335,19 @@ class TorchrunExporter(Exporter):
     export_from_notebook = "Script for torchrun"
     file_extension = ".py"
     output_mimetype = "text/x-python"
+    allow_single = Bool(False, help="Export a notebook whose ranks would train a model each.").tag(config=True)
 
+    @plain_refusal
     def from_filename(self, filename, resources=None, **kwargs):
         read_notebook(filename)  # nbconvert alone would upgrade other formats without a word
         return super().from_filename(filename, resources, **kwargs)
 
+    @plain_refusal
     def from_notebook_node(self, nb, resources=None, **kwargs):
         resources = self._init_resources(resources)  # no preprocessor: one of them executes notebooks
-        return script_from_notebook(nb, resources["metadata"].get("name") or "notebook"), resources
+        name = script_name(nb, resources["metadata"].get("name") or "notebook")
+        resources["unique_key"] = name  # nbconvert's name for the file
+        script, notes = script_and_notes(nb, name, self.allow_single)
+        for note in notes:
+            self.log.warning(note)
+        return script, resources

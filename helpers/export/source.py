@@ -6,7 +6,6 @@ The code is read with ast and symtable and is never executed; a statement keeps 
 import ast
 import copy
 import functools
-import re
 import symtable
 import sys
 import warnings
@@ -19,6 +18,7 @@ ANONYMOUS = ("lambda", "genexpr", "listcomp", "setcomp", "dictcomp")  # symtable
 IMPORT = ast.Import | ast.ImportFrom
 DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 SIMPLE = ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Assert | ast.Delete
+DEEPEST = 150  # levels of nesting, so that what walks a tree by recursion stays far from Python's limit
 
 
 @dataclass(frozen=True)
@@ -58,29 +58,48 @@ class Statement:
 
 
 def check_syntax(source):
-    """Raise SyntaxError unless the source compiles as a module. Nothing is executed."""
+    """Raise SyntaxError unless the source compiles as a module and is not nested too deeply. Nothing is executed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             compile(source, "cell", "exec", dont_inherit=True)
-        except ValueError as error:  # a null byte
+            levels = depth(ast.parse(source))
+        except ValueError as error:  # a null byte, a lone surrogate
             raise SyntaxError(str(error)) from None
+        except (RecursionError, MemoryError):  # the parser's own limits
+            levels = float("inf")
+    if levels > DEEPEST:
+        raise SyntaxError(f"it is nested more than {DEEPEST} levels deep")
+
+
+def depth(tree):
+    """How many levels of nodes a tree has; without recursion, which has the limit that this is about."""
+    levels, nodes = 0, [tree]
+    while nodes:
+        levels += 1
+        nodes = [child for node in nodes for child in ast.iter_child_nodes(node)]
+    return levels
 
 
 def split(source, where="", heading=""):
     """The top-level statements of a source text, in order, each with its comments."""
     lines = source.split("\n")
+    in_bytes = [line.encode() for line in lines]  # ast counts bytes
     found, done = [], 0  # `done`: the lines that are taken
-    for node in ast.parse(source).body:
+    body = ast.parse(source).body
+    for node, following in zip(body, [*body[1:], None], strict=True):
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
-        code = lines[first - 1 : node.end_lineno]
-        rest = code[-1].encode()[node.end_col_offset :].decode()  # ast counts bytes
-        code[-1] = code[-1].encode()[: node.end_col_offset].decode()
-        if first == node.lineno:  # without a decorator, it may stand behind a semicolon
-            code[0] = code[0].encode()[node.col_offset :].decode()
-        comment = re.fullmatch(r"\s*;?\s*(#.*)", rest)
+        last, end = node.end_lineno - 1, node.end_col_offset
+        start = node.col_offset if first == node.lineno else 0  # it may stand behind a semicolon
+        if first - 1 == last:
+            code = in_bytes[last][start:end].decode()
+        else:
+            between = lines[first:last]
+            code = "\n".join([in_bytes[first - 1][start:].decode(), *between, in_bytes[last][:end].decode()])
+        alone = following is None or following.lineno > node.end_lineno  # else what is behind is the next statement
+        behind = in_bytes[last][end:].decode().strip().removeprefix(";").lstrip() if alone else ""
         above = lower_part(found, lines[done : first - 1])
-        found.append(Statement(node, "\n".join(code), above, comment[1] if comment else "", where, heading))
+        found.append(Statement(node, code, above, behind if behind.startswith("#") else "", where, heading))
         done = node.end_lineno
     above = lower_part(found, lines[done:])
     return [*found, Statement(None, "", above, "", where, heading)] if above.strip() else found

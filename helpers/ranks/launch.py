@@ -11,6 +11,7 @@ import itertools
 import linecache
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -23,13 +24,12 @@ from multiprocessing import connection, forkserver, util
 from pathlib import Path
 from types import ModuleType
 
-import cloudpickle
-
-from helpers.ranks.rank import NOTEBOOK, Failure, is_library, place, rank_main
+from helpers.ranks.rank import NOTEBOOK, RAISED, RETURNED, Failure, is_library, place, rank_main
+from helpers.ranks.serialization import dumps
 
 MAX_RANKS = 64
 MAX_SECONDS = 1_000_000
-PEERS_WITHIN = 0.2  # seconds to wait after a failure, for its cause or for peers that fail in the same way
+PEERS_WITHIN = 0.2  # seconds to wait after an exception, for its cause or for peers that fail in the same way
 LATE_WITHIN = 2  # seconds to wait for ranks that compute, or are kept from it on a loaded machine
 NOTICE_WITHIN = 0.2  # seconds: a Ctrl-C that the system gives to another thread does not end a wait of this one
 context = multiprocessing.get_context("forkserver")
@@ -83,7 +83,8 @@ def launch(fn, *args, nproc=4, timeout=60, env=None):
     In each rank the default process group runs (gloo, loopback only), and RANK, LOCAL_RANK, WORLD_SIZE and
     LOCAL_WORLD_SIZE are set as torchrun sets them. ``fn``, its arguments and its results travel by cloudpickle. What
     the ranks print appears here when they end, in rank order, a line that several ranks print folded into one.
-    ``timeout`` is in seconds and for the whole call; ``env`` adds to the ranks' environment variables.
+    ``timeout`` is in seconds, from the moment that all ranks are started; after it, ranks have LATE_WITHIN seconds to
+    tell in which line they stand. ``env`` adds to the ranks' environment variables.
 
     Raises RankError when a rank raises, dies, or still runs at ``timeout``; LaunchError for an argument that cannot
     work.
@@ -98,21 +99,24 @@ def launch(fn, *args, nproc=4, timeout=60, env=None):
         "WORLD_SIZE_ONE_STORE": str(folder / "store"),
         **(env or {}),
     }
-    ranks, stands = [], {}
+    ranks, stands, reports = [], {}, []
     oom_kills = count_oom_kills()
     try:
         folder.mkdir()
+        (folder / "call").write_bytes(payload)
         for rank in range(nproc):
             with uninterrupted(), without_main():
                 here, there = context.Pipe(duplex=False)
-                task = (there, folder, rank, nproc, timeout, environment, payload)
+                task = (there, folder, rank, nproc, timeout, environment)
                 process = context.Process(target=rank_main, args=task, name=f"rank {rank}")
                 ranks.append((process, here))
                 with there:
                     process.start()
-        results, failures = collect(ranks, time.monotonic() + timeout)
-        if not failures and len(results) < nproc:
-            stands = where_they_stand(folder, ranks)
+        returned, failures = collect(folder, ranks, time.monotonic() + timeout)
+        if len(returned) == nproc:
+            reports = [(folder / f"report{rank}").read_bytes() for rank in range(nproc)]
+        elif not failures:
+            stands = where_they_stand(folder, len(ranks))
     finally:
         with uninterrupted():
             end(ranks)
@@ -123,8 +127,8 @@ def launch(fn, *args, nproc=4, timeout=60, env=None):
     if failures:
         raise first_failure(failures, count_oom_kills() > oom_kills)
     if stands:
-        raise hang(stands, results, timeout)
-    return [cloudpickle.loads(results[rank]) for rank in range(nproc)]
+        raise hang(stands, returned, timeout)
+    return [pickle.loads(report) for report in reports]
 
 
 def check(fn, nproc, timeout, env):
@@ -151,7 +155,7 @@ def pack(fn, args):
     """The function, its arguments and the sources of the notebook's cells, as bytes."""
     sources = {name: entry for name, entry in linecache.cache.items() if "ipykernel_" in name or name.startswith("<")}
     try:
-        return cloudpickle.dumps((fn, args, sources))
+        return dumps((fn, args, sources))
     except Exception as error:
         parts = {f"the function {getattr(fn, '__name__', fn)}": fn}
         parts |= {f"argument {index}, a {type(arg).__name__},": arg for index, arg in enumerate(args)}
@@ -162,7 +166,7 @@ def cannot_be_sent(parts):
     """The LaunchError for the first of ``{label: object}`` that cloudpickle refuses, or None."""
     for name, part in parts.items():
         try:
-            cloudpickle.dumps(part)
+            dumps(part)
         except Exception as reason:
             return LaunchError(
                 f"{name} cannot be sent to the ranks ({reason}).\n"
@@ -171,38 +175,32 @@ def cannot_be_sent(parts):
     return None
 
 
-def collect(ranks, deadline):
-    """Wait until every rank has reported, one has failed, or the deadline: ({rank: result}, {rank: Failure})."""
-    results, failures, reported = {}, {}, set()
-    while len(reported) < len(ranks):
-        waiting = {rank: pair for rank, pair in enumerate(ranks) if rank not in reported}
+def collect(folder, ranks, deadline):
+    """Wait until every rank has reported, one has failed, or the deadline: (ranks that returned, {rank: Failure})."""
+    returned, failures = set(), {}
+    while waiting := {rank: pair for rank, pair in enumerate(ranks) if rank not in returned | failures.keys()}:
         patience = deadline - time.monotonic()
         if failures:
             waited = time.monotonic() - min(failure.when for failure in failures.values())
+            killed = any(failure.killed for failure in failures.values())  # a cause that no peer shares
+            within, late_within = (0, PEERS_WITHIN) if killed else (PEERS_WITHIN, LATE_WITHIN)
             # All ranks count: one that has reported may still be sending what a peer waits for.
-            if waited > PEERS_WITHIN and (waited > LATE_WITHIN or not any(busy(process) for process, _ in ranks)):
+            if waited > within and (waited > late_within or not any(busy(process) for process, _ in ranks)):
                 break
-            patience = min(patience, max(PEERS_WITHIN - waited, 0.02))
+            patience = min(patience, max(within - waited, 0.02))
         if patience <= 0:
             break
         handles = [handle for process, here in waiting.values() for handle in (process.sentinel, here)]
         ready = connection.wait(handles, min(patience, NOTICE_WITHIN))
         for rank, (process, here) in waiting.items():
-            if here in ready or process.sentinel in ready:
-                try:
-                    while here.poll():  # a rank that died may have reported before
-                        kind, value = here.recv()
-                        if kind == "end":
-                            reported.add(rank)
-                        else:
-                            (results if kind == "result" else failures)[rank] = value
-                except (EOFError, OSError):  # it died, perhaps in the middle of a message
-                    pass
-                if rank not in reported and process.sentinel in ready:
-                    reported.add(rank)
-                    results.pop(rank, None)
-                    failures.setdefault(rank, death(process))
-    return results, failures
+            kind = os.read(here.fileno(), 1) if here in ready else b""  # b"" too where its other end is closed
+            if kind == RETURNED:
+                returned.add(rank)
+            elif kind == RAISED:
+                failures[rank] = pickle.loads((folder / f"report{rank}").read_bytes())
+            elif process.sentinel in ready:
+                failures[rank] = death(process)
+    return returned, failures
 
 
 def busy(process):
@@ -219,7 +217,7 @@ def death(process):
     process.join()
     code = process.exitcode
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended by itself with exit code {code}"
-    return Failure(when=time.monotonic(), what=how)
+    return Failure(when=time.monotonic(), what=how, killed=code < 0)
 
 
 def end(ranks):
@@ -236,23 +234,19 @@ def end(ranks):
         here.close()
 
 
-def where_they_stand(folder, ranks):
-    """{rank: the innermost line of the reader's own code} for the ranks that still run."""
-    for process, _ in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGUSR1)
+def where_they_stand(folder, nproc):
+    """{rank: the innermost line of the reader's own code}, once the ranks have dumped their stacks at the timeout."""
     patience, dumps, before = time.monotonic() + LATE_WITHIN, [], None
     while time.monotonic() < patience and not (dumps == before and all(map(main_thread, dumps))):
         time.sleep(0.1)
-        before, dumps = dumps, [read(folder / f"stack{rank}") for rank in range(len(ranks))]
+        before, dumps = dumps, [read(folder / f"stack{rank}") for rank in range(nproc)]
     return {rank: innermost(main_thread(dump)) for rank, dump in enumerate(dumps)}
 
 
 def main_thread(dump):
     """The main thread's part of a faulthandler dump that opens with that thread's id; "" where there is none yet."""
     main, _, dump = dump.partition("\n")
-    titles = (f"Thread {main}", f"Current thread {main}")
-    return next((block for block in dump.split("\n\n") if main and block.startswith(titles)), "")
+    return next((block for block in dump.split("\n\n") if f"Thread {main} " in block), "")
 
 
 def innermost(stack):

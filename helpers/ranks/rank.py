@@ -4,6 +4,7 @@ import faulthandler
 import linecache
 import multiprocessing
 import os
+import pickle
 import signal
 import site
 import sys
@@ -15,9 +16,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver, parent_process
 
-import cloudpickle
+from helpers.ranks.serialization import dumps
 
 NOTEBOOK = "notebook cell"
+RETURNED, RAISED = b"+", b"-"  # what a rank tells through its pipe: one byte, which no end of it can cut in two
 
 
 @dataclass
@@ -29,10 +31,14 @@ class Failure:
     where: str = ""  # "line 3 of step: loss = f(x)"
     traceback: str = ""
     echo: bool = False  # a lost connection, which a peer's end explains
+    killed: bool = False  # by a signal, which no peer's failure explains
 
 
-def rank_main(conn, folder, rank, world_size, timeout, environment, payload):
-    """Run in a process of its own, forked by the forkserver; never returns before the launcher ends it."""
+def rank_main(conn, folder, rank, world_size, timeout, environment):
+    """Run in a process of its own, forked by the forkserver; never returns before the launcher ends it.
+
+    Its result or its Failure goes to a file of the call's folder. Only then the pipe says which of both it is.
+    """
     os.setsid()  # the kernel's Ctrl-C is for the launcher, and what this rank starts can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     multiprocessing.set_start_method(None, force=True)  # a DataLoader's workers are this rank's, as under torchrun
@@ -46,19 +52,22 @@ def rank_main(conn, folder, rank, world_size, timeout, environment, payload):
     sys.stderr = open(2, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
     stacks = open(folder / f"stack{rank}", "w", buffering=1)
     print(f"{threading.main_thread().ident:#018x}", file=stacks)
-    faulthandler.register(signal.SIGUSR1, file=stacks)
+    faulthandler.dump_traceback_later(timeout, file=stacks)  # no signal: those are the reader's; and it needs no GIL
+    report = folder / f"report{rank}"
     try:
-        conn.send(("result", run(rank, world_size, timeout, environment, payload)))
+        report.write_bytes(run(folder, rank, world_size, timeout, environment))
+        kind = RETURNED
     except BaseException as error:  # SystemExit too, and dcp.CheckpointException is a BaseException
-        conn.send(("failure", describe(error)))
+        report.write_bytes(pickle.dumps(describe(error)))
+        kind = RAISED
     sys.stdout.flush()
     sys.stderr.flush()
-    conn.send(("end", None))
+    os.write(conn.fileno(), kind)
     threading.Event().wait()  # the launcher ends this process: peers may still need its connections
 
 
-def run(rank, world_size, timeout, environment, payload):
-    """Start the process group, call the function that ``payload`` holds and return its pickled result."""
+def run(folder, rank, world_size, timeout, environment):
+    """Start the process group, call the function that the call's folder holds and return its pickled result."""
     os.environ.clear()  # the forkserver's are those of its start
     os.environ.update(
         environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
@@ -82,11 +91,11 @@ def run(rank, world_size, timeout, environment, payload):
         timeout=timedelta(seconds=timeout + 60),  # the launcher's own timeout comes first
     )
     dist.barrier()  # a rank that dies now cannot disturb its peers' rendezvous
-    fn, args, sources = cloudpickle.loads(payload)
+    fn, args, sources = pickle.loads((folder / "call").read_bytes())
     linecache.cache.update(sources)  # so that a traceback shows the notebook's lines
     result = fn(*args)
     try:
-        return cloudpickle.dumps(result)
+        return dumps(result)
     except Exception as error:
         raise TypeError(
             f"the result, a {type(result).__name__}, cannot be sent back ({error}).\n"

@@ -1,8 +1,8 @@
 """Checkpoints that neither a kill nor a full disk destroys, for torch.save and DCP.
 
 Run-time module: what a chapter uses from here is copied into its exported script. One
-job at a time writes to a folder, on a disk that all ranks see. "On every rank" says: this
-function is a collective; rank 0 decides, and all ranks get its answer or its error.
+job at a time writes to a folder, on a disk that all ranks see. "On every rank" says:
+the function is a collective; rank 0 decides, and all ranks get its answer or its error.
 """
 
 import copyreg
@@ -15,6 +15,7 @@ import pickle
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import Enum
@@ -40,53 +41,46 @@ class CheckpointError(RuntimeError):
 
 
 class Hashed(io.BufferedWriter):
-    """A new file that hashes what is written to it."""
+    """A new file that hashes what is written to it, for the manifest."""
 
     def __init__(self, path):
         super().__init__(io.FileIO(path, "wb"))
-        self.length, self.sha256 = 0, hashlib.sha256()
+        self.path, self.sha256 = path, hashlib.sha256()
 
     def write(self, data):
         self.sha256.update(data)
-        self.length += memoryview(data).nbytes
         return super().write(data)
+
+    def __exit__(self, kind, error, trace):
+        self.close()
+        if kind is RuntimeError and isinstance(error.__context__, OSError):
+            raise error.__context__  # a full disk, which torch.save words differently
+        note = [self.path.stat().st_size, self.sha256.hexdigest()]
+        WRITTEN.get(self.path.parent, {})[self.path.name] = note
 
 
 def replace_file(path, write):
     """Call ``write(file)`` on a file beside ``path``, then rename it to ``path``."""
-    path = Path(path)
-    part = path.with_name(f".{path.name}.part")
+    part = Path(path).with_name(f".{Path(path).name}.part")
     try:
         with Hashed(part) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        rename(part, path)
-    except BaseException as error:
+        rename(part, Path(path))
+    except BaseException:
         part.unlink(missing_ok=True)
-        raise full_disk(error) from None
-    note(path, file)
+        raise
 
 
 def rename(old, new):
     """Rename, and wait until the disk has the new name."""
     os.replace(old, new)
+    if files := WRITTEN.get(new.parent):
+        files[new.name] = files.pop(old.name)
     folder = os.open(new.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
-
-
-def full_disk(error):
-    """The OSError of which torch.save made a RuntimeError, or ``error`` itself."""
-    return error.__context__ if isinstance(error.__context__, OSError) else error
-
-
-def note(path, file):
-    """Keep a file's length and hash for the manifest of its checkpoint."""
-    for folder, files in WRITTEN.items():
-        if path.is_relative_to(folder):
-            name = path.relative_to(folder).as_posix()
-            files[name] = [file.length, file.sha256.hexdigest()]
 
 
 def save_file(state, path):
@@ -94,10 +88,11 @@ def save_file(state, path):
     replace_file(path, lambda file: torch.save(state, file))
 
 
-def load_file(path):
+def load_file(path, memory=None):
     """What ``save_file`` wrote, on the CPU, read as it is used. Executes nothing."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        mapped = memory is None
+        return torch.load(memory or path, "cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # damaged bytes can raise anything
         raise unreadable(path, error) from None
 
@@ -106,29 +101,26 @@ def unreadable(path, error):
     """What to raise where ``error`` ended the load of a file."""
     asked = re.search(r"GLOBAL (\S+)", str(error))
     why = f"asks for {asked[1]}, which was not executed" if asked else "is damaged"
-    if isinstance(error, FileNotFoundError):
-        why = "is missing"
+    why = "is missing" if isinstance(error, FileNotFoundError) else why
     name = "/".join(Path(path).parts[-2:])
     return CheckpointError(f"{name} {why} ({type(error).__name__}).\n{GO_BACK}")
 
 
 def load_and_send(path, device):
-    """``load_file`` on every rank: rank 0 reads, and sends the others what it reads.
+    """``load_file`` on every rank: rank 0 reads, and sends what it reads.
 
     ``device`` is where the process group sends from; what is returned is on the CPU.
+    Until it returns, each rank needs memory for the file and for what is in it.
     """
     memory = mmap.mmap(-1, on_rank0(os.path.getsize, path) or 1)
     data = torch.frombuffer(memory, dtype=torch.uint8)
     with open(path if dist.get_rank() == 0 else os.devnull, "rb") as file:
-        for part in data.split(2**26):  # so nobody waits for more than 64 MB
+        for part in data.split(2**26):  # nobody waits for more than 64 MB to be read
             file.readinto(part.numpy())
             sent = part.to(device)
             dist.broadcast(sent, src=0)
             part.copy_(sent)
-    try:
-        return torch.load(memory, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise unreadable(path, error) from None
+    return load_file(path, memory)
 
 
 # ---- Checkpoints: a folder counts when its files and its manifest are there
@@ -136,16 +128,15 @@ def load_and_send(path, device):
 
 @contextmanager
 def new_checkpoint(folder, step, keep=3):
-    """A folder to write a checkpoint into, on every rank. It counts after the block.
+    """A folder to write into, on every rank; a checkpoint at the end of the block.
 
-    One rank's full disk is raised on all ranks at the end of the block. So collectives
-    come first in the block, and what only one rank writes comes after them.
+    There, all ranks raise what one rank's disk did. So collectives come before files.
     """
     path, failed = begin(folder, step), ""
     try:
         yield path
     except (OSError, CheckpointError) as error:
-        failed = str(error)
+        failed = str(error).splitlines()[0]
     commit(path, keep, failed)
 
 
@@ -157,10 +148,7 @@ def begin(folder, step, group=None):
 
 
 def commit(path, keep=3, failed="", group=None):
-    """Put the folder of ``begin`` in its place and return it, on every rank.
-
-    ``failed`` says why this rank could not write. The newest ``keep`` checkpoints stay.
-    """
+    """Put ``begin``'s folder in its place, unless a rank failed; on every rank."""
     ranks = [(failed, WRITTEN[path])]  # names, lengths and hashes: nobody reads a file
     if dist.is_initialized():
         ranks *= dist.get_world_size()
@@ -187,59 +175,52 @@ def on_rank0(function, *arguments, group=None):
 
 
 def make_temporary(folder, step):
-    """The empty folder ``.step_….tmp``; what killed runs left is removed."""
     path = folder / f".step_{step:08}.tmp"
-    for left in folder.glob(".step_*"):
-        if left == path or left not in WRITTEN:  # or it is still written, in a thread
+    for left in folder.glob(".step_*"):  # by runs that were killed
+        if left == path or left not in WRITTEN:  # not by a thread that still writes
             shutil.rmtree(left)
-    for newer in [path for path in finished(folder) if step_of(path) >= step]:
-        if not damage(newer):
-            raise CheckpointError(
-                f"{folder} holds {newer.name} already, and step {step} is not newer.\n"
-                "Resume from it, or save to another folder."
-            )
-        forget(newer)
+    for newer in finished(folder):
+        if int(newer.name[5:]) >= step:
+            if not damage(newer):
+                raise CheckpointError(
+                    f"{folder} holds {newer.name}, and step {step} is not newer.\n"
+                    "Resume from it, or save to another folder."
+                )
+            forget(newer)
     path.mkdir(parents=True)
     return path
 
 
 def put_in_place(path, ranks, keep):
-    """From ``.step_….tmp`` to ``step_…``, unless a rank failed."""
-    final = path.with_name(path.name[1:].removesuffix(".tmp"))
+    final, manifest = path.with_name(path.name[1:].removesuffix(".tmp")), {}
     try:
-        for rank, (failed, _) in enumerate(ranks):
+        for rank, (failed, files) in enumerate(ranks):
             if failed:
                 raise CheckpointError(f"rank {rank}: {failed}")
-        manifest = {name: note for _, files in ranks for name, note in files.items()}
-        for file in path.rglob("*"):
-            if file.is_file() and file.relative_to(path).as_posix() not in manifest:
-                raise CheckpointError(f"{file.name} was not written with save_file")
+            manifest |= files
+        if unknown := set(os.listdir(path)) - set(manifest):
+            raise CheckpointError(f"{min(unknown)} was not written with save_file")
         text = json.dumps(manifest, indent=1).encode()
         replace_file(path / MANIFEST, lambda file: file.write(text))
         rename(path, final)
     except (CheckpointError, OSError) as error:
         shutil.rmtree(path, ignore_errors=True)
-        raise CheckpointError(
-            f"{final.name} was not saved: {error}\nThe checkpoints before it are as they were."
-        ) from None
+        text = f"{final.name} was not saved: {error}\nThose before it are as they were."
+        raise CheckpointError(text) from None
     for old in finished(final.parent)[: -max(keep, 1)]:
         forget(old)
     return final
 
 
-def forget(path):
-    """Remove a checkpoint, under another name: half of one must not count."""
+def forget(path):  # under another name, for half of one must not count
     shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))
 
 
 def finished(folder):
-    """The checkpoints in a folder that were put in their place, the oldest first."""
+    """The checkpoints in a folder that count, the oldest first."""
     found = [path.parent for path in folder.glob(f"step_*/{MANIFEST}")]
-    return sorted((path for path in found if path.name[5:].isdecimal()), key=step_of)
-
-
-def step_of(path):
-    return int(path.name.removeprefix("step_"))
+    found = [path for path in found if path.name[5:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def damage(path):
@@ -258,19 +239,16 @@ def damage(path):
 
 
 def latest_good(folder):
-    """The newest checkpoint whose files have their lengths, or None, on every rank.
-
-    It reads no file, so it does not see a flipped bit: ``verify`` does.
-    """
+    """The newest checkpoint whose files have their lengths, or None, on every rank."""
     return on_rank0(find_latest_good, Path(folder))
 
 
 def find_latest_good(folder, damage=damage):
     """What ``latest_good`` does, on one rank; ``damage=damaged_bytes`` reads all."""
     if not folder.is_dir():
-        raise CheckpointError(f"There is no folder {folder}.\nCorrect its name, or make it: mkdir -p {folder}")
-    found = finished(folder)
-    for path in reversed(found):
+        text = f"There is no folder {folder}.\nCorrect its name, or: mkdir -p {folder}"
+        raise CheckpointError(text)
+    for path in reversed(found := finished(folder)):
         if not (problem := damage(path)):
             return path
         print0(f"skipped: {problem}")
@@ -301,7 +279,7 @@ def damaged_bytes(path):
         found = threads.map(sha256, [path / name for name in manifest])
         for (name, (_, digest)), is_now in zip(manifest.items(), found, strict=True):
             if is_now != digest:
-                return f"{path.name}/{name} holds other bytes than were saved: its checksum differs"
+                return f"{path.name}/{name} holds other bytes than were saved"
     return ""
 
 
@@ -331,21 +309,11 @@ def hashing_writer(path):
 class HashedFiles(FileSystem):
     """What DCP's writer opens and renames files with."""
 
-    @contextmanager
     def create_stream(self, path, mode):
-        try:
-            with Hashed(path) as file:
-                yield file
-        except BaseException as error:
-            raise full_disk(error) from None
-        note(path, file)
+        return Hashed(path)
 
     def rename(self, path, new_path):
-        super().rename(path, new_path)
-        for folder, files in WRITTEN.items():
-            if path.is_relative_to(folder):
-                name = path.relative_to(folder).as_posix()
-                files[new_path.relative_to(folder).as_posix()] = files.pop(name)
+        rename(path, new_path)
 
 
 def load_sharded(state, path):
@@ -368,7 +336,7 @@ def dcp_failed(path, error):
     if isinstance(reason, pickle.UnpicklingError):
         return unreadable(path, reason)
     return CheckpointError(
-        f"DCP failed on rank {rank}: {' '.join(str(reason).split())[:300]}\n"
+        f"DCP, rank {rank}: {' '.join(str(reason).split())[:300]}\n"
         "To load, build model and optimizer as they were when they were saved."
     )
 
@@ -385,10 +353,10 @@ class PlainValues(dcp.DefaultLoadPlanner):
 class PlainMetadata(pickle.Unpickler):
     """Makes dataclasses of DCP, dtypes and paths: they hold values and do nothing."""
 
-    modules = r"torch|torch\.serialization|torch\.distributed\.checkpoint\..+|pathlib.*"
+    known = r"torch(\.serialization|\.distributed\.checkpoint\..+)?|pathlib(\._local)?"
 
     def find_class(self, module, name):
-        if "." not in name and re.fullmatch(self.modules, module):
+        if re.fullmatch(self.known, module):
             found = super().find_class(module, name)
             layout = copyreg.dispatch_table[torch.layout](torch.strided)[0]
             if found in (torch.Size, layout) or isinstance(found, torch.dtype):
@@ -423,7 +391,9 @@ class BackgroundSaves:
         if self.saving:
             raise CheckpointError("A save is still running.\nWait for finished().")
         path = begin(folder, step, self.writing)
-        written = dcp.async_save(state, storage_writer=hashing_writer(path), process_group=self.writing)
+        written = dcp.async_save(
+            state, storage_writer=hashing_writer(path), process_group=self.writing
+        )  # fmt: skip
         self.saving = self.thread.submit(self.finish, written, path, keep)
 
     def finish(self, written, path, keep):
@@ -453,3 +423,8 @@ class BackgroundSaves:
             work = dist.all_reduce(done, dist.ReduceOp.MIN, self.asking, async_op=True)
             self.question = work, done
         return None
+
+    def wait(self):
+        """Wait for the save that runs, if any, on every rank: when training ends."""
+        while self.saving and not self.finished():
+            wait_for([self.saving])

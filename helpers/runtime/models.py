@@ -9,19 +9,25 @@ from torch import nn
 
 
 def mlp(width=256):
-    """A two-layer classifier of the digits: images [batch, 64] to logits [batch, 10]."""
+    """A two-layer classifier of digits: images [batch, 64] to logits [batch, 10]."""
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 
 
 class Block(nn.Module):
-    """One layer of a transformer: x [batch, pixels, width] to the same shape; no pixel sees a later one."""
+    """A transformer's layer: x [batch, pixels, width] to the same shape.
+
+    No pixel sees a later one.
+    """
 
     def __init__(self, width, heads):
         super().__init__()
         self.head_width = width // heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+        self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x):
         y = self.norm1(x)
@@ -35,21 +41,22 @@ class Block(nn.Module):
 
 
 class PixelTransformer(nn.Module):
-    """Draws a digit pixel by pixel: each pixel's grey level from the digit's label and the pixels before it.
+    """Draws a digit: each pixel's grey level from the label and the pixels before it.
 
-    Grey levels int64 [batch, pixels] and labels int64 [batch] to logits [batch, pixels, levels].
+    Grey levels int64 [batch, pixels], labels int64 [batch] to [batch, pixels, levels].
     """
 
     def __init__(self, width=64, layers=4, heads=4, levels=17, pixels=64, labels=10):
         super().__init__()
-        self.label, self.level = nn.Embedding(labels, width), nn.Embedding(levels, width)
+        self.label = nn.Embedding(labels, width)
+        self.level = nn.Embedding(levels, width)
         self.position = nn.Parameter(torch.randn(pixels, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, levels, bias=False)
 
     def forward(self, grey, labels):
-        x = torch.cat([self.label(labels)[:, None], self.level(grey[:, :-1])], dim=1)  # [batch, pixels, width]
-        x = x + self.position
+        x = torch.cat([self.label(labels)[:, None], self.level(grey[:, :-1])], dim=1)
+        x = x + self.position  # [batch, pixels, width]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

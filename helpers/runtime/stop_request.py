@@ -81,6 +81,6 @@ class StopRequest:
 
 
 def outlive_signals(_):
-    """A DataLoader's ``worker_init_fn``: the signals are for the rank that it serves."""
+    """A DataLoader's ``worker_init_fn``: the signals are for the rank alone."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,112 @@
+"""What the ranks try in their process group: each collective, each pair's link, and a rank's own speed; timed."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+SMALL, LARGE = 1 << 10, {"cpu": 1 << 20, "cuda": 1 << 24}  # numbers of 4 bytes: 4 KiB; 4 MiB, on GPUs 64 MiB
+
+
+def seconds(call, rounds, device, together):
+    """Seconds of one call: the mean of ``rounds`` in a row, best of 3."""
+    tries = []
+    for _ in range(3):
+        together()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(rounds):
+            finish(call(), device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        tries.append((time.perf_counter() - start) / rounds)
+    return min(tries)
+
+
+def finish(works, device):
+    """Wait for what a call has started. On a GPU the clock waits instead, for all calls: they run in order."""
+    for work in works if isinstance(works, list) else [works]:
+        if device.type != "cuda" and work is not None:
+            work.wait()
+
+
+def collectives(part, device):
+    """{name: (call, output, expected)} with ``part`` float32 numbers for each rank; output None: no result here."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    pattern = torch.arange(world_size * part, device=device).view(world_size, part) % 7 + 1.0  # exact in float32
+    factors = torch.arange(1.0, world_size + 1, device=device)[:, None]
+    mine = (pattern * (rank + 1)).flatten()
+    total, spread = (pattern * factors.sum()).flatten(), (pattern * factors).flatten()
+    own = mine.chunk(world_size)[rank].clone()
+    copied, reduced, summed = (mine.clone() for _ in range(3))
+    gathered, everything, swapped = (torch.zeros_like(mine) for _ in range(3))
+    scattered, own_sum = torch.zeros_like(own), torch.zeros_like(own)
+    outbox, inbox = (list(x.chunk(world_size)) if rank == 0 else None for x in (mine, gathered))
+    # The names that torch had before 2.13, for the cluster that is behind.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    alone = {"async_op": True}
+    return {
+        "broadcast": (lambda: dist.broadcast(copied, 0, **alone), copied, pattern.flatten()),
+        "scatter": (lambda: dist.scatter(scattered, outbox, 0, **alone), scattered, pattern[rank]),
+        "gather": (lambda: dist.gather(own, inbox, 0, **alone), gathered if rank == 0 else None, spread),
+        "reduce": (lambda: dist.reduce(reduced, 0, **alone), reduced if rank == 0 else None, total),
+        "all_gather": (lambda: all_gather(everything, own, **alone), everything, spread),
+        "all_reduce": (lambda: dist.all_reduce(summed, **alone), summed, total),
+        "reduce_scatter": (lambda: reduce_scatter(own_sum, mine, **alone), own_sum, total.chunk(world_size)[rank]),
+        "all_to_all": (
+            lambda: dist.all_to_all_single(swapped, mine, **alone),
+            swapped,
+            (pattern[rank] * factors).flatten(),
+        ),
+    }
+
+
+def try_collective(name, device):
+    """(right, seconds with 4 KiB, bytes per second with 4 MiB or 64 MiB on a rank) of one collective."""
+    right, times, world_size = True, [], dist.get_world_size()
+    for numbers, rounds in ((SMALL, 5), (LARGE[device.type], 2)):
+        part = -(-numbers // world_size)
+        call, output, expected = collectives(part, device)[name]
+        call().wait()
+        right = right and (output is None or torch.equal(output, expected))
+        times.append(seconds(call, rounds, device, dist.barrier))
+    return right, times[0], 4 * part * world_size / times[1]
+
+
+def rounds_of_pairs(count):
+    """Each pair of range(count) once, in rounds of pairs that share nobody: the circle method of tournaments."""
+    seats = list(range(count + count % 2))
+    for _ in seats[1:]:
+        pairs = [tuple(sorted((seats[k], seats[-1 - k]))) for k in range(len(seats) // 2)]
+        yield [pair for pair in pairs if pair[1] < count]
+        seats.insert(1, seats.pop())
+
+
+def try_link(peer, device):
+    """(right, seconds with 4 KiB, bytes per second each way) of an exchange with one peer, both ways at once."""
+    right, times = True, []
+    for numbers, rounds in ((SMALL, 5), (LARGE[device.type], 2)):
+        pattern = torch.arange(numbers, device=device) % 7 + 1.0
+        mine, theirs = pattern * (dist.get_rank() + 1), torch.zeros_like(pattern)
+
+        def exchange(mine=mine, theirs=theirs):
+            return dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)])
+
+        for work in exchange():
+            work.wait()
+        right = right and torch.equal(theirs, pattern * (peer + 1))
+        times.append(seconds(exchange, rounds, device, lambda: None))
+    return right, times[0], 4 * numbers / times[1]
+
+
+def try_alone(device):
+    """Seconds of one matrix product, which every rank computes for itself: best of 15."""
+    size = 4096 if device.type == "cuda" else 384
+    x = torch.ones(size, size, device=device)
+
+    def product():
+        torch.mm(x, x)
+
+    return min(seconds(product, 1, device, lambda: None) for _ in range(5))

@@ -1,0 +1,59 @@
+"""What the tests of ``launch`` share: a notebook's cell, a call that must fail, and a look at what is left."""
+
+import contextlib
+import itertools
+import linecache
+import re
+import sys
+import textwrap
+import time
+from types import SimpleNamespace
+
+import leftovers
+import pytest
+import torch
+
+from helpers.ranks.launch import RankError, launch
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc, cgroups or fork")
+cells = itertools.count()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warmed_up():
+    """The forkserver runs, and this process has used OpenMP, as a notebook's kernel has."""
+    torch.set_num_threads(2)
+    torch.ones(512, 512) @ torch.ones(512, 512)
+    launch(lambda: torch.ones(512, 512).sum(), nproc=1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request, warmed_up):
+    """Every test leaves this process as it was; a kernel's test counts what the kernel leaves."""
+    with contextlib.nullcontext() if "kernel" in request.fixturenames else leftovers.unchanged():
+        yield
+
+
+def cell(source):
+    """The names that a notebook has after a cell with this source, in ``__main__`` as there."""
+    source, file = textwrap.dedent(source).lstrip(), f"/somewhere/ipykernel_12345/{next(cells)}.py"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    names = {"__name__": "__main__"}
+    exec("import os, signal, sys, time\nimport torch\nimport torch.distributed as dist", names)
+    exec(compile(source, file, "exec"), names)
+    return SimpleNamespace(**names)
+
+
+def without_carets(story):
+    """A traceback without the lines that underline its code: each version of Python has its own."""
+    return re.sub(r"^ *[~^]+\n", "", story, flags=re.M)
+
+
+def failure(fn, *args, **options):
+    """The RankError of a launch that must fail, well before its timeout where none is given."""
+    start, options = time.monotonic(), {"timeout": 60, **options}
+    with pytest.raises(RankError) as caught:
+        launch(fn, *args, **options)
+    if options["timeout"] == 60:
+        assert time.monotonic() - start < 10
+    return caught.value

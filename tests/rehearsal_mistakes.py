@@ -1,0 +1,96 @@
+"""A script of planted mistakes, for test_rehearsal: each is caught, and the last one ends it. It needs two GPUs."""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+store, rank, world_size = next(dist.rendezvous("env://"))
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(device)
+start = {"store": dist.PrefixStore("first", store), "rank": rank, "world_size": world_size}
+dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=60), **start)
+
+x = torch.ones(4, 4, device=device)
+labels = torch.zeros(4, dtype=torch.long, device=device)
+model = DDP(nn.Linear(4, 4).to(device))
+hooked = torch.ones(3, device=device, requires_grad=True)
+hooked.register_hook(lambda grad: grad + torch.ones(3))
+folder = Path(sys.argv[1])
+torch.save({"x": torch.ones(4, device="cuda:0")}, folder / f"of-gpu-0-{rank}.pt")
+
+
+def load_to_gpu_0():
+    loaded = torch.load(folder / f"of-gpu-0-{rank}.pt")["x"]  # without map_location: cuda:0 on every rank
+    return loaded + x if rank == 1 else x.numpy()
+
+
+mistakes = [
+    # The prototype's twelve.
+    ("a CPU tensor in all_reduce", "No backend type", lambda: dist.all_reduce(torch.ones(3))),
+    ("a CPU tensor in an expression", "same device", lambda: x + torch.ones(4)),
+    ("a model on the CPU", "same device", lambda: nn.Linear(4, 2)(x)),
+    ("numpy()", "to numpy", lambda: x.numpy()),
+    ("np.asarray", "to numpy", lambda: np.asarray(x)),
+    ("a CPU generator", "generator", lambda: torch.randn(3, device=device, generator=torch.Generator())),
+    ("monitored_barrier", "only implemented for GLOO", lambda: dist.monitored_barrier()),
+    ("an absent GPU", "invalid device ordinal", lambda: torch.ones(3, device="cuda:9")),
+    ("a non-contiguous tensor", "must be contiguous", lambda: dist.all_reduce(x.t()[:, 1:])),
+    ("the peer's GPU", "constrained", lambda: dist.all_reduce(torch.ones(3, device=f"cuda:{1 - device.index}"))),
+    ("a CPU tensor in send", "No backend type", lambda: dist.send(torch.ones(3), 1 - rank)),
+    ("labels on the CPU", "same device", lambda: cross_entropy(x, torch.zeros(4, dtype=torch.long))),
+    # And more.
+    ("an operation that NCCL lacks", "ReduceOp.BOR with NCCL", lambda: dist.all_reduce(labels, dist.ReduceOp.BOR)),
+    ("a group by its members alone", "129965", lambda: dist.new_group([rank], use_local_synchronization=True)),
+    ("gloo for some ranks", "ranks outside", lambda: dist.new_group([0], backend="gloo")),
+    ("pinning a GPU's memory", "cannot pin", lambda: x.pin_memory()),
+    ("a GPU's generator for the CPU", "generator", lambda: torch.randn(3, generator=torch.Generator("cuda"))),
+    ("a CPU generator in place", "generator", lambda: labels.random_(generator=torch.Generator())),
+    ("a GPU's values added on the CPU", "same device", lambda: torch.ones(4, 4).add_(x)),
+    ("indices on the CPU", "same device", lambda: nn.Embedding(4, 2).to(device)(torch.zeros(2, dtype=torch.long))),
+    ("the wrong current device", "invalid device ordinal", lambda: torch.cuda.set_device(2)),
+    ("a hook on the CPU, in backward", "same device", lambda: hooked.sum().backward()),
+    ("a gradient on the CPU", "different device", lambda: setattr(model.module.weight, "grad", torch.ones(4, 4))),
+    ("an input on the CPU, in DDP", "same device", lambda: model(torch.ones(4, 4))),
+    ("a non-contiguous tensor in send", "contiguous", lambda: dist.send(x.t()[:, 1:], 1 - rank)),
+    ("torch.load without map_location", "" if rank else "to numpy", load_to_gpu_0),
+    ("joining both devices", "same device", lambda: torch.cat([x, torch.ones(1, 4)])),
+    ("a CPU tensor in a list", "No backend type", lambda: dist.all_gather([torch.ones(1)] * 2, torch.ones(1))),
+]
+
+
+def plant(name, words, mistake):
+    try:
+        mistake()
+    except Exception as error:
+        verdict = "seen" if words in str(error) else f"saw {type(error).__name__}: {error} for"
+    else:
+        verdict = "missed"
+    print(f"{verdict} {name} on {rank}\n", end="", flush=True)
+
+
+for name, words, mistake in mistakes:
+    plant(name, words, mistake)
+dist.destroy_process_group()
+
+start["store"] = dist.PrefixStore("second", store)
+dist.init_process_group("nccl", timeout=timedelta(seconds=60), **start)  # not bound to a GPU
+torch.cuda.set_device(0)
+plant("objects without a set device", "Duplicate GPU", lambda: dist.all_gather_object([None, None], rank))
+dist.destroy_process_group()
+
+start["store"] = dist.PrefixStore("third", store)
+dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=2), **start)
+if rank == 1:
+    plant("a group that a rank does not make", "ranks [0]", lambda: dist.new_group([1]))
+    store.set("refused", "")
+store.wait(["refused"])
+dist.all_reduce(torch.ones(3, device=device))
+dist.all_reduce(torch.ones(3))  # the last mistake: nobody catches it

@@ -1,0 +1,246 @@
+"""``launch``: it leaves nothing behind, whatever ends it: a return, an interrupt, the end of its script or kernel."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from multiprocessing import forkserver, resource_tracker
+
+import leftovers
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from launching import failure, nothing_left, warmed_up  # noqa: F401  (fixtures)
+
+from helpers.ranks.launch import RankError, launch
+
+# --- nothing is left --------------------------------------------------------------------------------------------------
+
+
+def test_fifty_calls_leave_this_process_as_it_was():
+    def step():
+        x = torch.ones(100_000)
+        dist.all_reduce(x)
+        return x
+
+    def grown():
+        gc.collect()
+        mine = psutil.Process()
+        server = psutil.Process(forkserver._forkserver._forkserver_pid)
+        return mine.num_fds(), mine.num_threads(), server.num_fds(), mine.memory_info().rss, server.memory_info().rss
+
+    for _ in range(5):
+        launch(step, nproc=2)
+    *before, mine, server = grown()
+    for _ in range(50):
+        launch(step, nproc=2)
+    *after, mine_after, server_after = grown()
+    assert after == before
+    assert mine_after - mine < 8e6 and server_after - server < 8e6  # bytes
+
+
+def test_failed_calls_leave_no_traceback_cycle_that_keeps_processes():
+    before = psutil.Process().num_fds()
+    for _ in range(5):
+        with pytest.raises(RankError):
+            launch(lambda: 1 / 0, nproc=2)
+    assert psutil.Process().num_fds() == before
+
+
+@pytest.mark.parametrize("victim", ["forkserver", "resource tracker"])
+def test_helper_process_that_was_killed_between_calls(victim):
+    pid = forkserver._forkserver._forkserver_pid
+    if victim == "resource tracker":
+        pid = resource_tracker._resource_tracker._pid
+    os.kill(pid, signal.SIGKILL)
+    assert leftovers.soon(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "resource_tracker")  # the standard library tells of its own
+        assert launch(dist.get_rank, nproc=2) == [0, 1]
+
+
+def test_forkserver_that_is_killed_during_a_call():
+    def kill_it():
+        time.sleep(0.2)
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
+
+    pid = forkserver._forkserver._forkserver_pid
+    error = failure(kill_it, nproc=2)
+    assert "ranks 0-1 died" in str(error)
+    assert leftovers.soon(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    assert launch(dist.get_rank, nproc=2) == [0, 1]
+
+
+def test_interrupt_that_another_thread_takes():
+    """The system gives a signal to any thread; the one that waits for the ranks is not woken by it."""
+    timer = threading.Timer(0.5, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT))
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        launch(time.sleep, 1000, nproc=2)
+    assert time.monotonic() - start < 5
+
+
+def test_interrupt_in_the_middle_of_a_call():
+    """A Ctrl-C at any moment of a call ends it, and leaves nothing."""
+
+    def step():
+        dist.barrier()
+        time.sleep(1000)
+
+    for delay in np.linspace(0.001, 0.25, 25):
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            launch(step, nproc=3)
+        assert time.monotonic() - start < 5
+        timer.join()
+    assert launch(dist.get_rank, nproc=2) == [0, 1]
+
+
+def test_interrupt_between_a_pipe_and_what_closes_it(monkeypatch):
+    make = os.pipe
+
+    def pipe():
+        ends = make()
+        os.kill(os.getpid(), signal.SIGINT)
+        return ends
+
+    monkeypatch.setattr(os, "pipe", pipe)
+    with pytest.raises(KeyboardInterrupt):
+        launch(dist.get_rank, nproc=2)
+
+
+# --- scripts ----------------------------------------------------------------------------------------------------------
+
+
+SCRIPT = """
+import os
+import torch.distributed as dist
+from helpers.ranks.launch import launch
+
+def step(x):
+    return x / dist.get_rank()
+
+print(launch(lambda x: x + dist.get_rank(), 1, nproc=2))
+"""
+
+
+def run_script(path, last_line):
+    """The finished process of a plain script, which has no ``if __name__ == "__main__"``."""
+    path.write_text(f"{SCRIPT}{last_line}\n")
+    with leftovers.surroundings() as environment:
+        command = [sys.executable, "-W", "error", path.name]
+        return subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_plain_script_needs_no_main_guard_and_shows_the_ranks_traceback(tmp_path):
+    done = run_script(tmp_path / "script.py", "launch(step, 1, nproc=2)")
+    assert (done.returncode, done.stdout) == (1, "[1, 2]\n")
+    assert "RankError: rank 0 failed first: ZeroDivisionError" in done.stderr
+    assert "line 7 of step in script.py: return x / dist.get_rank()" in done.stderr
+
+
+def test_script_that_is_killed_leaves_nothing(tmp_path):
+    assert run_script(tmp_path / "script.py", "os.kill(os.getpid(), 9)").returncode == -9
+
+
+def test_process_group_that_is_killed_right_after_the_forkservers_start_leaves_nothing():
+    """As nbval ends the kernel of a short notebook: the forkserver still imports torch then."""
+    source = "import os\nfrom helpers.ranks.launch import warm\nwarm()\nos.killpg(0, 9)"
+    with leftovers.surroundings() as environment:
+        done = subprocess.run([sys.executable, "-c", source], env=environment, start_new_session=True, timeout=60)
+    assert done.returncode == -9
+
+
+# --- a notebook's kernel ----------------------------------------------------------------------------------------------
+
+
+WARM = """
+    %reload_ext helpers
+    import os, time, pathlib, torch
+    import torch.distributed as dist
+    from helpers.ranks.launch import launch
+
+    def hang():
+        inside = pathlib.Path(os.environ["WORLD_SIZE_ONE_STORE"]).parent
+        (inside / f"inside{dist.get_rank()}").touch()
+        dist.barrier() if dist.get_rank() else sum(range(10**13))  # in a collective; and where the GIL is not let go
+
+    print(launch(dist.get_rank, nproc=2))
+"""
+
+
+@pytest.fixture(scope="module")
+def own_kernel():
+    with leftovers.surroundings() as environment:
+        kernel = leftovers.Kernel(environment)
+        yield kernel
+        kernel.close()
+
+
+@pytest.fixture
+def kernel(own_kernel):
+    """The kernel, whatever the test before did to it, with helpers loaded and a launch behind it."""
+    reply, printed = own_kernel.run(WARM)
+    assert (reply["status"], printed) == ("ok", "[0, 1]\n"), reply
+    return own_kernel
+
+
+def test_interrupt_of_the_kernel(kernel):
+    kernel.start("launch(hang, nproc=2)")
+    assert kernel.ranks() == 2
+    start = time.monotonic()
+    kernel.manager.interrupt_kernel()
+    reply = kernel.client.get_shell_msg(timeout=20)["content"]
+    assert time.monotonic() - start < 5
+    assert (reply["status"], reply["ename"]) == ("error", "KeyboardInterrupt")
+    assert kernel.ranks() == 0  # at once: the cell ends after them
+    assert kernel.run("print(launch(dist.get_rank, nproc=2))")[1] == "[0, 1]\n"
+
+
+def test_interrupt_of_an_idle_kernel_spares_the_forkserver(kernel):
+    server = "from multiprocessing.forkserver import _forkserver as server; print(server._forkserver_pid)"
+    before = kernel.run(server)[1]
+    kernel.manager.interrupt_kernel()
+    assert kernel.run("print(launch(dist.get_rank, nproc=2))")[1] == "[0, 1]\n"
+    assert kernel.run(server)[1] == before
+
+
+def restart_now(kernel):
+    kernel.manager.restart_kernel(now=True)
+
+
+def restart_politely(kernel):
+    kernel.manager.restart_kernel(now=False)
+
+
+def sigkill(kernel):
+    os.kill(kernel.manager.provisioner.pid, signal.SIGKILL)
+    kernel.manager.restart_kernel(now=True)
+
+
+@pytest.mark.parametrize("end", [restart_now, restart_politely, sigkill])
+def test_end_of_the_kernel_leaves_nothing(kernel, end):
+    """With ranks that hang, and idle: no process and no file is left of the old kernel."""
+    for hangs in (True, False):
+        if hangs:
+            kernel.start("launch(hang, nproc=2)")
+        else:
+            kernel.run(WARM)
+        old = leftovers.processes(kernel.mark)
+        assert len(old) == (5 if hangs else 3)
+        end(kernel)
+        kernel.connect()
+        assert leftovers.soon(lambda old=old: not set(old) & set(leftovers.processes(kernel.mark))), (
+            leftovers.processes(kernel.mark)
+        )
+        assert leftovers.soon(lambda: not leftovers.listing(kernel.folder)), leftovers.listing(kernel.folder)

@@ -1,0 +1,405 @@
+"""``launch``: what it says about every way to fail, and to hang."""
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import leftovers
+import pytest
+import torch.distributed as dist
+from launching import cell, failure, linux, nothing_left, warmed_up, without_carets  # noqa: F401  (fixtures)
+
+from helpers.ranks import launch as launcher
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def failing(how):
+    """A function whose rank 1 runs the statement ``how`` while its peers wait in a collective."""
+    return cell(f"""
+        def step():
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            if dist.get_rank() == 1:
+                {how}
+            dist.all_reduce(x)
+            time.sleep(100)
+    """).step
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_rank_that_raises_is_named_with_its_own_line(nproc):
+    page = cell("""
+        def check(batch):
+            if batch.sum() > 1:
+                raise ValueError("too many samples")
+
+        def step():
+            x = torch.ones(1)
+            if dist.get_rank() == 1:
+                check(torch.ones(3))
+            dist.all_reduce(x)
+    """)
+    error = failure(page.step, nproc=nproc)
+    assert error.rank == 1 and list(error.failures) == [1]
+    assert str(error) == (
+        'rank 1 failed first: ValueError: too many samples\n  at line 3 of check: raise ValueError("too many samples")'
+    )
+    assert without_carets(error.failures[1]) == textwrap.dedent("""\
+        Traceback (most recent call last):
+          File "notebook cell", line 8, in step
+            check(torch.ones(3))
+          File "notebook cell", line 3, in check
+            raise ValueError("too many samples")
+        ValueError: too many samples
+    """)
+
+
+DEATHS = {
+    "os._exit(3)": "ended by itself with exit code 3",
+    "os._exit(0)": "ended by itself with exit code 0",
+    "os.kill(os.getpid(), signal.SIGKILL)": "killed by SIGKILL (by another process)",
+    "os.kill(os.getpid(), signal.SIGSEGV)": "killed by SIGSEGV",
+    "os.abort()": "killed by SIGABRT",
+    "os.kill(os.getpid(), signal.SIGTERM)": "killed by SIGTERM",
+}
+
+
+@pytest.mark.parametrize("how", DEATHS)
+def test_rank_that_dies_is_named_at_once(how):
+    error = failure(failing(how), nproc=3)
+    assert (error.rank, str(error)) == (1, f"rank 1 died first: {DEATHS[how]}")
+
+
+def test_killed_rank_is_told_without_a_wait_for_peers(monkeypatch):
+    monkeypatch.setattr(launcher, "PEERS_WITHIN", 1000)
+    monkeypatch.setattr(launcher, "LATE_WITHIN", 1000)
+
+    def step():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+
+    assert str(failure(step, nproc=3)).startswith("rank 1 died first: killed by SIGKILL")
+
+
+@linux
+def test_last_lines_of_a_killed_ranks_peers_are_shown(monkeypatch, capsys):
+    """A peer that still works when a rank is killed, as on a loaded machine, gets to its next wait."""
+    monkeypatch.setattr(launcher, "PEERS_WITHIN", 1000)
+    page = cell("""
+        def step():
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            end = time.monotonic() + 1
+            while time.monotonic() < end:
+                pass
+            print("a line after the kill")
+            time.sleep(1000)
+    """)
+    assert failure(page.step, nproc=2).rank == 1
+    assert capsys.readouterr().out == "[rank 0] a line after the kill\n"
+
+
+@pytest.mark.parametrize("how", ["sys.exit(3)", "sys.exit()", "sys.exit('no data')"])
+def test_sys_exit_is_a_failure(how):
+    error = failure(failing(how), nproc=2)
+    assert error.rank == 1 and "SystemExit" in str(error)
+
+
+@pytest.mark.parametrize(
+    "raise_, text",
+    [
+        ("raise MemoryError", "MemoryError"),
+        ("bytearray(1 << 60)", "MemoryError"),
+        ("torch.empty(1 << 55)", "RuntimeError"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("f = lambda: f()\n            f()", "RecursionError"),
+        ("raise Odd('from the notebook')", "Odd: from the notebook"),
+        ("raise Unprintable", "Unprintable"),
+        ("raise Unpicklable(lambda: 0)", "Unpicklable"),
+        ("raise ExceptionGroup('two', [ValueError('one'), Odd('other')])", "two (2 sub-exceptions)"),
+        ("from torch.distributed.checkpoint import CheckpointException as C; raise C('lost', {})", "CheckpointExcept"),
+    ],
+)
+def test_every_exception_is_told(raise_, text):
+    page = cell(f"""
+        class Odd(Exception):
+            pass
+
+        class Unprintable(Exception):
+            def __str__(self):
+                raise RuntimeError("no text")
+
+        class Unpicklable(Exception):
+            pass
+
+        def step():
+            if dist.get_rank() == 1:
+                {raise_.replace("            ", "                ")}
+            dist.barrier()
+    """)
+    error = failure(page.step, nproc=2)
+    assert error.rank == 1 and text in str(error)
+    assert "notebook cell" in error.failures[1] and "_rank.py" not in error.failures[1]
+
+
+def test_cause_of_an_exception_is_told_too():
+    page = cell("""
+        def step():
+            try:
+                {}["key"]
+            except KeyError as error:
+                raise ValueError("no such key") from error
+    """)
+    error = failure(page.step, nproc=2)
+    assert "KeyError: 'key'" in error.failures[0] and "direct cause" in error.failures[0]
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(1)", "1 / 0"])
+def test_cause_is_named_and_not_the_echo(nproc, how):
+    """The peers are inside the collective when the rank goes, so that they report lost connections."""
+    page = cell("""
+        def step(how):
+            x = torch.ones(200_000)
+            for number in range(1000):
+                if dist.get_rank() == 1 and number == 5:
+                    exec(how)
+                dist.all_reduce(x)
+    """)
+    for _ in range(3):
+        error = failure(page.step, how, nproc=nproc)
+        assert error.rank == 1, error.failures
+
+
+def test_cause_that_comes_after_its_echo(tmp_path):
+    """Rank 1 closes its connections, waits until its peer has failed of that, and then tells why."""
+    page = cell("""
+        def step(echo):
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            if dist.get_rank() == 1:
+                dist.destroy_process_group()
+                while not echo.exists():
+                    time.sleep(0.001)
+                raise KeyError("the cause")
+            try:
+                dist.all_reduce(x)
+            except RuntimeError as error:
+                echo.touch()
+                raise ValueError("the reader's own words") from error
+    """)
+    error = failure(page.step, tmp_path / "echo", nproc=2)
+    assert str(error).startswith("rank 1 failed first: KeyError: 'the cause'")
+    assert "Connection" in error.failures[0] and "own words" in error.failures[0]
+
+
+def test_first_of_two_failures_is_named():
+    page = cell("""
+        def step():
+            dist.barrier()
+            if dist.get_rank() == 0:
+                time.sleep(0.15)
+            raise ValueError(f"from {dist.get_rank()}")
+    """)
+    assert "from 1" in str(failure(page.step, nproc=2))
+
+
+def one_after_the_other():
+    """A page whose step fails on both of two ranks, on rank 1 after ``do(seconds)``."""
+    return cell("""
+        def step(do, seconds):
+            dist.barrier()
+            if dist.get_rank() == 1:
+                do(seconds)
+            print("here")
+            raise ValueError("no data")
+
+        def work(seconds):
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                pass
+    """)
+
+
+@linux
+def test_late_peer_that_fails_in_the_same_way_is_named_too(capsys):
+    """A loaded machine, as a rank sees it: a peer that still works is waited for."""
+    page = one_after_the_other()
+    assert str(failure(page.step, page.work, 0.8, nproc=2)).startswith("ranks 0-1 failed: ValueError: no data")
+    assert capsys.readouterr().out == "[ranks 0-1] here\n"
+
+
+@pytest.mark.parametrize("do", ["sleep", "work"])
+def test_peer_that_sleeps_or_never_ends_its_work_does_not_hide_a_failure(do):
+    page = one_after_the_other()
+    error = failure(page.step, {"sleep": time.sleep, "work": page.work}[do], 10_000, nproc=2, timeout=10_000)
+    assert str(error).startswith("rank 0 failed first: ValueError: no data")
+
+
+def memory_group():
+    """A folder of this process's memory cgroup where a smaller one can be made, or None."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines() if sys.platform == "linux" else ():
+        _, kinds, path = line.split(":", 2)
+        for root in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup"):
+            group = Path(root + path) / f"world-size-one-{os.getpid()}"
+            with contextlib.suppress(OSError):
+                group.mkdir()
+                for limit in ("memory.limit_in_bytes", "memory.max"):
+                    if (group / limit).exists():
+                        (group / limit).write_text(str(64 << 20))
+                        return group
+            with contextlib.suppress(OSError):
+                group.rmdir()
+    return None
+
+
+def test_real_end_of_memory_is_named():
+    if not (group := memory_group()):
+        pytest.skip("no memory cgroup can be made here: needs root on Linux (the wording has a test of its own)")
+    page = cell("""
+        def fill(group):
+            dist.barrier()
+            if dist.get_rank() == 1:
+                (group / "cgroup.procs").write_text(str(os.getpid()))
+                torch.ones(100_000_000)
+            dist.barrier()
+    """)
+    try:
+        error = failure(page.fill, group, nproc=2)
+    finally:
+        leftovers.soon(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+    assert str(error) == ("rank 1 died first: killed by SIGKILL (the system's out-of-memory killer: use less memory)")
+
+
+def test_end_of_memory_is_worded(monkeypatch):
+    counts = itertools.count()
+    monkeypatch.setattr(launcher, "count_oom_kills", lambda: next(counts))
+    error = failure(lambda: os.kill(os.getpid(), signal.SIGKILL), nproc=1)
+    assert "out-of-memory killer: use less memory" in str(error)
+
+
+# --- hangs ------------------------------------------------------------------------------------------------------------
+
+
+def test_hang_names_each_ranks_line():
+    page = cell("""
+        def step():
+            x = torch.ones(1)
+            if dist.get_rank() == 0:
+                return "done"
+            if dist.get_rank() == 1:
+                while True:
+                    pass
+            if dist.get_rank() == 2:
+                time.sleep(1000)
+            dist.all_reduce(x)
+    """)
+    start = time.monotonic()
+    error = failure(page.step, nproc=5, timeout=1)
+    assert time.monotonic() - start < 8
+    first, *lines = str(error).splitlines()
+    assert first == "4 of 5 ranks still ran after timeout=1 s:"
+    assert lines[0] == "  rank 0: finished"
+    assert lines[1] in ("  rank 1: at line 6 of step: while True:", "  rank 1: at line 7 of step: pass")
+    assert lines[2:] == [
+        "  rank 2: at line 9 of step: time.sleep(1000)",
+        "  ranks 3-4: at line 10 of step: dist.all_reduce(x)",
+    ]
+    assert error.rank is None and sorted(error.failures) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [
+        "lock.acquire()",
+        "threading.Event().wait()",
+        "dist.recv(torch.ones(1), 1 - dist.get_rank())",
+        "dist.barrier() if dist.get_rank() else time.sleep(99)",
+        "sum(range(10**12))",
+        "threading.Thread(target=time.sleep, args=(99,)).start() or time.sleep(99)",
+        "signal.pause()",
+    ],
+)
+def test_hang_of_any_kind_ends_at_the_timeout(hang):
+    page = cell(f"""
+        import threading
+
+        def step():
+            lock = threading.Lock()
+            lock.acquire()
+            {hang}
+    """)
+    error = failure(page.step, nproc=2, timeout=1)
+    assert str(error).startswith("2 of 2 ranks still ran after timeout=1 s:")
+    assert "line 6 of step" in str(error)
+
+
+def test_hang_before_the_function_is_told():
+    page = cell("""
+        class Slow:
+            def __reduce__(self):
+                return time.sleep, (100,)
+    """)
+    error = failure(print, page.Slow(), nproc=2, timeout=1)
+    assert "2 of 2 ranks still ran" in str(error)
+
+
+@pytest.mark.parametrize("hang", ["time.sleep(99)", "sum(range(10**12))"])
+def test_every_signal_is_the_readers(hang, capsys):
+    """A rank with handlers of its own, or with all signals blocked, is told with its line; and it gets no signal."""
+    page = cell(f"""
+        NUMBERS = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGQUIT
+
+        def step():
+            for number in NUMBERS:
+                assert signal.signal(number, lambda *_: os.write(1, b"a signal")) == signal.SIG_DFL
+            if dist.get_rank() == 1:
+                signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
+            {hang}
+    """)
+    assert str(failure(page.step, nproc=2, timeout=1)) == (
+        f"2 of 2 ranks still ran after timeout=1 s:\n  ranks 0-1: at line 8 of step: {hang}"
+    )
+    assert capsys.readouterr().out == ""
+
+
+def test_rank_that_ignores_signals_is_ended():
+    def stubborn():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        time.sleep(1000)
+
+    assert "2 of 2 ranks still ran" in str(failure(stubborn, nproc=2, timeout=1))
+
+
+def test_stopped_rank_is_ended():
+    def stop():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+    assert "2 of 2 ranks still ran" in str(failure(stop, nproc=2, timeout=1))
+
+
+def test_rank_that_tells_its_line_late_is_waited_for():
+    """It is stopped when the time is over, and goes on a little later."""
+
+    def stop():
+        if dist.get_rank() == 1:
+            subprocess.Popen(["sh", "-c", f"sleep 2.3; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+    message = str(failure(stop, nproc=2, timeout=2))
+    assert message.startswith("2 of 2 ranks still ran after timeout=2 s:")
+    assert "rank 1: at line" in message or "ranks 0-1: at line" in message
+    assert "no line" not in message

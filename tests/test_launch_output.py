@@ -1,0 +1,134 @@
+"""``launch``: what the ranks print, and how it is shown."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from launching import failure, nothing_left, warmed_up  # noqa: F401  (fixtures)
+
+from helpers.ranks import launch as launcher
+from helpers.ranks.launch import fold, launch
+
+
+def test_output_comes_in_rank_order_and_folded(capsys):
+    def talk():
+        rank = dist.get_rank()
+        time.sleep(0.05 * (3 - rank))
+        print("same on all")
+        print(f"I am {rank}")
+        print("on stderr", file=sys.stderr)
+        os.write(1, b"from C\n")
+        print("no newline at the end", end="")
+
+    launch(talk)
+    assert capsys.readouterr().out.splitlines() == [
+        "[ranks 0-3] same on all",
+        "[rank 0] I am 0",
+        "[rank 1] I am 1",
+        "[rank 2] I am 2",
+        "[rank 3] I am 3",
+        "[ranks 0-3] on stderr",
+        "[ranks 0-3] from C",
+        "[ranks 0-3] no newline at the end",
+    ]
+
+
+def test_output_of_subprocesses_is_shown(capsys):
+    launch(lambda: subprocess.run(["echo", "from a child"], check=True) and None, nproc=2)
+    assert capsys.readouterr().out == "[ranks 0-1] from a child\n"
+
+
+def test_nothing_printed_shows_nothing(capsys):
+    launch(lambda: None, nproc=2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_output_before_a_failure_is_shown(capsys):
+    def talk_and_die():
+        print("last words of", dist.get_rank(), end="")
+        sys.stdout.flush()
+        dist.barrier()
+        os._exit(3) if dist.get_rank() else time.sleep(100)
+
+    failure(talk_and_die, nproc=2)
+    assert capsys.readouterr().out == "[rank 0] last words of 0\n[rank 1] last words of 1\n"
+
+
+def test_ten_megabytes_of_output(capsys):
+    def flood():
+        for line in range(20_000):
+            print(f"{line} {dist.get_rank() if line % 2 else ''} {'x' * 240}")
+
+    start = time.monotonic()
+    launch(flood, nproc=2)
+    assert time.monotonic() - start < 20
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 30_000 and lines[-1].startswith("[rank 1] 19999 1 xxx")
+
+
+def test_unicode_and_broken_bytes(capsys):
+    def talk():
+        print("größer → 火 🙂")
+        os.write(1, b"\xff\xfe broken\n")
+
+    launch(talk, nproc=2)
+    assert capsys.readouterr().out == "[ranks 0-1] größer → 火 🙂\n[ranks 0-1] \ufffd\ufffd broken\n"
+
+
+@pytest.mark.parametrize(
+    "given, shown",
+    [
+        ("/var/x/ipykernel_77/123.py:3: UserWarning: careful\n", "notebook cell:3: UserWarning: careful\n"),
+        ('  File "/var/x/ipykernel_77/123.py", line 3\n', '  File "notebook cell", line 3\n'),
+        ("(/ipykernel_77/1.py) and ipykernel_7/2.py", "(notebook cell) and notebook cell"),
+        ("[rank0]:[W1120 23:56:46.832225602 reducer.cpp:1529] Warning", "[W reducer.cpp:1529] Warning"),
+        ("a\n[E1120 23:56:46.83 gloo.cpp:67] lost", "a\n[E gloo.cpp:67] lost"),
+        ("epoch 1: 0.93 [done]", "epoch 1: 0.93 [done]"),
+        ("x" * 1_000_000, "x" * 1_000_000),
+    ],
+    ids=["warning", "traceback", "brackets", "torch", "torch without rank", "plain", "one long line"],
+)
+def test_what_differs_from_run_to_run_is_not_shown(given, shown):
+    assert launcher.tidy(given) == shown
+
+
+@pytest.mark.parametrize(
+    "outputs, lines",
+    [
+        ([], []),
+        (["", ""], []),
+        (["a\n", "a\n"], ["[ranks 0-1] a"]),
+        (["a\n", "b\n"], ["[rank 0] a", "[rank 1] b"]),
+        (["a\nx\nb\n", "a\ny\nb\n"], ["[ranks 0-1] a", "[rank 0] x", "[rank 1] y", "[ranks 0-1] b"]),
+        (["a\nb\n", "b\na\n"], ["[rank 0] a", "[ranks 0-1] b", "[rank 1] a"]),
+        (["a\na\nb\n", "a\nb\n"], ["[ranks 0-1] a", "[rank 0] a", "[ranks 0-1] b"]),
+        (["same", "same", "other", "same"], ["[ranks 0, 1, 3] same", "[rank 2] other"]),
+        (["\n", "\n"], ["[ranks 0-1]"]),
+        (["a\n\n\nb", "a\nb"], ["[ranks 0-1] a", "[rank 0]", "[rank 0]", "[ranks 0-1] b"]),
+        (["only rank zero\n", "", ""], ["[rank 0] only rank zero"]),
+        (["", "late\n"], ["[rank 1] late"]),
+        (["  indented\n", "  indented\n"], ["[ranks 0-1]   indented"]),
+        (["a\x0cb\u2028c\n"], ["[rank 0] a\x0cb\u2028c"]),
+    ],
+)
+def test_fold(outputs, lines):
+    assert list(fold(outputs)) == lines
+
+
+def test_fold_keeps_every_line_and_each_ranks_order():
+    words = ["a", "b", "c", ""]
+    for seed in range(200):
+        random = np.random.default_rng(seed)
+        texts = [[words[i] for i in random.integers(0, 4, random.integers(0, 8))] for _ in range(3)]
+        seen = [[] for _ in texts]
+        for line in fold(["".join(f"{word}\n" for word in text) for text in texts]):
+            who, word = re.fullmatch(r"\[ranks? ([\d, -]+)\] ?(.*)", line).groups()
+            first, _, last = who.partition("-")
+            for rank in range(int(first), int(last) + 1) if last else map(int, who.split(", ")):
+                seen[rank].append(word)
+        assert seen == texts, seed

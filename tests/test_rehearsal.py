@@ -1,0 +1,172 @@
+"""Rehearsals on pretended GPUs: equal results, every planted mistake seen, counts by line, an end without leftovers."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import leftovers
+import psutil
+import pytest
+from test_scripts import CHAPTERS, TOLERANCE, result, stand_alone
+
+from helpers.export import chapters
+
+ROOT = Path(__file__).parents[1]
+HERE = Path(__file__).parent
+FLAGS = {"05_amp": ["--bench-width", "64", "--bench-batch", "64", "--bench-steps", "2"]}
+
+
+def rehearse(script, *options, flags=(), timeout=120):
+    """Run ``python -m helpers rehearse``; return the finished process. It must leave no process behind."""
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", "helpers", "rehearse", script, *options, "--", *flags]
+    environment = {**os.environ, leftovers.MARK: mark}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert leftovers.soon(lambda: not leftovers.processes(mark), seconds=5)
+    return done
+
+
+def counts(path, kind):
+    """The events of a kind in a report's JSON, by line and name."""
+    rows = json.loads(path.read_text())["lines"]
+    return {(int(row["line"].partition(":")[2]), row["what"]): row for row in rows if row["kind"] == kind}
+
+
+def line_of(script, words):
+    """The number of the only line of a script that contains these words."""
+    [number] = [number for number, line in enumerate(script.read_text().splitlines(), 1) if words in line]
+    return number
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return stand_alone(tmp_path_factory.mktemp("path"))
+
+
+@pytest.mark.parametrize("notebook", CHAPTERS, ids=lambda path: path.stem)
+def test_results_equal_those_on_gloo(notebook, alone, tmp_path):
+    [script] = chapters.export(notebook, tmp_path / "script")
+    on_gloo = subprocess.Popen([sys.executable, script], env=alone, stdout=subprocess.PIPE, text=True)
+    done = rehearse(script, flags=FLAGS.get(notebook.stem, []))
+    expected = result(on_gloo.communicate(timeout=60)[0])
+    assert done.returncode == 0, done.stdout + done.stderr
+    rehearsed = result(done.stdout)
+    assert (expected.pop("world_size"), rehearsed.pop("world_size")) == (1, 2)
+    assert rehearsed == pytest.approx(expected, abs=TOLERANCE)
+    assert "Rehearsal on 2 pretended GPUs" in done.stderr
+    # Nothing went by the GPUs: all collectives of the default group were NCCL's.
+    assert re.search(r"\((NCCL|C\+\+)\)|by DDP", done.stderr)
+
+
+def test_the_trainer_on_a_whole_node(alone, tmp_path):
+    report, flags = tmp_path / "report.json", ["--epochs", "2", "--log-every", "1000000"]
+    [script] = chapters.export("08", tmp_path / "script")
+    on_gloo = subprocess.Popen([sys.executable, script, *flags], env=alone, stdout=subprocess.PIPE, text=True)
+    done = rehearse("08", "--gpus", "8", "--json", report, flags=flags)
+    expected = result(on_gloo.communicate(timeout=60)[0])
+    assert done.returncode == 0, done.stdout + done.stderr
+    rehearsed = result(done.stdout)
+    assert (expected.pop("world_size"), rehearsed.pop("world_size")) == (1, 8)
+    assert rehearsed == pytest.approx(expected, abs=TOLERANCE)
+
+    # Between two log lines, no line of a training step waits for the GPU. An evaluation or a checkpoint may, once.
+    told = json.loads(report.read_text())
+    assert told["steps"] > 10
+    waits = [row for row in told["lines"] if row["kind"] in ("wait", "upload") and row["per_step"] > 1 / 3]
+    assert not waits, waits
+
+
+def test_every_planted_mistake_is_seen_with_its_line(tmp_path):
+    script = HERE / "rehearsal_mistakes.py"
+    report = tmp_path / "report.json"
+    done = rehearse(script, "--json", report, flags=[tmp_path])
+    names = re.findall(r'^    \("(.*?)", ', script.read_text(), re.MULTILINE)
+    assert len(names) >= 22
+    names.append("objects without a set device")
+    expected = {f"seen {name} on {rank}" for name in names for rank in (0, 1)}
+    expected.add("seen a group that a rank does not make on 1")
+    assert set(done.stdout.splitlines()) == expected, done.stderr
+    told = {row["line"] for row in json.loads(report.read_text())["refused"]}
+    lines = script.read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        if re.match(r'    \(".*lambda', line) and "hooked" not in line:  # the hook is a line of its own
+            assert f"{script.name}:{number}" in told, line
+    # The last mistake is caught by nobody.
+    assert done.returncode == 1
+    last = f"{script.name}:{len(lines)}: RuntimeError: No backend type associated with device type cpu"
+    assert done.stderr.strip().splitlines()[-1].startswith(last)
+    assert done.stderr.strip().endswith("(ranks [0, 1])")
+
+
+ENDS = [("nccl", "os._exit"), ("cpu:gloo,cuda:nccl", "sys.exit"), ("nccl", "end")]
+
+
+@pytest.mark.parametrize(("backend", "end"), ENDS, ids=[end for _, end in ENDS])
+def test_counts_by_line(backend, end, tmp_path):
+    script, report = HERE / "rehearsal_counted.py", tmp_path / "report.json"
+    nodes = 2 if end == "sys.exit" else 1
+    done = rehearse(script, "--nodes", str(nodes), "--json", report, flags=[backend, end])
+    assert done.returncode == 0, done.stderr
+    gpus = [(str(node), f"GPU-{node}-{gpu}") for node in range(nodes) for gpu in range(2)]
+    assert done.stdout.splitlines() == [str(gpus), "over"]
+    assert done.stderr.count("Rehearsal on") == 1 and "cannot see real NCCL" in done.stderr
+    assert json.loads(report.read_text())["steps"] == 5
+
+    waits, uploads, copies = (counts(report, kind) for kind in ("wait", "upload", "copy"))
+    every_step = waits[line_of(script, "loss.item()"), "item"]
+    assert (every_step["count"], every_step["per_step"]) == (5, 1)
+    once = waits[line_of(script, "bool(loss"), "item"]
+    assert (once["count"], once["per_step"]) == (1, 0.25)
+    upload = uploads[line_of(script, "# blocks"), "to the GPU"]
+    assert (upload["count"], upload["bytes"]) == (5, 5 * 8 * 4)
+    assert copies[line_of(script, "non_blocking"), "to the GPU"]["count"] == 5
+    training = range(line_of(script, "for step in"), line_of(script, "assert model.module"))
+    assert {line for line, _ in waits if line in training} == {line_of(script, "loss.item()"), line_of(script, "bool(")}
+
+    collectives = counts(report, "collective")
+    assert collectives[line_of(script, "dist.all_reduce(total)"), "allreduce (NCCL)"]["bytes"] == 8
+    assert (line_of(script, "group=beside"), "allreduce (gloo)") in collectives
+    reduced = collectives[line_of(script, "loss = (model"), "allreduce by DDP, in backward"]
+    assert (reduced["count"], reduced["bytes"]) == (5, 5 * 5 * 4)
+
+
+def test_a_script_s_own_status_and_a_lost_node(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('rank 1 stops')\ntime.sleep(100)\n"
+    )
+    done = rehearse(script, "--nodes", "2", "--gpus", "1", timeout=60)
+    assert done.returncode == 1 and "rank 1 stops" in done.stderr
+
+
+def test_wrong_usage(helpers, tmp_path):
+    status, _, errors = helpers("rehearse", "99")
+    assert status == 1 and "no chapter or notebook '99'" in errors
+    assert helpers("rehearse", "04", "--gpus", "0")[0] == 2
+
+
+def test_an_interrupted_rehearsal_leaves_nothing(tmp_path):
+    script = tmp_path / "endless.py"
+    script.write_text("import time\nprint('training', flush=True)\nwhile True:\n    time.sleep(1)\n")
+    (tmp_path / "temporary").mkdir()
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, leftovers.MARK: mark, "TMPDIR": str(tmp_path / "temporary")}
+    command = [sys.executable, "-m", "helpers", "rehearse", script, "--nodes", "2", "--gpus", "1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0, **pipes) as process:
+        try:
+            assert [process.stdout.readline() for _ in range(2)] == ["training\n"] * 2
+            assert len(psutil.Process(process.pid).children(recursive=True)) == 4
+            os.killpg(process.pid, signal.SIGINT)
+            errors = process.communicate(timeout=30)[1]
+        finally:
+            left = leftovers.processes(mark)
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+    assert process.returncode == 130 and errors.endswith("Interrupted; all ranks are stopped.\n")
+    assert not left and not list((tmp_path / "temporary").glob("tmp*"))
