@@ -88,7 +88,7 @@ def test_shape():
     cells = code("epochs: int = 2  # passes", "parameters"), "print(epochs)"
     text = script("# Two ranks\n\nWhy two? Because. The script of this chapter adds 1 and 1. It is slow.", *cells)
     tree = ast.parse(text)
-    assert ast.get_docstring(tree).startswith("Two ranks. This script adds 1 and 1.\n\nOn all GPUs of one node")
+    assert ast.get_docstring(tree).startswith("Two ranks. This script adds 1 and 1.\n\nOne node, all GPUs")
     for line in (
         "    torchrun --nproc-per-node=gpu 05_test.py",
         "    torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu 05_test.py",
@@ -276,7 +276,7 @@ def test_help_reads_like_a_manual(tmp_path):
         "print(epochs, width, log_every)",
     )
     manual, status, _ = run_script(text, tmp_path, "--help")
-    assert status == 0 and "\nTitle. This script uses 100%.\n\nOn all GPUs of one node" in manual
+    assert status == 0 and "\nTitle. This script uses 100%.\n\nOne node, all GPUs" in manual
     trained, seen = manual.index("\nWhat is trained:\n"), manual.index("\nWhat you see:\n")
     assert trained < manual.index("  --epochs") < manual.index("  --width") < seen < manual.index("  --log-every")
 

@@ -117,12 +117,14 @@ def written(parts, cells, title, purpose, name):
 
     end_safely(parts, starts, own["stop_process_group"])
     definitions, plumbing = in_reading_order(parts.constants, copied, parts.definitions)
+    about = docstring(title, purpose, name)
+    usage = "usage=__doc__.replace('%', '%%')" if "%" in about else "usage=__doc__"  # argparse formats it with %
     sections = [
-        docstring(title, purpose, name),
+        about,
         *imports_text(parts.top, copied_imports, own["argparse"]),
         definitions_text(definitions),
         main_text(parts, declared, own),
-        parse_args_text(parts.flags, own["parse_args"]).replace("argparse.", f"{own['argparse']}."),
+        parse_args_text(parts.flags, own["parse_args"], usage).replace("argparse.", f"{own['argparse']}."),
         definitions_text(plumbing),
         f'if __name__ == "__main__":\n    {own["main"]}({own["parse_args"]}())',
     ]
@@ -195,9 +197,8 @@ def docstring(title, purpose, name):
         nodes = nodes.replace(f" {file}", f" \\\n        {file}")
     text += f"""
 
-On all GPUs of one node (without GPUs, give a number):
+One node, all GPUs (without GPUs, a number), and two (--node-rank=1 on the second):
     torchrun --nproc-per-node=gpu {file}
-On two nodes, the same on both but for the node's rank, 0 on HOST and 1 on the other:
 {nodes}
 """
     return ('r"""' if "\\" in text else '"""') + text + '"""'
