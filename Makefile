@@ -102,8 +102,9 @@ slurm:
 	@sh tools/install_slurm.sh
 
 # The workers share the cores: an OpenMP thread that waits is to sleep, not to spin, which takes a fifth more of
-# them. What else makes these runs quick and steady stands in tests/quick.
+# them. What else makes these runs quick and steady stands in tests/quick. All of them test the CPU's path.
 test portability: export OMP_WAIT_POLICY := passive
+test portability: export CUDA_VISIBLE_DEVICES :=
 test portability: export PYTHONPATH := $(CURDIR)/tests/quick
 PYTEST := $(BIN)/python -m pytest -p patient_kernels --nbval -n 3 --dist loadfile
 
@@ -111,7 +112,7 @@ test: $(READY) browser slurm
 	@$(PYTEST) --no-loadscope-reorder $(ARGS)
 
 soak: $(READY)
-	@$(BIN)/python $(if $(N),tools/kills.py --kills $(N),tools/soak.py --chapter $(CHAPTER) --runs $(RUNS))
+	@$(BIN)/python $(if $(N),tools/kills.py --kills $(N),tools/soak.py --chapter $(CHAPTER) --runs $(RUNS) $(ARGS))
 
 # DNNL_MAX_CPU_ISA and ATEN_CPU_CAPABILITY limit which of the CPU's instructions torch uses, as an older CPU would.
 portability: $(READY)

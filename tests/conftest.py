@@ -145,14 +145,8 @@ def browser():
 
 # The files that take minutes, the longest first: one that a worker took last would keep the others waiting.
 SLOWEST = ["test_scripts.py", "test_slurm.py", "test_fault_tolerance.py", "test_browser.py", "09_fault_tolerance.ipynb"]
-SLOWEST += [
-    "test_rehearsal.py",
-    "test_two_hosts.py",
-    "test_launch_failures.py",
-    "test_launch_ends.py",
-    "test_launch_calls.py",
-]
-SLOWEST += ["test_doctor.py", "test_checkpoint.py", "test_pdf.py"]
+SLOWEST += ["test_two_hosts.py", "test_launch_failures.py", "test_launch_ends.py", "test_launch_calls.py"]
+SLOWEST += ["test_doctor.py", "test_checkpoint.py", "test_pdf.py", "test_rehearsal.py"]
 SLOWEST += ["test_book.py", "08_trainer.ipynb", "test_lab.py", "10_multi_node.ipynb", "13_pipeline_parallel.ipynb"]
 
 

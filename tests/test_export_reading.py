@@ -1,6 +1,7 @@
 """What the export reads: damaged notebooks, magics, names of files; and the package when it is installed."""
 
 import ast
+import functools
 import json
 import os
 import random
@@ -23,11 +24,12 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from helpers.export import chapters as commands
 from helpers.export.magics import as_python, still_open
 from helpers.export.notebook import ExportError, read_notebook, script_name, sort_cells
-from helpers.export.script import script_from_notebook
+from helpers.export.script import script_from_notebook as exported
 from helpers.export.source import DEEPEST
 
 ROOT = Path(__file__).parents[1]
 WORK = "print('work')"
+script_from_notebook = functools.partial(exported, allow_single=True)  # these cells start no process group
 
 
 def notebook(*sources):
@@ -143,7 +145,7 @@ def test_names_that_no_file_can_have(chapter, helpers, tmp_path):
 def test_folders_that_cannot_be(out, helpers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     nbformat.write(notebook(WORK), "mine.ipynb")
-    status, _, errors = helpers("export", "mine.ipynb", "--out", out)
+    status, _, errors = helpers("export", "mine.ipynb", "--allow-single", "--out", out)
     assert status == 1 and "cannot be written" in errors and len(errors.splitlines()) == 2
     assert os.listdir(tmp_path) == ["mine.ipynb"]
 
@@ -308,7 +310,7 @@ def test_magics_do_not_move_what_is_below():
     assert len(lines) == len(source.split("\n")) and lines[0].startswith("get_ipython().system(")
     assert lines[2:8] == ['x = """', "!ls", "%cd", '"""', "y = (7", "  % 4)"]
     assert lines[8] == "z = get_ipython().getoutput('ls')" and "pinfo" in lines[9] and lines[10] == "print(x, y)"
-    assert "# Notebook only: !ls \\\n" in script_from_notebook(notebook(source), "mine")
+    assert "system" not in script_from_notebook(notebook(source), "mine")
 
 
 @pytest.mark.parametrize(
@@ -462,10 +464,10 @@ def test_damaged_notebooks_are_refused_or_exported(tmp_path):
 def test_a_script_does_not_shadow_a_module(name, helpers, tmp_path):
     path, folder = tmp_path / f"{name}.ipynb", tmp_path / "out"
     nbformat.write(notebook("import os, transformers.trainer\nfrom mytools.a import b", WORK), path)
-    status, out, errors = helpers("export", path, "--out", folder)
+    status, out, errors = helpers("export", path, "--allow-single", "--out", folder)
     assert (status, out) == (0, f"{folder / name}_script.py\n") and os.listdir(folder) == [f"{name}_script.py"]
     assert errors.startswith(f"note: {name}.ipynb becomes {name}_script.py") and errors.count("\n") == 1
-    assert f"torchrun --nproc-per-node=1 {name}_script.py" in (folder / f"{name}_script.py").read_text()
+    assert f"torchrun --nproc-per-node=gpu {name}_script.py" in (folder / f"{name}_script.py").read_text()
 
 
 @pytest.mark.parametrize("name", ["04_ddp", "train", "torch_run", "tool", "a"])
@@ -560,7 +562,9 @@ def test_an_installed_package_lists_and_exports(installed):
 
 def test_nbconvert_finds_the_installed_package(installed):
     (installed.folder / "random.ipynb").write_text(minimal())
-    status, _, errors = installed("nbconvert", "--to", "torchrun", "random.ipynb")
+    status, _, errors = installed(
+        "nbconvert", "--to", "torchrun", "random.ipynb", "--TorchrunExporter.allow_single=True"
+    )
     assert status == 0, errors
     assert "random_script.py" in (installed.folder / "random_script.py").read_text()
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import kills
 import leftovers
 import pytest
-from test_scripts import export, stand_alone
 
 FORGETFUL = """\
 import os, sys, time, uuid
@@ -31,8 +30,8 @@ def job(tmp_path):
 
     def start(*flags):
         (tmp_path / "path").mkdir()
-        script = export(kills.CHAPTER, tmp_path / "script")
-        jobs.append(kills.Job(script, 2, stand_alone(tmp_path / "path"), flags))
+        script = kills.export(tmp_path / "script")
+        jobs.append(kills.Job(script, 2, kills.alone(tmp_path / "path"), flags))
         return jobs[-1]
 
     yield start
@@ -65,5 +64,5 @@ def test_a_signal_to_the_agent_stops_all_ranks_with_a_snapshot(job, tmp_path):
     running.reader.join(5)
     step = re.fullmatch(r"stopped by SIGTERM at step (\d+): the same command goes on", running.lines[-1][1])[1]
     names = sorted(path.name for path in folder.iterdir())
-    assert names[-2:] == [f"step_{int(step):08}", "stopped"] and all(name.startswith("st") for name in names)
+    assert names[-2:] == [f"step_{int(step):08}.pt", "stopped"] and all(name.startswith("st") for name in names)
     assert leftovers.soon(lambda: not leftovers.processes(running.mark))

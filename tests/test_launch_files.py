@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import hosts
 import pytest
 import yaml
-from leftovers import unchanged
+from leftovers import soon, unchanged
 
 from helpers.__main__ import main
 from helpers.export.launch_files import launch_files, minutes
@@ -17,7 +18,8 @@ from helpers.export.notebook import ExportError
 
 PLAIN = 'parser.add_argument("--lr")\n'
 RESUMES = 'parser.add_argument("--checkpoint-dir")\nparser.add_argument("--resume")\n'
-STOPS = RESUMES + "with StopRequest(device) as request:\n"
+STOPS = RESUMES + "with StopRequest() as stop:\n"
+BACKEND = 'parser.add_argument("--backend", choices=["nccl", "gloo"])\n'
 
 
 def files(script=STOPS, name="08_trainer", nodes=2, gpus=8, time="04:00:00"):
@@ -116,17 +118,26 @@ def test_the_batch_file_is_short_and_right_for_the_shell():
 
 
 def test_what_a_script_can_do_decides_what_slurm_does():
-    for script, signal, requeue, resume in (
+    for script, stops, requeue, resume in (
         (STOPS, True, True, True),
         (RESUMES, False, True, True),
         (PLAIN,) + 3 * (False,),
     ):
         text = files(script)[".sbatch"]
         for part in ("--signal=", "trap ", "--signals-to-handle=", "scontrol requeue", "stopped"):
-            assert (part in text) == signal
+            assert (part in text) == stops
         assert ("#SBATCH --requeue" in text) == requeue and ("#SBATCH --no-requeue" in text) == (not requeue)
         assert ('--checkpoint-dir "$WORK" --resume' in text) == resume
     assert files(PLAIN, time="5")  # nothing that must be told in time
+
+
+def test_a_script_that_can_is_told_to_take_the_gpus():
+    """A node without its GPUs fails then, and does not train on its CPU; a reader's own flag comes later, and wins."""
+    for suffix, times, first in ((".sbatch", 1, True), (".nodes.sh", 2, True), (".k8s.yaml", 1, False)):
+        text = files(STOPS + BACKEND)[suffix]
+        assert text.count("08_trainer.py --backend nccl") == times
+        assert not first or len(re.findall(r' --backend nccl.*"\$@"', text)) == times
+        assert "--backend" not in files(STOPS)[suffix]
 
 
 # ---- For Kubernetes
@@ -159,6 +170,9 @@ def test_an_indexed_job_and_its_names():
     ):
         assert part in script
     assert int(re.search(r"--shutdown-timeout=(\d+)", script)[1]) < pod["terminationGracePeriodSeconds"]
+    assert "--signals-to-handle=SIGUSR1 " in script and "kill -USR1 " in script
+    plain = list(yaml.safe_load_all(files(PLAIN)[".k8s.yaml"]))[1]["spec"]["template"]["spec"]["containers"][0]
+    assert "kill -TERM " in plain["command"][2] and "--shutdown-timeout" not in plain["command"][2]
     volumes, mounts = ({volume["name"] for volume in part} for part in (pod["volumes"], container["volumeMounts"]))
     assert volumes == mounts
     assert service["spec"].keys() == {"clusterIP", "publishNotReadyAddresses", "selector"}
@@ -167,6 +181,38 @@ def test_an_indexed_job_and_its_names():
 def test_names_for_kubernetes():
     for name, expected in (("04_ddp", "ddp"), ("My.Net_2", "my-net-2"), ("10", "training"), ("a" * 70, "a" * 40)):
         assert list(yaml.safe_load_all(files(name=name)[".k8s.yaml"]))[1]["metadata"]["name"] == expected
+
+
+# ---- Run here
+
+SLOW_TO_STOP = """\
+import signal, sys, time
+from pathlib import Path
+
+def stop(number, frame):
+    time.sleep(3)  # a save
+    Path("saved").touch()
+    sys.exit()
+
+signal.signal(signal.SIGUSR1, stop)
+Path("ready").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("seconds", [1, 30])
+def test_after_a_signal_to_torchrun_its_shutdown_timeout_is_what_a_save_gets(tmp_path, seconds):
+    (tmp_path / "slow.py").write_text(SLOW_TO_STOP)
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--signals-to-handle=SIGUSR1"]
+    agent += ["--standalone", "--local-addr=127.0.0.1", f"--shutdown-timeout={seconds}", "slow.py"]
+    with subprocess.Popen(agent, cwd=tmp_path, stderr=subprocess.DEVNULL) as running:
+        try:
+            assert soon((tmp_path / "ready").exists, 60)
+            running.send_signal(signal.SIGUSR1)
+            assert running.wait(60) == 1
+        finally:
+            running.kill()
+    assert (tmp_path / "saved").exists() == (seconds == 30)
 
 
 # ---- Run on two hosts
@@ -226,6 +272,7 @@ def test_the_pods_command_on_two_hosts(tmp_path):
     assert status == 0
     _, job = yaml.safe_load_all((script / "08_trainer.k8s.yaml").read_text())
     command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    command[-1] = command[-1].replace("--backend nccl", "--backend gloo")
     (tmp_path / "work").mkdir()
     names = [
         f"{address} {name} trainer-{index}.trainer" for index, (name, address) in enumerate(hosts.ADDRESSES.items())
@@ -238,7 +285,7 @@ def test_the_pods_command_on_two_hosts(tmp_path):
         done = on_both(pair, tmp_path, command, command)
         assert [status for _, status in done] == [0, 0], told(done)
         assert 'result {"world_size": 2, "step": 90, ' in done[0][0] + done[1][0]
-        assert (tmp_path / "work" / "step_00000090").is_dir()
+        assert (tmp_path / "work" / "step_00000090.pt").is_file()
 
         # Where a run was told to stop, a pod fails, so that Kubernetes starts it again.
         (script / "08_trainer.py").write_text("open('/mnt/work/stopped', 'w')")

@@ -87,6 +87,19 @@ stop_process_group()
 """
 
 
+# A script whose group is quick to start: it never starts.
+GROUPLESS = """\
+import os
+
+import torch.distributed as dist
+
+if steps < 0:
+    dist.init_process_group()
+print(steps, os.environ["OMP_NUM_THREADS"])
+assert steps < 5
+"""
+
+
 def write_notebook(folder, source, parameters="steps: int = 10\nfail: int = -1"):
     """A notebook of three cells, as folder/sample.ipynb."""
     cells = [
@@ -105,7 +118,7 @@ def stand_alone(folder):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     alone = {"PYTHONPATH": str(folder), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
-    return {**environment, **alone}
+    return {**environment, **alone, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def export(notebook, folder):
@@ -179,7 +192,7 @@ def test_script(notebook, alone, tmp_path):
     assert os.listdir(folder) == [f"{notebook.stem}.py"]
     compile(script.read_text(), str(script), "exec")
     for command in (["check", "--select=E,F,I,B,UP"], ["format", "--check"]):
-        style = ["--isolated", "--line-length=120", "--target-version=py311"]
+        style = ["--isolated", "--line-length=88", "--target-version=py311"]
         done = subprocess.run([sys.executable, "-m", "ruff", *command, *style, script], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
 
@@ -188,6 +201,7 @@ def test_script(notebook, alone, tmp_path):
         status, out, errors, left = torchrun(script, nproc, alone)
         assert status == 0, f"{nproc} ranks: {'hung' if status is None else status}\n{out}{errors}"
         assert not left and "Warning" not in errors, errors
+        assert f"{nproc} rank(s), gloo on cpu\n" in out
         results[nproc] = result(out)
         assert results[nproc].pop("world_size") == nproc
     assert results[1]
@@ -205,7 +219,7 @@ def test_every_named_result_is_of_a_chapter():
 def test_without_torchrun_a_script_is_one_rank(alone, tmp_path):
     script = export(write_notebook(tmp_path, FAILING), tmp_path / "empty")
     done = subprocess.run([sys.executable, script], env=alone, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "training\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1 rank(s), gloo on cpu\ntraining\n", "")
 
 
 def test_a_rank_that_raises_ends_the_job_and_is_named(alone, tmp_path):
@@ -214,11 +228,71 @@ def test_a_rank_that_raises_ends_the_job_and_is_named(alone, tmp_path):
     ended = time.time()
     assert status == 1 and not left
     assert ended - float(out.partition("failed at ")[2].split()[0]) < 15
-    assert 'raise ValueError(f"rank {fail} cannot go on")' in errors  # the rank's own traceback, with its line
-    summary = errors.partition("sample.py FAILED\n")[2]  # torchrun's, which @record fills
-    rank_2 = summary.partition("rank      : 2 (local_rank: 2)")[2]  # first, or behind a peer that lost it as fast
-    assert re.match(r"\n.*\n +error_file: (?!<N/A>)", rank_2)
-    assert "ValueError: rank 2 cannot go on" in rank_2
+    assert 'raise ValueError(f"rank {args.fail} cannot go on")' in errors  # the rank's own traceback, with its line
+    assert "ValueError: rank 2 cannot go on" in errors
+    summary = errors.partition("sample.py FAILED\n")[2]
+    assert re.search(r"rank      : 2 \(local_rank: 2\)\n +exitcode  : 1 ", summary)  # its own, not SIGABRT's
+
+
+ENDING = """\
+import atexit
+import os
+import sys
+
+from helpers.runtime.process_group import print0, start_process_group, stop_process_group
+
+device = start_process_group()
+atexit.register(os.write, 1, b"handler\\n")
+if end == "exit":
+    sys.exit()
+if end == "exit 3":
+    sys.exit(3)
+if end == "raise":
+    raise ValueError("no data")
+stop_process_group()
+"""
+
+
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("exit", 0), ("exit 3", 3), ("raise", 1)])
+def test_a_scripts_status_is_its_own_and_its_handlers_run(end, status, alone, tmp_path):
+    script = export(write_notebook(tmp_path, ENDING, parameters='end: str = ""'), tmp_path / "empty")
+    done = subprocess.run([sys.executable, script, "--end", end], env=alone, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (status, "1 rank(s), gloo on cpu\nhandler\n")
+    if end == "raise":
+        assert "Traceback (most recent call last):" in done.stderr
+        assert done.stderr.endswith("ValueError: no data\n")
+    else:
+        assert done.stderr == ""
+
+
+@pytest.mark.parametrize("end", ["", "exit 3"])
+def test_a_ranks_status_is_its_own_and_its_handlers_run(end, alone, tmp_path):
+    script = export(write_notebook(tmp_path, ENDING, parameters='end: str = ""'), tmp_path / "empty")
+    status, out, errors, left = torchrun(script, 2, alone, "--end", end)
+    assert status == (1 if end else 0) and not left  # torchrun's own
+    assert "exitcode  : 3 " in errors if end else out.count("handler\n") == 2
+
+
+MISSING = """\
+import os
+import runpy
+import time
+
+if os.environ["RANK"] == "1":
+    time.sleep(600)
+runpy.run_path("01_process_groups.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("own_store", ["0", "1"], ids=["the agent serves the store", "rank 0 serves the store"])
+def test_chapter_1_names_a_rank_that_is_missing(own_store, alone, tmp_path):
+    script = export(CHAPTERS[0], tmp_path / "empty").with_name("missing.py")
+    script.write_text(MISSING)
+    environment = {**alone, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store}
+    status, out, errors, left = torchrun(script, 3, environment, "--patience", "10")
+    assert status == 1 and not left
+    assert errors.count("ranks [1] have not come; localhost has 2 of its 3 ranks") == 2
+    assert [line.split()[0] for line in out.splitlines()] == ["rank", "0", "2"]
 
 
 @pytest.fixture
@@ -227,7 +301,7 @@ def running(tmp_path):
     mark = uuid.uuid4().hex
     notebook = write_notebook(tmp_path, FAILING)
     command = [sys.executable, "-m", "helpers", "run", notebook, "--nproc", "2", "--", "--steps", "100000000"]
-    environment = {**os.environ, leftovers.MARK: mark, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, leftovers.MARK: mark, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0, **pipes) as process:
         try:
@@ -250,7 +324,7 @@ def running(tmp_path):
     ids=["impatient Ctrl-C at a terminal", "SIGTERM"],
 )
 def test_an_interrupted_run_leaves_nothing(running, send, numbers):
-    assert running.stdout.readline() == "training\n"
+    assert [running.stdout.readline() for _ in range(2)] == ["2 rank(s), gloo on cpu\n", "training\n"]
     assert len(psutil.Process(running.pid).children()) == 2
     for number in numbers:
         send(running.pid, number)
@@ -282,7 +356,7 @@ def test_what_ignores_sigterm_is_killed(tmp_path):
 
 
 def test_run_passes_flags_and_status(tmp_path):
-    notebook = write_notebook(tmp_path, "import os\n\nprint(steps, os.environ['OMP_NUM_THREADS'])\nassert steps < 5")
+    notebook = write_notebook(tmp_path, GROUPLESS)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     for steps, status in (("3", 0), ("7", 1)):
         command = [sys.executable, "-m", "helpers", "run", notebook, "--nproc", "2", "--", "--steps", steps]

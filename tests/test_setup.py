@@ -3,6 +3,7 @@ counts the calls, so nothing is installed.
 """
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -151,3 +152,14 @@ def test_workflow_runs_what_exists():
         for word in command.replace('"', " ").split():
             if word.startswith(("tests/", "notebooks")):
                 assert (ROOT / word).exists(), word
+
+
+def test_helpers_import_from_earlier_folders_alone():
+    order = ["runtime", "ranks", "figures", "export", "rehearsal", "doctor", "__main__"]
+    listed = re.findall(r"^- `(\w+)`: ", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.M)
+    assert listed == order
+    folders = {path.name for path in (ROOT / "helpers").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == set(order) - {"__main__"}
+    for path in (ROOT / "helpers").glob("*/*.py"):
+        for found in re.findall(r"^\s*from helpers\.(\w+)", path.read_text(), flags=re.M):
+            assert order.index(found) <= order.index(path.parent.name), f"{path} imports helpers.{found}"

@@ -40,21 +40,20 @@ def seconds_of_steps(path, folder, rounds, save_every):
     import torch
     import torch.distributed as dist
 
+    sys.argv = [path, "--epochs=3", "--log-every=15"]
     script, device, found = loaded(path), torch.device("cpu"), {}
-    train_set, val_set = script.digits()
-    config = script.Config(3, 96, 0.1, 10, 0.9, 1.0, "float32", 0.0, 256, 0)
+    args = script.parse_args()
+    train_set, val_set = script.load_data(args)
     ways = {"no checkpoint": None, **{f"one every {steps} steps": steps for steps in save_every}}
     with contextlib.redirect_stdout(None):
         for number in range(rounds + 1):
             for way, every in ways.items():
-                run = script.build(train_set, config, device)
-                loader = script.make_loader(train_set, run.batches, 0, 2, False, device)
-                place = f"{folder}/{number}-{every}" if every else ""
+                args.checkpoint_dir, args.save_every = f"{folder}/{number}-{every}" if every else "", every or 1
                 dist.barrier()
                 start = time.perf_counter()
-                script.train(run, config, loader, val_set, 1, device, script.Log(), folder=place, save_every=every or 1)
+                _, metrics = script.train(args, train_set, val_set, device)
                 dist.barrier()
-                found.setdefault(way, []).append((time.perf_counter() - start) / run.batches.steps)
+                found.setdefault(way, []).append((time.perf_counter() - start) / metrics["step"])
     return {way: seconds[1:] for way, seconds in found.items()}  # the first round warms up
 
 
@@ -145,6 +144,7 @@ def time_restarts(kills=3, nproc=2):
 def restarts(command, folder, kills):
     """Kill the job's last rank so many times, each after ten steps; the seconds to the next step that it tells of."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or new ranks may read dead ranks' addresses
     job = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

@@ -23,14 +23,27 @@ from pathlib import Path
 
 import leftovers
 import psutil
-from test_scripts import ROOT, export, stand_alone
 
+ROOT = Path(__file__).parents[1]
 CHAPTER = ROOT / "notebooks" / "09_fault_tolerance.ipynb"
 WINDOW = 1.0  # seconds of training in which half of the kills come
 LENGTH = ["--epochs", "32"]  # 480 steps: enough for some twenty kills
 PATIENCE = 180  # seconds for a restart, or for a job's end, before it counts as a hang
-TUNED = ["--monitor-interval=0.02", "--shutdown-timeout=5"]
+TUNED = ["--monitor-interval=0.02"]
 AT_ADDRESS = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+
+
+def export(folder):
+    """Write the chapter's script into the folder; return its path."""
+    command = [sys.executable, "-m", "helpers", "export", CHAPTER, "--out", folder]
+    return Path(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip())
+
+
+def alone(folder):
+    """An environment for the jobs, whose temporary files are in the folder."""
+    found = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return found | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
 
 
 class Failure(Exception):
@@ -47,7 +60,7 @@ class Job:
         self.process = subprocess.Popen(
             [*command, *AT_ADDRESS, *TUNED, script, *flags],
             cwd=script.parent,
-            env={**environment, leftovers.MARK: self.mark},
+            env={**environment, leftovers.MARK: self.mark, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
@@ -113,7 +126,7 @@ class Job:
 def is_writing(folder, since):
     """Whether a snapshot that was begun after a time of the system's clock is being written."""
     with contextlib.suppress(FileNotFoundError):
-        return any(path.stat().st_mtime > since for path in folder.glob(".step_*.tmp"))
+        return any(path.stat().st_mtime > since for path in folder.glob(".step_*.part"))
     return False  # it has got its name between the two looks
 
 
@@ -186,7 +199,7 @@ def back_after(hits, lines):
 
 def kill_many(kills, nproc, seed, folder, script):
     """Jobs under kills until there were as many; how many jobs went wrong."""
-    luck, environment = random.Random(seed), stand_alone(folder)
+    luck, environment = random.Random(seed), alone(folder)
     seed_is = f"seed {seed}: python tools/kills.py --kills {kills} --nproc {nproc} --seed {seed}"
     print(seed_is, flush=True)
     flags = [*LENGTH, "--save-every", "1000", "--checkpoint-dir", str(folder / "undisturbed")]
@@ -234,7 +247,7 @@ def main():
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave nothing then either
     with tempfile.TemporaryDirectory() as folder:
-        script = export(CHAPTER, Path(folder) / "script")
+        script = export(Path(folder) / "script")
         return kill_many(args.kills, args.nproc, args.seed, Path(folder), script)
 
 

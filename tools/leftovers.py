@@ -41,9 +41,8 @@ def processes(mark=None):
 
 
 def files():
-    """Everything in the folder of this process's launches, and the process group's private folders."""
-    launches = [path for path in Path(util.get_temp_dir()).rglob("*") if not path.is_socket()]  # the forkserver's own
-    return {str(path) for path in [*launches, *Path(tempfile.gettempdir()).glob(f"one-rank-{os.getpid()}-*")]}
+    """Everything in the folder of this process's launches, but for the forkserver's own socket."""
+    return {str(path) for path in Path(util.get_temp_dir()).rglob("*") if not path.is_socket()}
 
 
 def now():

@@ -33,11 +33,11 @@ echo "start $$START on $$SLURM_JOB_NODELIST"
 
 # One torchrun a node. It starts the node's ranks, and starts all nodes' ranks again when one fails.
 srun --kill-on-bad-exit=1 --cpus-per-task="$$SLURM_CPUS_PER_TASK" bash -c '$deaf
-  exec torchrun --nnodes="$$SLURM_NNODES" --nproc-per-node=$gpus --max-restarts=3 --shutdown-timeout=10 \\
+  exec torchrun --nnodes="$$SLURM_NNODES" --nproc-per-node=$gpus --max-restarts=3 \\
     --rdzv-backend=c10d --rdzv-endpoint="$$MEET" --rdzv-id="$$SLURM_JOB_ID.$$START" \\
     --rdzv-conf=is_host="$$((SLURM_NODEID == 0))" --local-addr="$$SLURMD_NODENAME" \\
     --log-dir="$$WORK/logs/$$SLURMD_NODENAME" --redirects=3 --tee=0:3 \\
-    $signals$file$resume "$$@"' torchrun "$$@"
+    $signals$file$backend$resume "$$@"' torchrun "$$@"
 """
 REQUEUE = "\n#SBATCH --requeue  # start again when a node is lost"
 SIGNAL = f"\n#SBATCH --signal=USR1@{STOP_BEFORE}  # seconds before the time is up: every rank is told to stop"
@@ -65,12 +65,12 @@ export OMP_NUM_THREADS=1
 case $$how in
 static)  # Every node is told its number. A rank that fails ends the job.
   exec torchrun --nnodes=$nodes --nproc-per-node=$gpus --node-rank="$$node" \\
-    --master-addr="$$host" --master-port=29500 $file "$$@" ;;
+    --master-addr="$$host" --master-port=29500 $file$backend "$$@" ;;
 c10d)  # The nodes find their numbers at HOST. When a rank fails, all start again$anew.
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # without it, they may read dead ranks' addresses
   exec torchrun --nnodes=$nodes --nproc-per-node=$gpus --max-restarts=3 --rdzv-id=$label \\
     --rdzv-backend=c10d --rdzv-endpoint="$$host:29500" --rdzv-conf=is_host="$$((node == 0))" \\
-    $file "$$@" ;;
+    $file$backend "$$@" ;;
 *) echo "The first word is static or c10d, not $$how." >&2; exit 2 ;;
 esac
 """
@@ -115,13 +115,13 @@ spec:
             - bash
             - -c
             - |
-              torchrun --nnodes=$nodes --nproc-per-node=$gpus --max-restarts=3 --shutdown-timeout=$save_within \\
-                --rdzv-backend=c10d --rdzv-endpoint=$label-0.$label:29500 \\
+              torchrun --nnodes=$nodes --nproc-per-node=$gpus --max-restarts=3 \\
+                $patient--rdzv-backend=c10d --rdzv-endpoint=$label-0.$label:29500 \\
                 --rdzv-id=$label --rdzv-conf=is_host=$$((JOB_COMPLETION_INDEX == 0)) \\
                 --local-addr=$label-$$JOB_COMPLETION_INDEX.$label \\
-                /mnt/script/$file$resume &
+                /mnt/script/$file$backend$resume &
               agent=$$!
-              trap 'kill -TERM $$agent' TERM  # Kubernetes tells this shell alone, and torchrun tells the ranks
+              trap 'kill -$tell $$agent' TERM  # Kubernetes tells this shell alone, and torchrun tells the ranks
               while kill -0 $$agent 2>/dev/null; do wait $$agent; status=$$?; done
 $stopped              exit $$status
           resources:
@@ -139,6 +139,8 @@ $stopped              exit $$status
         - name: memory  # data loaders and NCCL share memory; the default is 64 MiB
           emptyDir: {medium: Memory}
 """
+# torchrun passes this signal on and waits so long for the ranks. SIGTERM would mean to them that a peer has failed.
+PATIENT = f"--signals-to-handle=SIGUSR1 --shutdown-timeout={STOP_BEFORE - 30} \\\n{16 * ' '}"
 STOPPED = """\
               # Told to stop, with work left: this pod is to start again, and the others with it.
               [ ! -e /mnt/work/stopped ] || exit 1
@@ -170,7 +172,8 @@ def launch_files(name, script, nodes, gpus, time):
         "cpus": gpus * CPUS_PER_GPU,
         "time": time,
         "stop_before": STOP_BEFORE,
-        "save_within": STOP_BEFORE - 30,
+        # So that a node without its GPUs fails at once; a flag that you add comes later, and wins: --backend gloo
+        "backend": " --backend nccl" if '"--backend"' in script else "",
     }
     slurm = {
         "requeue": (SIGNAL if stops else "") + (REQUEUE if resumes else "\n#SBATCH --no-requeue"),
@@ -181,6 +184,8 @@ def launch_files(name, script, nodes, gpus, time):
         "resume": ' --checkpoint-dir "$WORK" --resume' if resumes else "",
     }
     kubernetes = {
+        "patient": PATIENT if stops else "",
+        "tell": "USR1" if stops else "TERM",
         "resume": " --checkpoint-dir /mnt/work --resume" if resumes else "",
         "stopped": STOPPED if stops else "",
     }

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+from dataclasses import replace
 
 from helpers.export.notebook import first_line
 from helpers.export.source import DEFINITION, IMPORT, each_import, imported_name
@@ -128,19 +129,19 @@ def edited(code, changes):
     return b"\n".join(lines).decode()
 
 
-def renamed(code, names):
-    """Code of a run-time module with other names, {old: new}, for what it binds and reads at its top level."""
-    tree = ast.parse(code)
-    if isinstance(tree.body[0], IMPORT):
-        [alias] = tree.body[0].names
-        alias.asname = names.get(imported_name(tree.body[0]), alias.asname)
-        return ast.unparse(tree)
-    if isinstance(tree.body[0], DEFINITION) and (new := names.get(tree.body[0].name)):
-        head, old, rest = code.partition(f" {tree.body[0].name}")
-        code = f"{head} {new}{rest}"
-        tree = ast.parse(code)
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in names]
-    return edited(code, [(node, names[node.id]) for node in found])
+def renamed(statement, names):
+    """A statement of a run-time module with other names, {old: new}, for what it binds and reads at its top level."""
+    code, [node] = statement.code, ast.parse(statement.code).body
+    if isinstance(node, IMPORT):
+        if imported_name(node) not in names:
+            return statement
+        node.names[0].asname = names[imported_name(node)]
+        code = ast.unparse(node)
+    elif isinstance(node, DEFINITION) and node.name in names:
+        code = code.replace(f" {node.name}", f" {names[node.name]}", 1)
+    found = [part for part in ast.walk(ast.parse(code)) if isinstance(part, ast.Name) and part.id in names]
+    code = edited(code, [(part, names[part.id]) for part in found])
+    return replace(statement, code=code, node=ast.parse(code).body[0])
 
 
 # ---- Parameters in main
@@ -193,7 +194,7 @@ def missing_names(parts, top, in_main, cells):
             if name not in known:
                 by = f"{by}()" if by else f"the head of {getattr(statement.node, 'name', 'it')}"
                 yield nothing_binds(name, by, statement.where, parts, cells)
-    so_far = {*top, *BUILTINS, *parts.flags}
+    so_far = {*top, *BUILTINS, *parts.flags, "args"}  # args: what main takes, the parameters in one
     for statement in parts.body:
         so_far |= statement.binds
         for name, by in statement.reads.items():

@@ -56,8 +56,8 @@ def sort_statements(cells, flags):
     for statement in cells.parameters:
         parts.read_elsewhere.update(statement.reads)
     fixed = fixed_names(statements, flags)
-    early = settings(statements, fixed, parts.problems)
-    readers, in_main = by_name(statements), set(flags)
+    early = settings(statements, fixed, flags, parts.problems)
+    readers, in_main, changed = by_name(statements), set(flags), set()
     defined, constants = set(), set()
     last = parts.body  # the list that the statement before went to
     for place, statement in enumerate(statements):
@@ -87,7 +87,7 @@ def sort_statements(cells, flags):
             )
         elif isinstance(node, ast.Global):
             leave_out(statement, parts)  # at a notebook's top level it says nothing
-        elif isinstance(node, DEFINITION) and node.name in fixed and is_still(statement, readers, in_main):
+        elif isinstance(node, DEFINITION) and node.name in fixed and is_still(statement, readers, in_main, changed):
             last = parts.definitions
             if node.name not in defined:  # else it is there, word by word
                 last.append(statement)
@@ -101,6 +101,7 @@ def sort_statements(cells, flags):
         else:
             parts.body.append(statement)
             in_main |= statement.binds
+            changed |= {ast.unparse(part) for part in ast.walk(node) if is_stored(part)}
         if only_notebook and only_notebook.endswith(".show()") and not isinstance(node, SIMPLE):
             parts.notes.append(
                 f"{statement.where}: {only_notebook} stays; it needs a display, and waits for its window."
@@ -168,7 +169,7 @@ def is_library(node):
     return root_of(node) not in sys.stdlib_module_names
 
 
-def settings(statements, fixed, problems):
+def settings(statements, fixed, flags, problems):
     """The places of the statements that an import below depends on, such as ``sys.path.insert``, and what they read."""
     modules = {name for statement in statements if isinstance(statement.node, IMPORT) for name in statement.binds}
     binders = {name: place for place, statement in enumerate(statements) for name in statement.binds}
@@ -190,9 +191,14 @@ def settings(statements, fixed, problems):
         early.add(place)
         for name in statement.needs:
             before = binders.get(name)
-            if name in fixed and before < place and isinstance(statements[before].node, SIMPLE | IMPORT):
+            if (
+                name in fixed
+                and before is not None
+                and before < place
+                and isinstance(statements[before].node, SIMPLE | IMPORT)
+            ):
                 todo.append((before, cause))
-            elif before is not None:
+            elif before is not None or name in flags:
                 problems.append(
                     f"{cause.where}: imports may depend on `{first_line(cause.code)}`, which reads {name}.\n"
                     "Write the value itself there, or move the imports above it."
@@ -206,7 +212,7 @@ def setting(node, modules):
     for part in ast.walk(node) if node and not isinstance(node, DEFINITION) else []:
         if isinstance(part, ast.Call) and SETTINGS.fullmatch(ast.unparse(part.func)):
             return 0
-        if isinstance(part, ast.Subscript | ast.Attribute) and not isinstance(part.ctx, ast.Load):
+        if is_stored(part):
             if ast.unparse(part).startswith(("os.environ[", "environ[", "sys.path")):
                 return 0
             root = part.value
@@ -253,16 +259,32 @@ def is_constant(node, constants):
     )
 
 
+def has_effect(node):
+    """Whether a statement does more than to name a literal."""
+    return node is not None and not (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and all(isinstance(target, ast.Name) for target in node.targets)
+    )
+
+
 def is_shown(node):
     """Whether a statement has no effect but that a notebook shows a value: a name, a literal, a tuple of these."""
     parts = ast.walk(node.value) if isinstance(node, ast.Expr) else [node]
     return all(isinstance(part, ast.Constant | ast.Name | ast.Tuple | ast.expr_context) for part in parts)
 
 
-def is_still(statement, readers, in_main):
-    """Whether to define it has no effect and needs nothing that main binds, so that it may stand above main."""
+def is_stored(node):
+    """Whether a node is an attribute or an item that a statement assigns or deletes."""
+    return isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load)
+
+
+def is_still(statement, readers, in_main, changed):
+    """Whether to define it has no effect and needs nothing that main binds or changes: it may stand above main."""
     for node in executed(statement.node):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] not in PURE:
+            return False
+        if isinstance(node, ast.Attribute | ast.Subscript) and ast.unparse(node) in changed:
             return False
     return not (in_main & reached(statement.needs, readers, set()))
 

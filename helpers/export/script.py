@@ -44,7 +44,7 @@ from helpers.export.notebook import (
     sort_cells,
     title_and_purpose,
 )
-from helpers.export.parts import PLAIN, is_library, root_of, sort_statements
+from helpers.export.parts import PLAIN, has_effect, is_library, root_of, sort_statements
 from helpers.export.source import IMPORT, SIMPLE, Statement, check_syntax, each_import
 
 WIDTH = 88
@@ -70,7 +70,7 @@ def script_and_notes(notebook, name, allow_single=False):
     except ExportError as error:
         problems += error.problems
     parts = sort_statements(cells, flags)
-    if all(statement.node is None for statement in parts.body) and not parts.problems:
+    if not any(has_effect(statement.node) for statement in parts.body) and not parts.problems:
         raise ExportError(
             *problems, f"{name} has no statement that a script could run.\nTag the cells of the script `export`."
         )
@@ -103,8 +103,7 @@ def written(parts, cells, title, purpose, name):
     in_body = {name for statement in parts.body if statement.node for name in bound_anywhere(statement.node)}
     conflicts += ["args"] if "args" in {*theirs, *in_body, *parts.flags} else []
     own = made_room(conflicts, {*theirs, *ours, *in_main, *in_body, *BUILTINS})
-    copied_imports = [replace(one, code=renamed(one.code, own)) for one in copied_imports]
-    copied = [replace(one, code=renamed(one.code, own)) for one in copied]
+    copied_imports, copied = ([renamed(one, own) for one in found] for found in (copied_imports, copied))
     own = {name: own.get(name, name) for name in [*ours, "args", "stop_process_group"]}
 
     problems = list(missing_names(parts, {*theirs, *wanted}, in_main, cells))
@@ -118,12 +117,14 @@ def written(parts, cells, title, purpose, name):
 
     end_safely(parts, starts, own["stop_process_group"])
     definitions, plumbing = in_reading_order(parts.constants, copied, parts.definitions)
+    about = docstring(title, purpose, name)
+    usage = "usage=__doc__.replace('%', '%%')" if "%" in about else "usage=__doc__"  # argparse formats it with %
     sections = [
-        docstring(title, purpose, name),
+        about,
         *imports_text(parts.top, copied_imports, own["argparse"]),
         definitions_text(definitions),
         main_text(parts, declared, own),
-        parse_args_text(parts.flags, own["parse_args"]).replace("argparse.", f"{own['argparse']}."),
+        parse_args_text(parts.flags, own["parse_args"], usage).replace("argparse.", f"{own['argparse']}."),
         definitions_text(plumbing),
         f'if __name__ == "__main__":\n    {own["main"]}({own["parse_args"]}())',
     ]
@@ -190,15 +191,14 @@ def docstring(title, purpose, name):
     """The script's docstring: what it is, and how to run it."""
     file = shlex.quote(f"{name}.py")
     title += "" if title.endswith((".", "?", "!")) else "."
-    text = textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 3).replace('"""', "'''")
+    text = textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 4).replace('"""', "'''")
     nodes = f"    torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu {file}"
     if len(nodes) > WIDTH:
         nodes = nodes.replace(f" {file}", f" \\\n        {file}")
     text += f"""
 
-On all GPUs of one node (without GPUs, give a number):
+One node, all GPUs (without GPUs, a number), and two (--node-rank=1 on the second):
     torchrun --nproc-per-node=gpu {file}
-On two nodes, the same on both but for the node's rank, 0 on HOST and 1 on the other:
 {nodes}
 """
     return ('r"""' if "\\" in text else '"""') + text + '"""'
@@ -261,7 +261,7 @@ def main_text(parts, declared, own):
             lines.append("")
         where = statement.where
         lines += [replace(statement, code=code).text]
-    bound = [f"{name} = {own['args']}.{name}" for name in parts.flags if name in read and name not in passed]
+    bound = [f"{name} = {own['args']}.{name}" for name in parts.flags if name in declared or name in read - passed]
     named = textwrap.wrap(", ".join(declared), WIDTH - 11)
     head = [*(f"global {line.rstrip(',')}" for line in named), *bound]
     return f"def {own['main']}({own['args']}):\n" + indented("\n".join([*head, "" if head else "", *lines]).strip("\n"))

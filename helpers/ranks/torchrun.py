@@ -48,7 +48,7 @@ def run(script, nproc, flags):
 
     # The store is at a port that the system picks, at an address without a name: --standalone asks for the host's.
     options = [f"--nproc-per-node={nproc}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    options += ["--local-addr=127.0.0.1", f"--log-dir={script.parent}", "--shutdown-timeout=3"]
+    options += ["--local-addr=127.0.0.1", f"--log-dir={script.parent}"]
     options += ["--signals-to-handle=SIGQUIT"]  # the others are for stop_at_signals
     try:
         torchrun([*options, str(script), *flags])

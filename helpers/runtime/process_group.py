@@ -6,7 +6,6 @@ Run-time module: what a chapter uses from here is copied into its exported scrip
 import atexit
 import os
 import shutil
-import socket
 import tempfile
 import time
 from datetime import timedelta
@@ -29,35 +28,35 @@ def start_process_group(backend=None, timeout=timedelta(minutes=10)):
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     backend = backend or ("nccl" if gpus else "gloo")
     short = backend == "nccl" and gpus < needed
-    compare(store, world_size, f"{gpus} GPUs for {needed} ranks" if short else backend)
+    choice = f"{gpus} GPUs for {needed} ranks" if short else backend
+    compare(store, rank, world_size, choice)
     device = torch.device("cuda", local_rank) if backend == "nccl" else None
-    if device:
-        torch.cuda.set_device(device)
+    torch.cuda.set_device(device or -1)  # -1 changes nothing
     options = {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group(backend, timeout=timeout, device_id=device, **options)
     print0(f"{world_size} rank(s), {backend} on {device or 'cpu'}")
     return device or torch.device("cpu")
 
 
-def compare(store, world_size, choice):
+def compare(store, rank, world_size, choice):
     """Raise RuntimeError on every rank, with the hosts, unless all use one backend."""
-    store.append("choices", f"{choice} on {socket.gethostname()}\n")
-    if store.add("chosen", 1) == world_size:  # the last one compares
-        choices = sorted(set(store.get("choices").decode().splitlines()))
-        found = {choice.split(" on ")[0] for choice in choices}
-        store.set("wrong", "" if found in ({"nccl"}, {"gloo"}) else ", ".join(choices))
-    if wrong := store.get("wrong").decode():
+    store.set(f"backend of rank {rank}", f"{choice} on {os.uname().nodename}")
+    if rank == 0:  # at the timeout the store names the key, so the rank
+        keys = [f"backend of rank {r}" for r in range(world_size)]
+        choices = sorted({store.get(key).decode() for key in keys})
+        agreed = {choice.split(" on ")[0] for choice in choices} in ({"nccl"}, {"gloo"})
+        store.set("word of rank 0", "" if agreed else ", ".join(choices))
+    if wrong := store.get("word of rank 0").decode():
         time.sleep(1)  # the rank that serves the store must not leave first
-        raise RuntimeError(
-            f"No common backend: {wrong}. For CPUs, give --backend gloo."
-        )
+        raise RuntimeError(f"No common backend: {wrong}. On CPUs: --backend gloo.")
 
 
 def stop_process_group():
-    """End the default group, if one runs, once every rank has come to this call."""
+    """End the default group, if one runs; on gloo, once every rank is here."""
     if dist.is_initialized():
-        dist.barrier()
-        time.sleep(0.1)  # gloo's threads let go of DDP's last work (pytorch#190489)
+        if dist.get_backend() == "gloo":
+            dist.barrier()
+            time.sleep(0.1)  # DDP's last work is let go of, or a rank hangs (make soak)
         dist.destroy_process_group()
 
 

@@ -1,60 +1,86 @@
-"""A scheduler's warning, heard by every rank at the same step. Run-time: scripts carry it with them."""
+"""A scheduler's warning, heard by every rank at the same step.
 
+Run-time module: what a chapter uses from here is copied into its exported script.
+"""
+
+import os
 import signal
+import socket
+import sys
+import threading
 
 import torch
 import torch.distributed as dist
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
 
 class StopRequest:
-    """``with StopRequest(device) as stop``: inside, SIGTERM and SIGUSR1 end no process; they are noted.
+    """``with StopRequest() as stop:`` notes SIGTERM and SIGUSR1; all ranks enter it.
 
-    A scheduler sends one of them before it takes the machine away, to some ranks earlier than to others, and a
-    rank that left alone would leave its peers in a collective. Needs the main thread, and a process group.
+    A scheduler warns some ranks earlier than others, so they agree on the step. And
+    torchrun sends SIGTERM when a peer has failed: a rank that then makes no step for
+    ``patience`` seconds is stuck in a collective with that peer, and ends.
     """
 
-    def __init__(self, device):
-        self.device = device
+    def __init__(self, patience=10):
+        self.patience = patience  # longer than a step, a validation and a save
+        self.noted, self.steps = 0, 0  # the last signal, calls of agreed()
         self.asked = None  # the signal's name, once the ranks agreed to stop
-        self.noted = 0  # the number of the last signal that this rank got
-        self.pending = (
-            None  # the all-reduce that agreed() began a step ago, and its tensor
-        )
+        self.pending = None  # the all-reduce that agreed() began a step ago
+        self.over = threading.Event()
 
     def __enter__(self):
-        self.before = {
-            number: signal.signal(number, self.note)
-            for number in (signal.SIGTERM, signal.SIGUSR1)
-        }
+        self.group = dist.new_group(backend="gloo")  # on the CPU: no wait for a GPU
+        self.alarm, self.bell = socket.socketpair()
+        self.bell.setblocking(False)
+        self.bell_before = signal.set_wakeup_fd(self.bell.fileno())
+        self.before = [signal.signal(number, self.note) for number in STOP_SIGNALS]
+        threading.Thread(target=self.watch, daemon=True).start()
         return self
 
     def __exit__(self, kind, *_):
-        for number, handler in self.before.items():
+        for number, handler in zip(STOP_SIGNALS, self.before, strict=True):
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self.bell_before)
+        self.over.set()
+        with self.bell:
+            self.bell.shutdown(socket.SHUT_RDWR)  # ends the thread's recv
         if kind is None and self.pending:
-            self.pending[0].wait()
+            self.pending.wait()
 
     def note(self, number, _):
         self.noted = number
 
-    def agreed(self):
-        """Call it once a step, on every rank: the signal's name on all of them at the same step, else None.
+    def watch(self):
+        """A thread's work: a rank in a collective runs no Python signal handler."""
+        with self.alarm:
+            while (heard := self.alarm.recv(64)) and signal.SIGTERM not in heard:
+                pass
+        steps = self.steps
+        while not self.over.wait(self.patience):
+            if steps == self.steps:
+                print(f"no step in {self.patience} s after SIGTERM", file=sys.stderr)
+                os._exit(128 + signal.SIGTERM)
+            steps = self.steps
 
-        The answer is the one to the question of the step before, so that no rank waits for it.
-        """
-        if self.pending:
-            work, flag = self.pending
-            work.wait()
+    def agreed(self):
+        """Once a step: the signal's name, at the same step on all ranks, else None."""
+        self.steps += 1
+        if self.pending:  # the question of the step before, so its answer is here
+            self.pending.wait()
             self.pending = None
-            if int(flag):
-                self.asked = signal.Signals(int(flag)).name
+            if self.flag:
+                self.asked = signal.Signals(int(self.flag)).name
+                self.over.set()  # what follows is a save, and may take long
         if not self.asked:
-            flag = torch.tensor(self.noted, device=self.device)
-            self.pending = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True), flag
+            self.flag = torch.tensor(self.noted)
+            work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, self.group, True)
+            self.pending = work
         return self.asked
 
 
 def outlive_signals(_):
-    """A DataLoader's ``worker_init_fn``: these signals are the rank's, and would end a worker, so the rank too."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    """A DataLoader's ``worker_init_fn``: the signals are for the rank alone."""
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

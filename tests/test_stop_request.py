@@ -1,0 +1,143 @@
+"""A signal to one rank stops all of them at one step; a rank that is stuck ends; nothing of it is left behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import leftovers
+import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from helpers.ranks.launch import launch
+from helpers.runtime.process_group import start_process_group, stop_process_group
+from helpers.runtime.stop_request import StopRequest, outlive_signals
+
+ROOT = Path(__file__).parents[1]
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+# In the first start rank 1 dies, and rank 0 sits in C where no Python handler runs, as in a collective of NCCL's.
+STUCK = """\
+import ctypes, os, sys
+import torch.distributed as dist
+from helpers.runtime.stop_request import StopRequest
+
+dist.init_process_group("gloo")
+with StopRequest(patience=1) as stop:
+    stop.agreed()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if dist.get_rank() == 1:
+            os._exit(3)
+        lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+        libc.pthread_mutex_lock(lock)
+        libc.pthread_mutex_lock(lock)
+print(f"rank {dist.get_rank()} went on\\n", end="", flush=True)  # in one write
+os._exit(0)
+"""
+
+
+def steps_until_stopped(number, who, at):
+    """After how many steps this rank stopped, and why; ``who`` gets a signal in the step ``at``."""
+    with StopRequest() as stop:
+        for step in range(1, 50):
+            if dist.get_rank() == who and step == at:
+                os.kill(os.getpid(), number)
+            if stop.agreed():
+                break
+    return step, stop.asked
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_to_one_rank_stops_all_at_one_step(number):
+    assert launch(steps_until_stopped, number, 1, 7, nproc=3) == [(8, number.name)] * 3
+    assert launch(steps_until_stopped, number, 5, 7, nproc=2) == [(49, None)] * 2
+
+
+@pytest.fixture
+def group():
+    start_process_group()
+    yield
+    stop_process_group()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_was_there_before_is_there_afterwards(group, fails):
+    heard = []
+
+    def mine(*_):
+        heard.append(1)
+
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    before = {number: signal.signal(number, mine) for number in SIGNALS}
+    bell, threads = signal.set_wakeup_fd(writer), threading.active_count()
+    try:
+        try:
+            with StopRequest() as stop:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                assert stop.agreed() is None and stop.agreed() == stop.asked == "SIGUSR1"
+                if fails:
+                    raise ZeroDivisionError
+        except ZeroDivisionError:
+            assert fails
+        assert not heard
+        assert [signal.getsignal(number) for number in SIGNALS] == [mine, mine]
+        assert leftovers.soon(lambda: threading.active_count() == threads)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [1] and os.read(reader, 9) == bytes([signal.SIGTERM])
+        assert signal.set_wakeup_fd(bell) == writer
+        del stop
+    finally:
+        signal.set_wakeup_fd(bell)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)
+
+
+def fail_while_the_peer_is_busy(failed):
+    """Rank 0's question is not answered before it has left the block: rank 1 waits for that."""
+    with contextlib.suppress(ZeroDivisionError), StopRequest() as stop:
+        if dist.get_rank() == 0:
+            stop.agreed()
+            raise ZeroDivisionError
+        assert leftovers.soon(failed.exists, 30)
+        stop.agreed()
+    failed.touch()
+
+
+def test_an_exception_inside_waits_for_nobody(tmp_path):
+    launch(fail_while_the_peer_is_busy, tmp_path / "failed", nproc=2)
+
+
+def test_a_loaders_worker_outlives_the_signals(group):
+    with StopRequest() as stop:
+        loader = DataLoader(range(4), num_workers=1, persistent_workers=True, worker_init_fn=outlive_signals)
+        assert len(list(loader)) == 4
+        [worker] = loader._iterator._workers
+        for number in SIGNALS:
+            os.kill(worker.pid, number)
+        assert len(list(loader)) == 4 and worker.is_alive()
+    assert not stop.noted
+    # The thread has ended, although the worker holds a copy of what it listened to.
+    assert leftovers.soon(lambda: "watch" not in str(threading.enumerate()))
+
+
+def test_a_rank_that_is_stuck_in_c_ends_and_the_job_goes_on(tmp_path):
+    (tmp_path / "stuck.py").write_text(STUCK)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    agent += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    done = subprocess.run(
+        [*agent, "stuck.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "rank 0 went on", "rank 1 went on"]
+    assert "no step in 1 s after SIGTERM" in done.stderr
+    assert "SIGKILL" not in done.stderr  # what torchrun sends after 30 s to a rank that has not ended
