@@ -192,13 +192,13 @@ def docstring(title, purpose, name):
     file = shlex.quote(f"{name}.py")
     title += "" if title.endswith((".", "?", "!")) else "."
     text = textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 4).replace('"""', "'''")
-    nodes = f"    torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu {file}"
+    nodes = f"torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu {file}"
     if len(nodes) > WIDTH:
-        nodes = nodes.replace(f" {file}", f" \\\n        {file}")
+        nodes = nodes.replace(f" {file}", f" \\\n    {file}")
     text += f"""
 
 One node, all GPUs (without GPUs, a number), and two (--node-rank=1 on the second):
-    torchrun --nproc-per-node=gpu {file}
+torchrun --nproc-per-node=gpu {file}
 {nodes}
 """
     return ('r"""' if "\\" in text else '"""') + text + '"""'
@@ -245,7 +245,7 @@ def main_text(parts, declared, own):
     rebound = {name for tree in trees for name in bound_anywhere(tree)}
     passed = parts.flags.keys() - declared.keys() - rebound
     read = {name for statement in parts.statements() for name in statement.reads}
-    lines, where = [], None
+    lines = []
     for statement in parts.body:
         code = without_annotation(statement, declared)
         names = passed & set(statement.reads)
@@ -257,9 +257,8 @@ def main_text(parts, declared, own):
     for statement in parts.body:
         code = without_annotation(statement, declared)
         code = with_arguments(code, passed & set(statement.reads), own["args"]) or code
-        if (statement.where != where or statement.above.strip(" ").startswith("\n")) and lines and lines[-1]:
+        if statement.above.strip(" ").startswith("\n") and lines and lines[-1]:
             lines.append("")
-        where = statement.where
         lines += [replace(statement, code=code).text]
     bound = [f"{name} = {own['args']}.{name}" for name in parts.flags if name in declared or name in read - passed]
     named = textwrap.wrap(", ".join(declared), WIDTH - 11)
