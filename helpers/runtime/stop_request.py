@@ -43,7 +43,8 @@ class StopRequest:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.bell_before)
         self.over.set()
-        self.bell.close()  # ends the thread's recv
+        with self.bell:
+            self.bell.shutdown(socket.SHUT_RDWR)  # ends the thread's recv
         if kind is None and self.pending:
             self.pending.wait()
 
