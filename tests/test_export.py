@@ -90,8 +90,8 @@ def test_shape():
     tree = ast.parse(text)
     assert ast.get_docstring(tree).startswith("Two ranks. This script adds 1 and 1.\n\nOne node, all GPUs")
     for line in (
-        "    torchrun --nproc-per-node=gpu 05_test.py",
-        "    torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu 05_test.py",
+        "torchrun --nproc-per-node=gpu 05_test.py",
+        "torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu 05_test.py",
     ):
         assert f"\n{line}" in ast.get_docstring(tree)
     assert top_level(text) == ["main", "parse_args"]
@@ -101,14 +101,14 @@ def test_shape():
 
 def test_a_long_command_is_continued():
     text = script_from_notebook(notebook(WORK), "a_notebook_with_a_very_long_name_indeed", allow_single=True)
-    command = ast.get_docstring(ast.parse(text)).partition("other:\n")[2].rstrip()
-    assert command.endswith("\\\n        a_notebook_with_a_very_long_name_indeed.py")
+    command = ast.get_docstring(ast.parse(text)).partition("second):\n")[2].rstrip()
+    assert command.endswith("\\\n    a_notebook_with_a_very_long_name_indeed.py")
     assert max(map(len, text.splitlines())) <= 88
 
 
 def test_only_tagged_cells_or_all():
-    assert "second" not in script(WORK, code("print('second')"))
-    assert "second" in script(code(WORK), code("print('second')"))
+    assert "'later'" not in script(WORK, code("print('later')")).replace('"', "'")
+    assert "'later'" in script(code(WORK), code("print('later')")).replace('"', "'")
 
 
 def test_imports_and_definitions_go_up_and_are_merged():
@@ -236,7 +236,7 @@ def test_a_constant_may_use_what_is_copied(monkeypatch):
 
 
 def test_title_without_heading_and_with_odd_characters():
-    assert script(WORK).startswith('"""05_test.\n\nOn all GPUs')
+    assert script(WORK).startswith('"""05_test.\n\nOne node, all GPUs')
     text = script('# A """q""" \\x', WORK)
     assert "A '''q''' \\x." in ast.get_docstring(ast.parse(text))
 
@@ -276,7 +276,7 @@ def test_help_reads_like_a_manual(tmp_path):
         "print(epochs, width, log_every)",
     )
     manual, status, _ = run_script(text, tmp_path, "--help")
-    assert status == 0 and "\nTitle. This script uses 100%.\n\nOne node, all GPUs" in manual
+    assert status == 0 and "usage: Title. This script uses 100%.\n\nOne node, all GPUs" in manual
     trained, seen = manual.index("\nWhat is trained:\n"), manual.index("\nWhat you see:\n")
     assert trained < manual.index("  --epochs") < manual.index("  --width") < seen < manual.index("  --log-every")
 
@@ -787,23 +787,29 @@ def test_a_moved_import_is_told():
 # ---- The book's own chapters
 
 
-BUDGET = {"04_ddp": 130, "08_trainer": 450}
-PLUMBING = {"04_ddp": 45}
+BUDGET = {"08_trainer": 450}  # lines; 500 for the others
+SHORT = {"04_ddp": (130, 45)}  # lines that are not blank, and how many of them are the process group's
 
 
 def test_the_chapters_scripts_are_short_and_nothing_is_told_of_them(capsys):
     table, wrong = [], []
     for path in commands.chapters():
         text, notes = script_and_notes(read_notebook(path), path.stem)
-        lines, plumbing = len(text.splitlines()), len(text[text.index("\ndef parse_args") :].splitlines())
-        table.append(f"{path.stem:24}{lines:6}{plumbing:6}")
-        if lines > BUDGET.get(path.stem, 500) or plumbing > PLUMBING.get(path.stem, 500) or notes:
+        written, most = text.splitlines(), SHORT.get(path.stem, (500, 45))
+        count = [sum(bool(line) for line in part) for part in (written, written[group_starts(written) :])]
+        table.append(f"{path.stem:24}{len(written):6}{count[0]:11}{count[1]:14}")
+        if len(written) > BUDGET.get(path.stem, 500) or count[0] > most[0] or count[1] > most[1] or notes:
             wrong.append(f"{table[-1]} {notes}")
-        if "\n    global " in text or max(map(len, text.splitlines())) > 88:
+        if "\n    global " in text or max(map(len, written)) > 88:
             wrong.append(f"{path.stem}: a global name, or a line of more than 88 columns")
     with capsys.disabled():
-        print("", f"{'script':24}{'lines':>6}{'of plumbing':>12}", *table, sep="\n")
+        print("", f"{'script':24}{'lines':>6}{'not blank':>11}{'process group':>14}", *table, sep="\n")
     assert not wrong, "\n".join(wrong)
+
+
+def group_starts(written):
+    """Where the last part of a script begins: what starts and stops its process group, and calls main."""
+    return next(number for number, line in enumerate(written) if line.startswith("def start_process_group("))
 
 
 @pytest.mark.parametrize(
