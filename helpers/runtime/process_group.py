@@ -18,13 +18,14 @@ def start_process_group(backend=None, timeout=timedelta(minutes=10)):
     """Start the default group, unless one runs; return this rank's GPU, or the CPU."""
     if dist.is_initialized():
         return dist.group.WORLD.bound_device_id or torch.device("cpu")
-    where = ["env://"]  # torch's error names a variable that is missing
+    where = ["env://"]  # the error names a variable that is missing
     if not os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:  # no launcher
         folder = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         where = [f"file://{folder}/store", 0, 1]
+    local_rank = int(os.environ["LOCAL_RANK"]) if "RANK" in os.environ else 0
     store, rank, world_size = next(dist.rendezvous(*where, timeout=timeout))
-    gpus, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    gpus = torch.cuda.device_count()
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     backend = backend or ("nccl" if gpus else "gloo")
     short = backend == "nccl" and gpus < needed
