@@ -17,11 +17,10 @@ import pytest
 import yaml
 from filelock import FileLock
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from print_pdf import BROWSERS
 
 ROOT = Path(__file__).parents[1]
-CHROME_ON_MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-BROWSERS = ["chromium", "chromium-browser", "google-chrome", CHROME_ON_MACOS]
 
 # A script's background job ignores Ctrl-C, and so does what it starts; the tests that press it need it to be heard.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

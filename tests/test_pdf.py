@@ -22,7 +22,7 @@ def pdf(book, browser, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pdf")
     html, file = folder / "html", folder / "book.pdf"
     shutil.copytree(book.html, html)
-    command = [sys.executable, "-W", "error", ROOT / "tests" / "print_pdf.py", html, file]
+    command = [sys.executable, "-W", "error", ROOT / "tools" / "print_pdf.py", html, file]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     return SimpleNamespace(html=html, file=file, reader=PdfReader(file), said=done.stdout)
@@ -115,7 +115,7 @@ def test_intro_links_it_once_it_is_there(book, pdf):
 
 
 def test_without_a_book_it_says_what_to_do(tmp_path):
-    command = [sys.executable, ROOT / "tests" / "print_pdf.py", tmp_path, tmp_path / "book.pdf"]
+    command = [sys.executable, ROOT / "tools" / "print_pdf.py", tmp_path, tmp_path / "book.pdf"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == f"There is no built book in {tmp_path}.\nTry `make book` first.\n"

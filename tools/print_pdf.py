@@ -16,10 +16,12 @@ from urllib.parse import unquote, urlsplit
 
 import yaml
 from bs4 import BeautifulSoup
-from conftest import BROWSERS, ROOT
 from playwright.sync_api import sync_playwright
 from pypdf import PdfReader, PdfWriter
 
+ROOT = Path(__file__).parents[1]
+CHROME_ON_MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+BROWSERS = ["chromium", "chromium-browser", "google-chrome", CHROME_ON_MACOS]
 NAME = "world-size-one.pdf"
 INTRO = "book/intro"
 PAPER_WIDTH = 665  # pixels between the margins of A4: 210 mm - 2 * 17 mm, at 96 to the inch
@@ -33,7 +35,7 @@ LOOK = """
 @page :first { @bottom-center { content: none; } }
 html { font-size: 10pt; }
 * { box-shadow: none !important; }
-body { background: white; color: black; font-family: var(--pst-font-family-base); line-height: 1.45; }
+body { background: white; color: black; font-variant-ligatures: none; font-family: var(--pst-font-family-base); line-height: 1.45; }
 h1, h2, h3, h4 { break-after: avoid; color: black; font-weight: 600; }
 h1 { font-size: 20pt; margin: 0 0 1rem; }
 h2 { font-size: 14pt; margin: 1.6rem 0 .5rem; }
