@@ -160,7 +160,7 @@ def test_names_that_a_script_cannot_quote(name):
 
 
 def test_a_carriage_return_ends_a_line():
-    assert 'x = 1\n    print(x)\n\n    print("b")' in script_from_notebook(
+    assert 'x = 1\n    print(x)\n    print("b")' in script_from_notebook(
         notebook("x = 1\rprint(x)", "\r\nprint('b')\r"), "mine"
     )
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -210,7 +209,7 @@ def start_as(settings, backend, agent):
     del os.environ["LOCAL_WORLD_SIZE"]
     if "LOCAL_WORLD_SIZE" in mine:
         os.environ["LOCAL_WORLD_SIZE"] = str(mine["LOCAL_WORLD_SIZE"])
-    socket.gethostname = lambda: mine.get("host", "here")
+    os.uname = lambda: SimpleNamespace(nodename=mine.get("host", "here"))
     seen = pretend(mine["gpus"])
     try:
         device = start_process_group(backend, timedelta(seconds=30))

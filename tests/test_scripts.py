@@ -87,6 +87,19 @@ stop_process_group()
 """
 
 
+# A script whose group is quick to start: it never starts.
+GROUPLESS = """\
+import os
+
+import torch.distributed as dist
+
+if steps < 0:
+    dist.init_process_group()
+print(steps, os.environ["OMP_NUM_THREADS"])
+assert steps < 5
+"""
+
+
 def write_notebook(folder, source, parameters="steps: int = 10\nfail: int = -1"):
     """A notebook of three cells, as folder/sample.ipynb."""
     cells = [
@@ -343,7 +356,7 @@ def test_what_ignores_sigterm_is_killed(tmp_path):
 
 
 def test_run_passes_flags_and_status(tmp_path):
-    notebook = write_notebook(tmp_path, "import os\n\nprint(steps, os.environ['OMP_NUM_THREADS'])\nassert steps < 5")
+    notebook = write_notebook(tmp_path, GROUPLESS)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     for steps, status in (("3", 0), ("7", 1)):
         command = [sys.executable, "-m", "helpers", "run", notebook, "--nproc", "2", "--", "--steps", steps]

@@ -32,13 +32,12 @@ def read_flags(parameters):
     return flags
 
 
-def parse_args_text(flags, name):
+def parse_args_text(flags, name, usage):
     """The function of the script that reads the flags, under the name that it has there."""
     calls = "\n    ".join(call for _, call in flags.values())
     head = f"""\
 def {name}():
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser({usage})
 """
     if "action=switch" in calls:
         head += "    switch = argparse.BooleanOptionalAction\n"

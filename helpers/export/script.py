@@ -117,12 +117,14 @@ def written(parts, cells, title, purpose, name):
 
     end_safely(parts, starts, own["stop_process_group"])
     definitions, plumbing = in_reading_order(parts.constants, copied, parts.definitions)
+    about = docstring(title, purpose, name)
+    usage = "usage=__doc__.replace('%', '%%')" if "%" in about else "usage=__doc__"  # argparse formats it with %
     sections = [
-        docstring(title, purpose, name),
+        about,
         *imports_text(parts.top, copied_imports, own["argparse"]),
         definitions_text(definitions),
         main_text(parts, declared, own),
-        parse_args_text(parts.flags, own["parse_args"]).replace("argparse.", f"{own['argparse']}."),
+        parse_args_text(parts.flags, own["parse_args"], usage).replace("argparse.", f"{own['argparse']}."),
         definitions_text(plumbing),
         f'if __name__ == "__main__":\n    {own["main"]}({own["parse_args"]}())',
     ]
@@ -190,14 +192,13 @@ def docstring(title, purpose, name):
     file = shlex.quote(f"{name}.py")
     title += "" if title.endswith((".", "?", "!")) else "."
     text = textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 4).replace('"""', "'''")
-    nodes = f"    torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu {file}"
+    nodes = f"torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu {file}"
     if len(nodes) > WIDTH:
-        nodes = nodes.replace(f" {file}", f" \\\n        {file}")
+        nodes = nodes.replace(f" {file}", f" \\\n    {file}")
     text += f"""
 
-On all GPUs of one node (without GPUs, give a number):
-    torchrun --nproc-per-node=gpu {file}
-On two nodes, the same on both but for the node's rank, 0 on HOST and 1 on the other:
+One node, all GPUs (without GPUs, a number), and two (--node-rank=1 on the second):
+torchrun --nproc-per-node=gpu {file}
 {nodes}
 """
     return ('r"""' if "\\" in text else '"""') + text + '"""'
@@ -244,7 +245,7 @@ def main_text(parts, declared, own):
     rebound = {name for tree in trees for name in bound_anywhere(tree)}
     passed = parts.flags.keys() - declared.keys() - rebound
     read = {name for statement in parts.statements() for name in statement.reads}
-    lines, where = [], None
+    lines = []
     for statement in parts.body:
         code = without_annotation(statement, declared)
         names = passed & set(statement.reads)
@@ -256,9 +257,8 @@ def main_text(parts, declared, own):
     for statement in parts.body:
         code = without_annotation(statement, declared)
         code = with_arguments(code, passed & set(statement.reads), own["args"]) or code
-        if (statement.where != where or statement.above.strip(" ").startswith("\n")) and lines and lines[-1]:
+        if statement.above.strip(" ").startswith("\n") and lines and lines[-1]:
             lines.append("")
-        where = statement.where
         lines += [replace(statement, code=code).text]
     bound = [f"{name} = {own['args']}.{name}" for name in parts.flags if name in declared or name in read - passed]
     named = textwrap.wrap(", ".join(declared), WIDTH - 11)

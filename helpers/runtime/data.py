@@ -12,8 +12,7 @@ from torch.utils.data import TensorDataset
 
 def digits(train=1440):
     """The digits, shuffled: (train set, validation set) of (image [64], label)."""
-    # The file alone: to import scikit-learn takes longer than to import torch.
-    path = "sklearn/datasets/data/digits.csv.gz"
+    path = "sklearn/datasets/data/digits.csv.gz"  # to import sklearn takes seconds
     table = np.loadtxt(distribution("scikit-learn").locate_file(path), delimiter=",")
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))
     images, labels = torch.tensor(table)[order].split([64, 1], dim=1)

@@ -6,7 +6,6 @@ Run-time module: what a chapter uses from here is copied into its exported scrip
 import atexit
 import os
 import shutil
-import socket
 import tempfile
 import time
 from datetime import timedelta
@@ -32,8 +31,7 @@ def start_process_group(backend=None, timeout=timedelta(minutes=10)):
     choice = f"{gpus} GPUs for {needed} ranks" if short else backend
     compare(store, rank, world_size, choice)
     device = torch.device("cuda", local_rank) if backend == "nccl" else None
-    if device:
-        torch.cuda.set_device(device)
+    torch.cuda.set_device(device or -1)  # -1 changes nothing
     options = {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group(backend, timeout=timeout, device_id=device, **options)
     print0(f"{world_size} rank(s), {backend} on {device or 'cpu'}")
@@ -42,13 +40,12 @@ def start_process_group(backend=None, timeout=timedelta(minutes=10)):
 
 def compare(store, rank, world_size, choice):
     """Raise RuntimeError on every rank, with the hosts, unless all use one backend."""
-    store.set(f"backend of rank {rank}", f"{choice} on {socket.gethostname()}")
-    if rank == 0:
-        keys = [f"backend of rank {r}" for r in range(world_size)]  # named at timeout
+    store.set(f"backend of rank {rank}", f"{choice} on {os.uname().nodename}")
+    if rank == 0:  # at the timeout the store names the key, so the rank
+        keys = [f"backend of rank {r}" for r in range(world_size)]
         choices = sorted({store.get(key).decode() for key in keys})
-        found = {choice.split(" on ")[0] for choice in choices}
-        wrong = "" if found in ({"nccl"}, {"gloo"}) else ", ".join(choices)
-        store.set("word of rank 0", wrong)
+        agreed = {choice.split(" on ")[0] for choice in choices} in ({"nccl"}, {"gloo"})
+        store.set("word of rank 0", "" if agreed else ", ".join(choices))
     if wrong := store.get("word of rank 0").decode():
         time.sleep(1)  # the rank that serves the store must not leave first
         raise RuntimeError(f"No common backend: {wrong}. On CPUs: --backend gloo.")

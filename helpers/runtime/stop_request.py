@@ -12,8 +12,6 @@ import threading
 import torch
 import torch.distributed as dist
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
 
 class StopRequest:
     """``with StopRequest() as stop:`` notes SIGTERM and SIGUSR1; all ranks enter it.
@@ -23,11 +21,12 @@ class StopRequest:
     ``patience`` seconds is stuck in a collective with that peer, and ends.
     """
 
+    signals = signal.SIGTERM, signal.SIGUSR1
+
     def __init__(self, patience=10):
         self.patience = patience  # longer than a step, a validation and a save
         self.noted, self.steps = 0, 0  # the last signal, calls of agreed()
-        self.asked = None  # the signal's name, once the ranks agreed to stop
-        self.pending = None  # the all-reduce that agreed() began a step ago
+        self.asked = self.pending = None  # the agreed signal, agreed()'s all-reduce
         self.over = threading.Event()
 
     def __enter__(self):
@@ -35,12 +34,12 @@ class StopRequest:
         self.alarm, self.bell = socket.socketpair()
         self.bell.setblocking(False)
         self.bell_before = signal.set_wakeup_fd(self.bell.fileno())
-        self.before = [signal.signal(number, self.note) for number in STOP_SIGNALS]
+        self.before = [signal.signal(number, self.note) for number in self.signals]
         threading.Thread(target=self.watch, daemon=True).start()
         return self
 
     def __exit__(self, kind, *_):
-        for number, handler in zip(STOP_SIGNALS, self.before, strict=True):
+        for number, handler in zip(self.signals, self.before, strict=True):
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.bell_before)
         self.over.set()
@@ -69,18 +68,18 @@ class StopRequest:
         self.steps += 1
         if self.pending:  # the question of the step before, so its answer is here
             self.pending.wait()
-            self.pending = None
             if self.flag:
                 self.asked = signal.Signals(int(self.flag)).name
                 self.over.set()  # what follows is a save, and may take long
         if not self.asked:
             self.flag = torch.tensor(self.noted)
-            work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, self.group, True)
-            self.pending = work
+            self.pending = dist.all_reduce(
+                self.flag, dist.ReduceOp.MAX, self.group, True
+            )
         return self.asked
 
 
 def outlive_signals(_):
     """A DataLoader's ``worker_init_fn``: the signals are for the rank alone."""
-    for number in STOP_SIGNALS:
+    for number in StopRequest.signals:
         signal.signal(number, signal.SIG_IGN)
