@@ -185,7 +185,7 @@ def pretend(gpus):
     """``gpus`` GPUs, and a group that is not started; what it would have been started with."""
     seen = SimpleNamespace(current=None)
     torch.cuda.device_count = lambda: gpus
-    torch.cuda.set_device = lambda device: setattr(seen, "current", device)
+    torch.cuda.set_device = lambda device: setattr(seen, "current", None if device == -1 else device)  # -1: no change
     dist.init_process_group = lambda backend, **options: seen.__dict__.update(options, backend=backend)
     return seen
 

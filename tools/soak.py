@@ -23,9 +23,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 TIMEOUT = 120  # seconds for one run
 WELL = "ended well"
 
-# What it takes to see a hang: gradients in several buckets, a model that main still holds, and an end that comes at
-# once after a backward (pytorch#190489). A hang there ends with SIGALRM.
+# What it takes to see a hang: gradients in several buckets, a model that a function still holds, and an end that comes
+# at once after a backward (pytorch#190489). Twenty groups live in each run, for the first seldom hangs. A hang ends
+# with SIGALRM.
 JOB = """
+    import os
     import signal
     import sys
 
@@ -34,20 +36,25 @@ JOB = """
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel as DDP
 
-    from helpers.runtime.process_group import start_process_group, stop_process_group
+    from helpers.runtime.process_group import stop_process_group
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
-    def main(end, fault):
-        start_process_group("gloo")
+    def live(number, end, fault):
+        signal.alarm(30)
+        store = dist.PrefixStore(str(number), agent)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
         model = DDP(layers, bucket_cap_mb=0.001)
-        for step in range(10):
+        for step in range(3):
             model(torch.ones(4, 8)).sum().backward()
-            if step == 5 and dist.get_rank() == 1 and fault == "raise":
+            if step == 1 and rank == 1 and fault == "raise":
                 raise ValueError("rank 1 cannot go on")
-            if step == 5 and dist.get_rank() == 1 and fault == "exit":
+            if step == 1 and rank == 1 and fault == "exit":
                 sys.exit(3)
-        signal.alarm(20)
+        signal.alarm(15)
         if end == "stop":
             stop_process_group()
         if end == "barrier":
@@ -56,7 +63,9 @@ JOB = """
             dist.destroy_process_group()
 
 
-    main(*sys.argv[1:])
+    for number in range(1 if sys.argv[1] == "nothing" else 20):
+        live(number, *sys.argv[1:])
+    signal.alarm(15)
 """
 ENDS = {  # the script's arguments: how its first rank to end badly may end, None where all is only counted
     ("stop", "no-fault"): {WELL},
@@ -92,7 +101,7 @@ def run(script, nproc, flags, logs):
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode == -signal.SIGALRM:
-            return "hung at its end"
+            return "hung at a group's end"
         return f"{'rank 1' if rank == 1 else 'a peer'}: {failure.exitcode}"
     finally:
         signal.alarm(0)
