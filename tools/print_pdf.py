@@ -35,7 +35,8 @@ LOOK = """
 @page :first { @bottom-center { content: none; } }
 html { font-size: 10pt; }
 * { box-shadow: none !important; }
-body { background: white; color: black; font-variant-ligatures: none; font-family: var(--pst-font-family-base); line-height: 1.45; }
+body { background: white; color: black; font-family: var(--pst-font-family-base); line-height: 1.45; }
+body { font-variant-ligatures: none; }
 h1, h2, h3, h4 { break-after: avoid; color: black; font-weight: 600; }
 h1 { font-size: 20pt; margin: 0 0 1rem; }
 h2 { font-size: 14pt; margin: 1.6rem 0 .5rem; }

@@ -26,8 +26,7 @@ class StopRequest:
     def __init__(self, patience=10):
         self.patience = patience  # longer than a step, a validation and a save
         self.noted, self.steps = 0, 0  # the last signal, calls of agreed()
-        self.asked = self.pending = None  # the agreed signal, agreed()'s all-reduce
-        self.over = threading.Event()
+        self.over, self.asked, self.pending = threading.Event(), None, None
 
     def __enter__(self):
         self.group = dist.new_group(backend="gloo")  # on the CPU: no wait for a GPU
