@@ -12,6 +12,7 @@ from pathlib import Path
 import leftovers
 import psutil
 import pytest
+import recorded
 from test_scripts import CHAPTERS, TOLERANCE, result, stand_alone
 
 from helpers.export import chapters
@@ -61,6 +62,9 @@ def test_results_equal_those_on_gloo(notebook, alone, tmp_path):
     assert "Rehearsal on 2 pretended GPUs" in done.stderr
     # Nothing went by the GPUs: all collectives of the default group were NCCL's.
     assert re.search(r"\((NCCL|C\+\+)\)|by DDP", done.stderr)
+    if notebook.stem == "04_ddp":
+        report = done.stderr[done.stderr.index("Rehearsal on") :]
+        recorded.compare("rehearsal", report, "python -m pytest tests/test_rehearsal.py -k 04_ddp")
 
 
 def test_the_trainer_on_a_whole_node(alone, tmp_path):
