@@ -540,6 +540,10 @@ GLOBAL = {
     ),
     "parameter": (["def f():\n    return epochs\nprint(f())"], "epochs"),
     "assigned by a function": (["def f():\n    global n\n    n += 1\nn = 2\nf()\nprint(n)"], "n"),
+    "assigned by a function in a block": (
+        ["if True:\n    def f():\n        global n\n        n = 3\nn = 2\nf()\nprint(n)"],
+        "f, n",
+    ),
     "with": (["with open('a', 'w') as file:\n    pass\ndef f():\n    return file.name\nprint(f())"], "file"),
     "defined twice": (["def f(): return 1\nprint(f())\ndef f(): return 2\nprint(f())"], "f"),
     "import twice": (["import time\nprint(time.time() > 0)", "from time import time\nprint(time() > 0)"], "time"),
@@ -716,7 +720,8 @@ def test_a_group_whose_ranks_do_not_work_together_is_told_so():
         "from torch.multiprocessing import spawn\nspawn(print, nprocs=2)",
         "from accelerate import notebook_launcher\nnotebook_launcher(print, (), num_processes=2)",
         "import lightning as L\nL.Trainer(strategy='ddp_notebook')",
-        "def f():\n    torch.distributed.init_process_group()\nimport torch\ntorch.multiprocessing.Process(target=f).start()",
+        "import torch\ndef f():\n    torch.distributed.init_process_group()\n"
+        "torch.multiprocessing.Process(target=f).start()",
     ],
 )
 def test_launchers_inside_of_torchrun_are_refused(source):
@@ -751,7 +756,8 @@ EARLY_SETTINGS = {
 @pytest.mark.parametrize("cells", EARLY_SETTINGS.values(), ids=EARLY_SETTINGS)
 def test_imports_come_after_what_they_depend_on(cells, tmp_path):
     (tmp_path / "here").mkdir()
-    mine = "import math, os\nx = __file__.split('/')[-2:]\nenviron = os.environ.get('MINE')\npatched = getattr(math, 'mine', 0)"
+    mine = "import math, os\nx = __file__.split('/')[-2:]\nenviron = os.environ.get('MINE')\n"
+    mine += "patched = getattr(math, 'mine', 0)"
     (tmp_path / "here" / "mine.py").write_text(mine)
     if "sys" not in cells[0]:
         (tmp_path / "mine.py").write_text(mine)

@@ -96,7 +96,7 @@ def test_what_the_screen_folds_is_printed(pdf):
     for cell in json.loads((ROOT / f"{chapter}.ipynb").read_text())["cells"]:
         if "solution" in cell["metadata"].get("tags", []):
             assert [line for line in cell["source"] if re.sub(r"\s", "", line) not in text] == []
-    assert "Solution" in text and "Shown:" in text and "run_and_exit(main,parse_args())" in text
+    assert "Solution" in text and "Shown:" in text and "main(parse_args())" in text
     assert "Showcodecell" not in text and "Clicktoshow" not in text
     assert r"\(" not in text and r"\frac" not in text
 

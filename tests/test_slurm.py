@@ -173,7 +173,7 @@ POLITE = """\
 import os, pathlib, signal, sys, time
 
 def stop(number, frame):
-    pathlib.Path(sys.argv[2], "stopped").touch()
+    pathlib.Path(sys.argv[sys.argv.index("--checkpoint-dir") + 1], "stopped").touch()
     sys.exit()
 
 signal.signal(signal.SIGTERM, stop)

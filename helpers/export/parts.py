@@ -191,7 +191,12 @@ def settings(statements, fixed, flags, problems):
         early.add(place)
         for name in statement.needs:
             before = binders.get(name)
-            if name in fixed and before is not None and before < place and isinstance(statements[before].node, SIMPLE | IMPORT):
+            if (
+                name in fixed
+                and before is not None
+                and before < place
+                and isinstance(statements[before].node, SIMPLE | IMPORT)
+            ):
                 todo.append((before, cause))
             elif before is not None or name in flags:
                 problems.append(
