@@ -258,7 +258,8 @@ def test_command_in_the_prose_works(command, tmp_path):
     elif words[:3] == ["python", "-m", "helpers"]:
         if words[3] == "export" and "--out" not in words:
             words += ["--out", str(tmp_path)]
-        run(sys.executable, "-m", "helpers", *(["run", "--help"] if words[3] == "run" else words[3:]))
+        long = words[3] in ("run", "rehearse")
+        run(sys.executable, "-m", "helpers", *([words[3], "--help"] if long else words[3:]))
     elif words[:2] == ["jupyter", "nbconvert"]:
         run(sys.executable, "-m", "nbconvert", *words[2:], "--output-dir", tmp_path)
         assert list(tmp_path.iterdir())
