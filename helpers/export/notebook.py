@@ -182,15 +182,9 @@ def sort_cells(notebook, name):
     """
     check_language(notebook, name)
     check_name(name)
-    cells, title, heading, problems, written = Cells(), None, "", [], {}
+    cells, problems, written = Cells(), [], {}
     tagged = any("export" in tags_of(cell) for cell in notebook.cells if cell.cell_type == "code")
     for number, cell in enumerate(notebook.cells, 1):
-        if cell.cell_type == "markdown":
-            for level, text in headings_and_paragraphs(cell.source)[0]:
-                if level == 1 and title is None:
-                    title = text  # stands in the docstring
-                else:
-                    heading = text
         if cell.cell_type != "code" or not cell.source.strip():
             continue
         where, tags = f"{name}, cell {number} (`{first_line(cell.source)}`)", tags_of(cell)
@@ -200,20 +194,20 @@ def sort_cells(notebook, name):
                 if cells.parameters:
                     raise ExportError(f"{where} is the second that is tagged parameters.\nKeep one such cell.")
                 check_text(cell.source, where)
-                found = cells.parameters = cell_statements(cell.source, where, heading, tagged=True)
+                found = cells.parameters = cell_statements(cell.source, where, tagged=True)
             elif "export" in tags or not tagged:
                 check_text(cell.source, where)
                 if {"raises-exception", "nbval-raises-exception"} & set(tags):
                     raising = f"{first_line(cell.source)} (a cell that raises)"
-                    cells.exported.append(left_out(raising, where, heading))
+                    cells.exported.append(left_out(raising, where))
                 else:
                     if magic := cell_magic(cell.source):
                         note_cell_magic(*magic, where, written, cells.notes)
-                    found = cell_statements(cell.source, where, heading, "export" in tags)
+                    found = cell_statements(cell.source, where, "export" in tags)
                     cells.exported += found
             else:
                 try:
-                    found = cell_statements(cell.source, where, heading, tagged=False)
+                    found = cell_statements(cell.source, where, tagged=False)
                 except ExportError:
                     continue  # what is not exported may be anything
                 for bound in (bound for statement in found for bound in statement.binds):
@@ -255,9 +249,9 @@ def check_text(source, where):
         raise ExportError(f"{where} has {what} in line {line}.\nWrite that line again.")
 
 
-def left_out(text, where, heading, above=""):
+def left_out(text, where, above=""):
     """What stands in the script for what is left out of it: the comment above that is not about it."""
-    return Statement(None, "", above, "", where, heading)
+    return Statement(None, "", above, "", where)
 
 
 def cell_magic(source):
@@ -266,7 +260,7 @@ def cell_magic(source):
     return magic and (magic[1], magic[2].strip(), source[magic.end() :].strip("\r\n"))
 
 
-def cell_statements(source, where, heading, tagged):
+def cell_statements(source, where, tagged):
     """The statements of a code cell; a magic is what IPython makes of it, a call of get_ipython()."""
     source = source.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
     above = []
@@ -275,11 +269,11 @@ def cell_statements(source, where, heading, tagged):
         if magic not in BODY_MAGICS:
             if tagged:
                 raise ExportError(f"{where} is exported, but %%{magic} is for notebooks.\nTake one of them away.")
-            return [left_out(f"a %%{magic} cell", where, heading)]
-        above = [left_out(f"%%{magic} {words}".strip(), where, heading)]
+            return [left_out(f"a %%{magic} cell", where)]
+        above = [left_out(f"%%{magic} {words}".strip(), where)]
         source = body
     python = checked(source, where)
-    found = split(python, where, heading)
+    found = split(python, where)
     written = source.split("\n")
     if python != source and len(python.split("\n")) == len(written):
         for number, statement in enumerate(found):
@@ -376,7 +370,7 @@ def without_notebook_imports(statement, cells):
     node, where = statement.node, statement.where
     if all(is_colab(one.node) for one in each_import(statement)):
         cells.notes.append(f"{where}: `{first_line(statement.code)}` is left out: only Colab has it.")
-        return left_out(statement.code, where, statement.heading, statement.above and f"{statement.above}\n")
+        return left_out(statement.code, where, statement.above and f"{statement.above}\n")
     if "tqdm" not in statement.code:
         return statement
     names = {alias.name for alias in node.names}

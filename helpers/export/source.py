@@ -30,7 +30,6 @@ class Statement:
     above: str = ""  # the comment and blank lines before it
     comment: str = ""  # the comment behind it
     where: str = ""
-    heading: str = ""
     written: str = ""  # what the notebook has, where a magic was translated
 
     @property
@@ -81,7 +80,7 @@ def depth(tree):
     return levels
 
 
-def split(source, where="", heading=""):
+def split(source, where=""):
     """The top-level statements of a source text, in order, each with its comments."""
     lines = source.split("\n")
     in_bytes = [line.encode() for line in lines]  # ast counts bytes
@@ -99,10 +98,10 @@ def split(source, where="", heading=""):
         alone = following is None or following.lineno > node.end_lineno  # else what is behind is the next statement
         behind = in_bytes[last][end:].decode().strip().removeprefix(";").lstrip() if alone else ""
         above = lower_part(found, lines[done : first - 1])
-        found.append(Statement(node, code, above, behind if behind.startswith("#") else "", where, heading))
+        found.append(Statement(node, code, above, behind if behind.startswith("#") else "", where))
         done = node.end_lineno
     above = lower_part(found, lines[done:])
-    return [*found, Statement(None, "", above, "", where, heading)] if above.strip() else found
+    return [*found, Statement(None, "", above, "", where)] if above.strip() else found
 
 
 def lower_part(found, lines):
