@@ -71,6 +71,7 @@ def place(tmp_path, monkeypatch):
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "PET_NNODES"):
             environment.pop(name, None)
         environment |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "CUDA_VISIBLE_DEVICES": ""}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or a restart may read the addresses of the dead
         yield environment | {"PYTHONPATH": str(ROOT)}
 
 
