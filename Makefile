@@ -101,12 +101,7 @@ browser:
 slurm:
 	@sh tools/install_slurm.sh
 
-# The workers share the cores: an OpenMP thread that waits is to sleep, not to spin, which takes a fifth more of
-# them. What else makes these runs quick and steady stands in tests/quick. All of them test the CPU's path.
-test portability: export OMP_WAIT_POLICY := passive
-test portability: export CUDA_VISIBLE_DEVICES :=
-test portability: export PYTHONPATH := $(CURDIR)/tests/quick
-PYTEST := $(BIN)/python -m pytest -p patient_kernels --nbval -n 3 --dist loadfile
+PYTEST := $(BIN)/python -m pytest --nbval -n 3 --dist loadfile
 
 test: $(READY) browser slurm
 	@$(PYTEST) --no-loadscope-reorder $(ARGS)
