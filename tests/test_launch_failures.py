@@ -17,6 +17,8 @@ from launching import cell, failure, linux, nothing_left, warmed_up, without_car
 
 from helpers.ranks import launch as launcher
 
+pytestmark = pytest.mark.ranks
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 

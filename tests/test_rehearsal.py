@@ -17,6 +17,8 @@ from test_scripts import CHAPTERS, TOLERANCE, result, stand_alone
 
 from helpers.export import chapters
 
+pytestmark = pytest.mark.rehearsals
+
 ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent
 FLAGS = {"05_amp": ["--bench-width", "64", "--bench-batch", "64", "--bench-steps", "2"]}

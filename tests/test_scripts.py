@@ -22,6 +22,8 @@ import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+pytestmark = pytest.mark.scripts
+
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))
 NOTEBOOKS = [*CHAPTERS, ROOT / "notebooks" / "template.ipynb"]

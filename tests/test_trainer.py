@@ -15,6 +15,8 @@ from torch.utils.data import TensorDataset
 
 from helpers.ranks.launch import launch
 
+pytestmark = pytest.mark.ranks
+
 NOTEBOOK = ROOT / "notebooks" / "08_trainer.ipynb"
 FEW = ["--epochs", "2", "--batch-size", "64", "--lr", "0.003", "--width", "32", "--log-every", "1"]
 

@@ -230,7 +230,7 @@ def printer(html):
     """A function that prints a document, opened in the folder ``html``, and returns the PDF as a file in memory."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        raise SystemExit("No chromium or Chrome on this machine, and the PDF is printed by one.\nTry `make browser`.")
+        raise SystemExit("No chromium or Chrome on this machine, and the PDF is printed by one.\nTry `make system`.")
     file = html.resolve() / "print.html"
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=FLAGS)
