@@ -2,13 +2,16 @@
 
 import contextlib
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import leftovers
 import pytest
@@ -16,6 +19,8 @@ import torch.distributed as dist
 from launching import cell, failure, linux, nothing_left, warmed_up, without_carets  # noqa: F401  (fixtures)
 
 from helpers.ranks import launch as launcher
+from helpers.ranks.launch import collect
+from helpers.ranks.rank import MET, RETURNED
 
 # --- failures ---------------------------------------------------------------------------------------------------------
 
@@ -341,6 +346,16 @@ def test_hang_of_any_kind_ends_at_the_timeout(hang):
     error = failure(page.step, nproc=2, timeout=1)
     assert str(error).startswith("2 of 2 ranks still ran after timeout=1 s:")
     assert "line 6 of step" in str(error)
+
+
+def test_slow_start_does_not_count(tmp_path):
+    """A call's time runs from the moment that its ranks have met: this rank needs twice as long until then."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    alive, _ = multiprocessing.Pipe()
+    late = threading.Timer(1, os.write, (there.fileno(), MET + RETURNED))
+    late.start()
+    assert collect(tmp_path, [(SimpleNamespace(sentinel=alive), here)], timeout=0.5) == ({0}, {})
+    late.join()
 
 
 def test_hang_before_the_function_is_told():
