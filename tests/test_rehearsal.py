@@ -30,7 +30,7 @@ def rehearse(script, *options, flags=(), timeout=120):
     command = [sys.executable, "-m", "helpers", "rehearse", script, *options, "--", *flags]
     environment = {**os.environ, leftovers.MARK: mark}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
-    assert leftovers.soon(lambda: not leftovers.processes(mark), seconds=5)
+    assert leftovers.soon(lambda: not leftovers.processes(mark))
     return done
 
 
@@ -146,7 +146,7 @@ def test_a_script_s_own_status_and_a_lost_node(tmp_path):
     script.write_text(
         "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('rank 1 stops')\ntime.sleep(100)\n"
     )
-    done = rehearse(script, "--nodes", "2", "--gpus", "1", timeout=60)
+    done = rehearse(script, "--nodes", "2", "--gpus", "1", timeout=90)
     assert done.returncode == 1 and "rank 1 stops" in done.stderr
 
 
@@ -169,7 +169,7 @@ def test_an_interrupted_rehearsal_leaves_nothing(tmp_path):
             assert [process.stdout.readline() for _ in range(2)] == ["training\n"] * 2
             assert len(psutil.Process(process.pid).children(recursive=True)) == 4
             os.killpg(process.pid, signal.SIGINT)
-            errors = process.communicate(timeout=30)[1]
+            errors = process.communicate(timeout=60)[1]
         finally:
             left = leftovers.processes(mark)
             for pid in left:
