@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 from copy import deepcopy
-from pathlib import Path
 
 import hygiene
 import nbformat
