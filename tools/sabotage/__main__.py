@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import nbformat
@@ -52,6 +52,8 @@ def run(lie, notebook, seconds=600):
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE / "load"), str(copy)]),
             "TMPDIR": folder,
+            "CUDA_VISIBLE_DEVICES": "",  # the pages' outputs are those of a CPU
+            "OMP_WAIT_POLICY": "passive",  # other chapters may run beside this one
             "WORLD_SIZE_ONE_FAILURE": str(failure),
             "WORLD_SIZE_ONE_LIE_TOLD": str(told),
             "WORLD_SIZE_ONE_LIE": lie.name if lie else "",
@@ -149,7 +151,9 @@ def main(arguments=None):
             return status
         names = options.names or list(LIES)
         pairs = [(LIES[name], notebook_of(chapter)) for name in names for chapter in LIES[name].chapters]
-        for (lie, notebook), (said, problem) in zip(pairs, pool.map(lambda pair: row(*pair), pairs), strict=True):
+        running = {pool.submit(row, lie, notebook): (lie, notebook) for lie, notebook in pairs}
+        for done in as_completed(running):
+            (lie, notebook), (said, problem) = running[done], done.result()
             what = f"{said['By']} {said['Cell']} {said['What the cell said']}"
             print(f"{lie.name}, chapter {notebook.stem[:2]}: {what}", flush=True)
             if problem:

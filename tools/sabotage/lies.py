@@ -47,9 +47,20 @@ SCALER = "torch.amp.grad_scaler"
 FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"
 LAUNCH = "helpers/ranks/launch.py"
 CHECKPOINT = "helpers/runtime/checkpoint.py"
+STOP = "helpers/runtime/stop_request.py"
 
 
 # --- Groups, launchers, meshes
+
+
+def give_ranks(agent, change):
+    """Have torchrun's agent give each rank the environment that ``change`` makes of the right one."""
+    true = agent.start_processes
+
+    def start_processes(*inputs, envs, **keywords):
+        return true(*inputs, envs={rank: env | change(env) for rank, env in envs.items()}, **keywords)
+
+    agent.start_processes = start_processes
 
 
 @lie("01", "each of them its number|world of four|rank", file=LAUNCH)
@@ -70,16 +81,29 @@ def launch_drops_a_ranks_output(text):
     return swap(text, "in fold(outputs):", "in fold(outputs[:-1]):")
 
 
-@lie("01", "local rank", module=AGENT)
+@lie("01 10", "local.rank", module=AGENT)
 def local_rank_is_the_rank(agent):
     """`torchrun` sets `LOCAL_RANK` to the rank, so that a second node asks for devices that it does not have."""
-    true = agent.start_processes
+    give_ranks(agent, lambda env: {"LOCAL_RANK": env["RANK"]})
 
-    def start_processes(*inputs, envs, **keywords):
-        envs = {local_rank: env | {"LOCAL_RANK": env["RANK"]} for local_rank, env in envs.items()}
-        return true(*inputs, envs=envs, **keywords)
 
-    agent.start_processes = start_processes
+@lie("01 10", "node", module=AGENT)
+def every_node_is_node_0(agent):
+    """`torchrun` sets `GROUP_RANK` to 0 on every node."""
+    give_ranks(agent, lambda env: {"GROUP_RANK": "0"})
+
+
+@lie("01", "backend|sick|gloo", file="helpers/runtime/process_group.py")
+def backends_are_not_compared(text):
+    """`start_process_group` starts though one node takes gloo and the other NCCL."""
+    return swap(text, "    compare(store, rank, world_size, choice)\n", "")
+
+
+@lie("01 10", "group", module=C10D)
+def new_group_takes_everybody(c10d):
+    """`new_group` makes a group of all ranks, whichever ranks it is given."""
+    true = c10d.new_group
+    c10d.new_group = lambda ranks=None, *inputs, **keywords: true(None, *inputs, **keywords)
 
 
 @lie("01", "barrier", module=C10D)
@@ -88,7 +112,7 @@ def barrier_does_not_wait(c10d):
     c10d.barrier = lambda *inputs, **keywords: None
 
 
-@lie("01 02", "monitored_barrier|names", module=C10D)
+@lie("01 02 11", "monitored.?barrier|roll call", module=C10D)
 def monitored_barrier_blames_another_rank(c10d):
     """`monitored_barrier` names the rank after the one that is missing."""
     import re
@@ -122,7 +146,7 @@ def mesh_counts_columns_first(module):
 # --- Collectives
 
 
-@lie("02 03 04", "all.?reduce|collective|add up|adds? up|count|average", module=C10D)
+@lie("02 03 04 10", "all.?reduce|collective|adds? up|count|average", module=C10D)
 def all_reduce_adds_nothing(c10d):
     """`all_reduce` returns, and every rank keeps its own numbers."""
 
@@ -218,6 +242,12 @@ def reduce_scatter_gives_all_the_first_part(c10d):
 def all_to_all_does_not_transpose(c10d):
     """`all_to_all` gives every rank its own parts back."""
     c10d.all_to_all_single = lambda output, whole, *inputs, **keywords: output.copy_(whole)
+
+
+@lie("02 11", "DETAIL", module="torch.distributed")
+def detail_compares_nothing(module):
+    """`TORCH_DISTRIBUTED_DEBUG=DETAIL` is ignored: ranks do not compare their collectives."""
+    module.set_debug_level_from_env = lambda: None
 
 
 # --- Samplers and loaders
@@ -331,6 +361,12 @@ def sync_batchnorm_is_plain_batchnorm(module):
 def join_does_not_shadow(module):
     """`Join` does not shadow the collectives of the ranks that still train."""
     module.Join._get_num_nonjoined_procs = lambda self, group: 0
+
+
+@lie("04", "ZeroRedundancy|part of the|optimizer", module="torch.distributed.optim.zero_redundancy_optimizer")
+def zero_keeps_its_updates(module):
+    """`ZeroRedundancyOptimizer` does not send the others the weights that it has updated."""
+    module.ZeroRedundancyOptimizer._sync_params = lambda self: None
 
 
 # --- Automatic mixed precision
@@ -517,18 +553,19 @@ def dcp_load_loads_nothing(module):
     module.load = lambda *inputs, **keywords: None
 
 
-@lie("07", "optimizer|momentum", module="torch.distributed.checkpoint.state_dict")
+@lie("07 08 09", "optimizer|momentum|same bits|every bit", module="torch.optim.optimizer")
 def optimizer_is_not_restored(module):
     """A checkpoint without the optimizer: a resume begins with fresh momenta."""
-    true = module.set_state_dict
-
-    def set_state_dict(model, optimizers, *, model_state_dict, optim_state_dict, options=None):
-        true(model, [], model_state_dict=model_state_dict, optim_state_dict={}, options=options)
-
-    module.set_state_dict = set_state_dict
+    module.Optimizer.load_state_dict = lambda self, state: None
 
 
-@lie("07", "random|same bits", module="torch.random")
+@lie("07", "scaler", module=SCALER)
+def scaler_is_not_restored(module):
+    """A checkpoint without the gradient scaler: a resume begins with a scale of 65,536."""
+    module.GradScaler.load_state_dict = lambda self, state: None
+
+
+@lie("07 08", "random|same bits", module="torch.random")
 def generator_is_not_restored(module):
     """A checkpoint without the random numbers: `set_rng_state` does nothing."""
     module.set_rng_state = lambda state: None
@@ -581,3 +618,178 @@ def load_file_executes_what_it_reads(text):
 def background_save_copies_nothing(text):
     """A save in the background writes tensors that training goes on to change."""
     return swap(text, "copy = BlockingAsyncStager().stage(state)  # on the CPU", "copy = state")
+
+
+# --- Trainer, restarts, nodes
+
+
+@lie("07 08", "own noise|random", file="notebooks/{chapter}")
+def all_ranks_draw_the_same_noise(text):
+    """After the model is built, all ranks are seeded alike."""
+    return swap(text, "seed + 1) + dist.get_rank())", "seed + 1))", times=text.count("seed + 1) + dist.get_rank())"))
+
+
+@lie("08 09", "stop|signal|schedul", file=STOP)
+def stop_request_hears_nothing(text):
+    """`StopRequest` does not note the signal."""
+    return swap(text, "        self.noted = number\n", "        pass\n")
+
+
+@lie("08 09", "stop|signal|agree", file=STOP)
+def one_signalled_rank_is_outvoted(text):
+    """The ranks stop when all of them have got the signal, and not when one has."""
+    return swap(text, "dist.ReduceOp.MAX", "dist.ReduceOp.MIN")
+
+
+@lie("09", "restart|start|snapshot|going on", file="notebooks/09_fault_tolerance.ipynb")
+def restart_starts_anew(text):
+    """A restarted script finds no snapshot, and trains from step 0."""
+    return swap(text, "    return max(found)", "    return found[0]")
+
+
+@lie("09", "restart", module=AGENT)
+def restarts_are_not_counted(agent):
+    """`torchrun` tells every start that it is the first."""
+    give_ranks(agent, lambda env: {"TORCHELASTIC_RESTART_COUNT": "0"})
+
+
+@lie("09", "restart", module="torch.distributed.launcher.api")
+def torchrun_never_restarts(module):
+    """`torchrun` ignores `--max-restarts`."""
+    true = module.launch_agent
+
+    def launch_agent(config, *inputs, **keywords):
+        config.max_restarts = 0
+        return true(config, *inputs, **keywords)
+
+    module.launch_agent = launch_agent
+
+
+@lie("09", "status|restart|fail", module="torch.distributed.launcher.api")
+def failure_has_status_0(module):
+    """`torchrun` ends with status 0 though a rank has failed."""
+    true = module.launch_agent
+
+    def launch_agent(*inputs, **keywords):
+        try:
+            return true(*inputs, **keywords)
+        except module.ChildFailedError:
+            return {}
+
+    module.launch_agent = launch_agent
+
+
+@lie("09", "record|error file|which rank", module="torch.distributed.elastic.multiprocessing.errors")
+def record_writes_no_error_file(module):
+    """`@record` writes no file about the exception."""
+    module.record = lambda function, error_handler=None: function
+
+
+@lie("10", "signal|requeue|batch|Slurm", file="helpers/export/launch_files.py")
+def batch_file_asks_for_no_warning(text):
+    """The batch file does not ask Slurm for a signal before the time is up."""
+    return swap(text, "#SBATCH --signal=USR1@{STOP_BEFORE}", "# no --signal={STOP_BEFORE}")
+
+
+# --- Profiling and debugging
+
+
+@lie("11", "all.?reduce|collective|communication", module="torch.profiler.profiler")
+def profiler_loses_collectives(module):
+    """The profiler's trace has no collectives."""
+    true = module._KinetoProfile.export_chrome_trace
+
+    def export_chrome_trace(self, path, *inputs, **keywords):
+        import json
+        from pathlib import Path
+
+        true(self, path, *inputs, **keywords)
+        trace = json.loads(Path(path).read_text())
+        kept = [event for event in trace["traceEvents"] if not event.get("name", "").startswith("gloo:")]
+        Path(path).write_text(json.dumps(trace | {"traceEvents": kept}))
+
+    module._KinetoProfile.export_chrome_trace = export_chrome_trace
+
+
+@lie("11", "flight recorder|record", module=C10D)
+def flight_recorder_loses_the_last_call(c10d):
+    """The flight recorder's dump lacks the collective that hangs."""
+    import pickle
+
+    from torch._C import _distributed_c10d as library
+
+    true = library._dump_fr_trace
+
+    def dump(*inputs):
+        log = pickle.loads(true(*inputs))
+        return pickle.dumps(log | {"entries": log["entries"][:-1]})
+
+    library._dump_fr_trace = dump
+
+
+@lie("11", "culprit|flight recorder|torchfrtrace|reader", module="torch.distributed.flight_recorder.components.types")
+def flight_recorder_blames_the_wrong_rank(module):
+    """The flight recorder's reader names the other rank."""
+    true = module.EntryState.log
+
+    def log(self, *inputs, errors=None, **keywords):
+        true(self, *inputs, errors=errors and {(1 - rank, what) for rank, what in errors}, **keywords)
+
+    module.EntryState.log = log
+
+
+@lie("11", "anomaly", module="torch.autograd.anomaly_mode")
+def detect_anomaly_sees_nothing(module):
+    """`detect_anomaly` lets a gradient pass that is not a number."""
+    true = module.detect_anomaly.__init__
+    module.detect_anomaly.__init__ = lambda self, check_nan=True: true(self, check_nan=False)
+
+
+@lie("11", "checksum|replicas|drift", module=C10D)
+def replicas_compare_with_themselves(c10d):
+    """`all_gather` gives a rank its own tensor for everybody's."""
+
+    def all_gather(tensors, tensor, *inputs, **keywords):
+        for one in tensors:
+            one.copy_(tensor)
+
+    c10d.all_gather = all_gather
+
+
+# --- Pipelines
+
+
+@lie("13", "order|1F1B|schedule", module="torch.distributed.pipelining.schedules")
+def one_forward_one_backward_is_gpipe(module):
+    """`Schedule1F1B` runs all forwards, and then all backwards."""
+    module.Schedule1F1B = module.ScheduleGPipe
+
+
+@lie("13", "gradient|micro-batch", module="torch.distributed.pipelining.schedules")
+def a_micro_batch_is_dropped(module):
+    """A schedule computes the first micro-batch twice, and never the last."""
+    true = module._PipelineSchedule._split_inputs
+
+    def split_inputs(self, *inputs, **keywords):
+        parts, names = true(self, *inputs, **keywords)
+        return [*parts[:-1], parts[0]], [*names[:-1], names[0]]
+
+    module._PipelineSchedule._split_inputs = split_inputs
+
+
+@lie("13", "divid|micro-batch|gradient", module="torch.distributed.pipelining.stage")
+def gradients_are_not_divided_by_micro_batches(module):
+    """A schedule adds the micro-batches' gradients up, and does not divide by their number."""
+    module._PipelineStageBase.scale_grads = lambda self, factor: None
+
+
+@lie("13", "bubble|idle", file="notebooks/13_pipeline_parallel.ipynb")
+def bubble_is_off_by_one(text):
+    """The model of a schedule counts a rank's work as idle time."""
+    return swap(text, "/ work - 1", "/ work")
+
+
+@lie("13", "scale", module="torch.distributed.fsdp.sharded_grad_scaler")
+def each_rank_has_its_own_scale(module):
+    """`ShardedGradScaler` does not ask the other ranks whether a gradient was infinite."""
+    module.ShardedGradScaler = module.GradScaler
