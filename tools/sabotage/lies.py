@@ -4,6 +4,7 @@ A lie about torch gets a module that was imported this moment and changes it. A 
 text of a file and returns another text. This file is imported by every process of a sabotaged run: it imports little.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -146,7 +147,7 @@ def mesh_counts_columns_first(module):
 # --- Collectives
 
 
-@lie("02 03 04 10", "all.?reduce|collective|adds? up|count|average", module=C10D)
+@lie("02 03 04 10", "all.?reduce|collective|adds? up|count|average|links", module=C10D)
 def all_reduce_adds_nothing(c10d):
     """`all_reduce` returns, and every rank keeps its own numbers."""
 
@@ -452,6 +453,17 @@ def clip_grad_norm_does_not_clip(module):
 # --- Fully sharded data parallel
 
 
+def shard_with(module, change):
+    """Have ``fully_shard`` take the options that ``change`` makes of the right ones."""
+    true = module.fully_shard
+
+    @functools.wraps(true)  # with its attributes, which torch uses
+    def fully_shard(layer, **options):
+        return true(layer, **options | change(options))
+
+    module.fully_shard = fully_shard
+
+
 @lie("06", "shard", module=FSDP)
 def fully_shard_does_nothing(module):
     """`fully_shard` returns the module as it was."""
@@ -461,23 +473,22 @@ def fully_shard_does_nothing(module):
 @lie("06", "bytes|stor|slice|here", module=FSDP)
 def every_rank_stores_everything(module):
     """`fully_shard` leaves every shard on every rank."""
-    true = module.fully_shard
 
-    def fully_shard(layer, *, mesh, **keywords):
+    def replicated(options):
         from torch.distributed.device_mesh import init_device_mesh
 
+        mesh = options["mesh"]
         if mesh.ndim == 1:
             mesh = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("replicate", "shard"))
-        return true(layer, mesh=mesh, **keywords)
+        return {"mesh": mesh}
 
-    module.fully_shard = fully_shard
+    shard_with(module, replicated)
 
 
 @lie("06", "reshard|whole|gather", module=FSDP)
 def parameters_are_never_resharded(module):
     """`fully_shard` keeps gathered parameters until backward has used them."""
-    true = module.fully_shard
-    module.fully_shard = lambda layer, **keywords: true(layer, **keywords | {"reshard_after_forward": False})
+    shard_with(module, lambda options: {"reshard_after_forward": False})
 
 
 @lie("06", "mean|averag|gradient", module=FSDP)
@@ -485,8 +496,9 @@ def fsdp_adds_up_gradients(module):
     """`fully_shard` adds the ranks' gradients up, and does not divide by the number of ranks."""
     true = module.fully_shard
 
-    def fully_shard(layer, **keywords):
-        layer = true(layer, **keywords)
+    @functools.wraps(true)
+    def fully_shard(layer, **options):
+        layer = true(layer, **options)
         layer.set_gradient_divide_factor(1.0)
         return layer
 
@@ -496,23 +508,13 @@ def fsdp_adds_up_gradients(module):
 @lie("06", "precision|policy|bfloat16", module=FSDP)
 def mixed_precision_policy_is_ignored(module):
     """`fully_shard` ignores its `MixedPrecisionPolicy`."""
-    true = module.fully_shard
-
-    def fully_shard(layer, mp_policy=None, **keywords):
-        return true(layer, **keywords)
-
-    module.fully_shard = fully_shard
+    shard_with(module, lambda options: {"mp_policy": module.MixedPrecisionPolicy()})
 
 
 @lie("06", "offload", module=FSDP)
 def cpu_offload_is_ignored(module):
     """`fully_shard` ignores its `CPUOffloadPolicy`."""
-    true = module.fully_shard
-
-    def fully_shard(layer, offload_policy=None, **keywords):
-        return true(layer, **keywords)
-
-    module.fully_shard = fully_shard
+    shard_with(module, lambda options: {"offload_policy": module.OffloadPolicy()})
 
 
 @lie("06", "accumul|reduce", module=FSDP)
@@ -556,25 +558,25 @@ def dcp_load_loads_nothing(module):
 @lie("07 08 09", "optimizer|momentum|same bits|every bit", module="torch.optim.optimizer")
 def optimizer_is_not_restored(module):
     """A checkpoint without the optimizer: a resume begins with fresh momenta."""
-    module.Optimizer.load_state_dict = lambda self, state: None
+    module.Optimizer.load_state_dict = lambda *inputs, **keywords: None
 
 
 @lie("07", "scaler", module=SCALER)
 def scaler_is_not_restored(module):
     """A checkpoint without the gradient scaler: a resume begins with a scale of 65,536."""
-    module.GradScaler.load_state_dict = lambda self, state: None
+    module.GradScaler.load_state_dict = lambda *inputs, **keywords: None
 
 
 @lie("07 08", "random|same bits", module="torch.random")
 def generator_is_not_restored(module):
     """A checkpoint without the random numbers: `set_rng_state` does nothing."""
-    module.set_rng_state = lambda state: None
+    module.set_rng_state = lambda *inputs, **keywords: None
 
 
 @lie("07", "schedule|learning rate", module="torch.optim.lr_scheduler")
 def schedule_starts_again(module):
     """A checkpoint without the schedule: after a resume the learning rate starts again."""
-    module.LRScheduler.load_state_dict = lambda self, state: None
+    module.LRScheduler.load_state_dict = lambda *inputs, **keywords: None
 
 
 @lie("07", "half|killed|damage|whole", file=CHECKPOINT)
@@ -762,7 +764,7 @@ def replicas_compare_with_themselves(c10d):
 @lie("13", "order|1F1B|schedule", module="torch.distributed.pipelining.schedules")
 def one_forward_one_backward_is_gpipe(module):
     """`Schedule1F1B` runs all forwards, and then all backwards."""
-    module.Schedule1F1B = module.ScheduleGPipe
+    module.Schedule1F1B._step_microbatches = module.ScheduleGPipe._step_microbatches
 
 
 @lie("13", "gradient|micro-batch", module="torch.distributed.pipelining.schedules")

@@ -26,16 +26,16 @@ class Sabotage(importlib.abc.MetaPathFinder):
         def exec_module(module):
             load(module)
             self.lie.tell(module)
-            Path(os.environ["WORLD_SIZE_ONE_LIE_TOLD"]).touch()  # else the run proves nothing
+            Path(os.environ["WORLD_SIZE_ONE_TOLD"]).touch()  # else the run proves nothing
 
         spec.loader.exec_module = exec_module
         return spec
 
 
 if name := os.environ.get("WORLD_SIZE_ONE_LIE"):
-    sys.path.append(str(Path(__file__).parents[1]))
-    import lies
+    sys.path.append(str(Path(__file__).parents[2]))
+    from sabotage.lies import LIES
 
     sys.path.pop()
-    if lies.LIES[name].module:
-        sys.meta_path.insert(0, Sabotage(lies.LIES[name]))
+    if LIES[name].module:
+        sys.meta_path.insert(0, Sabotage(LIES[name]))
