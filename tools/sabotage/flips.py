@@ -198,6 +198,7 @@ def verdicts(known, reports):
         seen = [report[str(number)] for report in reports if str(number) in report]
         if kind in ("all", "any") and seen and not any(one["parts"] for one in seen):
             yield f"over nothing: {text}"
+            return
         elif not seen:
             if kind != "in":  # the other wording of a message, on another platform or build
                 yield f"never evaluated: {text}"
