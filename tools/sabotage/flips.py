@@ -228,7 +228,7 @@ def bounds(node):
 
 def is_free(text, kind):
     """Whether an order may be far from its bound: it compares with 0 or 1, with rounding, or two measured numbers."""
-    return kind == "order" and all(value in (0, 1) or value < ROUNDING for value in bounds(ast.parse(text)))
+    return kind == "order" and all(value in (0, 1) or value <= ROUNDING for value in bounds(ast.parse(text)))
 
 
 def survey(paths, again=False):
