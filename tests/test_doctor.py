@@ -63,6 +63,7 @@ def check_report(out, count):
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.ranks
 def test_under_torchrun(count, surroundings):
     command = [*TORCHRUN, f"--nproc-per-node={count}", "-m", "helpers", "doctor"]
     done = run({**surroundings, "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}, *command)
@@ -70,12 +71,14 @@ def test_under_torchrun(count, surroundings):
     check_report(done.stdout, count)
 
 
+@pytest.mark.ranks
 def test_alone(surroundings):
     done = run(surroundings, "helpers", "doctor")
     assert (done.returncode, done.stderr) == (0, "")
     check_report(done.stdout, 2)
 
 
+@pytest.mark.ranks
 def test_what_is_wrong_ends_torchrun_with_a_status(surroundings, tmp_path):
     script = tmp_path / "differs.py"
     script.write_text(
@@ -96,6 +99,7 @@ def test_what_is_wrong_ends_torchrun_with_a_status(surroundings, tmp_path):
     assert len(re.findall(r"^ +exitcode", done.stderr, re.MULTILINE)) == 1  # torchrun tells of one rank
 
 
+@pytest.mark.ranks
 def test_interrupted(surroundings):
     """Ctrl-C while rank 1, which a signal has stopped, is waited for."""
     command = [sys.executable, "-m", "helpers", "doctor", "--nproc", "2"]
@@ -199,6 +203,7 @@ def world(capsys):
 
 
 @pytest.mark.parametrize("absent", [0, 2])
+@pytest.mark.ranks
 def test_a_rank_that_never_comes_is_named_in_time(absent, world):
     def prepare(rank):
         gather = membership.Membership.gather
@@ -222,6 +227,7 @@ def test_a_rank_that_never_comes_is_named_in_time(absent, world):
     assert all(re.search(rf"^{name} +yes ", out, re.MULTILINE) for name in COLLECTIVES)
 
 
+@pytest.mark.ranks
 def test_a_wrong_collective_is_named(world):
     def prepare(rank):
         if rank == 2:
@@ -241,6 +247,7 @@ def test_a_wrong_collective_is_named(world):
     assert re.findall(r"^(\w+) +NO ", out, re.MULTILINE) == ["all_reduce"]
 
 
+@pytest.mark.ranks
 def test_a_check_that_raises_on_all_ranks_or_on_one_does_not_prevent_the_others(world):
     def prepare(rank):
         broken = raises(RuntimeError("[/build/gloo/pair.cc:42] out of order\nand more"))
@@ -257,6 +264,7 @@ def test_a_check_that_raises_on_all_ranks_or_on_one_does_not_prevent_the_others(
     assert "1 of 1 pairs right" in out
 
 
+@pytest.mark.ranks
 def test_a_wrong_link_is_named(world):
     def prepare(rank):
         if rank == 1:
@@ -276,6 +284,7 @@ def test_a_wrong_link_is_named(world):
     assert "What ranks 1 and 2 send each other arrives wrong" in flat(out) and "1 problem found" in out
 
 
+@pytest.mark.ranks
 def test_a_link_that_raises_is_named(world):
     def prepare(rank):
         exchange = dist.batch_isend_irecv
@@ -294,6 +303,7 @@ def test_a_link_that_raises_is_named(world):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.ranks
 def test_a_rank_that_is_gone_on_the_way_is_named(victim, world):
     def prepare(rank):
         if rank == victim:
@@ -305,6 +315,7 @@ def test_a_rank_that_is_gone_on_the_way_is_named(victim, world):
     assert "1 problem found" in out and re.search(r"^all_to_all +yes", out, re.MULTILINE)
 
 
+@pytest.mark.ranks
 def test_a_rank_that_hangs_where_no_timeout_reaches_leaves(capsys):
     def hang():
         with membership.Membership(None, 0, 2, 1).no_longer_than(0.1):
@@ -315,12 +326,14 @@ def test_a_rank_that_hangs_where_no_timeout_reaches_leaves(capsys):
     assert "rank 0 hangs; it leaves" in capsys.readouterr().out
 
 
+@pytest.mark.ranks
 def test_a_rank_that_comes_too_late_says_so(world):
     statuses, out = world(3, lambda rank: time.sleep(6 * (rank == 1)), timeout=2)
     assert statuses == [1, 1, 1]
     assert "Rank 1 of 3 did not come" in out and "The others went on without this rank" in out
 
 
+@pytest.mark.ranks
 def test_an_address_that_takes_no_connection_is_named(world):
     def prepare(rank):
         if rank == 1:
@@ -337,6 +350,7 @@ def test_an_address_that_takes_no_connection_is_named(world):
 
 
 @pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.ranks
 def test_rank_0_without_an_address_does_not_prevent_the_others(count, world):
     """With 2 ranks, one is left."""
 
@@ -438,6 +452,7 @@ def test_first_host_of_a_node_list(nodes, first):
     assert membership.first_host(nodes) == first
 
 
+@pytest.mark.ranks
 def test_two_tasks_of_a_slurm_step(surroundings):
     """Slurm's variables, without Slurm: rank 0 serves the store, and the other finds it."""
     held = socket.socket()  # until rank 0 listens there too, nobody else gets the port

@@ -10,6 +10,8 @@ import kills
 import leftovers
 import pytest
 
+pytestmark = pytest.mark.ranks
+
 FORGETFUL = """\
 import os, sys, time, uuid
 from pathlib import Path

@@ -18,6 +18,8 @@ from launching import cell, failure, linux, nothing_left, warmed_up  # noqa: F40
 
 from helpers.ranks.launch import LaunchError, launch
 
+pytestmark = pytest.mark.ranks
+
 # --- results ----------------------------------------------------------------------------------------------------------
 
 

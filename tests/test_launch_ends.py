@@ -20,6 +20,8 @@ from launching import failure, nothing_left, warmed_up  # noqa: F401  (fixtures)
 
 from helpers.ranks.launch import RankError, launch
 
+pytestmark = pytest.mark.ranks
+
 # --- nothing is left --------------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,8 @@ from helpers.ranks import launch as launcher
 from helpers.ranks.launch import collect
 from helpers.ranks.rank import MET, RETURNED
 
+pytestmark = pytest.mark.ranks
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,8 @@ from launching import failure, nothing_left, warmed_up  # noqa: F401  (fixtures)
 from helpers.ranks import launch as launcher
 from helpers.ranks.launch import fold, launch
 
+pytestmark = pytest.mark.ranks
+
 
 def test_output_comes_in_rank_order_and_folded(capsys):
     def talk():

@@ -21,6 +21,8 @@ import helpers
 from helpers.ranks.launch import launch
 from helpers.runtime.process_group import print0, start_process_group, stop_process_group
 
+pytestmark = pytest.mark.ranks
+
 LAUNCHER = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 CPU = torch.device("cpu")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
