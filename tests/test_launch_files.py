@@ -277,7 +277,7 @@ def test_the_pods_command_on_two_hosts(tmp_path):
         f"{address} {name} trainer-{index}.trainer" for index, (name, address) in enumerate(hosts.ADDRESSES.items())
     ]
     (tmp_path / "names").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
-    mount = f"mount --bind {tmp_path} /mnt && mount --bind {tmp_path}/names /etc/hosts"
+    mount = f"mount --bind '{tmp_path}' /mnt && mount --bind '{tmp_path}/names' /etc/hosts"
     with unchanged(), hosts.two_hosts() as pair:
         for host in pair:
             host.run("sh", "-c", mount)
