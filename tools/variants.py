@@ -83,7 +83,7 @@ def main(arguments):
             done = subprocess.run([*before, *pytest], cwd=cwd, env=environment, capture_output=True, text=True)
             lines = re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr).strip().splitlines() or ["no output"]
             print(f"{name:22}{lines[-1].strip('= ')}", flush=True)
-            print(*("    " + line for line in lines if line.startswith(("FAILED", "ERROR"))), sep="\n", end="")
+            print(*("    " + line for line in lines if re.match("(FAILED|ERROR) .*::", line)), sep="\n", end="")
             failed = failed or done.returncode != 0
     return int(failed)
 
