@@ -235,7 +235,7 @@ def on_both(pair, folder, *commands):
             environment |= {"JOB_COMPLETION_INDEX": str(index)}
             inside = ["sh", "-c", f'cd "{folder}" && exec "$@"', "sh", *command]
             running.append(host.start(inside, env=environment, **options))
-        return [(process.communicate(timeout=100)[0], process.returncode) for process in running]
+        return [(process.communicate(timeout=250)[0], process.returncode) for process in running]
     finally:
         for process in running:
             process.kill()
