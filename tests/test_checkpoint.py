@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_scripts import ROOT, export, result, stand_alone, torchrun
+from scripting import ROOT, export, result, stand_alone, torchrun
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -871,8 +871,9 @@ def test_the_script_is_killed_and_goes_on(tmp_path):
     assert status == 0, errors
     through = result(out)
     settings += ["--checkpoint-dir", "runs/a"]
-    status, out, errors, _ = torchrun(script, 2, alone, *settings)
-    assert status == 1 and "Correct its name, or: mkdir -p runs/a" in errors
+    command = [sys.executable, script, *settings]
+    done = subprocess.run(command, cwd=script.parent, env=alone, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and "Correct its name, or: mkdir -p runs/a" in done.stderr
     runs = script.parent / "runs" / "a"
     runs.mkdir(parents=True)
     kill_a_rank(script, alone, settings, runs, "step_00000020")

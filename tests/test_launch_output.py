@@ -66,9 +66,7 @@ def test_ten_megabytes_of_output(capsys):
         for line in range(20_000):
             print(f"{line} {dist.get_rank() if line % 2 else ''} {'x' * 240}")
 
-    start = time.monotonic()
     launch(flood, nproc=2)
-    assert time.monotonic() - start < 20
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 30_000 and lines[-1].startswith("[rank 1] 19999 1 xxx")
 

@@ -108,7 +108,7 @@ def fail_while_the_peer_is_busy(failed):
         if dist.get_rank() == 0:
             stop.agreed()
             raise ZeroDivisionError
-        assert leftovers.soon(failed.exists, 30)
+        assert leftovers.soon(failed.exists, 50)
         stop.agreed()
     failed.touch()
 
