@@ -117,9 +117,10 @@ run: $(READY)
 # A file's tests stay on one worker, and so does a notebook's kernel; conftest.py puts the longest files first.
 PYTEST := $(BIN)/python -m pytest --nbval --dist loadfile --no-loadscope-reorder -n 3
 
+RUFF := $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
+
 check: $(READY)
-	@$(BIN)/ruff check --quiet .
-	@$(BIN)/ruff format --check --quiet .
+	@$(RUFF)
 ifeq ($(CHAPTER),)
 	@$(PYTEST) --quick -q $(ARGS)
 else
@@ -128,7 +129,7 @@ else
 endif
 
 test: $(READY)
-	@$(PYTEST) $(ARGS)
+	@status=0; { $(RUFF); } || status=1; $(PYTEST) $(ARGS) || status=1; exit $$status
 
 system:
 	@sh tools/install_system.sh
