@@ -6,6 +6,7 @@ NPROC ?= 4
 PORT ?= 8000
 RUNS ?= 40
 NOTEBOOK ?=
+WORKERS ?= 3
 SETTINGS ?= ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1
 ARGS ?=
 
@@ -115,7 +116,7 @@ run: $(READY)
 # --- verification ---------------------------------------------------------------------------------------------------
 
 # A file's tests stay on one worker, and so does a notebook's kernel; conftest.py puts the longest files first.
-PYTEST := $(BIN)/python -m pytest --nbval --dist loadfile --no-loadscope-reorder -n 3
+PYTEST := $(BIN)/python -m pytest --nbval --dist loadfile --no-loadscope-reorder -n $(WORKERS)
 
 RUFF := $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
 
