@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from types import SimpleNamespace
 
+import cloudpickle
 import leftovers
 import psutil
 import pytest
@@ -20,6 +21,8 @@ import torch.distributed as dist
 import helpers
 from helpers.ranks.launch import launch
 from helpers.runtime.process_group import print0, start_process_group, stop_process_group
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
 
 LAUNCHER = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 CPU = torch.device("cpu")

@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import cloudpickle
 import leftovers
 import pytest
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader
 from helpers.ranks.launch import launch
 from helpers.runtime.process_group import start_process_group, stop_process_group
 from helpers.runtime.stop_request import StopRequest, outlive_signals
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
 
 ROOT = Path(__file__).parents[1]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
