@@ -250,6 +250,7 @@ def told(done):
 
 
 @two_hosts
+@pytest.mark.timeout(600)
 def test_the_plain_lines_on_two_hosts(tmp_path):
     launch = launch_files("08_trainer", STOPS, 2, 2, "04:00:00")["08_trainer.nodes.sh"]
     (tmp_path / "08_trainer.nodes.sh").write_text(launch)
@@ -266,6 +267,7 @@ def test_the_plain_lines_on_two_hosts(tmp_path):
 
 
 @two_hosts
+@pytest.mark.timeout(600)
 def test_the_pods_command_on_two_hosts(tmp_path):
     """The container's own command, with the variables, names and folder that Kubernetes would give it."""
     script = tmp_path / "script"

@@ -13,6 +13,7 @@ import sys
 
 import pytest
 import recorded
+from ruff import find_ruff_bin
 from scripting import ROOT, TOLERANCE, export, rehearse, rehearse_here, result, stand_alone, torchrun
 
 CHAPTERS = sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))
@@ -52,7 +53,7 @@ def written(notebook, folder):
     assert os.listdir(folder) == [f"{notebook.stem}.py"]
     for command in (["check", "--select=E,F,I,B,UP"], ["format", "--check"]):
         style = ["--isolated", "--line-length=88", "--target-version=py311"]
-        done = subprocess.run([sys.executable, "-m", "ruff", *command, *style, script], capture_output=True, text=True)
+        done = subprocess.run([find_ruff_bin(), *command, *style, script], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
     return script
 

@@ -206,10 +206,11 @@ def test_run_passes_flags_and_status(tmp_path):
 def test_nbconvert_writes_the_same_script_and_refuses_with_the_reason_and_no_file(tmp_path):
     script = export(CHAPTER_1, tmp_path / "ours")
     refused = write_notebook(tmp_path, "rank = 0\nprint(rank)")
-    command = [sys.executable, "-m", "nbconvert", "--to", "torchrun", CHAPTER_1, refused]
+    command = [sys.executable, "-m", "nbconvert", "--log-level=ERROR", "--to", "torchrun", CHAPTER_1, refused]
     done = subprocess.run(
         [*command, "--output-dir", tmp_path / "theirs"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 1 and "cell 3 (`rank = 0`) hard-codes `rank = 0`" in done.stderr
+    assert done.returncode == 1 and done.stderr.startswith("error: sample, cell 3 (`rank = 0`) hard-codes `rank = 0`")
+    assert len(done.stderr.splitlines()) == 2, done.stderr
     assert os.listdir(tmp_path / "theirs") == [script.name]
     assert (tmp_path / "theirs" / script.name).read_text() == script.read_text()
