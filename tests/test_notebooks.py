@@ -182,6 +182,7 @@ WARNING_CELLS = {
 }
 
 
+@pytest.mark.ranks
 def test_warning_of_a_chapters_own_line_fails_under_nbval(tmp_path):
     """In the kernel and on a rank: a line of the notebook that draws a warning prints what is not stored."""
     for name, source in WARNING_CELLS.items():

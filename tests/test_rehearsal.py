@@ -14,6 +14,8 @@ import psutil
 import pytest
 from scripting import ROOT, rehearse
 
+pytestmark = pytest.mark.rehearsals
+
 HERE = Path(__file__).parent
 
 

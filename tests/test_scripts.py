@@ -16,9 +16,11 @@ import recorded
 from ruff import find_ruff_bin
 from scripting import ROOT, TOLERANCE, export, rehearse, rehearse_here, result, stand_alone, torchrun
 
+pytestmark = pytest.mark.scripts
+
 CHAPTERS = sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))
 TEMPLATE = ROOT / "notebooks" / "template.ipynb"
-GPUS = {"08_trainer": 4}  # pretended ones; 2 for the others
+GPUS = {"08_trainer": 8}  # pretended ones; 2 for the others
 BY_COMMAND = {"04_ddp": "04", "08_trainer": "08"}  # rehearsed through the command line, as its user writes it
 REHEARSAL_FLAGS = {"05_amp": ["--bench-width", "64", "--bench-batch", "64", "--bench-steps", "2"]}
 GOOD_ENOUGH = {

@@ -19,6 +19,7 @@ from helpers.runtime.process_group import start_process_group, stop_process_grou
 from helpers.runtime.stop_request import StopRequest, outlive_signals
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
+pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[1]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -109,7 +110,7 @@ def fail_while_the_peer_is_busy(failed):
         if dist.get_rank() == 0:
             stop.agreed()
             raise ZeroDivisionError
-        assert leftovers.soon(failed.exists, 30)
+        assert leftovers.soon(failed.exists, 50)
         stop.agreed()
     failed.touch()
 

@@ -18,6 +18,8 @@ from helpers.ranks.launch import RankError, launch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
 
+pytestmark = pytest.mark.ranks
+
 NOTEBOOK = ROOT / "notebooks" / "08_trainer.ipynb"
 FEW = ["--epochs", "2", "--batch-size", "64", "--lr", "0.003", "--width", "32", "--log-every", "1"]
 

@@ -1,0 +1,797 @@
+"""Some forty lies: each a small patch of torch or of a helper, and the chapters whose cells must notice it.
+
+A lie about torch gets a module that was imported this moment and changes it. A lie about a helper or a chapter gets the
+text of a file and returns another text. This file is imported by every process of a sabotaged run: it imports little.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LIES = {}  # {name: Lie}, in the order of the chapters
+
+
+@dataclass
+class Lie:
+    name: str
+    says: str  # the lie in plain words
+    chapters: list  # those that must notice, as "04"
+    words: str  # a pattern that the failing cell or its neighbours must contain
+    module: str  # what is patched: a module of torch, or
+    file: str  # a file of this project
+    tell: Callable
+
+
+def lie(chapters, words, module="", file=""):
+    """Register a lie. Its function changes ``module``, or takes the text of ``file`` and returns the new one."""
+
+    def register(function):
+        says = " ".join(function.__doc__.split())
+        LIES[function.__name__] = Lie(function.__name__, says, chapters.split(), words, module, file, function)
+        return function
+
+    return register
+
+
+def swap(text, old, new, times=1):
+    """The text with ``new`` in the place of ``old``, which must be there so often."""
+    if text.count(old) != times:
+        raise LookupError(f"the lie does not apply: the file has {text.count(old)} times {old!r}, not {times}")
+    return text.replace(old, new)
+
+
+C10D = "torch.distributed.distributed_c10d"
+AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent"
+DDP = "torch.nn.parallel.distributed"
+SAMPLER = "torch.utils.data.distributed"
+SCALER = "torch.amp.grad_scaler"
+FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"
+LAUNCH = "helpers/ranks/launch.py"
+CHECKPOINT = "helpers/runtime/checkpoint.py"
+STOP = "helpers/runtime/stop_request.py"
+
+
+# --- Groups, launchers, meshes
+
+
+def give_ranks(agent, change):
+    """Have torchrun's agent give each rank the environment that ``change`` makes of the right one."""
+    true = agent.start_processes
+
+    def start_processes(*inputs, envs, **keywords):
+        return true(*inputs, envs={rank: env | change(env) for rank, env in envs.items()}, **keywords)
+
+    agent.start_processes = start_processes
+
+
+@lie("01", "each of them its number|world of four|rank", file=LAUNCH)
+def launch_returns_results_backwards(text):
+    """`launch` returns the ranks' results in the wrong order."""
+    return swap(text, "read_bytes() for rank in range(nproc)]", "read_bytes() for rank in reversed(range(nproc))]")
+
+
+@lie("01 02 04", "hang|stands still|timeout|wait|never come", file=LAUNCH)
+def launch_forgives_a_hang(text):
+    """`launch` returns when a rank hangs, and says nothing."""
+    return swap(text, "        raise hang(stands, returned, timeout)", "        return [None] * nproc")
+
+
+@lie("04 06", "rank", file=LAUNCH)
+def launch_drops_a_ranks_output(text):
+    """`launch` does not show what the last rank printed."""
+    return swap(text, "in fold(outputs):", "in fold(outputs[:-1]):")
+
+
+@lie("01 10", "local.rank", module=AGENT)
+def local_rank_is_the_rank(agent):
+    """`torchrun` sets `LOCAL_RANK` to the rank, so that a second node asks for devices that it does not have."""
+    give_ranks(agent, lambda env: {"LOCAL_RANK": env["RANK"]})
+
+
+@lie("01 10", "node", module=AGENT)
+def every_node_is_node_0(agent):
+    """`torchrun` sets `GROUP_RANK` to 0 on every node."""
+    give_ranks(agent, lambda env: {"GROUP_RANK": "0"})
+
+
+@lie("01", "backend|sick|gloo", file="helpers/runtime/process_group.py")
+def backends_are_not_compared(text):
+    """`start_process_group` starts though one node takes gloo and the other NCCL."""
+    return swap(text, "    compare(store, rank, world_size, choice)\n", "")
+
+
+@lie("01 10", "group", module=C10D)
+def new_group_takes_everybody(c10d):
+    """`new_group` makes a group of all ranks, whichever ranks it is given."""
+    true = c10d.new_group
+    c10d.new_group = lambda ranks=None, *inputs, **keywords: true(None, *inputs, **keywords)
+
+
+@lie("01", "barrier", module=C10D)
+def barrier_does_not_wait(c10d):
+    """`barrier` returns at once, and waits for nobody."""
+    c10d.barrier = lambda *inputs, **keywords: None
+
+
+@lie("01 02 11", "monitored.?barrier|roll call", module=C10D)
+def monitored_barrier_blames_another_rank(c10d):
+    """`monitored_barrier` names the rank after the one that is missing."""
+    import re
+
+    true = c10d.monitored_barrier
+
+    def monitored_barrier(*inputs, **keywords):
+        try:
+            return true(*inputs, **keywords)
+        except RuntimeError as error:
+            text = re.sub(r"Ranks? (\d)", lambda found: f"Rank {int(found[1]) + 1}", str(error))
+            raise RuntimeError(text) from None
+
+    c10d.monitored_barrier = monitored_barrier
+
+
+@lie("01", "mesh|axis|axes", module="torch.distributed.device_mesh")
+def mesh_counts_columns_first(module):
+    """`init_device_mesh` numbers the ranks along the first axis, so that neighbours are far apart."""
+
+    def init_device_mesh(device_type, mesh_shape, *, mesh_dim_names=None, **_):
+        import torch
+
+        size = torch.Size(mesh_shape).numel()
+        ranks = torch.arange(size).reshape(mesh_shape[::-1]).permute(*reversed(range(len(mesh_shape))))
+        return module.DeviceMesh(device_type, ranks.contiguous(), mesh_dim_names=mesh_dim_names)
+
+    module.init_device_mesh = init_device_mesh
+
+
+# --- Collectives
+
+
+@lie("02 03 04 10", "all.?reduce|collective|adds? up|count|average|links", module=C10D)
+def all_reduce_adds_nothing(c10d):
+    """`all_reduce` returns, and every rank keeps its own numbers."""
+
+    def all_reduce(tensor, op=None, group=None, async_op=False):
+        return c10d.barrier(group=group, async_op=async_op)
+
+    c10d.all_reduce = all_reduce
+
+
+@lie("02", "AVG|operation", module=C10D)
+def all_reduce_sums_where_it_should_average(c10d):
+    """`all_reduce` with `AVG` gives the sum."""
+    true = c10d.all_reduce
+
+    def all_reduce(tensor, op=c10d.ReduceOp.SUM, group=None, async_op=False):
+        return true(tensor, c10d.ReduceOp.SUM if op == c10d.ReduceOp.AVG else op, group, async_op)
+
+    c10d.all_reduce = all_reduce
+
+
+@lie("02", "handle|async", module=C10D)
+def async_all_reduce_waits(c10d):
+    """`all_reduce` with `async_op=True` returns when the exchange is over."""
+    true = c10d.all_reduce
+
+    def all_reduce(tensor, op=c10d.ReduceOp.SUM, group=None, async_op=False):
+        work = true(tensor, op, group, async_op)
+        if async_op:
+            work.wait()
+        return work
+
+    c10d.all_reduce = all_reduce
+
+
+@lie("02 04", "broadcast", module=C10D)
+def broadcast_from_the_wrong_rank(c10d):
+    """`broadcast` sends the last rank's tensor, whichever rank is the source."""
+    true = c10d.broadcast
+
+    def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
+        return true(tensor, group=group, async_op=async_op, group_src=c10d.get_world_size(group) - 1)
+
+    c10d.broadcast = broadcast
+
+
+@lie("02", "scatter", module=C10D)
+def scatter_deals_backwards(c10d):
+    """`scatter` gives the first part to the last rank."""
+    true = c10d.scatter
+
+    def scatter(tensor, scatter_list=None, *inputs, **keywords):
+        return true(tensor, scatter_list and scatter_list[::-1], *inputs, **keywords)
+
+    c10d.scatter = scatter
+
+
+@lie("02", "reduce", module=C10D)
+def reduce_gives_the_sum_to_all(c10d):
+    """`reduce` leaves the sum on every rank."""
+
+    def reduce(tensor, dst=None, op=c10d.ReduceOp.SUM, group=None, async_op=False, group_dst=None):
+        return c10d.all_reduce(tensor, op, group, async_op)
+
+    c10d.reduce = reduce
+
+
+@lie("02", "gather", module=C10D)
+def all_gather_in_the_wrong_order(c10d):
+    """`all_gather` puts the ranks' parts in the wrong order."""
+    true = c10d.all_gather_single
+
+    def all_gather_single(output, part, *inputs, **keywords):
+        work = true(output, part, *inputs, **keywords)
+        output.copy_(output.clone().view(-1, part.numel()).flip(0).view_as(output))
+        return work
+
+    c10d.all_gather_single = all_gather_single
+
+
+@lie("02", "reduce.scatter", module=C10D)
+def reduce_scatter_gives_all_the_first_part(c10d):
+    """`reduce_scatter` gives every rank the first part of the sum."""
+
+    def reduce_scatter_single(output, whole, *inputs, **keywords):
+        total = whole.clone()
+        c10d.all_reduce(total)
+        output.copy_(total.flatten()[: output.numel()].view_as(output))
+
+    c10d.reduce_scatter_single = reduce_scatter_single
+
+
+@lie("02", "all.to.all|transpos", module=C10D)
+def all_to_all_does_not_transpose(c10d):
+    """`all_to_all` gives every rank its own parts back."""
+    c10d.all_to_all_single = lambda output, whole, *inputs, **keywords: output.copy_(whole)
+
+
+@lie("02 11", "DETAIL", module="torch.distributed")
+def detail_compares_nothing(module):
+    """`TORCH_DISTRIBUTED_DEBUG=DETAIL` is ignored: ranks do not compare their collectives."""
+    module.set_debug_level_from_env = lambda: None
+
+
+# --- Samplers and loaders
+
+
+@lie("03", "set_epoch", module=SAMPLER)
+def set_epoch_is_ignored(module):
+    """`set_epoch` is ignored: every epoch has one order."""
+    module.DistributedSampler.set_epoch = lambda self, epoch: None
+
+
+@lie("03", "repeat|equally many|pad", module=SAMPLER)
+def sampler_drops_its_padding(module):
+    """`DistributedSampler` repeats no sample, so that the ranks get unequally many."""
+    true = module.DistributedSampler.__iter__
+
+    def indices(self):
+        mine, size = list(true(self)), len(self.dataset)
+        return iter([sample for turn, sample in enumerate(mine) if turn * self.num_replicas + self.rank < size])
+
+    module.DistributedSampler.__iter__ = indices
+
+
+@lie("03 04", "seed|one common|order|every `?world_size", module=SAMPLER)
+def each_rank_shuffles_with_its_own_seed(module):
+    """`DistributedSampler` shuffles with another seed on each rank."""
+    true = module.DistributedSampler.__init__
+
+    def __init__(self, *inputs, **keywords):
+        true(self, *inputs, **keywords)
+        self.seed += self.rank
+
+    module.DistributedSampler.__init__ = __init__
+
+
+@lie("03", "augment|noise|random|seed", module="torch.utils.data._utils.worker")
+def workers_draw_the_same_numbers(module):
+    """All workers of a loader get one seed."""
+    true = module._worker_loop
+
+    def worker_loop(*inputs):
+        inputs = list(inputs)
+        inputs[6] -= inputs[8]  # base_seed, to which the loop adds worker_id
+        true(*inputs)
+
+    module._worker_loop = worker_loop
+
+
+@lie("03 07", "position|resume", file="notebooks/{chapter}")
+def sampler_forgets_its_position(text):
+    """A checkpoint without the sampler: its position is saved and not restored."""
+    old = r"self.epoch, self.position = state[\"epoch\"], state[\"position\"]"
+    return swap(text, old, r"self.epoch, self.position = state[\"epoch\"], 0")
+
+
+# --- DDP
+
+
+@lie("04", "broadcast|equal at the start|copies rank 0|before DDP", module=DDP)
+def ddp_without_its_first_broadcast(module):
+    """DDP does not broadcast rank 0's weights when it is built."""
+    module._sync_module_states = lambda **_: None
+
+
+@lie("04", "no_sync", module=DDP)
+def no_sync_that_syncs(module):
+    """`no_sync` sends the gradients all the same."""
+    import contextlib
+
+    module.DistributedDataParallel.no_sync = lambda self: contextlib.nullcontext()
+
+
+@lie("04", "average|mean", module=DDP)
+def ddp_adds_up_gradients(module):
+    """DDP adds the ranks' gradients up, and does not divide by the number of ranks."""
+    true = module.DistributedDataParallel.forward
+
+    def forward(self, *inputs, **keywords):
+        output = true(self, *inputs, **keywords)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * module.dist.get_world_size())
+        return output
+
+    module.DistributedDataParallel.forward = forward
+
+
+@lie("04", "buffers|running", module=DDP)
+def ddp_never_copies_buffers(module):
+    """DDP does not copy rank 0's buffers before a forward."""
+    module.DistributedDataParallel._sync_buffers = lambda self: None
+
+
+@lie("04", "bucket", module=DDP)
+def ddp_takes_one_bucket(module):
+    """DDP puts all gradients into one bucket, whatever `bucket_cap_mb` says."""
+    true = module.DistributedDataParallel.__init__
+
+    def __init__(self, *inputs, **keywords):
+        true(self, *inputs, **keywords | {"bucket_cap_mb": 1000})
+
+    module.DistributedDataParallel.__init__ = __init__
+
+
+@lie("04", "SyncBatchNorm", module="torch.nn.modules.batchnorm")
+def sync_batchnorm_is_plain_batchnorm(module):
+    """`SyncBatchNorm` takes the statistics of the rank's own batch."""
+    module.SyncBatchNorm.forward = lambda self, x: module._BatchNorm.forward(self, x)
+
+
+@lie("04", "Join|uneven", module="torch.distributed.algorithms.join")
+def join_does_not_shadow(module):
+    """`Join` does not shadow the collectives of the ranks that still train."""
+    module.Join._get_num_nonjoined_procs = lambda self, group: 0
+
+
+@lie("04", "ZeroRedundancy|part of the|optimizer", module="torch.distributed.optim.zero_redundancy_optimizer")
+def zero_keeps_its_updates(module):
+    """`ZeroRedundancyOptimizer` does not send the others the weights that it has updated."""
+    module.ZeroRedundancyOptimizer._sync_params = lambda self: None
+
+
+# --- Automatic mixed precision
+
+
+@lie("05", "skip|overflow|back", module=SCALER)
+def scaler_never_skips(module):
+    """`GradScaler` takes the step though a gradient is infinite."""
+    module.GradScaler._maybe_opt_step = lambda self, optimizer, state, *inputs, **keywords: optimizer.step(
+        *inputs, **keywords
+    )
+
+
+@lie("05", "unscale|scale", module=SCALER)
+def unscale_does_nothing(module):
+    """`unscale_` leaves the gradients multiplied by the scale."""
+    true = module.GradScaler._unscale_grads_
+
+    def unscale(self, optimizer, inverse, *inputs):
+        return true(self, optimizer, inverse * 0 + 1, *inputs)
+
+    module.GradScaler._unscale_grads_ = unscale
+
+
+@lie("05", "scale", module=SCALER)
+def scaler_does_not_scale_the_loss(module):
+    """`GradScaler.scale` gives the loss back as it is, and `unscale_` divides all the same."""
+    module.GradScaler.scale = lambda self, outputs: (
+        self._scale is None and self._lazy_init_scale_growth_tracker(outputs.device),
+        outputs,
+    )[1]
+
+
+@lie("05", "grow", module=SCALER)
+def scaler_never_grows(module):
+    """`GradScaler` never doubles its scale."""
+    true = module.GradScaler.__init__
+
+    def __init__(self, *inputs, **keywords):
+        true(self, *inputs, **keywords | {"growth_interval": 1_000_000})
+
+    module.GradScaler.__init__ = __init__
+
+
+@lie("05", "autocast|format", module="torch.amp.autocast_mode")
+def autocast_is_off(module):
+    """`autocast` casts nothing."""
+    true = module.autocast.__init__
+
+    def __init__(self, *inputs, **keywords):
+        true(self, *inputs, **keywords | {"enabled": False})
+
+    module.autocast.__init__ = __init__
+
+
+@lie("05", "autocast|format|bfloat16", module="torch.amp.autocast_mode")
+def autocast_takes_the_other_format(module):
+    """`autocast` to bfloat16 computes in float16."""
+    true = module.autocast.__init__
+
+    def __init__(self, device_type, dtype=None, *inputs, **keywords):
+        import torch
+
+        true(self, device_type, torch.float16 if dtype is torch.bfloat16 else dtype, *inputs, **keywords)
+
+    module.autocast.__init__ = __init__
+
+
+@lie("05", "accumul|micro|share|divid", file="notebooks/05_amp.ipynb")
+def accumulation_is_not_divided(text):
+    """The training step adds up micro-batches without dividing by their number."""
+    return swap(
+        text, "loss = F.cross_entropy(model(part), targets) * share", "loss = F.cross_entropy(model(part), targets)"
+    )
+
+
+@lie("05 06", "clip|norm", module="torch.nn.utils.clip_grad")
+def clip_grad_norm_does_not_clip(module):
+    """`clip_grad_norm_` returns the norm, and leaves the gradients as long as they were."""
+    module._clip_grads_with_norm_ = lambda *inputs, **keywords: None
+
+
+# --- Fully sharded data parallel
+
+
+def shard_with(module, change):
+    """Have ``fully_shard`` take the options that ``change`` makes of the right ones."""
+    true = module.fully_shard
+
+    @functools.wraps(true)  # with its attributes, which torch uses
+    def fully_shard(layer, **options):
+        return true(layer, **options | change(options))
+
+    module.fully_shard = fully_shard
+
+
+@lie("06", "shard", module=FSDP)
+def fully_shard_does_nothing(module):
+    """`fully_shard` returns the module as it was."""
+    module.fully_shard = lambda layer, **_: layer
+
+
+@lie("06", "bytes|stor|slice|here", module=FSDP)
+def every_rank_stores_everything(module):
+    """`fully_shard` leaves every shard on every rank."""
+
+    def replicated(options):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = options["mesh"]
+        if mesh.ndim == 1:
+            mesh = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("replicate", "shard"))
+        return {"mesh": mesh}
+
+    shard_with(module, replicated)
+
+
+@lie("06", "reshard|whole|gather", module=FSDP)
+def parameters_are_never_resharded(module):
+    """`fully_shard` keeps gathered parameters until backward has used them."""
+    shard_with(module, lambda options: {"reshard_after_forward": False})
+
+
+@lie("06", "mean|averag|gradient", module=FSDP)
+def fsdp_adds_up_gradients(module):
+    """`fully_shard` adds the ranks' gradients up, and does not divide by the number of ranks."""
+    true = module.fully_shard
+
+    @functools.wraps(true)
+    def fully_shard(layer, **options):
+        layer = true(layer, **options)
+        layer.set_gradient_divide_factor(1.0)
+        return layer
+
+    module.fully_shard = fully_shard
+
+
+@lie("06", "precision|policy|bfloat16", module=FSDP)
+def mixed_precision_policy_is_ignored(module):
+    """`fully_shard` ignores its `MixedPrecisionPolicy`."""
+    shard_with(module, lambda options: {"mp_policy": module.MixedPrecisionPolicy()})
+
+
+@lie("06", "offload", module=FSDP)
+def cpu_offload_is_ignored(module):
+    """`fully_shard` ignores its `CPUOffloadPolicy`."""
+    shard_with(module, lambda options: {"offload_policy": module.OffloadPolicy()})
+
+
+@lie("06", "accumul|reduce", module=FSDP)
+def gradient_sync_cannot_be_held_back(module):
+    """`set_requires_gradient_sync(False)` reduces the gradients all the same."""
+    module.FSDPModule.set_requires_gradient_sync = lambda self, *inputs, **keywords: None
+
+
+@lie("06", "norm|clip", module="torch.nn.utils.clip_grad")
+def clipping_takes_the_local_norm(module):
+    """`clip_grad_norm_` takes the norm of the rank's own slices for that of the gradient."""
+    true = module._get_total_norm
+
+    def norm_of_slices(tensors, *inputs, **keywords):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        tensors = list(tensors)
+        if not tensors or not isinstance(tensors[0], DTensor):
+            return true(tensors, *inputs, **keywords)
+        norm = true([tensor.to_local() for tensor in tensors], *inputs, **keywords)
+        return DTensor.from_local(norm, tensors[0].device_mesh, [Replicate()])
+
+    module._get_total_norm = norm_of_slices
+
+
+@lie("06", "recomput|activation", module="torch.utils.checkpoint")
+def checkpoint_keeps_all_activations(module):
+    """`torch.utils.checkpoint` keeps the activations, and computes nothing twice."""
+    module.checkpoint = lambda function, *inputs, use_reentrant=None, **_: function(*inputs)
+
+
+# --- Checkpoints
+
+
+@lie("07", "load|resume|same bits", module="torch.distributed.checkpoint.state_dict_loader")
+def dcp_load_loads_nothing(module):
+    """`dcp.load` returns, and the tensors hold what they held."""
+    module.load = lambda *inputs, **keywords: None
+
+
+@lie("07 08 09", "optimizer|momentum|same bits|every bit", module="torch.optim.optimizer")
+def optimizer_is_not_restored(module):
+    """A checkpoint without the optimizer: a resume begins with fresh momenta."""
+    module.Optimizer.load_state_dict = lambda *inputs, **keywords: None
+
+
+@lie("07", "scaler", module=SCALER)
+def scaler_is_not_restored(module):
+    """A checkpoint without the gradient scaler: a resume begins with a scale of 65,536."""
+    module.GradScaler.load_state_dict = lambda *inputs, **keywords: None
+
+
+@lie("07 08", "random|same bits", module="torch.random")
+def generator_is_not_restored(module):
+    """A checkpoint without the random numbers: `set_rng_state` does nothing."""
+    module.set_rng_state = lambda *inputs, **keywords: None
+
+
+@lie("07", "schedule|learning rate", module="torch.optim.lr_scheduler")
+def schedule_starts_again(module):
+    """A checkpoint without the schedule: after a resume the learning rate starts again."""
+    module.LRScheduler.load_state_dict = lambda *inputs, **keywords: None
+
+
+@lie("07", "half|killed|damage|whole", file=CHECKPOINT)
+def half_a_file_counts(text):
+    """A torn write: half of a file is written, and it counts as saved."""
+    line = "    replace_file(path, lambda file: torch.save(state, file))"
+    return swap(text, line, f"{line}\n    os.truncate(path, os.stat(path).st_size // 2)")
+
+
+@lie("07", "fail|disk|raise|finish", file=CHECKPOINT)
+def failed_save_counts(text):
+    """A checkpoint counts though one rank could not write its part."""
+    return swap(text, "            if failed:\n", "            if False:\n")
+
+
+@lie("07", "newest|keep|last", file=CHECKPOINT)
+def retention_deletes_the_newest(text):
+    """Of more than `keep` checkpoints the newest are deleted."""
+    return swap(text, "finished(path.parent)[: -max(keep, 1)]", "finished(path.parent)[max(keep, 1) :]")
+
+
+@lie("07", "flip|checksum|bit", file=CHECKPOINT)
+def digests_are_not_compared(text):
+    """`verify` accepts any bytes of the right length."""
+    return swap(text, "            if read != saved:", "            if False:")
+
+
+@lie("07", "truncat|length|gone|damage", file=CHECKPOINT)
+def damaged_checkpoint_is_taken(text):
+    """`latest_good` takes the newest checkpoint, damaged or not."""
+    return swap(text, "        if not (problem := damage(path)):", "        if not (problem := None):")
+
+
+@lie("07", "execut|weights_only|hostile|program", file=CHECKPOINT)
+def load_file_executes_what_it_reads(text):
+    """`load_file` loads with `weights_only=False`, and so executes what a file says."""
+    return swap(text, "weights_only=True, mmap=True", "weights_only=False, mmap=True")
+
+
+@lie("07", "copy|background|start of the save", file=CHECKPOINT)
+def background_save_copies_nothing(text):
+    """A save in the background writes tensors that training goes on to change."""
+    return swap(text, "copy = BlockingAsyncStager().stage(state)  # on the CPU", "copy = state")
+
+
+# --- Trainer, restarts, nodes
+
+
+@lie("07 08", "own noise|random", file="notebooks/{chapter}")
+def all_ranks_draw_the_same_noise(text):
+    """After the model is built, all ranks are seeded alike."""
+    return swap(text, "seed + 1) + dist.get_rank())", "seed + 1))", times=text.count("seed + 1) + dist.get_rank())"))
+
+
+@lie("08 09", "stop|signal|schedul", file=STOP)
+def stop_request_hears_nothing(text):
+    """`StopRequest` does not note the signal."""
+    return swap(text, "        self.noted = number\n", "        pass\n")
+
+
+@lie("08 09", "stop|signal|agree", file=STOP)
+def one_signalled_rank_is_outvoted(text):
+    """The ranks stop when all of them have got the signal, and not when one has."""
+    return swap(text, "dist.ReduceOp.MAX", "dist.ReduceOp.MIN")
+
+
+@lie("09", "restart|start|snapshot|going on", file="notebooks/09_fault_tolerance.ipynb")
+def restart_starts_anew(text):
+    """A restarted script finds no snapshot, and trains from step 0."""
+    return swap(text, "    return max(found)", "    return found[0]")
+
+
+@lie("09", "restart", module=AGENT)
+def restarts_are_not_counted(agent):
+    """`torchrun` tells every start that it is the first."""
+    give_ranks(agent, lambda env: {"TORCHELASTIC_RESTART_COUNT": "0"})
+
+
+@lie("09", "restart", module="torch.distributed.launcher.api")
+def torchrun_never_restarts(module):
+    """`torchrun` ignores `--max-restarts`."""
+    true = module.launch_agent
+
+    def launch_agent(config, *inputs, **keywords):
+        config.max_restarts = 0
+        return true(config, *inputs, **keywords)
+
+    module.launch_agent = launch_agent
+
+
+@lie("09", "status|restart|fail", module="torch.distributed.launcher.api")
+def failure_has_status_0(module):
+    """`torchrun` ends with status 0 though a rank has failed."""
+    true = module.launch_agent
+
+    def launch_agent(*inputs, **keywords):
+        try:
+            return true(*inputs, **keywords)
+        except module.ChildFailedError:
+            return {}
+
+    module.launch_agent = launch_agent
+
+
+@lie("09", "record|error file|which rank", module="torch.distributed.elastic.multiprocessing.errors")
+def record_writes_no_error_file(module):
+    """`@record` writes no file about the exception."""
+    module.record = lambda function, error_handler=None: function
+
+
+@lie("10", "signal|requeue|batch|Slurm", file="helpers/export/launch_files.py")
+def batch_file_asks_for_no_warning(text):
+    """The batch file does not ask Slurm for a signal before the time is up."""
+    return swap(text, "#SBATCH --signal=USR1@{STOP_BEFORE}", "# no --signal={STOP_BEFORE}")
+
+
+# --- Profiling and debugging
+
+
+@lie("11", "all.?reduce|collective|communication", module="torch.profiler.profiler")
+def profiler_loses_collectives(module):
+    """The profiler's trace has no collectives."""
+    true = module._KinetoProfile.export_chrome_trace
+
+    def export_chrome_trace(self, path, *inputs, **keywords):
+        import json
+        from pathlib import Path
+
+        true(self, path, *inputs, **keywords)
+        trace = json.loads(Path(path).read_text())
+        kept = [event for event in trace["traceEvents"] if not event.get("name", "").startswith("gloo:")]
+        Path(path).write_text(json.dumps(trace | {"traceEvents": kept}))
+
+    module._KinetoProfile.export_chrome_trace = export_chrome_trace
+
+
+@lie("11", "flight recorder|record", module=C10D)
+def flight_recorder_loses_the_last_call(c10d):
+    """The flight recorder's dump lacks the collective that hangs."""
+    import pickle
+
+    from torch._C import _distributed_c10d as library
+
+    true = library._dump_fr_trace
+
+    def dump(*inputs):
+        log = pickle.loads(true(*inputs))
+        return pickle.dumps(log | {"entries": log["entries"][:-1]})
+
+    library._dump_fr_trace = dump
+
+
+@lie("11", "culprit|flight recorder|torchfrtrace|reader", module="torch.distributed.flight_recorder.components.types")
+def flight_recorder_blames_the_wrong_rank(module):
+    """The flight recorder's reader names the other rank."""
+    true = module.EntryState.log
+
+    def log(self, *inputs, errors=None, **keywords):
+        true(self, *inputs, errors=errors and {(1 - rank, what) for rank, what in errors}, **keywords)
+
+    module.EntryState.log = log
+
+
+@lie("11", "anomaly", module="torch.autograd.anomaly_mode")
+def detect_anomaly_sees_nothing(module):
+    """`detect_anomaly` lets a gradient pass that is not a number."""
+    true = module.detect_anomaly.__init__
+    module.detect_anomaly.__init__ = lambda self, check_nan=True: true(self, check_nan=False)
+
+
+@lie("11", "checksum|replicas|drift", module=C10D)
+def replicas_compare_with_themselves(c10d):
+    """`all_gather` gives a rank its own tensor for everybody's."""
+
+    def all_gather(tensors, tensor, *inputs, **keywords):
+        for one in tensors:
+            one.copy_(tensor)
+
+    c10d.all_gather = all_gather
+
+
+# --- Pipelines
+
+
+@lie("13", "order|1F1B|schedule", module="torch.distributed.pipelining.schedules")
+def one_forward_one_backward_is_gpipe(module):
+    """`Schedule1F1B` runs all forwards, and then all backwards."""
+    module.Schedule1F1B._step_microbatches = module.ScheduleGPipe._step_microbatches
+
+
+@lie("13", "gradient|micro-batch", module="torch.distributed.pipelining.schedules")
+def a_micro_batch_is_dropped(module):
+    """A schedule computes the first micro-batch twice, and never the last."""
+    true = module._PipelineSchedule._split_inputs
+
+    def split_inputs(self, *inputs, **keywords):
+        parts, names = true(self, *inputs, **keywords)
+        return [*parts[:-1], parts[0]], [*names[:-1], names[0]]
+
+    module._PipelineSchedule._split_inputs = split_inputs
+
+
+@lie("13", "divid|micro-batch|gradient", module="torch.distributed.pipelining.stage")
+def gradients_are_not_divided_by_micro_batches(module):
+    """A schedule adds the micro-batches' gradients up, and does not divide by their number."""
+    module._PipelineStageBase.scale_grads = lambda self, factor: None
+
+
+@lie("13", "bubble|idle", file="notebooks/13_pipeline_parallel.ipynb")
+def bubble_is_off_by_one(text):
+    """The model of a schedule counts a rank's work as idle time."""
+    return swap(text, "/ work - 1", "/ work")
+
+
+@lie("13", "scale", module="torch.distributed.fsdp.sharded_grad_scaler")
+def each_rank_has_its_own_scale(module):
+    """`ShardedGradScaler` does not ask the other ranks whether a gradient was infinite."""
+    module.ShardedGradScaler = module.GradScaler

@@ -1,0 +1,78 @@
+"""For `pytest -p` beside --nbval: writes to WORLD_SIZE_ONE_FAILURE which cell of a notebook failed first, and how.
+
+WORLD_SIZE_ONE_UNTIL is the id of the last cell to run, or empty.
+"""
+
+import ast
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+FAULT = r"\b(Attribute|Import|Name|Type|Lookup|Key)Error: "  # in a lie's own code: it calls what is not there
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    path = Path(os.environ["WORLD_SIZE_ONE_FAILURE"])
+    if report.failed and not path.exists():
+        kind, said = ("fault", str(call.excinfo.value)) if call.when != "call" else describe(item, call.excinfo.value)
+        path.write_text(json.dumps({"cell": item.cell.id, "kind": kind, "said": said}))
+    return report
+
+
+def pytest_collection_modifyitems(items):
+    ids = [item.cell.id for item in items]
+    if last := os.environ["WORLD_SIZE_ONE_UNTIL"]:
+        del items[ids.index(last) + 1 :]
+
+
+def describe(item, error):
+    """(assert, error, hang, output or fault; what the cell said, on one line) of a cell that failed."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", f"{getattr(error, 'inner_traceback', '') or ''}")
+    raised = [output for output in item.test_outputs or [] if output.output_type == "error"]
+    if str(error).startswith("Timeout"):
+        return "hang", str(error)
+    if raised and not str(error).startswith("Cell outputs differ"):
+        name, value = raised[-1].ename, " ".join(raised[-1].evalue.split())
+        own = "lies.py" in text + value or f"{os.environ['WORLD_SIZE_ONE_LIE'] or None}." in value
+        if name in ("ImportError", "NameError") or own and re.search(FAULT, f"{name}: {value}"):
+            return "fault", f"{name}: {value}"
+        if name == "AssertionError":
+            lines = re.findall(r"^-+> *\d+ (.*)$", text, re.MULTILINE)
+            return "assert", whole(item.cell.source, lines[-1].strip()) if lines else value
+        if name == "RankError":
+            kind = "assert" if ": AssertionError" in value else "hang" if " still ran after" in value else "error"
+            return kind, f"{name}: {value}"
+        return "error", f"{name}: {value}"
+    if str(error).startswith("Cell outputs differ"):
+        return "output", difference(shown(item.cell.outputs), shown(item.test_outputs))
+    return "fault", str(error)
+
+
+def whole(source, line):
+    """The assertion of a cell that has this line, on one line; the line itself where the cell has no such assertion."""
+    with contextlib.suppress(SyntaxError):  # a cell that begins with %%
+        for node in ast.walk(ast.parse(source)):
+            text = ast.get_source_segment(source, node) if isinstance(node, ast.Assert) else ""
+            if line.partition("  #")[0] in map(str.strip, text.splitlines()):
+                return text if text in line else ast.unparse(node)
+    return line
+
+
+def shown(outputs):
+    """The lines of text that a cell shows."""
+    texts = []
+    for output in outputs or []:
+        texts.append(output.get("text") or output.get("evalue") or output.get("data", {}).get("text/plain", ""))
+    return "".join(texts).splitlines()
+
+
+def difference(stored, now):
+    """The first line that is not stored, and the first stored one that is missing."""
+    new, gone = [line for line in now if line not in stored], [line for line in stored if line not in now]
+    return f"{(new or ['nothing'])[0].strip()}; stored is: {(gone or ['nothing'])[0].strip()}"

@@ -1,0 +1,177 @@
+"""Tell the chapters one lie after the other, and see which cell notices: ``make sabotage``.
+
+    make sabotage                               every lie, and every chapter without one
+    make sabotage ARGS=all_reduce_adds_nothing  one lie
+    make sabotage ARGS='--clean 04 05'          chapters without a lie, by the same path: no cell may fail
+
+A lie runs the chapters that teach the thing, in a copy of the project, each to its first failing cell. What the cells
+said goes to book/recorded/sabotage.csv, which the book shows. The exit status is 1 if a lie is not noticed, or by a
+cell that is about something else.
+"""
+
+import argparse
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import nbformat
+from mdit_py_plugins.anchors.index import slugify
+
+from sabotage.lies import LIES
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RECORD = ROOT / "book" / "recorded" / "sabotage.csv"
+COLUMNS = ["The lie", "Noticed in", "Cell", "By", "What the cell said"]
+MOST_SECONDS = 1800  # for a chapter; a cell has nbval's limit
+
+
+def run(lie, chapter, until=None):
+    """The first failing cell of a chapter under a lie, as {"cell", "kind", "said"}; None if all cells pass.
+
+    Without a lie the chapter runs as it is, by the same path. ``until`` is the id of the last cell to run. The kind is
+    "fault" where not the book noticed something: where the lie itself broke, or was never told.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_of_the_project(Path(folder, "book"))
+        notebook = copy / "notebooks" / notebook_of(chapter).name
+        if lie and lie.file:
+            file = copy / lie.file.format(chapter=notebook.name)
+            file.write_text(lie.tell(file.read_text()))
+        failure, told = Path(folder, "failure.json"), Path(folder, "told")
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE / "load"), str(copy)]),
+            "TMPDIR": folder,
+            "CUDA_VISIBLE_DEVICES": "",  # the stored outputs are those of a CPU
+            "OMP_WAIT_POLICY": "passive",  # other chapters may run beside this one
+            "WORLD_SIZE_ONE_LIE": lie.name if lie else "",
+            "WORLD_SIZE_ONE_TOLD": str(told),
+            "WORLD_SIZE_ONE_FAILURE": str(failure),
+            "WORLD_SIZE_ONE_UNTIL": until or "",
+        }
+        command = [sys.executable, "-m", "pytest", "--nbval", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        command += ["-p", "first_failure", str(notebook.relative_to(copy))]
+        options = {"cwd": copy, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        try:
+            done = subprocess.run(command, text=True, timeout=MOST_SECONDS, **options)
+        except subprocess.TimeoutExpired:
+            return {"cell": "", "kind": "fault", "said": f"the chapter did not end in {MOST_SECONDS} s"}
+        if failure.exists():
+            return json.loads(failure.read_text().replace(f"{copy}/", ""))
+        if done.returncode:
+            return {"cell": "", "kind": "fault", "said": done.stdout[-1000:]}
+        if lie and lie.module and not told.exists():
+            return {"cell": "", "kind": "fault", "said": f"no process imported {lie.module}"}
+        return None
+
+
+def copy_of_the_project(folder):
+    """What a chapter needs of this project, in a folder where a lie may change it."""
+    for name in ("helpers", "notebooks", "book/recorded"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+    (folder / "tests").mkdir()
+    for name in ("pyproject.toml", "tests/nbval_sanitize.cfg"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def notebook_of(chapter):
+    [path] = (ROOT / "notebooks").glob(f"{chapter}_*.ipynb")
+    return path
+
+
+def row(lie, chapter):
+    """(the record's row for a lie in a chapter, what is wrong with it or "")."""
+    failure = run(lie, chapter)
+    said = dict.fromkeys(COLUMNS, "") | {"The lie": lie.says, "Noticed in": f"chapter {int(chapter)}"}
+    if failure is None:
+        return said, "no cell notices it"
+    if failure["kind"] == "fault":
+        return said, f"the lie does not work: {failure['cell']} {failure['said']}"
+    heading, anchor, words = place(nbformat.read(notebook_of(chapter), as_version=4), failure["cell"])
+    said["Noticed in"] = f"[{int(chapter)}, {heading}](../notebooks/{notebook_of(chapter).name}#{anchor})"
+    said |= {"Cell": f"`{failure['cell']}`", "By": failure["kind"], "What the cell said": quoted(failure["said"])}
+    about = re.search(lie.words, words, re.IGNORECASE)
+    return said, "" if about else f"neither the cell nor the prose around it has the words {lie.words}"
+
+
+def place(nb, cell_id):
+    """(the heading that a cell stands under, its anchor, the text of the cell and of the prose before and after)."""
+    at = next(index for index, cell in enumerate(nb.cells) if cell.id == cell_id)
+    prose = [index for index, cell in enumerate(nb.cells) if cell.cell_type == "markdown"]
+    before, after = [i for i in prose if i < at], [i for i in prose if i > at]
+    text = "\n".join(nb.cells[index].source for index in before)
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    around = [nb.cells[index].source for index in [*before[-1:], at, *after[:1]]]
+    return headings[-1], slugify(headings[-1].replace("`", "")), "\n".join([headings[-1], *around])
+
+
+def quoted(text, most=160):
+    """A line of code or of an error as a page's inline code, cut where it is long."""
+    text = " ".join(text.replace("`", "'").split())
+    return f"`{text if len(text) <= most else text[: most - 2] + ' …'}`"
+
+
+def recorded():
+    """The rows of the record, as dicts."""
+    if not RECORD.exists():
+        return []
+    with RECORD.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def key(row):
+    """What a row is of: (the lie, the chapter's number)."""
+    return row["The lie"], int(re.search(r"\d+", row["Noticed in"])[0])
+
+
+def record(row):
+    """Put a row into the record, in the order of the lies, and drop those of lies that are gone."""
+    rows = {key(one): one for one in [*recorded(), row]}
+    order = [(lie.says, int(chapter)) for lie in LIES.values() for chapter in lie.chapters]
+    with RECORD.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[one] for one in order if one in rows)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="make sabotage", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="LIE", help="the lies to tell (default: all)")
+    parser.add_argument("--clean", action="store_true", help="run chapters without a lie; LIE is a chapter, as 04")
+    parser.add_argument("--jobs", type=int, default=1, help="chapters that run at a time (default: 1)")
+    options = parser.parse_args(arguments)
+    if unknown := [] if options.clean else [name for name in options.names if name not in LIES]:
+        parser.error(f"there is no lie {unknown[0]}; the lies are {', '.join(LIES)}")
+    with ThreadPoolExecutor(options.jobs) as pool:
+        bad = []
+        if options.clean or not options.names:
+            taught = {chapter for lie in LIES.values() for chapter in lie.chapters}
+            chapters = (options.clean and options.names) or sorted(taught)
+            for chapter, failure in zip(chapters, pool.map(lambda one: run(None, one), chapters), strict=True):
+                print(f"chapter {chapter} without a lie: {failure or 'every cell passes'}", flush=True)
+                bad += [chapter] if failure else []
+        names = [] if options.clean else options.names or LIES
+        pairs = [(LIES[name], chapter) for name in names for chapter in LIES[name].chapters]
+        told = {pool.submit(row, *pair): pair for pair in pairs}
+        for done in as_completed(told):
+            (lie, chapter), (said, problem) = told[done], done.result()
+            print(f"{lie.name}, chapter {chapter}: {' '.join(list(said.values())[2:])}", flush=True)
+            if problem:
+                print(f"  {problem}", flush=True)
+                bad.append(lie.name)
+            record(said)
+    print(f"{len(pairs)} told, {len(bad)} bad{': ' if bad else ''}{', '.join(bad)}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
