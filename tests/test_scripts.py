@@ -16,7 +16,7 @@ import recorded
 from ruff import find_ruff_bin
 from scripting import ROOT, TOLERANCE, export, rehearse, rehearse_here, result, stand_alone, torchrun
 
-pytestmark = pytest.mark.scripts
+pytestmark = [pytest.mark.scripts, pytest.mark.timeout(900)]
 
 CHAPTERS = sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))
 TEMPLATE = ROOT / "notebooks" / "template.ipynb"
@@ -85,7 +85,6 @@ def test_the_ranks_cannot_import_helpers(alone, tmp_path):
     assert status == 1 and "helpers is hidden" in errors
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("notebook", CHAPTERS, ids=lambda path: path.stem)
 def test_chapter(notebook, alone, tmp_path):
     folder = tmp_path / "empty"

@@ -17,7 +17,7 @@ from scripting import ROOT, export, stand_alone, torchrun, write_notebook
 
 CHAPTER_1 = ROOT / "notebooks" / "01_process_groups.ipynb"
 
-pytestmark = pytest.mark.scripts
+pytestmark = [pytest.mark.scripts, pytest.mark.timeout(600)]
 
 FAILING = """\
 import torch
@@ -197,7 +197,7 @@ def test_run_passes_flags_and_status(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     for steps, status in (("3", 0), ("7", 1)):
         command = [sys.executable, "-m", "helpers", "run", notebook, "--nproc", "2", "--", "--steps", steps]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
         threads = max(1, len(os.sched_getaffinity(0)) // 2 if hasattr(os, "sched_getaffinity") else os.cpu_count() // 2)
         assert done.returncode == status, done.stderr
         assert set(done.stdout.splitlines()) == {f"{steps} {threads}"}  # one rank can end the other before it prints
