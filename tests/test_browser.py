@@ -38,7 +38,8 @@ class Visit:
         self.page.on("request", lambda request: self.check(request.url, url))
         self.page.on("response", lambda reply: reply.status >= 400 and self.complain(f"{reply.status}: {reply.url}"))
         self.page.emulate_media(color_scheme="light")
-        self.page.goto(f"{url}/{page}.html", wait_until="networkidle")
+        self.page.goto(f"{url}/{page}.html")
+        self.page.evaluate("window.MathJax?.startup?.promise.then(() => null)")
 
     def complain(self, text):
         self.complaints.append(text)
