@@ -110,7 +110,13 @@ def new_group_takes_everybody(c10d):
 @lie("01", "barrier", module=C10D)
 def barrier_does_not_wait(c10d):
     """`barrier` returns at once, and waits for nobody."""
-    c10d.barrier = lambda *inputs, **keywords: None
+    true, called = c10d.barrier, []
+
+    def barrier(*inputs, **keywords):
+        called.append(True)
+        return true(*inputs, **keywords) if len(called) == 1 else None  # the first is that of launch, before the cell's
+
+    c10d.barrier = barrier
 
 
 @lie("01", "monitored.?barrier|roll call", module=C10D)
