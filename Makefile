@@ -1,7 +1,7 @@
 # `make` alone lists the commands. Every one sets up .venv first, once; works with GNU make 3.81 and newer.
 
 PYTHON ?= python3
-CHAPTER ?= 04
+CHAPTER ?=
 NPROC ?= 4
 PORT ?= 8000
 RUNS ?= 40
@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help book pdf serve test lab scripts run rehearse sabotage bench soak portability outputs browser slurm setup
+.PHONY: help book pdf serve test lab scripts run check rehearse sabotage bench soak portability outputs system setup
 
 help:
 	@echo "World Size One"
@@ -26,7 +26,11 @@ help:
 	@echo "  make book         build the book, and every chapter's script"
 	@echo "  make pdf          build the book, and print all of it as one PDF, which its first page then links"
 	@echo "  make serve        show the built book at http://127.0.0.1:8000/  (PORT=8000)"
+	@echo
+	@echo "  make check        ruff, and all tests that start no ranks, browsers and clusters"
+	@echo "  make check CHAPTER=04    ruff, and one chapter: its cells, its script, its rehearsal"
 	@echo "  make test         run everything that verifies this project, every notebook's cell included"
+	@echo "  make system       install what some tests and the PDF need: chromium, Slurm  (asks first)"
 	@echo
 	@echo "  make lab          open the notebooks in JupyterLab"
 	@echo "  make scripts      write every chapter's torchrun script to scripts/"
@@ -77,7 +81,7 @@ book: scripts
 	@echo
 	@echo "The book is in _build/html: open file://$(CURDIR)/_build/html/index.html, or run 'make serve'."
 
-pdf: book browser
+pdf: book
 	@$(BIN)/python tools/print_pdf.py _build/html _build/world-size-one.pdf
 
 serve: $(READY)
@@ -92,28 +96,31 @@ lab: $(READY)
 	@$(BIN)/jupyter lab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
 run: $(READY)
-	@$(BIN)/python -m helpers run $(CHAPTER) --nproc $(NPROC) -- $(ARGS)
+	@$(BIN)/python -m helpers run $(or $(CHAPTER),04) --nproc $(NPROC) -- $(ARGS)
 
 # --- verification ---------------------------------------------------------------------------------------------------
 
-browser:
-	@sh tools/install_browser.sh
+# A file's tests stay on one worker, and so does a notebook's kernel; conftest.py puts the longest files first.
+PYTEST := $(BIN)/python -m pytest --nbval --dist loadfile --no-loadscope-reorder -n 3
 
-slurm:
-	@sh tools/install_slurm.sh
+check: $(READY)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+ifeq ($(CHAPTER),)
+	@$(PYTEST) --quick -q $(ARGS)
+else
+	@notebook=$$(ls notebooks/$(CHAPTER)*.ipynb) && $(PYTEST) -q -k "$$(basename $$notebook .ipynb)" \
+	  "$$notebook" tests/test_scripts.py tests/test_rehearsal.py tests/test_notebooks.py $(ARGS)
+endif
 
-# The workers share the cores: an OpenMP thread that waits is to sleep, not to spin, which takes a fifth more of
-# them. What else makes these runs quick and steady stands in tests/quick. All of them test the CPU's path.
-test portability: export OMP_WAIT_POLICY := passive
-test portability: export CUDA_VISIBLE_DEVICES :=
-test portability: export PYTHONPATH := $(CURDIR)/tests/quick
-PYTEST := $(BIN)/python -m pytest -p patient_kernels --nbval -n 3 --dist loadfile
+test: $(READY)
+	@$(PYTEST) $(ARGS)
 
-test: $(READY) browser slurm
-	@$(PYTEST) --no-loadscope-reorder $(ARGS)
+system:
+	@sh tools/install_system.sh
 
 soak: $(READY)
-	@$(BIN)/python $(if $(N),tools/kills.py --kills $(N),tools/soak.py --chapter $(CHAPTER) --runs $(RUNS) $(ARGS))
+	@$(BIN)/python $(if $(N),tools/kills.py --kills $(N),tools/soak.py --chapter $(or $(CHAPTER),04) --runs $(RUNS) $(ARGS))
 
 # DNNL_MAX_CPU_ISA and ATEN_CPU_CAPABILITY limit which of the CPU's instructions torch uses, as an older CPU would.
 portability: $(READY)

@@ -35,9 +35,14 @@ MACHINE = re.compile(
 # --- looking into a notebook ------------------------------------------------------------------------------------------
 
 
+def named_cells(nb):
+    """(name for messages, cell) of each cell; the name is its number and its id."""
+    return [(f"cell {number} ({cell.get('id')})", cell) for number, cell in enumerate(nb.cells, 1)]
+
+
 def code_cells(nb):
-    """(name for messages, cell) of each code cell."""
-    return [(f"cell {number}", cell) for number, cell in enumerate(nb.cells, 1) if cell.cell_type == "code"]
+    """The same for each code cell."""
+    return [(name, cell) for name, cell in named_cells(nb) if cell.cell_type == "code"]
 
 
 def marks(cell):
@@ -105,15 +110,15 @@ def is_normalised(nb):
     clean = normalised(nb)
     if nb.metadata != clean.metadata:
         yield "the notebook's metadata differ from what `make outputs` stores"
-    for number, (cell, stored) in enumerate(zip(nb.cells, clean.cells, strict=True), 1):
+    for (name, cell), stored in zip(named_cells(nb), clean.cells, strict=True):
         if cell != stored:
-            yield f"cell {number} differs from what `make outputs` stores: metadata, a widget view or a traceback"
+            yield f"{name} differs from what `make outputs` stores: metadata, a widget view or a traceback"
 
 
 def has_no_attachments(nb):
-    for number, cell in enumerate(nb.cells, 1):
+    for name, cell in named_cells(nb):
         if cell.get("attachments"):
-            yield f"cell {number} has attachments"
+            yield f"{name} has attachments"
 
 
 def has_known_magics(nb):
@@ -164,10 +169,10 @@ def has_no_warnings(nb):
 
 
 def names_no_machine(nb):
-    for number, cell in enumerate(nb.cells, 1):
+    for name, cell in named_cells(nb):
         for text in [cell.source, *(text for output in cell.get("outputs", []) for text in texts(output))]:
             for found in MACHINE.finditer(text):
-                yield f"cell {number} names this machine: {text[max(0, found.start() - 20) : found.end() + 30]!r}"
+                yield f"{name} names this machine: {text[max(0, found.start() - 20) : found.end() + 30]!r}"
 
 
 def describes_its_images(nb):
@@ -289,22 +294,20 @@ def running_text(source):
 
 
 def first_uses(nb):
-    """(term, number of the cell, match) of each glossary term's first use in the running text, linked or not."""
-    cells = [
-        (number, running_text(cell.source)) for number, cell in enumerate(nb.cells) if cell.cell_type == "markdown"
-    ]
+    """(term, name of the cell, match) of each glossary term's first use in the running text, linked or not."""
+    texts = [(name, running_text(cell.source)) for name, cell in named_cells(nb) if cell.cell_type == "markdown"]
     for term in glossary():
         word = re.escape(term) + ("s?" if term.islower() else "")
         use = re.compile(
             rf"\{{term\}}`(?:{word}|[^`]*<{re.escape(term)}>)`|(?<![\w-]){word}(?![\w-])", re.I * term.islower()
         )
-        yield from itertools.islice(((term, n, found) for n, text in cells for found in use.finditer(text)), 1)
+        yield from itertools.islice(((term, name, found) for name, text in texts for found in use.finditer(text)), 1)
 
 
 def links_terms_at_first_use(nb):
-    for term, number, found in first_uses(nb):
+    for term, name, found in first_uses(nb):
         if not found[0].startswith("{term}"):
-            yield f"cell {number + 1} uses {term!r} first and does not link it: write {{term}}`{found[0]}`"
+            yield f"{name} uses {term!r} first and does not link it: write {{term}}`{found[0]}`"
 
 
 # For every notebook; for the chapters and the template; for the chapters alone, since the template has no page.

@@ -58,4 +58,4 @@ if rank == 0:
 dist.destroy_process_group()
 if rank == 0:
     print("over", flush=True)
-{"os._exit": os._exit, "sys.exit": sys.exit, "end": lambda status: None}[sys.argv[2]](0)
+{"os._exit": os._exit, "sys.exit": sys.exit}[sys.argv[2]](0)

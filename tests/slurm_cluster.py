@@ -158,7 +158,7 @@ def missing():
     """Why this machine cannot have a Slurm, or None."""
     lacking = [program for program in PROGRAMS if not shutil.which(program)]
     if lacking:
-        return f"no {', '.join(lacking)} on this machine (sh tools/install_slurm.sh)"
+        return f"no {', '.join(lacking)} on this machine"
     return hosts.missing()
 
 

@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_scripts import ROOT, export, result, stand_alone, torchrun
+from scripting import ROOT, export, result, stand_alone, torchrun
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -188,6 +188,7 @@ def write_dcp(folder):
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "plain.pt", ".metadata", "__0_0.distcp", MANIFEST])
+@pytest.mark.ranks
 def test_damage_is_found_in_every_file(tmp_path, name):
     if name in (".metadata", "__0_0.distcp"):
         launch(write_dcp, tmp_path, nproc=1)
@@ -263,6 +264,7 @@ def hostile_metadata(folder, marker):
 
 
 @pytest.mark.parametrize("where", ["metadata", "value", "value in place of a tensor"])
+@pytest.mark.ranks
 def test_a_hostile_dcp_checkpoint_is_not_executed(tmp_path, where):
     marker, folder = tmp_path / "executed", tmp_path / "step"
 
@@ -287,6 +289,7 @@ def test_a_hostile_dcp_checkpoint_is_not_executed(tmp_path, where):
     assert launch(save_and_load, lambda state: dcp.load(state, checkpoint_id=str(folder)), nproc=1)[0][2]
 
 
+@pytest.mark.ranks
 def test_every_type_that_dcp_writes_is_known(tmp_path):
     expected = {"list": [1, (2, 3)], "none": None, "text": "x"}
 
@@ -306,6 +309,7 @@ def test_every_type_that_dcp_writes_is_known(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["dataclass", "class", "enum"])
+@pytest.mark.ranks
 def test_a_newer_torch_may_have_other_dataclasses(tmp_path, kind):
     def read():
         made = enum.Enum("_NewStorage", ["A"]) if kind == "enum" else type("_NewStorage", (), {})
@@ -394,6 +398,7 @@ def kill_everywhere(folder, keep):
 
 
 @pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.ranks
 def test_a_kill_at_every_operation_loses_nothing(tmp_path, keep):
     [found] = launch(kill_everywhere, tmp_path / "runs", keep, nproc=1)
     assert len(found) > 15  # operations
@@ -440,6 +445,7 @@ def kill_while_writing(folder, points):
     return found, cut
 
 
+@pytest.mark.ranks
 def test_a_kill_in_the_middle_of_a_file_loses_nothing(tmp_path):
     chance = random.Random(1)
     points = [chance.uniform(0, 1) for _ in range(30)]
@@ -462,6 +468,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["a.txt"]
 
 
+@pytest.mark.ranks
 def test_a_rank_killed_in_a_save_of_several(tmp_path):
     def save(step, victim):
         with new_checkpoint(tmp_path, step) as path:
@@ -481,6 +488,7 @@ def test_a_rank_killed_in_a_save_of_several(tmp_path):
 # ---- Several ranks
 
 
+@pytest.mark.ranks
 def test_all_ranks_agree(tmp_path):
     for step in (1, 2):
         write(tmp_path, step)
@@ -536,6 +544,7 @@ def resume_sharded(folder, shard):
 
 
 @pytest.mark.parametrize(("saved_on", "saved_sharded"), [(4, True), (1, True), (2, False)])
+@pytest.mark.ranks
 def test_saved_here_loaded_there(tmp_path, saved_on, saved_sharded):
     expected = launch(train_and_save, tmp_path, saved_sharded, nproc=saved_on)[0]
     for loaded_on, shard in [(4, True), (2, True), (1, True), (2, False)]:
@@ -555,6 +564,7 @@ def committed(saves, steps=10_000):
     raise AssertionError("the save never ended")
 
 
+@pytest.mark.ranks
 def test_a_background_save_counts_at_the_same_step_on_all_ranks(tmp_path):
     def save():
         weights, saves = torch.ones(1000), BackgroundSaves()
@@ -591,6 +601,7 @@ def test_a_background_save_counts_at_the_same_step_on_all_ranks(tmp_path):
     assert "still running" in said
 
 
+@pytest.mark.ranks
 def test_a_save_in_the_background_is_left_alone(tmp_path):
     def save():
         saves, gate = BackgroundSaves(), threading.Event()
@@ -637,6 +648,7 @@ def watch_files(folder):
     return opened
 
 
+@pytest.mark.ranks
 def test_each_rank_hashes_and_syncs_what_it_writes_and_nobody_reads_it(tmp_path):
     def save():
         opened, synced, sync = watch_files(tmp_path), {}, os.fsync
@@ -687,6 +699,7 @@ def test_a_flipped_bit_is_for_verify_to_find(tmp_path):
     assert latest_good(tmp_path).name == "step_00000001"
 
 
+@pytest.mark.ranks
 def test_one_rank_reads_and_the_others_are_sent(tmp_path):
     dtypes = DTYPES[:-1]  # pickle cannot carry float8
     state = {f"{dtype}": torch.randn(3, 4).to(dtype) for dtype in dtypes}
@@ -710,6 +723,7 @@ def test_one_rank_reads_and_the_others_are_sent(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["hostile", "damaged", "empty", "missing"])
+@pytest.mark.ranks
 def test_what_cannot_be_read_is_an_error_on_all_ranks(tmp_path, kind):
     path, marker = tmp_path / "run.pt", tmp_path / "executed"
     torch.save({"extra": Hostile(marker)}, path)
@@ -802,6 +816,7 @@ SAVES = None
 
 @pytest.mark.parametrize("save", [save_files, save_shards, save_behind])
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.ranks
 def test_a_full_disk_leaves_the_last_good_one_and_no_half_file(tmp_path, save, victim):
     launch(save_files, tmp_path, 1, nproc=2)
     on0, on1 = launch(fill_the_disk, tmp_path, victim, save, nproc=2)
@@ -846,6 +861,7 @@ def kill_a_rank(script, environment, flags, folder, name):
     assert agent.returncode == 1 and "SIGKILL" in errors, errors
 
 
+@pytest.mark.ranks
 def test_the_script_is_killed_and_goes_on(tmp_path):
     (tmp_path / "path").mkdir()
     alone = stand_alone(tmp_path / "path")
@@ -855,8 +871,9 @@ def test_the_script_is_killed_and_goes_on(tmp_path):
     assert status == 0, errors
     through = result(out)
     settings += ["--checkpoint-dir", "runs/a"]
-    status, out, errors, _ = torchrun(script, 2, alone, *settings)
-    assert status == 1 and "Correct its name, or: mkdir -p runs/a" in errors
+    command = [sys.executable, script, *settings]
+    done = subprocess.run(command, cwd=script.parent, env=alone, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and "Correct its name, or: mkdir -p runs/a" in done.stderr
     runs = script.parent / "runs" / "a"
     runs.mkdir(parents=True)
     kill_a_rank(script, alone, settings, runs, "step_00000020")

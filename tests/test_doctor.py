@@ -63,6 +63,7 @@ def check_report(out, count):
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.ranks
 def test_under_torchrun(count, surroundings):
     command = [*TORCHRUN, f"--nproc-per-node={count}", "-m", "helpers", "doctor"]
     done = run({**surroundings, "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}, *command)
@@ -70,12 +71,14 @@ def test_under_torchrun(count, surroundings):
     check_report(done.stdout, count)
 
 
+@pytest.mark.ranks
 def test_alone(surroundings):
     done = run(surroundings, "helpers", "doctor")
     assert (done.returncode, done.stderr) == (0, "")
     check_report(done.stdout, 2)
 
 
+@pytest.mark.ranks
 def test_what_is_wrong_ends_torchrun_with_a_status(surroundings, tmp_path):
     script = tmp_path / "differs.py"
     script.write_text(
@@ -96,15 +99,16 @@ def test_what_is_wrong_ends_torchrun_with_a_status(surroundings, tmp_path):
     assert len(re.findall(r"^ +exitcode", done.stderr, re.MULTILINE)) == 1  # torchrun tells of one rank
 
 
+@pytest.mark.ranks
 def test_interrupted(surroundings):
     """Ctrl-C while rank 1, which a signal has stopped, is waited for."""
     command = [sys.executable, "-m", "helpers", "doctor", "--nproc", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=surroundings, process_group=0, **pipes) as process:
         mark = surroundings[leftovers.MARK]
-        assert leftovers.soon(lambda: len(leftovers.processes(mark)) == 3, 30)
+        assert leftovers.soon(lambda: len(leftovers.processes(mark)) == 3)
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "Interrupted; all ranks are stopped.\n")
 
 
@@ -199,6 +203,7 @@ def world(capsys):
 
 
 @pytest.mark.parametrize("absent", [0, 2])
+@pytest.mark.ranks
 def test_a_rank_that_never_comes_is_named_in_time(absent, world):
     def prepare(rank):
         gather = membership.Membership.gather
@@ -215,13 +220,14 @@ def test_a_rank_that_never_comes_is_named_in_time(absent, world):
 
     statuses, out = world(4, prepare, timeout=3)
     assert statuses == [None if rank == absent else 1 for rank in range(4)]
-    assert all(float(seconds) < 8 for seconds in re.findall(r"roll call: (\S+) s", out)), out
+    assert all(float(seconds) < 60 for seconds in re.findall(r"roll call: (\S+) s", out)), out
     assert f"Rank {absent} of 4 did not come within 3 s." in flat(out)
     assert "store" in out and "reached by 3 of 4" in out and "1 problem found" in out
     assert "3 of 3 pairs right" in out  # the others were examined without it
     assert all(re.search(rf"^{name} +yes ", out, re.MULTILINE) for name in COLLECTIVES)
 
 
+@pytest.mark.ranks
 def test_a_wrong_collective_is_named(world):
     def prepare(rank):
         if rank == 2:
@@ -241,6 +247,7 @@ def test_a_wrong_collective_is_named(world):
     assert re.findall(r"^(\w+) +NO ", out, re.MULTILINE) == ["all_reduce"]
 
 
+@pytest.mark.ranks
 def test_a_check_that_raises_on_all_ranks_or_on_one_does_not_prevent_the_others(world):
     def prepare(rank):
         broken = raises(RuntimeError("[/build/gloo/pair.cc:42] out of order\nand more"))
@@ -257,6 +264,7 @@ def test_a_check_that_raises_on_all_ranks_or_on_one_does_not_prevent_the_others(
     assert "1 of 1 pairs right" in out
 
 
+@pytest.mark.ranks
 def test_a_wrong_link_is_named(world):
     def prepare(rank):
         if rank == 1:
@@ -276,6 +284,7 @@ def test_a_wrong_link_is_named(world):
     assert "What ranks 1 and 2 send each other arrives wrong" in flat(out) and "1 problem found" in out
 
 
+@pytest.mark.ranks
 def test_a_link_that_raises_is_named(world):
     def prepare(rank):
         exchange = dist.batch_isend_irecv
@@ -294,6 +303,7 @@ def test_a_link_that_raises_is_named(world):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.ranks
 def test_a_rank_that_is_gone_on_the_way_is_named(victim, world):
     def prepare(rank):
         if rank == victim:
@@ -305,6 +315,7 @@ def test_a_rank_that_is_gone_on_the_way_is_named(victim, world):
     assert "1 problem found" in out and re.search(r"^all_to_all +yes", out, re.MULTILINE)
 
 
+@pytest.mark.ranks
 def test_a_rank_that_hangs_where_no_timeout_reaches_leaves(capsys):
     def hang():
         with membership.Membership(None, 0, 2, 1).no_longer_than(0.1):
@@ -315,21 +326,22 @@ def test_a_rank_that_hangs_where_no_timeout_reaches_leaves(capsys):
     assert "rank 0 hangs; it leaves" in capsys.readouterr().out
 
 
+@pytest.mark.ranks
 def test_a_rank_that_comes_too_late_says_so(world):
     statuses, out = world(3, lambda rank: time.sleep(6 * (rank == 1)), timeout=2)
     assert statuses == [1, 1, 1]
     assert "Rank 1 of 3 did not come" in out and "The others went on without this rank" in out
 
 
+@pytest.mark.ranks
 def test_an_address_that_takes_no_connection_is_named(world):
     def prepare(rank):
         if rank == 1:
             facts = doctor.facts_of_rank
-            nobody = socket.create_server(("127.0.0.1", 0))
-            port = nobody.getsockname()[1]
-            nobody.close()
+            silent = socket.socket()  # has a port and does not listen
+            silent.bind(("127.0.0.1", 0))
             socket.create_server = raises(OSError("no more files"))
-            doctor.facts_of_rank = lambda *args: {**facts(*args), "port": port}
+            doctor.facts_of_rank = lambda *args: {**facts(*args), "port": silent.getsockname()[1]}
 
     statuses, out = world(3, prepare)
     assert statuses == [1, 1, 1] and "4 of 6 connections between ranks open" in out
@@ -338,6 +350,7 @@ def test_an_address_that_takes_no_connection_is_named(world):
 
 
 @pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.ranks
 def test_rank_0_without_an_address_does_not_prevent_the_others(count, world):
     """With 2 ranks, one is left."""
 
@@ -352,10 +365,11 @@ def test_rank_0_without_an_address_does_not_prevent_the_others(count, world):
 
 
 def test_store_that_nobody_serves(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    place = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    assert doctor.run_rank(place, timeout=0.5) == 1
+    with socket.socket() as silent:  # has the port, so that nobody else gets it, and does not listen
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        place = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        assert doctor.run_rank(place, timeout=0.5) == 1
     error = capsys.readouterr().err
     assert f"Nothing answered at 127.0.0.1:{port} within 0.5 s" in error and error.count("\n") == 1
 
@@ -438,20 +452,24 @@ def test_first_host_of_a_node_list(nodes, first):
     assert membership.first_host(nodes) == first
 
 
+@pytest.mark.ranks
 def test_two_tasks_of_a_slurm_step(surroundings):
     """Slurm's variables, without Slurm: rank 0 serves the store, and the other finds it."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    held = socket.socket()  # until rank 0 listens there too, nobody else gets the port
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
     mine = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1", "MASTER_PORT": str(port)}
     mine |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}
     tasks = []
     for rank in "01":
         environment = {**surroundings, **mine, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-        command = [sys.executable, "-m", "helpers", "doctor", "--timeout", "30"]
+        command = [sys.executable, "-m", "helpers", "doctor", "--timeout", "60"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         tasks.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
-    (out, errors), nothing = (task.communicate(timeout=60) for task in tasks)
+    (out, errors), nothing = (task.communicate(timeout=120) for task in tasks)
+    held.close()
     assert [task.returncode for task in tasks] == [0, 0] and errors == "" and nothing == ("", "")
     check_report(out, 2)
 

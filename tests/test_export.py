@@ -815,13 +815,13 @@ def group_starts(written):
 @pytest.mark.parametrize(
     "source",
     [
-        "\n".join(["X0 = 1", *[f"X{i + 1} = X{i} + 1" for i in range(800)], "print(X800)"]),
-        "\n".join([*[f"x{i} = {i}" for i in range(2000)], "print(x1)"]),
-        "\n".join(["class A0: pass", *[f"class A{i + 1}(A{i}): pass" for i in range(800)], "print(A800)"]),
+        "\n".join(["X0 = 1", *[f"X{i + 1} = X{i} + 1" for i in range(1600)], "print(X1600)"]),
+        "\n".join([*[f"x{i} = {i}" for i in range(4000)], "print(x1)"]),
+        "\n".join(["class A0: pass", *[f"class A{i + 1}(A{i}): pass" for i in range(1600)], "print(A1600)"]),
     ],
     ids=["constants", "idle assignments", "classes"],
 )
-@pytest.mark.timeout(20)  # seconds, where the first took 51 and the second 15
+@pytest.mark.timeout(60)  # seconds: twice the cells of a first that took 51 and a second that took 15
 def test_long_notebooks(source):
     script(source)
 

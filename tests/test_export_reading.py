@@ -130,8 +130,8 @@ def test_tags_that_are_not_words_are_no_tags(metadata):
 def test_a_named_pipe_is_not_waited_for(tmp_path, helpers):
     os.mkfifo(tmp_path / "pipe.ipynb")
     with pytest.raises(ExportError, match="it is not a regular file"):
-        no_longer_than(20, read_notebook, tmp_path / "pipe.ipynb")
-    status, _, errors = no_longer_than(20, helpers, "export", tmp_path / "pipe.ipynb")
+        no_longer_than(60, read_notebook, tmp_path / "pipe.ipynb")
+    status, _, errors = no_longer_than(60, helpers, "export", tmp_path / "pipe.ipynb")
     assert status == 1 and "There is no chapter or notebook" in errors
 
 
@@ -229,7 +229,7 @@ def test_the_deepest_that_is_accepted_can_be_exported():
 )
 def test_no_cell_hangs_the_reading(source):
     try:
-        no_longer_than(20, sort_cells, notebook(source), "mine")
+        no_longer_than(60, sort_cells, notebook(source), "mine")
     except ExportError:
         pass
 
@@ -246,7 +246,7 @@ def test_no_cell_hangs_the_reading(source):
     ids=lambda text: re.sub(r"(.{1,3})\1{9,}", r"\1~", text),
 )
 def test_no_text_hangs_the_reading(text):
-    no_longer_than(20, sort_cells, new_notebook(cells=[new_markdown_cell(text), new_code_cell(WORK)]), "mine")
+    no_longer_than(60, sort_cells, new_notebook(cells=[new_markdown_cell(text), new_code_cell(WORK)]), "mine")
 
 
 # ---- Magics, and what else only a notebook has
@@ -447,7 +447,7 @@ def test_damaged_notebooks_are_refused_or_exported(tmp_path):
             return script_from_notebook(read_notebook(path), "mine")
 
         try:
-            compile(no_longer_than(20, export), "mine.py", "exec")
+            compile(no_longer_than(60, export), "mine.py", "exec")
             counts[True] += 1
         except ExportError as error:
             assert str(error).strip()

@@ -10,6 +10,8 @@ import kills
 import leftovers
 import pytest
 
+pytestmark = pytest.mark.ranks
+
 FORGETFUL = """\
 import os, sys, time, uuid
 from pathlib import Path
@@ -61,7 +63,7 @@ def test_a_signal_to_the_agent_stops_all_ranks_with_a_snapshot(job, tmp_path):
     assert leftovers.soon(lambda: list(folder.glob("step_*")), 120)
     running.process.terminate()
     assert running.ended_within(60) and running.process.returncode == 1
-    running.reader.join(5)
+    running.reader.join(60)
     step = re.fullmatch(r"stopped by SIGTERM at step (\d+): the same command goes on", running.lines[-1][1])[1]
     names = sorted(path.name for path in folder.iterdir())
     assert names[-2:] == [f"step_{int(step):08}.pt", "stopped"] and all(name.startswith("st") for name in names)

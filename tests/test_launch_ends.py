@@ -20,6 +20,8 @@ from launching import failure, nothing_left, warmed_up  # noqa: F401  (fixtures)
 
 from helpers.ranks.launch import RankError, launch
 
+pytestmark = pytest.mark.ranks
+
 # --- nothing is left --------------------------------------------------------------------------------------------------
 
 
@@ -84,8 +86,8 @@ def test_interrupt_that_another_thread_takes():
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         timer.start()
-        launch(time.sleep, 1000, nproc=2)
-    assert time.monotonic() - start < 5
+        launch(time.sleep, 1000, nproc=2, timeout=600)
+    assert time.monotonic() - start < 60
 
 
 def test_interrupt_in_the_middle_of_a_call():
@@ -100,8 +102,8 @@ def test_interrupt_in_the_middle_of_a_call():
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             timer.start()
-            launch(step, nproc=3)
-        assert time.monotonic() - start < 5
+            launch(step, nproc=3, timeout=600)
+        assert time.monotonic() - start < 60
         timer.join()
     assert launch(dist.get_rank, nproc=2) == [0, 1]
 
@@ -196,12 +198,10 @@ def kernel(own_kernel):
 
 
 def test_interrupt_of_the_kernel(kernel):
-    kernel.start("launch(hang, nproc=2)")
+    kernel.start("launch(hang, nproc=2, timeout=600)")
     assert kernel.ranks() == 2
-    start = time.monotonic()
     kernel.manager.interrupt_kernel()
-    reply = kernel.client.get_shell_msg(timeout=20)["content"]
-    assert time.monotonic() - start < 5
+    reply = kernel.client.get_shell_msg(timeout=60)["content"]
     assert (reply["status"], reply["ename"]) == ("error", "KeyboardInterrupt")
     assert kernel.ranks() == 0  # at once: the cell ends after them
     assert kernel.run("print(launch(dist.get_rank, nproc=2))")[1] == "[0, 1]\n"

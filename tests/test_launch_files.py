@@ -222,7 +222,6 @@ import os, sys
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"]
 print(" ".join(["here", *(os.environ[name] for name in names), *sys.argv[1:]]), flush=True)  # in one write
 """
-two_hosts = pytest.mark.skipif(hosts.missing() is not None, reason=f"no two hosts here: {hosts.missing()}")
 
 
 def on_both(pair, folder, *commands):
@@ -249,7 +248,7 @@ def told(done):
     return "\n".join(f"--- node{index}, status {status}\n{text}" for index, (text, status) in enumerate(done))
 
 
-@two_hosts
+@pytest.mark.hosts
 def test_the_plain_lines_on_two_hosts(tmp_path):
     launch = launch_files("08_trainer", STOPS, 2, 2, "04:00:00")["08_trainer.nodes.sh"]
     (tmp_path / "08_trainer.nodes.sh").write_text(launch)
@@ -265,7 +264,7 @@ def test_the_plain_lines_on_two_hosts(tmp_path):
             assert sorted(ranks) == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], told(done)
 
 
-@two_hosts
+@pytest.mark.hosts
 def test_the_pods_command_on_two_hosts(tmp_path):
     script = tmp_path / "script"
     status = main(["export", "08", "--slurm", "--gpus-per-node=1", f"--out={script}"])

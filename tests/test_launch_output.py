@@ -14,6 +14,8 @@ from launching import failure, nothing_left, warmed_up  # noqa: F401  (fixtures)
 from helpers.ranks import launch as launcher
 from helpers.ranks.launch import fold, launch
 
+pytestmark = pytest.mark.ranks
+
 
 def test_output_comes_in_rank_order_and_folded(capsys):
     def talk():
@@ -64,9 +66,7 @@ def test_ten_megabytes_of_output(capsys):
         for line in range(20_000):
             print(f"{line} {dist.get_rank() if line % 2 else ''} {'x' * 240}")
 
-    start = time.monotonic()
     launch(flood, nproc=2)
-    assert time.monotonic() - start < 20
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 30_000 and lines[-1].startswith("[rank 1] 19999 1 xxx")
 

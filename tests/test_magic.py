@@ -131,6 +131,7 @@ def error(kernel, cell):
     return reply["ename"], reply["evalue"], "\n".join(reply["traceback"])
 
 
+@pytest.mark.ranks
 def test_body_runs_on_every_rank(kernel):
     printed = run(
         kernel,
@@ -139,17 +140,20 @@ def test_body_runs_on_every_rank(kernel):
     assert printed == "[rank 0] 0 0 2\n[rank 1] 1 1 2\n[ranks 0-1] tensor([3.])\n"
 
 
+@pytest.mark.ranks
 def test_four_ranks_unless_told_otherwise(kernel):
     assert run(kernel, "%%ranks\nworld_size") == "[ranks 0-3] 4\n"
     assert run(kernel, "%%ranks 1\nworld_size") == "[rank 0] 1\n"
 
 
+@pytest.mark.ranks
 def test_ranks_own_names_win_over_the_notebooks(kernel):
     printed = run(kernel, "rank, local_rank, world_size = 7, 7, 7", "%%ranks 2\n(rank, local_rank, world_size)")
     assert printed == "[rank 0] (0, 0, 2)\n[rank 1] (1, 1, 2)\n"
     assert run(kernel, "print(rank, world_size)") == "7 7\n"
 
 
+@pytest.mark.ranks
 def test_notebooks_names_are_given(kernel):
     printed = run(
         kernel,
@@ -173,21 +177,25 @@ def test_notebooks_names_are_given(kernel):
     assert printed == "[rank 0] ([2.0, 2.0], 2)\n[rank 1] ([2.0, 2.0], 3)\n"
 
 
+@pytest.mark.ranks
 def test_what_the_body_assigns_stays_in_the_ranks(kernel):
     assert run(kernel, "kept = 1", "%%ranks 2\nkept = 2\nnew = 3", "print(kept, 'new' in globals())") == "1 False\n"
 
 
+@pytest.mark.ranks
 def test_state_does_not_pass_from_one_cell_to_the_next(kernel):
     run(kernel, "%%ranks 2\nonly_there = 1")
     assert "NameError: name 'only_there' is not defined" in error(kernel, "%%ranks 2\nonly_there")[1]
 
 
+@pytest.mark.ranks
 def test_functions_of_the_body_see_its_names(kernel):
     assert run(kernel, "%%ranks 2\nk = rank\ndef f():\n    return k + g()\ndef g():\n    return 10\nf()") == (
         "[rank 0] 10\n[rank 1] 11\n"
     )
 
 
+@pytest.mark.ranks
 def test_last_expression_is_shown_as_in_any_cell(kernel):
     assert run(kernel, "%%ranks 2\n'text'") == "[ranks 0-1] 'text'\n"
     assert run(kernel, "%%ranks 2\nNone") == ""
@@ -196,6 +204,7 @@ def test_last_expression_is_shown_as_in_any_cell(kernel):
     assert run(kernel, "%%ranks 2\nif True:\n    'not the last expression'") == ""
 
 
+@pytest.mark.ranks
 def test_into_keeps_the_values(kernel):
     printed = run(
         kernel,
@@ -205,10 +214,12 @@ def test_into_keeps_the_values(kernel):
     assert printed == "[tensor([0]), tensor([1]), tensor([2])] ['Tensor', 'Tensor', 'Tensor']\n"
 
 
+@pytest.mark.ranks
 def test_into_without_a_value(kernel):
     assert run(kernel, "%%ranks 2 --into nothing\nx = 1", "print(nothing)") == "[None, None]\n"
 
 
+@pytest.mark.ranks
 def test_failure_is_told_shortly(kernel):
     cell = "%%ranks 2\nx = 1\nif rank == 1:\n    raise ValueError('no data')\ndist.barrier()"
     name, message, shown = error(kernel, cell)
@@ -217,6 +228,7 @@ def test_failure_is_told_shortly(kernel):
     assert 'File "notebook cell", line 3, in <module>' in shown and "helpers/" not in shown
 
 
+@pytest.mark.ranks
 def test_failure_in_a_notebooks_function_names_its_line(kernel):
     run(kernel, "def check(x):\n    y = x - 1\n    return 1 / y")
     _, message, shown = error(kernel, "%%ranks 2\ncheck(rank)\ndist.barrier()")
@@ -224,6 +236,7 @@ def test_failure_in_a_notebooks_function_names_its_line(kernel):
     assert "check(rank)" in shown and "ipykernel" not in shown
 
 
+@pytest.mark.ranks
 def test_hang_is_told_with_its_line(kernel):
     name, message, _ = error(kernel, "%%ranks 2 --timeout 4\nif rank == 0:\n    dist.barrier()")
     assert (name, message) == (
@@ -249,6 +262,7 @@ def test_hang_is_told_with_its_line(kernel):
         ),
     ],
 )
+@pytest.mark.ranks
 def test_what_cannot_work_is_told_shortly(kernel, cell, name, message):
     run(kernel, "import threading\nlock = threading.Lock()")
     ename, evalue, shown = error(kernel, cell)
@@ -256,14 +270,17 @@ def test_what_cannot_work_is_told_shortly(kernel, cell, name, message):
     assert len([line for line in shown.splitlines() if line.strip(" ~^")]) <= 12  # from 3.13 on more are underlined
 
 
+@pytest.mark.ranks
 def test_unsendable_name_that_the_cell_does_not_use_does_no_harm(kernel):
     assert run(kernel, "import threading\nlock = threading.Lock()", "%%ranks 2\nlock = 1\nlock") == "[ranks 0-1] 1\n"
 
 
+@pytest.mark.ranks
 def test_extension_can_be_loaded_again(kernel):
     assert run(kernel, "%reload_ext helpers", "%%ranks 2\nworld_size") == "[ranks 0-1] 2\n"
 
 
+@pytest.mark.ranks
 def test_works_without_the_extensions_early_start(kernel):
     run(kernel, "import os, signal\nfrom multiprocessing.forkserver import _forkserver as server")
     run(kernel, "os.kill(server._forkserver_pid, signal.SIGKILL)\nimport time; time.sleep(0.2)")
@@ -287,6 +304,7 @@ FAILING = [
 ]
 
 
+@pytest.mark.ranks
 def test_nbval_compares_ranks(tmp_path):
     """The outputs of one run equal those of the next, and hold nothing of this machine."""
     cells = [nbformat.v4.new_code_cell(source) for source in CELLS]

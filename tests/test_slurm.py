@@ -14,11 +14,7 @@ import slurm_cluster
 import torch
 from leftovers import unchanged
 
-reason = slurm_cluster.missing()
-pytestmark = [
-    pytest.mark.skipif(reason is not None, reason=f"no Slurm here: {reason}"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 FLAGS = ["--epochs", "8", "--batch-size", "8", "--lr", "0.02", "--log-every", "15", "--save-every", "90"]
 FLAGS += ["--backend", "gloo"]  # the batch file asks for NCCL, and the last one wins

@@ -17,6 +17,8 @@ from helpers.ranks.launch import launch
 from helpers.runtime.process_group import start_process_group, stop_process_group
 from helpers.runtime.stop_request import StopRequest, outlive_signals
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[1]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -106,7 +108,7 @@ def fail_while_the_peer_is_busy(failed):
         if dist.get_rank() == 0:
             stop.agreed()
             raise ZeroDivisionError
-        assert leftovers.soon(failed.exists, 30)
+        assert leftovers.soon(failed.exists, 50)
         stop.agreed()
     failed.touch()
 

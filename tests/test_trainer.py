@@ -2,18 +2,23 @@
 
 import ast
 import importlib.util
-import json
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
+import cloudpickle
 import nbformat
 import pytest
 import torch
-from test_scripts import ROOT, export, result, stand_alone, torchrun
+from scripting import ROOT, export, result, stand_alone, torchrun
 from torch.utils.data import TensorDataset
 
-from helpers.ranks.launch import launch
+from helpers.ranks.launch import RankError, launch
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
+
+pytestmark = pytest.mark.ranks
 
 NOTEBOOK = ROOT / "notebooks" / "08_trainer.ipynb"
 FEW = ["--epochs", "2", "--batch-size", "64", "--lr", "0.003", "--width", "32", "--log-every", "1"]
@@ -39,9 +44,8 @@ def loaded(path):
 
 def settings(script, *flags):
     """The script's ``args``."""
-    code = "import json, runpy, sys; print(json.dumps(vars(runpy.run_path(sys.argv[1])['parse_args']())))"
-    lines = [sys.executable, "-c", f"{code.replace('sys.argv[1]', repr(str(script)))}", *flags]
-    return SimpleNamespace(**json.loads(subprocess.run(lines, capture_output=True, check=True, text=True).stdout))
+    with mock.patch("sys.argv", [str(script), *flags]):
+        return loaded(script).parse_args()
 
 
 # --- your own model and data ------------------------------------------------------------------------------------------
@@ -74,27 +78,31 @@ def losses(out):
     return {f"{word[0]} {word[1]}": float(word[word.index("loss") + 1]) for word in words}
 
 
-def test_a_language_model_on_text_takes_two_functions(language_model, alone):
-    found = {}
-    for nproc in (1, 2):
-        status, out, errors, left = torchrun(language_model, nproc, alone, *FEW)
-        assert status == 0 and not left, errors
-        assert "Warning" not in errors, errors
-        found[nproc] = losses(out), result(out)
-    (one, numbers), (two, numbers_of_two) = found.values()
+@pytest.fixture(scope="module")
+def on_two_ranks(language_model, alone):
+    """What the language model's run on two ranks printed."""
+    status, out, errors, left = torchrun(language_model, 2, alone, *FEW)
+    assert status == 0 and not left, errors
+    assert "Warning" not in errors, errors
+    return out
+
+
+def test_a_language_model_on_text_takes_two_functions(language_model, alone, on_two_ranks):
+    command = [sys.executable, language_model, *FEW]
+    done = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    one, two = losses(done.stdout), losses(on_two_ranks)
     assert len(one) == 18 + 2 and one["step 18:"] < one["step 1:"] - 0.8
     assert two == pytest.approx(one, abs=0.002)
-    assert {**numbers, "world_size": 2} == pytest.approx(numbers_of_two, abs=0.002)
+    assert {**result(done.stdout), "world_size": 2} == pytest.approx(result(on_two_ranks), abs=0.002)
 
 
-def test_a_compiled_model_has_the_same_losses(language_model, alone, tmp_path):
+def test_a_compiled_model_has_the_same_losses(language_model, alone, on_two_ranks, tmp_path):
     """With a backend that needs no C++ compiler: all of torch.compile but inductor's code."""
-    found = []
-    for flags in ([], ["--compile-with", "aot_eager", "--checkpoint-dir", str(tmp_path / "runs")]):
-        status, out, errors, _ = torchrun(language_model, 2, alone, *FEW, *flags)
-        assert status == 0, errors
-        found.append(losses(out))
-    assert found[1] == pytest.approx(found[0], abs=0.002)
+    flags = ["--compile-with", "aot_eager", "--checkpoint-dir", str(tmp_path / "runs")]
+    status, out, errors, _ = torchrun(language_model, 2, alone, *FEW, *flags)
+    assert status == 0, errors
+    assert losses(out) == pytest.approx(losses(on_two_ranks), abs=0.002)
     state = torch.load(tmp_path / "runs" / "step_00000018.pt", weights_only=True)
     assert "byte.weight" in state["model"]  # no prefix of torch.compile or of DDP
     assert state["args"]["compile_with"] == "aot_eager"
@@ -113,10 +121,12 @@ def test_a_compiled_model_has_the_same_losses(language_model, alone, tmp_path):
     ],
     ids=["micro-batches", "too large", "resume from where", "a used folder"],
 )
-def test_refused_in_one_line(script, alone, tmp_path, flags, told):
+def test_refused_in_one_line(script, tmp_path, monkeypatch, flags, told):
     (tmp_path / "step_00000007.pt").touch()
-    done = subprocess.run([sys.executable, script, *flags], cwd=tmp_path, env=alone, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"[rank0]: {told}"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RankError) as caught:
+        launch(lambda path, args: loaded(path).main(args), str(script), settings(script, *flags), nproc=1)
+    assert caught.value.failures[0].splitlines()[-1] == told
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from helpers.export.launch_files import launch_files
 from helpers.export.notebook import read_notebook
 from helpers.export.script import script_from_notebook
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 RECORD = "python -m pytest tests/test_two_hosts.py"
@@ -64,8 +64,6 @@ except BaseException:
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """The environment of what a test starts, in an empty folder; all of it must be gone at the end."""
-    if reason := hosts.missing():
-        pytest.skip(reason)
     monkeypatch.chdir(tmp_path)
     with leftovers.surroundings() as environment:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "PET_NNODES"):

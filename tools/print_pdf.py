@@ -31,7 +31,7 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--
 ON_SCREEN_ONLY = "a.headerlink, .wso-note, .wso-view:not(.wso-on), p.pdf, figure.wso script"
 
 LOOK = """
-@page { size: A4; margin: 20mm 17mm 18mm; @bottom-center { content: counter(page); font: 9pt sans-serif; } }
+@page { size: A4; margin: 20mm 17mm 18mm; @bottom-center { content: counter(page); font: 9pt Inter; } }
 @page :first { @bottom-center { content: none; } }
 html { font-size: 10pt; }
 * { box-shadow: none !important; }
@@ -189,7 +189,7 @@ def document(html, body, articles):
     settings = next(tag.get_text() for tag in first("script") if "window.MathJax" in tag.get_text())
     running_heads = "\n".join(
         f"#{name_of(docname)} {{ page: {name_of(docname)}; }} @page {name_of(docname)} "
-        f'{{ @top-left {{ content: "{titled(docname, content)}"; font: 8.5pt sans-serif; color: #555; }} }}'
+        f'{{ @top-left {{ content: "{titled(docname, content)}"; font: 8.5pt Inter; color: #555; }} }}'
         for docname, content in articles.items()
     )
     return (
@@ -230,7 +230,7 @@ def printer(html):
     """A function that prints a document, opened in the folder ``html``, and returns the PDF as a file in memory."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        raise SystemExit("No chromium or Chrome on this machine, and the PDF is printed by one.\nTry `make browser`.")
+        raise SystemExit("No chromium or Chrome on this machine, and the PDF is printed by one.\nTry `make system`.")
     file = html.resolve() / "print.html"
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=FLAGS)
@@ -238,6 +238,7 @@ def printer(html):
         def printed(text):
             file.write_text(text, encoding="utf-8")
             page = chromium.new_page(color_scheme="light", viewport={"width": PAPER_WIDTH, "height": 1000})
+            page.set_default_timeout(300_000)  # milliseconds, for a machine that is busy with other things
             page.emulate_media(media="print")
             page.goto(file.as_uri())
             page.evaluate("MathJax.startup.promise.then(() => document.fonts.ready).then(() => null)")

@@ -20,7 +20,7 @@ RUNS = [
     ("10", 2, 8, []),
     ("13", 2, 8, ["--layers", "16", "--micro-batches", "16"]),  # one layer and one micro-batch for each stage
 ]
-TOLERANCE = 0.002  # as in tests/test_scripts.py
+TOLERANCE = 0.002  # as in tests/scripting.py
 TIMEOUT = 900  # seconds for one rehearsal: 16 ranks may share two cores
 OF_THE_LAUNCH = ("world_size", "nodes")  # what a result says of how it was started
 

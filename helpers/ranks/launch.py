@@ -24,7 +24,7 @@ from multiprocessing import connection, forkserver, util
 from pathlib import Path
 from types import ModuleType
 
-from helpers.ranks.rank import NOTEBOOK, RAISED, RETURNED, Failure, is_library, place, rank_main
+from helpers.ranks.rank import MEET_WITHIN, MET, NOTEBOOK, RAISED, RETURNED, Failure, is_library, place, rank_main
 from helpers.ranks.serialization import dumps
 
 MAX_RANKS = 64
@@ -83,8 +83,9 @@ def launch(fn, *args, nproc=4, timeout=60, env=None):
     In each rank the default process group runs (gloo, loopback only), and RANK, LOCAL_RANK, WORLD_SIZE and
     LOCAL_WORLD_SIZE are set as torchrun sets them. ``fn``, its arguments and its results travel by cloudpickle. What
     the ranks print appears here when they end, in rank order, a line that several ranks print folded into one.
-    ``timeout`` is in seconds, from the moment that all ranks are started; after it, ranks have LATE_WITHIN seconds to
-    tell in which line they stand. ``env`` adds to the ranks' environment variables.
+    ``timeout`` is in seconds, from the moment that all ranks have met, so that a busy machine's slow start does not
+    count; after it, ranks have LATE_WITHIN seconds to tell in which line they stand. ``env`` adds to the ranks'
+    environment variables.
 
     Raises RankError when a rank raises, dies, or still runs at ``timeout``; LaunchError for an argument that cannot
     work.
@@ -112,7 +113,7 @@ def launch(fn, *args, nproc=4, timeout=60, env=None):
                 ranks.append((process, here))
                 with there:
                     process.start()
-        returned, failures = collect(folder, ranks, time.monotonic() + timeout)
+        returned, failures = collect(folder, ranks, timeout)
         if len(returned) == nproc:
             reports = [(folder / f"report{rank}").read_bytes() for rank in range(nproc)]
         elif not failures:
@@ -175,9 +176,9 @@ def cannot_be_sent(parts):
     return None
 
 
-def collect(folder, ranks, deadline):
-    """Wait until every rank has reported, one has failed, or the deadline: (ranks that returned, {rank: Failure})."""
-    returned, failures = set(), {}
+def collect(folder, ranks, timeout):
+    """Wait until every rank has reported, one has failed, or the timeout: (ranks that returned, {rank: Failure})."""
+    met, returned, failures, deadline = set(), set(), {}, time.monotonic() + MEET_WITHIN + timeout
     while waiting := {rank: pair for rank, pair in enumerate(ranks) if rank not in returned | failures.keys()}:
         patience = deadline - time.monotonic()
         if failures:
@@ -193,12 +194,16 @@ def collect(folder, ranks, deadline):
         handles = [handle for process, here in waiting.values() for handle in (process.sentinel, here)]
         ready = connection.wait(handles, min(patience, NOTICE_WITHIN))
         for rank, (process, here) in waiting.items():
-            kind = os.read(here.fileno(), 1) if here in ready else b""  # b"" too where its other end is closed
-            if kind == RETURNED:
+            told = os.read(here.fileno(), 2) if here in ready else b""  # b"" too where its other end is closed
+            if MET in told:
+                met.add(rank)
+                if len(met) == len(ranks):
+                    deadline = time.monotonic() + timeout
+            if RETURNED in told:
                 returned.add(rank)
-            elif kind == RAISED:
+            elif RAISED in told:
                 failures[rank] = pickle.loads((folder / f"report{rank}").read_bytes())
-            elif process.sentinel in ready:
+            elif process.sentinel in ready and not told:
                 failures[rank] = death(process)
     return returned, failures
 

@@ -19,7 +19,8 @@ from multiprocessing import connection, forkserver, parent_process
 from helpers.ranks.serialization import dumps
 
 NOTEBOOK = "notebook cell"
-RETURNED, RAISED = b"+", b"-"  # what a rank tells through its pipe: one byte, which no end of it can cut in two
+MET, RETURNED, RAISED = b"m", b"+", b"-"  # what a rank tells through its pipe: bytes, which no end can cut in two
+MEET_WITHIN = 60  # seconds that the ranks have to start and meet, beside the call's own timeout
 
 
 @dataclass
@@ -52,10 +53,16 @@ def rank_main(conn, folder, rank, world_size, timeout, environment):
     sys.stderr = open(2, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
     stacks = open(folder / f"stack{rank}", "w", buffering=1)
     print(f"{threading.main_thread().ident:#018x}", file=stacks)
-    faulthandler.dump_traceback_later(timeout, file=stacks)  # no signal: those are the reader's; and it needs no GIL
+
+    def met():
+        # No signal: those are the reader's; and it needs no GIL.
+        faulthandler.dump_traceback_later(timeout, file=stacks)
+        os.write(conn.fileno(), MET)
+
+    faulthandler.dump_traceback_later(MEET_WITHIN + timeout, file=stacks)
     report = folder / f"report{rank}"
     try:
-        report.write_bytes(run(folder, rank, world_size, timeout, environment))
+        report.write_bytes(run(folder, rank, world_size, timeout, environment, met))
         kind = RETURNED
     except BaseException as error:  # SystemExit too, and dcp.CheckpointException is a BaseException
         report.write_bytes(pickle.dumps(describe(error)))
@@ -66,8 +73,8 @@ def rank_main(conn, folder, rank, world_size, timeout, environment):
     threading.Event().wait()  # the launcher ends this process: peers may still need its connections
 
 
-def run(folder, rank, world_size, timeout, environment):
-    """Start the process group, call the function that the call's folder holds and return its pickled result."""
+def run(folder, rank, world_size, timeout, environment, met):
+    """Start the process group, call ``met`` and the function in the call's folder, and return its pickled result."""
     os.environ.clear()  # the forkserver's are those of its start
     os.environ.update(
         environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
@@ -88,9 +95,10 @@ def run(folder, rank, world_size, timeout, environment):
         init_method=f"file://{environment['WORLD_SIZE_ONE_STORE']}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout + 60),  # the launcher's own timeout comes first
+        timeout=timedelta(seconds=timeout + MEET_WITHIN),  # the launcher's own timeout comes first
     )
     dist.barrier()  # a rank that dies now cannot disturb its peers' rendezvous
+    met()
     fn, args, sources = pickle.loads((folder / "call").read_bytes())
     linecache.cache.update(sources)  # so that a traceback shows the notebook's lines
     result = fn(*args)

@@ -1,0 +1,115 @@
+"""How all tests run, the notebooks' cells included. What test files share is in tests/conftest.py."""
+
+import collections
+import json
+import os
+import tempfile
+import uuid
+from pathlib import Path
+
+import nbval.kernel
+import pytest
+from jupyter_client.manager import KernelManager
+
+# All of them test the CPU's path. They share its cores: an OpenMP thread that waits must sleep, not spin.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
+def kernel_manager(**options):
+    """A notebook's kernel that listens on sockets in a folder.
+
+    jupyter_client looks for five free ports, and the kernel takes them later. Meanwhile the ranks of other tests take
+    ports all the time, and a kernel that finds one taken dies.
+    """
+    address = Path(tempfile.gettempdir(), f"kernel-{uuid.uuid4().hex[:12]}")
+    return KernelManager(transport="ipc", ip=str(address), **options)
+
+
+nbval.kernel.KernelManager = kernel_manager
+
+
+# What a test needs, by its mark. A notebook's cells and the tests that use the fixture `browser` get theirs here.
+KINDS = {
+    "cells": "notebooks' cells",
+    "scripts": "scripts under torchrun",
+    "rehearsals": "rehearsals on pretended GPUs",
+    "ranks": "process groups",
+    "browsers": "pages in a browser",
+    "hosts": "several hosts",
+    "slurm": "a Slurm cluster",
+}
+OTHER = "everything else"
+FROM_SYSTEM = ("browsers", "hosts", "slurm")  # what they need is not a Python package
+DURATIONS = Path(__file__).parent / "tests" / "durations.json"  # seconds of each file
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("this project")
+    group.addoption("--quick", action="store_true", help="leave out " + ", ".join(KINDS.values()))
+    group.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}, by which files start")
+
+
+def pytest_configure(config):
+    for kind, text in KINDS.items():
+        config.addinivalue_line("markers", f"{kind}: the test needs {text}")
+    if config.option.quick:  # no process can make a group now, so that a test without its mark fails
+        os.environ["GLOO_DEVICE_TRANSPORT"] = "none"
+
+
+def kind_of(item):
+    return next((kind for kind in KINDS if item.get_closest_marker(kind)), OTHER)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest's own -m
+def pytest_collection_modifyitems(config, items):
+    """Give each test its kind, and let the longest files start first: one that came last would run alone."""
+    for item in items:
+        if item.path.suffix == ".ipynb":
+            item.add_marker("cells")
+        elif "browser" in item.fixturenames:
+            item.add_marker("browsers")
+        item.user_properties.append(("kind", kind_of(item)))  # travels with the report from xdist's worker
+    if config.option.quick:
+        config.hook.pytest_deselected(items=[item for item in items if kind_of(item) != OTHER])
+        items[:] = [item for item in items if kind_of(item) == OTHER]
+    seconds = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -seconds.get(item.path.name, 1000))  # a new file goes first
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    if report.skipped and os.environ.get("CI") and kind_of(item) in FROM_SYSTEM:
+        report.outcome, report.longrepr = "failed", f"Under CI: {report.longrepr[2]}"
+    if report.failed and item.config.option.quick and "unsupported gloo device" in str(report.longrepr):
+        report.sections.append(("A process group in a test without a mark", "Give it one: @pytest.mark.ranks"))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """What ran, by kind; what was skipped, why, and the command that enables it."""
+    rows, skipped, by_file = {}, collections.Counter(), collections.Counter()
+    for outcome in ("passed", "failed", "error", "skipped", ""):  # "" is a test's preparation and its end
+        for report in terminalreporter.stats.get(outcome, []):
+            kind = dict(getattr(report, "user_properties", [])).get("kind", OTHER)
+            row = rows.setdefault(kind, collections.Counter())
+            row[outcome] += 1
+            row["seconds"] += getattr(report, "duration", 0)
+            by_file[Path(report.fspath).name] += getattr(report, "duration", 0)
+            if outcome == "skipped":
+                skipped[kind, report.longrepr[2].removeprefix("Skipped: ")] += 1
+    terminalreporter.section("what ran")
+    for kind, text in {**KINDS, OTHER: OTHER}.items():
+        if row := rows.get(kind):
+            outcomes = [
+                f"{row[outcome]} {outcome}" for outcome in ("passed", "failed", "error", "skipped") if row[outcome]
+            ]
+            terminalreporter.line(f"{text:30}{row['seconds']:7.1f} s   {', '.join(outcomes)}")
+    for (_, reason), count in skipped.items():
+        terminalreporter.line(f"skipped {count}: {reason}")
+    if any(kind in FROM_SYSTEM for kind, _ in skipped):
+        terminalreporter.line("To run these: make system, then make test; hosts and Slurm need root too.")
+    if config.option.record_durations:
+        recorded = json.loads(DURATIONS.read_text()) | {name: round(seconds) for name, seconds in by_file.items()}
+        DURATIONS.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n")
