@@ -21,6 +21,7 @@ def pytest_runtest_makereport(item, call):
     path = Path(os.environ["WORLD_SIZE_ONE_FAILURE"])
     if report.failed and not path.exists():
         kind, said = ("fault", str(call.excinfo.value)) if call.when != "call" else describe(item, call.excinfo.value)
+        said = re.sub(r"\btmp\w{8}/", "", said)  # another folder in each run
         path.write_text(json.dumps({"cell": item.cell.id, "kind": kind, "said": said}))
     return report
 
