@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from functools import cache
@@ -260,7 +261,7 @@ def test_readme_starts_with_the_two_commands():
 @pytest.mark.parametrize("command", all_commands())
 def test_command_in_the_prose_works(command, tmp_path, helpers):
     """A make target exists; a command of this project is run, or its help is; others are among the known ones."""
-    words = command.split()
+    words = shlex.split(command)
     while "=" in words[0]:
         words.pop(0)  # VARIABLE=value before the command
     program, arguments = words[0], words[1:]
