@@ -132,6 +132,21 @@ def test_nothing_comes_from_outside(book):
     assert not outside, "\n".join(outside)
 
 
+def test_pages_and_their_drawing_carry_the_fonts(book):
+    """The five files, at most 200 kB in all; a licence beside each family. An image cannot use the page's."""
+    sheet, drawing = (book.html / "_static" / "fonts.css", book.html / "_images" / "three_places.svg")
+    faces = {path: re.findall(r"@font-face.*?}", path.read_text(encoding="utf-8")) for path in (sheet, drawing)}
+    assert [len(faces[path]) for path in (sheet, drawing)] == [5, 3]
+    for found in faces.values():
+        families = {re.search("font-family: '(.*?)'", face)[1] for face in found}
+        assert families == {"Inter", "JetBrains Mono"} and all("url(data:font/woff2;base64," in face for face in found)
+    folder = ROOT / "book" / "fonts"
+    assert sum(path.stat().st_size for path in folder.glob("*.woff2")) <= 200_000
+    for family in ["Inter", "JetBrainsMono"]:
+        licence = (folder / f"{family}-OFL.txt").read_text(encoding="utf-8")
+        assert "SIL OPEN FONT LICENSE Version 1.1" in licence and licence in sheet.read_text(encoding="utf-8")
+
+
 def test_outside_links_are_well_formed(book):
     """They are not fetched; `pytest -rP` shows the list."""
     links = {tag["href"] for _, page in pages(book.html) for tag in page("a", href=True) if is_outside(tag["href"])}

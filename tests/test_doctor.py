@@ -62,7 +62,7 @@ def check_report(out, count):
         assert row and (count == 1 or float(row[2]) > 0), name
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 4])  # and 2 by itself, below
 @pytest.mark.ranks
 def test_under_torchrun(count, surroundings):
     command = [*TORCHRUN, f"--nproc-per-node={count}", "-m", "helpers", "doctor"]

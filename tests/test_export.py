@@ -10,6 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from ruff import find_ruff_bin
 
 from helpers.export import chapters as commands
 from helpers.export import inline, parts
@@ -56,7 +57,7 @@ def script(*cells):
 
 def ruff(*command, text):
     style = ["--isolated", "--line-length=88", "--target-version=py311", "-"]
-    done = subprocess.run([sys.executable, "-m", "ruff", *command, *style], input=text, capture_output=True, text=True)
+    done = subprocess.run([find_ruff_bin(), *command, *style], input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + text
 
 
