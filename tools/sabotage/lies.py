@@ -361,7 +361,7 @@ def ddp_takes_one_bucket(module):
 @lie("04", "Join|uneven", module="torch.distributed.algorithms.join")
 def join_does_not_shadow(module):
     """`Join` does not shadow the collectives of the ranks that still train."""
-    module.Join._get_num_nonjoined_procs = lambda self, group: 0
+    module.Join._get_num_nonjoined_procs = lambda self: 0
 
 
 # --- Automatic mixed precision
@@ -389,10 +389,13 @@ def unscale_does_nothing(module):
 @lie("05", "scale", module=SCALER)
 def scaler_does_not_scale_the_loss(module):
     """`GradScaler.scale` gives the loss back as it is, and `unscale_` divides all the same."""
-    module.GradScaler.scale = lambda self, outputs: (
-        self._scale is None and self._lazy_init_scale_growth_tracker(outputs.device),
-        outputs,
-    )[1]
+
+    def scale(self, outputs):
+        if self._enabled and self._scale is None:
+            self._lazy_init_scale_growth_tracker(outputs.device)
+        return outputs
+
+    module.GradScaler.scale = scale
 
 
 @lie("05", "grow", module=SCALER)
