@@ -198,6 +198,7 @@ def verdicts(known, reports):
         seen = [report[str(number)] for report in reports if str(number) in report]
         if kind in ("all", "any") and seen and not any(one["parts"] for one in seen):
             yield f"over nothing: {text}"
+            return
         elif not seen:
             if kind != "in":  # the other wording of a message, on another platform or build
                 yield f"never evaluated: {text}"
@@ -227,7 +228,7 @@ def bounds(node):
 
 def is_free(text, kind):
     """Whether an order may be far from its bound: it compares with 0 or 1, with rounding, or two measured numbers."""
-    return kind == "order" and all(value in (0, 1) or value < ROUNDING for value in bounds(ast.parse(text)))
+    return kind == "order" and all(value in (0, 1) or value <= ROUNDING for value in bounds(ast.parse(text)))
 
 
 def survey(paths, again=False):

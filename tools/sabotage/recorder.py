@@ -98,6 +98,8 @@ def larger(value, factor, first):
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
+        if abs(value) == float("inf"):
+            return 1.0
         if factor in (1, -1):
             return value + factor if isinstance(value, int) else None
         return (round(value * factor) if isinstance(value, int) else value * factor) if value else factor - 1
