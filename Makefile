@@ -6,19 +6,22 @@ NPROC ?= 4
 PORT ?= 8000
 RUNS ?= 40
 NOTEBOOK ?=
+WORKERS ?= 3
 SETTINGS ?= ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1
 ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 # Set-up is done when this file exists. Its name changes with what set-up reads, and with the folder's place.
-READY := $(VENV)/ready-$(word 1,$(shell (pwd; cat requirements.txt pyproject.toml) | cksum))
+READY := $(VENV)/ready-$(word 1,$(shell (pwd; cat requirements.txt requirements.lock pyproject.toml) | cksum))
 BENCH_READY := $(READY)-bench-$(word 1,$(shell cat requirements-bench.txt 2>/dev/null | cksum))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# PyPI's torch for Linux brings gigabytes of CUDA. Without a GPU, PyTorch's own index has a smaller build.
+CPU_TORCH := --index-url https://download.pytorch.org/whl/cpu --no-deps --retries 0 --timeout 10
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help book pdf serve test lab scripts run check rehearse sabotage bench soak portability outputs system setup
+.PHONY: help book pdf serve test lab scripts run check rehearse sabotage bench soak portability outputs system setup lock
 
 help:
 	@echo "World Size One"
@@ -44,6 +47,8 @@ help:
 	@echo "  make portability  compare the notebooks' outputs under other CPU settings"
 	@echo "  make outputs      run notebooks and store their outputs  (NOTEBOOK=notebooks/04_ddp.ipynb, default all)"
 	@echo
+	@echo "  make lock         pin what requirements.txt brings with it, in requirements.lock"
+	@echo
 	@echo "The first command makes .venv, with PYTHON=python3; that takes a few minutes."
 
 # --- set-up ---------------------------------------------------------------------------------------------------------
@@ -60,13 +65,23 @@ $(READY):
 	@ls $(VENV)/ready-* >/dev/null 2>&1 && grep -qsF "$(CURDIR)/$(BIN)" $(BIN)/pip && $(BIN)/python -c "" 2>/dev/null \
 	  || $(PYTHON) -m venv --clear $(VENV)
 	@rm -f $(VENV)/ready-*
-	@[ -t 1 ] || quiet=--quiet; $(PIP) install $$quiet -r requirements.txt
+	@[ "$$(uname)" != Linux ] || nvidia-smi >/dev/null 2>&1 \
+	  || $(PIP) install --quiet $(CPU_TORCH) "$$(grep ^torch== requirements.txt)" 2>/dev/null \
+	  || echo "PyTorch's index of CPU builds does not answer: pip takes the build that it finds."
+	@[ -t 1 ] || quiet=--quiet; $(PIP) install $$quiet -r requirements.txt -c requirements.lock
 	@$(PIP) install --quiet --no-deps --editable .
 	@touch $@
 
 $(BENCH_READY): $(READY) requirements-bench.txt
 	@$(PIP) install --quiet -r requirements-bench.txt
 	@touch $@
+
+# uv, because it alone resolves for every Python and system at once, with markers, and keeps what the file has already.
+# ARGS=--upgrade takes the newest of everything that requirements.txt does not pin.
+lock: $(READY)
+	@$(PIP) install --quiet uv
+	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --custom-compile-command "make lock" \
+	  --output-file requirements.lock $(ARGS) requirements.txt
 
 # --- the book -------------------------------------------------------------------------------------------------------
 
@@ -101,20 +116,21 @@ run: $(READY)
 # --- verification ---------------------------------------------------------------------------------------------------
 
 # A file's tests stay on one worker, and so does a notebook's kernel; conftest.py puts the longest files first.
-PYTEST := $(BIN)/python -m pytest --nbval --dist loadfile --no-loadscope-reorder -n 3
+PYTEST := $(BIN)/python -m pytest --nbval --dist loadfile --no-loadscope-reorder -n $(WORKERS)
+
+RUFF := $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
 
 check: $(READY)
-	@$(BIN)/ruff check --quiet .
-	@$(BIN)/ruff format --check --quiet .
+	@$(RUFF)
 ifeq ($(CHAPTER),)
 	@$(PYTEST) --quick -q $(ARGS)
 else
 	@notebook=$$(ls notebooks/$(CHAPTER)*.ipynb) && $(PYTEST) -q -k "$$(basename $$notebook .ipynb)" \
-	  "$$notebook" tests/test_scripts.py tests/test_rehearsal.py tests/test_notebooks.py $(ARGS)
+	  "$$notebook" tests/test_scripts.py tests/test_notebooks.py $(ARGS)
 endif
 
 test: $(READY)
-	@$(PYTEST) $(ARGS)
+	@status=0; { $(RUFF); } || status=1; $(PYTEST) $(ARGS) || status=1; exit $$status
 
 system:
 	@sh tools/install_system.sh

@@ -65,7 +65,7 @@ class Host:
 
     def run(self, *command):
         """What a short command on this host prints; CalledProcessError where it fails."""
-        return subprocess.run(self.enter(command), check=True, capture_output=True, text=True, timeout=20).stdout
+        return subprocess.run(self.enter(command), check=True, capture_output=True, text=True, timeout=60).stdout
 
     def cut(self):
         """Pull the cable."""

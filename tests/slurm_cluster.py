@@ -113,7 +113,7 @@ class Cluster:
 
     def on_switch(self, *command):
         """Run a command in the controller's network, where the processes have the numbers that they have outside."""
-        subprocess.run(["nsenter", f"--target={self.head.pid}", "--net", "--", *command], check=True, timeout=20)
+        subprocess.run(["nsenter", f"--target={self.head.pid}", "--net", "--", *command], check=True, timeout=60)
 
     def run(self, *command, on=None, cwd="/", check=True):
         """What a command prints on the controller's host, or on another; CalledProcessError where it fails."""

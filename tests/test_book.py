@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from functools import cache
@@ -132,6 +133,21 @@ def test_nothing_comes_from_outside(book):
     assert not outside, "\n".join(outside)
 
 
+def test_pages_and_their_drawing_carry_the_fonts(book):
+    """The five files, at most 200 kB in all; a licence beside each family. An image cannot use the page's."""
+    sheet, drawing = (book.html / "_static" / "fonts.css", book.html / "_images" / "three_places.svg")
+    faces = {path: re.findall(r"@font-face.*?}", path.read_text(encoding="utf-8")) for path in (sheet, drawing)}
+    assert [len(faces[path]) for path in (sheet, drawing)] == [5, 3]
+    for found in faces.values():
+        families = {re.search("font-family: '(.*?)'", face)[1] for face in found}
+        assert families == {"Inter", "JetBrains Mono"} and all("url(data:font/woff2;base64," in face for face in found)
+    folder = ROOT / "book" / "fonts"
+    assert sum(path.stat().st_size for path in folder.glob("*.woff2")) <= 200_000
+    for family in ["Inter", "JetBrainsMono"]:
+        licence = (folder / f"{family}-OFL.txt").read_text(encoding="utf-8")
+        assert "SIL OPEN FONT LICENSE Version 1.1" in licence and licence in sheet.read_text(encoding="utf-8")
+
+
 def test_outside_links_are_well_formed(book):
     """They are not fetched; `pytest -rP` shows the list."""
     links = {tag["href"] for _, page in pages(book.html) for tag in page("a", href=True) if is_outside(tag["href"])}
@@ -243,9 +259,9 @@ def test_readme_starts_with_the_two_commands():
 
 
 @pytest.mark.parametrize("command", all_commands())
-def test_command_in_the_prose_works(command, tmp_path):
+def test_command_in_the_prose_works(command, tmp_path, helpers):
     """A make target exists; a command of this project is run, or its help is; others are among the known ones."""
-    words = command.split()
+    words = shlex.split(command)
     while "=" in words[0]:
         words.pop(0)  # VARIABLE=value before the command
     program, arguments = words[0], words[1:]
@@ -258,8 +274,11 @@ def test_command_in_the_prose_works(command, tmp_path):
     elif words[:3] == ["python", "-m", "helpers"]:
         if words[3] == "export" and "--out" not in words:
             words += ["--out", str(tmp_path)]
-        long = words[3] in ("run", "rehearse")
-        run(sys.executable, "-m", "helpers", *([words[3], "--help"] if long else words[3:]))
+        if words[3] == "doctor":  # it starts a process group
+            run(sys.executable, *words[1:])
+        else:
+            status, _, said = helpers(*([words[3], "--help"] if words[3] in ("run", "rehearse") else words[3:]))
+            assert not status, said
     elif words[:2] == ["jupyter", "nbconvert"]:
         run(sys.executable, "-m", "nbconvert", *words[2:], "--output-dir", tmp_path)
         assert list(tmp_path.iterdir())

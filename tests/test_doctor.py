@@ -62,11 +62,12 @@ def check_report(out, count):
         assert row and (count == 1 or float(row[2]) > 0), name
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 4])  # and 2 by itself, below
 @pytest.mark.ranks
 def test_under_torchrun(count, surroundings):
     command = [*TORCHRUN, f"--nproc-per-node={count}", "-m", "helpers", "doctor"]
-    done = run({**surroundings, "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}, *command)
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # without a network c10d warns that its client's name is not found
+    done = run({**surroundings, **quiet, "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}, *command)
     assert (done.returncode, done.stderr) == (0, "")
     check_report(done.stdout, count)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from ruff import find_ruff_bin
 
 from helpers.export import chapters as commands
 from helpers.export import inline, parts
@@ -56,7 +57,7 @@ def script(*cells):
 
 def ruff(*command, text):
     style = ["--isolated", "--line-length=88", "--target-version=py311", "-"]
-    done = subprocess.run([sys.executable, "-m", "ruff", *command, *style], input=text, capture_output=True, text=True)
+    done = subprocess.run([find_ruff_bin(), *command, *style], input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + text
 
 
@@ -284,7 +285,7 @@ def test_help_reads_like_a_manual(tmp_path):
 def test_parameters_become_flags(tmp_path):
     shown = "print([epochs, learning_rate, momentum, name, shuffle, folder, steps, backend, level, guess])"
     text = script(code(PARAMETERS, "parameters"), shown)
-    assert "    add(\"--learning-rate\", 1e-3, 'step size, \"SGD\"')\n" in text
+    assert '    add("--learning-rate", 1e-3, \'step size, "SGD"\')\n' in text
     values, status, _ = run_script(text, tmp_path)
     assert (values, status) == ("[10, 0.001, 0, 'run', True, None, None, 'gloo', None, 0.5]\n", 0)
     flags = "--epochs 3 --learning-rate .5 --momentum 1 --name x --no-shuffle --folder f --steps 4 --backend nccl"

@@ -478,31 +478,14 @@ def test_other_names_stay(name):
     )
 
 
-# ---- nbconvert, and the installed package
-
-
-def test_nbconvert_refuses_in_two_lines(tmp_path):
-    (tmp_path / "bad.ipynb").write_text(minimal(cells=[code_cell("x = = 1")]))
-    (tmp_path / "old.ipynb").write_text(minimal(nbformat=3))
-    (tmp_path / "random.ipynb").write_text(minimal())
-    for name, expected in (("bad", "has a syntax error in line 1"), ("old", "has notebook format 3")):
-        done = subprocess.run(
-            [sys.executable, "-m", "nbconvert", "--log-level=ERROR", "--to", "torchrun", f"{name}.ipynb"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 1 and done.stderr.startswith("error: ") and expected in done.stderr
-        assert len(done.stderr.splitlines()) == 2, done.stderr
-    assert not list(tmp_path.glob("*.py"))
+# ---- The installed package
 
 
 DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 
 
 def test_the_package_names_what_it_imports():
-    imported = {"ruff", "sklearn"}  # started as a program; the chapters' data
+    imported = {"sklearn"}  # the chapters' data
     for path in (ROOT / "helpers").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):

@@ -244,8 +244,11 @@ def test_one_rank_sends_nothing_and_nonsense_is_refused():
 
 # --- what nbval compares ----------------------------------------------------------------------------------------------
 
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+SLIDERS = "explore(ddp_overlap, alt='a', caption='c', world_size=[1, 2], buckets=[1, 4])"
 CELLS = {
-    "import": "from helpers.figures.drawing import bars, show\nvalue = float(open('value').read())",
+    "import": "from helpers.figures.ddp import ddp_overlap\nfrom helpers.figures.drawing import bars, show\n"
+    "from helpers.figures.sliders import explore\nvalue = float(open('value').read())",
     "measured": "show(bars({0: 2, 1: value}, 'ms'), alt='two bars', measured=True)",
     "not measured": "show(bars({0: 2, 1: value}, 'ms'), alt='two bars')",
     "measured, caption": "show(bars({0: 2, 1: 1}, 'ms'), alt='two bars', caption=f'{value}', measured=True)",
@@ -257,6 +260,8 @@ CELLS = {
         "page = [show(bars({0: n, 1: value}, 'ms'), alt='two bars', measured=True).page for n in (1, 2)]\n"
         "HTML(f'{page[0]} {value} {page[1]}')"
     ),
+    "sliders": SLIDERS,
+    "sliders, stored otherwise": SLIDERS,
 }
 
 
@@ -281,15 +286,23 @@ def stored(path, cells):
 
 
 def test_nbval_masks_the_drawing_of_a_measured_figure_and_nothing_else(tmp_path):
+    """And sliders are equal on every run, with the stored widget and without; a page that differs is noticed."""
     path = tmp_path / "figures.ipynb"
     (tmp_path / "value").write_text("3")
-    stored(path, CELLS.values())
+    notebook = stored(path, CELLS.values())
+    sliders = [cell for cell in notebook.cells if cell.source == SLIDERS]
+    assert all(WIDGET_VIEW in cell.outputs[0].data for cell in sliders)
     assert nbval(path)[0] == "." * len(CELLS)
 
     (tmp_path / "value").write_text("1.5")
+    notebook.metadata.pop("widgets", None)
+    for cell in sliders:
+        del cell.outputs[0].data[WIDGET_VIEW]
+    sliders[1].outputs[0].data["text/html"] += " "
+    nbformat.write(notebook, path)
     outcomes, report = nbval(path)
     passed = [name for name, outcome in zip(CELLS, outcomes, strict=True) if outcome == "."]
-    assert passed == ["import", "measured", "two measured"], report
+    assert passed == ["import", "measured", "two measured", "sliders"], report
 
 
 # --- the picture of the three places ----------------------------------------------------------------------------------

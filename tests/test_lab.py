@@ -61,9 +61,9 @@ def lab(tmp_path_factory):
         yield url, token
         kernels = psutil.Process(server.pid).children(recursive=True)
         shutdown = urllib.request.Request(f"{url}api/shutdown?token={token}", method="POST")
-        urllib.request.urlopen(shutdown, timeout=10).close()
-        server.wait(timeout=20)
-        _, alive = psutil.wait_procs(kernels, timeout=5)
+        urllib.request.urlopen(shutdown, timeout=60).close()
+        server.wait(timeout=60)
+        _, alive = psutil.wait_procs(kernels, timeout=60)
         for process in alive:
             process.kill()
         assert not alive, f"left running: {alive}"

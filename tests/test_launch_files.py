@@ -224,9 +224,9 @@ print(" ".join(["here", *(os.environ[name] for name in names), *sys.argv[1:]]), 
 """
 
 
-def on_both(pair, folder, *commands):
-    """What a command prints on each of two hosts, once both have ended."""
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+def on_both(pair, folder, *commands, **variables):
+    """What a command prints on each of two hosts, once both have ended; ``variables`` are of its environment."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **variables}
     environment.pop("GLOO_SOCKET_IFNAME", None)  # the loopback, where a test before this one has started a group
     options = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     running = []
@@ -235,7 +235,7 @@ def on_both(pair, folder, *commands):
             environment |= {"JOB_COMPLETION_INDEX": str(index)}
             inside = ["sh", "-c", f'cd "{folder}" && exec "$@"', "sh", *command]
             running.append(host.start(inside, env=environment, **options))
-        return [(process.communicate(timeout=100)[0], process.returncode) for process in running]
+        return [(process.communicate(timeout=240)[0], process.returncode) for process in running]
     finally:
         for process in running:
             process.kill()
@@ -249,6 +249,7 @@ def told(done):
 
 
 @pytest.mark.hosts
+@pytest.mark.timeout(600)
 def test_the_plain_lines_on_two_hosts(tmp_path):
     launch = launch_files("08_trainer", STOPS, 2, 2, "04:00:00")["08_trainer.nodes.sh"]
     (tmp_path / "08_trainer.nodes.sh").write_text(launch)
@@ -265,27 +266,27 @@ def test_the_plain_lines_on_two_hosts(tmp_path):
 
 
 @pytest.mark.hosts
+@pytest.mark.timeout(600)
 def test_the_pods_command_on_two_hosts(tmp_path):
+    """The container's own command, with the variables, names and folder that Kubernetes would give it."""
     script = tmp_path / "script"
     status = main(["export", "08", "--slurm", "--gpus-per-node=1", f"--out={script}"])
     assert status == 0
-    _, job = yaml.safe_load_all((script / "08_trainer.k8s.yaml").read_text())
-    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    service, job = yaml.safe_load_all((script / "08_trainer.k8s.yaml").read_text())
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    command, variables = container["command"], {one["name"]: one["value"] for one in container["env"]}
     command[-1] = command[-1].replace("--backend nccl", "--backend gloo")
+    pods = [f"{job['metadata']['name']}-{index}" for index in (0, 1)]
+    aliases = [[pod, f"{pod}.{service['metadata']['name']}"] for pod in pods]
     (tmp_path / "work").mkdir()
-    names = [
-        f"{address} {name} trainer-{index}.trainer" for index, (name, address) in enumerate(hosts.ADDRESSES.items())
-    ]
-    (tmp_path / "names").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
-    mount = f"mount --bind {tmp_path} /mnt && mount --bind {tmp_path}/names /etc/hosts"
-    with unchanged(), hosts.two_hosts() as pair:
+    with unchanged(), hosts.two_hosts(aliases=aliases) as pair:
         for host in pair:
-            host.run("sh", "-c", mount)
-        done = on_both(pair, tmp_path, command, command)
+            host.run("sh", "-c", f"mount --bind '{tmp_path}' /mnt")
+        done = on_both(pair, tmp_path, command, command, **variables)
         assert [status for _, status in done] == [0, 0], told(done)
         assert 'result {"world_size": 2, "step": 90, ' in done[0][0] + done[1][0]
         assert (tmp_path / "work" / "step_00000090.pt").is_file()
 
         # Where a run was told to stop, a pod fails, so that Kubernetes starts it again.
         (script / "08_trainer.py").write_text("open('/mnt/work/stopped', 'w')")
-        assert [status for _, status in on_both(pair, tmp_path, command, command)] == [1, 1]
+        assert [status for _, status in on_both(pair, tmp_path, command, command, **variables)] == [1, 1]

@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from types import SimpleNamespace
 
+import cloudpickle
 import leftovers
 import psutil
 import pytest
@@ -21,6 +22,7 @@ import helpers
 from helpers.ranks.launch import launch
 from helpers.runtime.process_group import print0, start_process_group, stop_process_group
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
 pytestmark = pytest.mark.ranks
 
 LAUNCHER = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]

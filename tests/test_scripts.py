@@ -13,9 +13,10 @@ import sys
 
 import pytest
 import recorded
+from ruff import find_ruff_bin
 from scripting import ROOT, TOLERANCE, export, rehearse, rehearse_here, result, stand_alone, torchrun
 
-pytestmark = pytest.mark.scripts
+pytestmark = [pytest.mark.scripts, pytest.mark.timeout(900)]
 
 CHAPTERS = sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))
 TEMPLATE = ROOT / "notebooks" / "template.ipynb"
@@ -54,7 +55,7 @@ def written(notebook, folder):
     assert os.listdir(folder) == [f"{notebook.stem}.py"]
     for command in (["check", "--select=E,F,I,B,UP"], ["format", "--check"]):
         style = ["--isolated", "--line-length=88", "--target-version=py311"]
-        done = subprocess.run([sys.executable, "-m", "ruff", *command, *style, script], capture_output=True, text=True)
+        done = subprocess.run([find_ruff_bin(), *command, *style, script], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
     return script
 
@@ -84,7 +85,6 @@ def test_the_ranks_cannot_import_helpers(alone, tmp_path):
     assert status == 1 and "helpers is hidden" in errors
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("notebook", CHAPTERS, ids=lambda path: path.stem)
 def test_chapter(notebook, alone, tmp_path):
     folder = tmp_path / "empty"

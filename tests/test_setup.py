@@ -22,6 +22,7 @@ case "$*" in
   "-m venv --clear .venv")
     rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python
     echo "#!{folder}/.venv/bin/python" > .venv/bin/pip ;;
+  *"install"*"--index-url"*) [ ! -e "{folder}/index-fails" ] || exit 1 ;;
   *"pip"*"install"*) [ ! -e "{folder}/pip-fails" ] || exit 1 ;;
 esac
 """
@@ -32,7 +33,7 @@ class Project:
 
     def __init__(self, folder):
         self.folder = folder
-        for name in ["Makefile", "requirements.txt", "pyproject.toml"]:
+        for name in ["Makefile", "requirements.txt", "requirements.lock", "pyproject.toml"]:
             shutil.copy(ROOT / name, folder)
         self.python("python3")
 
@@ -64,13 +65,13 @@ def test_sets_up_once(project):
     first = project.make("setup")
     assert first.returncode == 0, first.stderr
     assert "-m venv --clear .venv" in first.calls
-    assert "install --quiet -r requirements.txt" in first.calls
+    assert "install --quiet -r requirements.txt -c requirements.lock" in first.calls
     assert "install --quiet --no-deps --editable ." in first.calls
     assert len(project.marks()) == 1
     assert project.make("setup").calls == ""
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "pyproject.toml"])
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements.lock", "pyproject.toml"])
 def test_brings_a_finished_set_up_up_to_date(project, name):
     project.make("setup")
     before = project.marks()
@@ -81,6 +82,41 @@ def test_brings_a_finished_set_up_up_to_date(project, name):
     assert "venv" not in again.calls
     assert len(project.marks()) == 1 and project.marks() != before
     assert project.make("setup").calls == ""
+
+
+def program(folder, name, line):
+    (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(("system", "status", "cpu"), [("Linux", 1, True), ("Linux", 0, False), ("Darwin", 1, False)])
+def test_torch_without_cuda_where_linux_has_no_gpu(project, monkeypatch, system, status, cpu):
+    program(project.folder, "uname", f"echo {system}")
+    program(project.folder, "nvidia-smi", f"exit {status}")
+    monkeypatch.setenv("PATH", str(project.folder), prepend=os.pathsep)
+    calls = project.make("setup").calls
+    [pin] = re.findall(r"^torch==.*", (ROOT / "requirements.txt").read_text(), flags=re.M)
+    found = re.findall(r"--index-url https://download.pytorch.org/whl/cpu .*", calls)
+    assert [line.split()[-1] for line in found] == [pin] * cpu
+
+
+def test_an_index_that_does_not_answer_is_no_obstacle(project, monkeypatch):
+    program(project.folder, "uname", "echo Linux")
+    program(project.folder, "nvidia-smi", "exit 1")
+    monkeypatch.setenv("PATH", str(project.folder), prepend=os.pathsep)
+    (project.folder / "index-fails").touch()
+    done = project.make("setup")
+    assert done.returncode == 0 and "does not answer" in done.stdout
+    assert "install --quiet -r requirements.txt" in done.calls
+
+
+def test_the_lock_has_what_is_pinned():
+    """`make lock` was run after the last change of a pin. It writes names in small letters, and with dashes."""
+    pins, locked = (
+        {line.lower().replace("_", "-") for line in (ROOT / name).read_text().splitlines() if "==" in line}
+        for name in ("requirements.txt", "requirements.lock")
+    )
+    assert pins <= locked
 
 
 def test_failed_step_leaves_no_mark_and_the_next_call_starts_anew(project):
@@ -138,7 +174,21 @@ def test_serve_says_that_the_port_is_taken(project):
 
 def test_help_is_the_default_and_names_every_command(project):
     done = project.make()
-    for command in ["book", "serve", "test", "lab", "scripts", "run", "bench", "soak", "portability", "outputs"]:
+    for command in [
+        "book",
+        "serve",
+        "check",
+        "test",
+        "system",
+        "lock",
+        "lab",
+        "scripts",
+        "run",
+        "bench",
+        "soak",
+        "portability",
+        "outputs",
+    ]:
         assert f"\n  make {command} " in done.stdout
     assert done.calls == ""
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import cloudpickle
 import leftovers
 import pytest
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from helpers.ranks.launch import launch
 from helpers.runtime.process_group import start_process_group, stop_process_group
 from helpers.runtime.stop_request import StopRequest, outlive_signals
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
 pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[1]

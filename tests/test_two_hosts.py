@@ -14,9 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import recorded
-import yaml
 
-from helpers.export.launch_files import launch_files
 from helpers.export.notebook import read_notebook
 from helpers.export.script import script_from_notebook
 
@@ -377,39 +375,3 @@ def test_doctor_sees_both_hosts(place):
     machine = [r"(?m)^(memory|clocks) .*$", r"(?ms)^(slowest|pairs:) .*?$(?=\n\n)", r"python \S+, torch \S+"]
     numbers = r"(?m) +[\d.,]+(?= |$)"
     recorded.compare("two_hosts_doctor", text, f"{RECORD} -k doctor", varying=[*machine, numbers])
-
-
-def test_the_manifest_for_kubernetes(place):
-    """The container's own command, with the variables, names and folder that Kubernetes would give it."""
-    script = chapter("10_multi_node")
-    text = script.read_text()
-    manifest = list(yaml.safe_load_all(launch_files(script.stem, text, 2, 1, "01:00:00")[f"{script.stem}.k8s.yaml"]))
-    service, job = sorted(manifest, key=lambda part: part["kind"], reverse=True)
-    assert (service["kind"], job["kind"]) == ("Service", "Job")
-    name, spec = service["metadata"]["name"], job["spec"]
-    pod = spec["template"]["spec"]
-    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"] == 2
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]} and pod["subdomain"] == name
-    [container] = pod["containers"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    variables = {variable["name"]: variable["value"] for variable in container["env"]}
-
-    names = [f"{job['metadata']['name']}-{index}" for index in (0, 1)]
-    shell, flag, command = container["command"]
-    command = command.replace("/mnt/script/", f"{script.parent}/").replace("--backend nccl", "--backend gloo")
-    with hosts.two_hosts(aliases=[[own, f"{own}.{name}"] for own in names]) as both:
-        processes = []
-        try:
-            for index, host in enumerate(both):
-                environment = {**place, **variables, "JOB_COMPLETION_INDEX": str(index), "HOSTNAME": names[index]}
-                environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-                pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-                processes.append(host.start([shell, flag, command], env=environment, **pipes))
-            outs = [process.communicate(timeout=100)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    assert [process.returncode for process in processes] == [0, 0], outs
-    result = json.loads(re.search(r"result (\{.*\})", outs[0])[1])
-    assert result == {"world_size": 2, "nodes": 2, "checks": 3, "right": 3}

@@ -6,9 +6,7 @@ import json
 import re
 from types import SimpleNamespace
 
-import nbformat
 import pytest
-from test_figures import nbval, stored
 
 from helpers.figures import sliders as widgets
 from helpers.figures.ddp import ddp_overlap
@@ -113,23 +111,6 @@ def test_what_cannot_be_explored_is_refused_in_one_line(error, match, fn, slider
     with pytest.raises(error, match=match) as raised:
         explore(fn, **{"alt": "a", **sliders})
     assert "\n" not in str(raised.value)
-
-
-def test_nbval_finds_it_equal_on_every_run_with_and_without_the_stored_widget(tmp_path):
-    path = tmp_path / "explore.ipynb"
-    cells = ["from helpers.figures.ddp import ddp_overlap\nfrom helpers.figures.sliders import explore"]
-    cells += ["explore(ddp_overlap, alt='a', caption='c', world_size=[1, 2], buckets=[1, 4])"] * 2
-    notebook = stored(path, cells)
-    assert all(WIDGET_VIEW in cell.outputs[0].data for cell in notebook.cells[1:])
-    assert nbval(path)[0] == "..."
-
-    notebook.metadata.pop("widgets", None)
-    for cell in notebook.cells[1:]:
-        del cell.outputs[0].data[WIDGET_VIEW]
-    notebook.cells[2].outputs[0].data["text/html"] += " "
-    nbformat.write(notebook, path)
-    outcomes, report = nbval(path)
-    assert outcomes == "..F", report
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------

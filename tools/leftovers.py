@@ -87,18 +87,20 @@ def surroundings():
     """(environment, mark): a private temporary folder and a mark for what is started; nothing of either may stay."""
     folder, mark = tempfile.mkdtemp(prefix="one-"), f"{os.environ[MARK]}-{next(numbers)}"
     try:
-        yield {**os.environ, "TMPDIR": folder, MARK: mark}
+        yield {**os.environ, "TMPDIR": folder, "IPYTHONDIR": f"{folder}-ipython", MARK: mark}
         assert_gone(folder, mark)
     finally:
         for pid in processes(mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(f"{folder}-ipython", ignore_errors=True)
 
 
 def listing(folder):
-    """What is in a temporary folder, but for torch's cache for each user and torchrun's logs."""
-    return [name for name in os.listdir(folder) if not name.startswith(("torchinductor_", "torchelastic_"))]
+    """What is in a temporary folder, but for the caches of torch and matplotlib for each user and torchrun's logs."""
+    caches = ("torchinductor_", "torchelastic_", "matplotlib-")
+    return [name for name in os.listdir(folder) if not name.startswith(caches)]
 
 
 def assert_gone(folder, mark):

@@ -10,13 +10,13 @@ import io
 import re
 import shlex
 import subprocess
-import sys
 import textwrap
 import tokenize
 from dataclasses import replace
 from types import SimpleNamespace
 
 from nbconvert.exporters import Exporter
+from ruff import find_ruff_bin
 from traitlets import Bool
 
 from helpers.export.distributed import fixed_ranks, launchers, worlds
@@ -320,7 +320,7 @@ def tidy(script, name, sort):
     style = ["--isolated", f"--line-length={WIDTH}", "--target-version=py311", "-"]
     commands = [["check", "--fix", "--exit-zero", "--quiet", "--select=I"], ["format"]]
     for command in commands if sort else commands[1:]:
-        ruff = [sys.executable, "-m", "ruff", *command, *style]
+        ruff = [find_ruff_bin(), *command, *style]
         done = subprocess.run(ruff, input=script, capture_output=True, text=True, encoding="utf-8")
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

@@ -8,10 +8,16 @@ import hashlib
 import html
 import io
 import itertools
+import os
 import re
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
 from contextlib import contextmanager
+
+# Without a home folder to write to, matplotlib would complain in a reader's first cell.
+if not os.access(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~"), os.W_OK):
+    os.environ.setdefault("MPLCONFIGDIR", f"{tempfile.gettempdir()}/matplotlib-{os.getuid()}")
 
 import matplotlib
 import matplotlib.style

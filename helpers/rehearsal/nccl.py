@@ -183,6 +183,8 @@ def barrier(original):
 def patch():
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = PretendedNCCL
     c10d._NCCL_AVAILABLE = True
+    # From torch 2.15 on "nccl" builds ProcessGroupNCCL2, which torch calls otherwise, unless this is set.
+    os.environ["TORCH_DIST_USE_NCCL2"] = "0"
     c10d.default_pg_nccl_timeout = timedelta(minutes=10)
     group = dist.ProcessGroup
     for name in (*COLLECTIVES, *POINT_TO_POINT):

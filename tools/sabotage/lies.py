@@ -1,4 +1,4 @@
-"""Some forty lies: each a small patch of torch or of a helper, and the chapters whose cells must notice it.
+"""The lies: each is a small patch of torch or of a helper, and the chapters whose cells must notice it.
 
 A lie about torch gets a module that was imported this moment and changes it. A lie about a helper or a chapter gets the
 text of a file and returns another text. This file is imported by every process of a sabotaged run: it imports little.
@@ -88,7 +88,7 @@ def local_rank_is_the_rank(agent):
     give_ranks(agent, lambda env: {"LOCAL_RANK": env["RANK"]})
 
 
-@lie("01 10", "node", module=AGENT)
+@lie("10", "node", module=AGENT)
 def every_node_is_node_0(agent):
     """`torchrun` sets `GROUP_RANK` to 0 on every node."""
     give_ranks(agent, lambda env: {"GROUP_RANK": "0"})
@@ -100,7 +100,7 @@ def backends_are_not_compared(text):
     return swap(text, "    compare(store, rank, world_size, choice)\n", "")
 
 
-@lie("01 10", "group", module=C10D)
+@lie("01", "group", module=C10D)
 def new_group_takes_everybody(c10d):
     """`new_group` makes a group of all ranks, whichever ranks it is given."""
     true = c10d.new_group
@@ -110,10 +110,16 @@ def new_group_takes_everybody(c10d):
 @lie("01", "barrier", module=C10D)
 def barrier_does_not_wait(c10d):
     """`barrier` returns at once, and waits for nobody."""
-    c10d.barrier = lambda *inputs, **keywords: None
+    true, called = c10d.barrier, []
+
+    def barrier(*inputs, **keywords):
+        called.append(True)
+        return true(*inputs, **keywords) if len(called) == 1 else None  # the first is that of launch, before the cell's
+
+    c10d.barrier = barrier
 
 
-@lie("01 02 11", "monitored.?barrier|roll call", module=C10D)
+@lie("01", "monitored.?barrier|roll call", module=C10D)
 def monitored_barrier_blames_another_rank(c10d):
     """`monitored_barrier` names the rank after the one that is missing."""
     import re
@@ -182,7 +188,7 @@ def async_all_reduce_waits(c10d):
     c10d.all_reduce = all_reduce
 
 
-@lie("02 04", "broadcast", module=C10D)
+@lie("02", "broadcast", module=C10D)
 def broadcast_from_the_wrong_rank(c10d):
     """`broadcast` sends the last rank's tensor, whichever rank is the source."""
     true = c10d.broadcast
@@ -245,7 +251,7 @@ def all_to_all_does_not_transpose(c10d):
     c10d.all_to_all_single = lambda output, whole, *inputs, **keywords: output.copy_(whole)
 
 
-@lie("02 11", "DETAIL", module="torch.distributed")
+@lie("02", "DETAIL", module="torch.distributed")
 def detail_compares_nothing(module):
     """`TORCH_DISTRIBUTED_DEBUG=DETAIL` is ignored: ranks do not compare their collectives."""
     module.set_debug_level_from_env = lambda: None
@@ -291,7 +297,7 @@ def workers_draw_the_same_numbers(module):
 
     def worker_loop(*inputs):
         inputs = list(inputs)
-        inputs[6] -= inputs[8]  # base_seed, to which the loop adds worker_id
+        inputs[8] -= inputs[10]  # base_seed, to which the loop adds worker_id
         true(*inputs)
 
     module._worker_loop = worker_loop
@@ -352,22 +358,10 @@ def ddp_takes_one_bucket(module):
     module.DistributedDataParallel.__init__ = __init__
 
 
-@lie("04", "SyncBatchNorm", module="torch.nn.modules.batchnorm")
-def sync_batchnorm_is_plain_batchnorm(module):
-    """`SyncBatchNorm` takes the statistics of the rank's own batch."""
-    module.SyncBatchNorm.forward = lambda self, x: module._BatchNorm.forward(self, x)
-
-
 @lie("04", "Join|uneven", module="torch.distributed.algorithms.join")
 def join_does_not_shadow(module):
     """`Join` does not shadow the collectives of the ranks that still train."""
-    module.Join._get_num_nonjoined_procs = lambda self, group: 0
-
-
-@lie("04", "ZeroRedundancy|part of the|optimizer", module="torch.distributed.optim.zero_redundancy_optimizer")
-def zero_keeps_its_updates(module):
-    """`ZeroRedundancyOptimizer` does not send the others the weights that it has updated."""
-    module.ZeroRedundancyOptimizer._sync_params = lambda self: None
+    module.Join._get_num_nonjoined_procs = lambda self: 0
 
 
 # --- Automatic mixed precision
@@ -395,10 +389,13 @@ def unscale_does_nothing(module):
 @lie("05", "scale", module=SCALER)
 def scaler_does_not_scale_the_loss(module):
     """`GradScaler.scale` gives the loss back as it is, and `unscale_` divides all the same."""
-    module.GradScaler.scale = lambda self, outputs: (
-        self._scale is None and self._lazy_init_scale_growth_tracker(outputs.device),
-        outputs,
-    )[1]
+
+    def scale(self, outputs):
+        if self._enabled and self._scale is None:
+            self._lazy_init_scale_growth_tracker(outputs.device)
+        return outputs
+
+    module.GradScaler.scale = scale
 
 
 @lie("05", "grow", module=SCALER)
@@ -491,30 +488,17 @@ def parameters_are_never_resharded(module):
     shard_with(module, lambda options: {"reshard_after_forward": False})
 
 
-@lie("06", "mean|averag|gradient", module=FSDP)
+@lie("06", "mean|averag|gradient", module="torch.distributed.fsdp._fully_shard._fsdp_collectives")
 def fsdp_adds_up_gradients(module):
     """`fully_shard` adds the ranks' gradients up, and does not divide by the number of ranks."""
-    true = module.fully_shard
-
-    @functools.wraps(true)
-    def fully_shard(layer, **options):
-        layer = true(layer, **options)
-        layer.set_gradient_divide_factor(1.0)
-        return layer
-
-    module.fully_shard = fully_shard
+    operations = module.ReduceOp.SUM, module.ReduceOp.SUM
+    module._get_gradient_divide_factors = lambda *inputs, **keywords: (None, None, *operations)
 
 
 @lie("06", "precision|policy|bfloat16", module=FSDP)
 def mixed_precision_policy_is_ignored(module):
     """`fully_shard` ignores its `MixedPrecisionPolicy`."""
     shard_with(module, lambda options: {"mp_policy": module.MixedPrecisionPolicy()})
-
-
-@lie("06", "offload", module=FSDP)
-def cpu_offload_is_ignored(module):
-    """`fully_shard` ignores its `CPUOffloadPolicy`."""
-    shard_with(module, lambda options: {"offload_policy": module.OffloadPolicy()})
 
 
 @lie("06", "accumul|reduce", module=FSDP)
@@ -555,7 +539,7 @@ def dcp_load_loads_nothing(module):
     module.load = lambda *inputs, **keywords: None
 
 
-@lie("07 08 09", "optimizer|momentum|same bits|every bit", module="torch.optim.optimizer")
+@lie("07 08", "optimizer|momentum|same bits|every bit", module="torch.optim.optimizer")
 def optimizer_is_not_restored(module):
     """A checkpoint without the optimizer: a resume begins with fresh momenta."""
     module.Optimizer.load_state_dict = lambda *inputs, **keywords: None
@@ -567,7 +551,7 @@ def scaler_is_not_restored(module):
     module.GradScaler.load_state_dict = lambda *inputs, **keywords: None
 
 
-@lie("07 08", "random|same bits", module="torch.random")
+@lie("07", "random|same bits", module="torch.random")
 def generator_is_not_restored(module):
     """A checkpoint without the random numbers: `set_rng_state` does nothing."""
     module.set_rng_state = lambda *inputs, **keywords: None
@@ -625,19 +609,19 @@ def background_save_copies_nothing(text):
 # --- Trainer, restarts, nodes
 
 
-@lie("07 08", "own noise|random", file="notebooks/{chapter}")
+@lie("08", "own noise|random", file="notebooks/{chapter}")
 def all_ranks_draw_the_same_noise(text):
     """After the model is built, all ranks are seeded alike."""
     return swap(text, "seed + 1) + dist.get_rank())", "seed + 1))", times=text.count("seed + 1) + dist.get_rank())"))
 
 
-@lie("08 09", "stop|signal|schedul", file=STOP)
+@lie("08", "stop|signal|schedul", file=STOP)
 def stop_request_hears_nothing(text):
     """`StopRequest` does not note the signal."""
     return swap(text, "        self.noted = number\n", "        pass\n")
 
 
-@lie("08 09", "stop|signal|agree", file=STOP)
+@lie("08", "stop|signal|agree", file=STOP)
 def one_signalled_rank_is_outvoted(text):
     """The ranks stop when all of them have got the signal, and not when one has."""
     return swap(text, "dist.ReduceOp.MAX", "dist.ReduceOp.MIN")

@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECORD = ROOT / "book" / "recorded" / "sabotage.csv"
 COLUMNS = ["The lie", "Noticed in", "Cell", "By", "What the cell said"]
-MOST_SECONDS = 1800  # for a chapter; a cell has nbval's limit
+MOST_SECONDS = 3600  # for a chapter
 
 
 def run(lie, chapter, until=None):
@@ -50,15 +50,13 @@ def run(lie, chapter, until=None):
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE / "load"), str(copy)]),
             "TMPDIR": folder,
-            "CUDA_VISIBLE_DEVICES": "",  # the stored outputs are those of a CPU
-            "OMP_WAIT_POLICY": "passive",  # other chapters may run beside this one
             "WORLD_SIZE_ONE_LIE": lie.name if lie else "",
             "WORLD_SIZE_ONE_TOLD": str(told),
             "WORLD_SIZE_ONE_FAILURE": str(failure),
             "WORLD_SIZE_ONE_UNTIL": until or "",
         }
         command = [sys.executable, "-m", "pytest", "--nbval", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        command += ["-p", "first_failure", str(notebook.relative_to(copy))]
+        command += ["-p", "first_failure", "--nbval-cell-timeout=600", "--timeout=900", str(notebook.relative_to(copy))]
         options = {"cwd": copy, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
             done = subprocess.run(command, text=True, timeout=MOST_SECONDS, **options)
@@ -78,7 +76,7 @@ def copy_of_the_project(folder):
     for name in ("helpers", "notebooks", "book/recorded"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
     (folder / "tests").mkdir()
-    for name in ("pyproject.toml", "tests/nbval_sanitize.cfg"):
+    for name in ("pyproject.toml", "conftest.py", "tests/nbval_sanitize.cfg", "tests/durations.json"):
         shutil.copy(ROOT / name, folder / name)
     return folder
 

@@ -21,6 +21,7 @@ def pytest_runtest_makereport(item, call):
     path = Path(os.environ["WORLD_SIZE_ONE_FAILURE"])
     if report.failed and not path.exists():
         kind, said = ("fault", str(call.excinfo.value)) if call.when != "call" else describe(item, call.excinfo.value)
+        said = re.sub(r"\btmp\w{8}/", "", said)  # another folder in each run
         path.write_text(json.dumps({"cell": item.cell.id, "kind": kind, "said": said}))
     return report
 
@@ -36,7 +37,7 @@ def describe(item, error):
     text = re.sub(r"\x1b\[[\d;]*m", "", f"{getattr(error, 'inner_traceback', '') or ''}")
     raised = [output for output in item.test_outputs or [] if output.output_type == "error"]
     if str(error).startswith("Timeout"):
-        return "hang", str(error)
+        return "fault", str(error)  # launch and the chapters' own limits end what a lie hangs; this is a busy machine
     if raised and not str(error).startswith("Cell outputs differ"):
         name, value = raised[-1].ename, " ".join(raised[-1].evalue.split())
         own = "lies.py" in text + value or f"{os.environ['WORLD_SIZE_ONE_LIE'] or None}." in value
