@@ -22,7 +22,8 @@ def test_the_record_has_a_row_for_every_lie_and_no_other():
 
 def test_rows_name_a_cell_about_the_lie():
     problems = []
-    for lie, chapter in [(lie, chapter) for lie in LIES.values() for chapter in lie.chapters]:
+    told = [(lie, chapter) for lie in LIES.values() for chapter in lie.chapters]
+    for lie, chapter in told:
         row, notebook = ROWS[lie.says, int(chapter)], run.notebook_of(chapter)
         nb = nbformat.read(notebook, as_version=4)
         if (cell := row["Cell"].strip("`")) not in [cell.id for cell in nb.cells]:
