@@ -317,7 +317,7 @@ RULES = [
     has_sensible_headings, is_small, starts_with_helpers,
 ]  # fmt: skip
 PATTERN = [
-    promises_what_it_proves, has_one_parameters_cell, exports_a_script, asks_for_a_prediction, has_solved_exercises,
-    recapitulates,
+    promises_what_it_proves, has_one_parameters_cell, exports_a_script, asks_for_a_prediction, recapitulates,
 ]  # fmt: skip
-CHAPTERS_RULES = [hands_over_its_script, has_several_exercises, links_terms_at_first_use]
+EXERCISES = [has_solved_exercises, has_several_exercises]
+CHAPTERS_RULES = [hands_over_its_script, links_terms_at_first_use]

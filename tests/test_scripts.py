@@ -24,6 +24,7 @@ GPUS = {"08_trainer": 8}  # pretended ones; 2 for the others
 BY_COMMAND = {"04_ddp": "04", "08_trainer": "08"}  # rehearsed through the command line, as its user writes it
 REHEARSAL_FLAGS = {"05_amp": ["--bench-width", "64", "--bench-batch", "64", "--bench-steps", "2"]}
 GOOD_ENOUGH = {
+    "00_first_run": lambda result: result["val_accuracy"] > 0.94,
     "01_process_groups": lambda result: result["pairs"] > 0.99,
     "02_collectives": lambda result: result["correct"] == result["checked"] >= 54,
     "03_samplers": lambda result: result["val_accuracy"] > 0.9,
