@@ -2,7 +2,7 @@
 
     make sabotage                               every lie, and every chapter without one
     make sabotage ARGS=all_reduce_adds_nothing  one lie
-    make sabotage ARGS='--clean 04 05'          chapters without a lie, by the same path: no cell may fail
+    make sabotage ARGS=--clean=04,05            chapters without a lie, by the same path: no cell may fail
 
 A lie runs the chapters that teach the thing, in a copy of the project, each to its first failing cell. What the cells
 said goes to book/recorded/sabotage.csv, which the book shows. The exit status is 1 if a lie is not noticed, or by a
@@ -144,16 +144,16 @@ def record(row):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="make sabotage", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="LIE", help="the lies to tell (default: all)")
-    parser.add_argument("--clean", action="store_true", help="run chapters without a lie; LIE is a chapter, as 04")
+    parser.add_argument("--clean", metavar="CHAPTERS", help="run these chapters without a lie, and no other: 04,05")
     parser.add_argument("--jobs", type=int, default=1, help="chapters that run at a time (default: 1)")
     options = parser.parse_args(arguments)
-    if unknown := [] if options.clean else [name for name in options.names if name not in LIES]:
+    if unknown := [name for name in options.names if name not in LIES]:
         parser.error(f"there is no lie {unknown[0]}; the lies are {', '.join(LIES)}")
     with ThreadPoolExecutor(options.jobs) as pool:
         bad = []
         if options.clean or not options.names:
             taught = {chapter for lie in LIES.values() for chapter in lie.chapters}
-            chapters = (options.clean and options.names) or sorted(taught)
+            chapters = options.clean.split(",") if options.clean else sorted(taught)
             for chapter, failure in zip(chapters, pool.map(lambda one: run(None, one), chapters), strict=True):
                 print(f"chapter {chapter} without a lie: {failure or 'every cell passes'}", flush=True)
                 bad += [chapter] if failure else []
