@@ -21,7 +21,7 @@ CPU_TORCH := --index-url https://download.pytorch.org/whl/cpu --no-deps --retrie
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help book pdf serve test lab scripts run check rehearse sabotage bench soak portability outputs system setup lock
+.PHONY: help book pdf serve test lab scripts run check rehearse sabotage bench soak portability variants outputs system setup lock
 
 help:
 	@echo "World Size One"
@@ -45,6 +45,7 @@ help:
 	@echo "  make soak         run a chapter's script 40 times on 2 ranks and 40 times on 4  (CHAPTER=04 RUNS=40)"
 	@echo "  make soak N=200   kill ranks of chapter 9's job 200 times, and compare its last weights"
 	@echo "  make portability  compare the notebooks' outputs under other CPU settings"
+	@echo "  make variants     some tests under another locale, time zone, home, user or host name  (ARGS='tests/test_magic.py')"
 	@echo "  make outputs      run notebooks and store their outputs  (NOTEBOOK=notebooks/04_ddp.ipynb, default all)"
 	@echo
 	@echo "  make lock         pin what requirements.txt brings with it, in requirements.lock"
@@ -144,12 +145,17 @@ portability: $(READY)
 	  echo "$$setting"; env $$setting $(PYTEST) notebooks -q $(ARGS) || status=1; \
 	done; exit $$status
 
+variants: $(READY)
+	@$(BIN)/python tools/variants.py $(or $(ARGS),tests/test_process_group.py)
+
 rehearse: $(READY)
 	@$(BIN)/python tools/rehearse_all.py
 
 sabotage: $(READY)
 	@PYTHONPATH=tools $(BIN)/python -m sabotage.run $(ARGS)
 
+# On a busy machine, an OpenMP thread that spins keeps its own rank waiting.
+outputs: export OMP_WAIT_POLICY := passive
 outputs: $(READY)
 	@$(BIN)/python tools/store_outputs.py $(NOTEBOOK)
 
