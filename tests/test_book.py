@@ -258,7 +258,12 @@ def test_readme_starts_with_the_two_commands():
     assert [command for command in found if command.startswith("make")][:2] == ["make book", "make test"]
 
 
-@pytest.mark.parametrize("command", all_commands())
+def with_ranks(command):
+    """The same, marked where it starts ranks."""
+    return pytest.param(command, marks=[pytest.mark.ranks] if "helpers doctor" in command else [])
+
+
+@pytest.mark.parametrize("command", [with_ranks(command) for command in all_commands()])
 def test_command_in_the_prose_works(command, tmp_path, helpers):
     """A make target exists; a command of this project is run, or its help is; others are among the known ones."""
     words = shlex.split(command)

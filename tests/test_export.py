@@ -600,6 +600,7 @@ def test_the_script_does_what_the_notebook_does(cells, names, tmp_path):
     assert run_script(text, tmp_path) == (expected.stdout, 0, "")
 
 
+@pytest.mark.ranks
 def test_the_groups_names_make_way(tmp_path):
     cells = (
         "from time import time\nimport math as os\ndef compare(): return 1",

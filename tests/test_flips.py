@@ -28,6 +28,7 @@ CELLS = {  # each by its verdict; "" where the assert is as it should be
 }
 
 
+@pytest.mark.ranks
 def test_asserts_that_cannot_fail_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(flips, "RECORDS", tmp_path / "records")
     path = tmp_path / "small.ipynb"
