@@ -40,6 +40,16 @@ def swap(text, old, new, times=1):
     return text.replace(old, new)
 
 
+def build_with(kind, **options):
+    """Have a class take these options, whatever its caller gives."""
+    true = kind.__init__
+
+    def __init__(self, *inputs, **keywords):
+        true(self, *inputs, **keywords | options)
+
+    kind.__init__ = __init__
+
+
 C10D = "torch.distributed.distributed_c10d"
 AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent"
 DDP = "torch.nn.parallel.distributed"
@@ -350,12 +360,7 @@ def ddp_never_copies_buffers(module):
 @lie("04", "bucket", module=DDP)
 def ddp_takes_one_bucket(module):
     """DDP puts all gradients into one bucket, whatever `bucket_cap_mb` says."""
-    true = module.DistributedDataParallel.__init__
-
-    def __init__(self, *inputs, **keywords):
-        true(self, *inputs, **keywords | {"bucket_cap_mb": 1000})
-
-    module.DistributedDataParallel.__init__ = __init__
+    build_with(module.DistributedDataParallel, bucket_cap_mb=1000)
 
 
 @lie("04", "Join|uneven", module="torch.distributed.algorithms.join")
@@ -401,23 +406,13 @@ def scaler_does_not_scale_the_loss(module):
 @lie("05", "grow", module=SCALER)
 def scaler_never_grows(module):
     """`GradScaler` never doubles its scale."""
-    true = module.GradScaler.__init__
-
-    def __init__(self, *inputs, **keywords):
-        true(self, *inputs, **keywords | {"growth_interval": 1_000_000})
-
-    module.GradScaler.__init__ = __init__
+    build_with(module.GradScaler, growth_interval=1_000_000)
 
 
 @lie("05", "autocast|format", module="torch.amp.autocast_mode")
 def autocast_is_off(module):
     """`autocast` casts nothing."""
-    true = module.autocast.__init__
-
-    def __init__(self, *inputs, **keywords):
-        true(self, *inputs, **keywords | {"enabled": False})
-
-    module.autocast.__init__ = __init__
+    build_with(module.autocast, enabled=False)
 
 
 @lie("05", "autocast|format|bfloat16", module="torch.amp.autocast_mode")

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ def pytest_runtest_makereport(item, call):
     path = Path(os.environ["WORLD_SIZE_ONE_FAILURE"])
     if report.failed and not path.exists():
         kind, said = ("fault", str(call.excinfo.value)) if call.when != "call" else describe(item, call.excinfo.value)
-        said = re.sub(r"\btmp\w{8}/", "", said)  # another folder in each run
+        for folder in (os.getcwd(), tempfile.gettempdir()):  # the copy of the project, and what holds it
+            said = said.replace(f"{folder}/", "")
+        said = re.sub(r"\btmp\w{8}/", "", said)  # a chapter's own, another in each run
         path.write_text(json.dumps({"cell": item.cell.id, "kind": kind, "said": said}))
     return report
 
