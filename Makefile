@@ -43,7 +43,7 @@ help:
 	@echo "  make sabotage     tell the chapters lies about PyTorch and this book, and see which cells notice"
 	@echo "  make bench        measure this project against other ways to do the same"
 	@echo "  make soak         run a chapter's script 40 times on 2 ranks and 40 times on 4  (CHAPTER=04 RUNS=40)"
-	@echo "  make soak N=200   kill ranks of chapter 9's job 200 times, and compare its last weights"
+	@echo "  make soak N=200   kill ranks of chapter 13's job 200 times, and compare its last weights"
 	@echo "  make portability  compare the notebooks' outputs under other CPU settings"
 	@echo "  make variants     some tests under another locale, time zone, home, user or host name  (ARGS='tests/test_magic.py')"
 	@echo "  make outputs      run notebooks and store their outputs  (NOTEBOOK=notebooks/04_ddp.ipynb, default all)"

@@ -247,6 +247,28 @@ def asks_for_a_prediction(nb):
         yield "no admonition asks to predict"
 
 
+def hides_its_answers(nb):
+    """A cell that answers a prediction shows its result when the reader asks, and so does the prose that tells why."""
+    for place, (name, cell) in enumerate(named_cells(nb)):
+        if cell.cell_type == "markdown" and re.search(r"^[:`]{3,}\{admonition\} *Predict", cell.source, flags=re.M):
+            after = list(itertools.takewhile(lambda cell: not re.match("## ", cell.source), nb.cells[place + 2 :]))
+            after = [nb.cells[place + 1], *after]
+            code = [cell for cell in after if cell.cell_type == "code"][:1]
+            if not code or not marks(code[0]) & {"hide-output", "hide-cell"}:
+                yield f"{name} predicts, and the next cell shows the answer: tag it hide-output or hide-cell"
+            elif not any("<details>" in cell.source for cell in after if cell.cell_type == "markdown"):
+                yield f"{name} predicts, and no <details> below it hides the explanation"
+
+
+MOST_CELLS, MOST_WORDS = 62, 2_550
+
+
+def is_short(nb):
+    words = len(re.findall(r"\w[\w'’-]*", re.sub(r"^(`{3,}|~{3,}).*?^\1", "", prose(nb), flags=re.M | re.S)))
+    if len(nb.cells) > MOST_CELLS or words > MOST_WORDS:
+        yield f"{len(nb.cells)} cells and {words} words; a page has at most {MOST_CELLS} and {MOST_WORDS}"
+
+
 def hands_over_its_script(nb):
     """Downloads of the notebook and of the script, the script's listing, and how to start it."""
     text = section(nb, "Take it to your GPUs")

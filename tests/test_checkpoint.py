@@ -844,7 +844,7 @@ def test_a_full_disk_leaves_no_half_file_beside_another(tmp_path):
     assert found[-1] == load_file(tmp_path / "a.pt")["step"] == 2  # renamed; the sync after that failed
 
 
-# ---- Chapter 7's script
+# ---- Chapter 10's script
 
 
 def kill_a_rank(script, environment, flags, folder, name):
@@ -865,7 +865,7 @@ def kill_a_rank(script, environment, flags, folder, name):
 def test_the_script_is_killed_and_goes_on(tmp_path):
     (tmp_path / "path").mkdir()
     alone = stand_alone(tmp_path / "path")
-    script = export(ROOT / "notebooks" / "07_checkpointing.ipynb", tmp_path / "empty")
+    script = export(ROOT / "notebooks" / "10_checkpointing.ipynb", tmp_path / "empty")
     settings = ["--noise", "0.3", "--save-every", "4"]
     status, out, errors, _ = torchrun(script, 2, alone, *settings)
     assert status == 0, errors

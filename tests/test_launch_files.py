@@ -22,7 +22,7 @@ STOPS = RESUMES + "with StopRequest() as stop:\n"
 BACKEND = 'parser.add_argument("--backend", choices=["nccl", "gloo"])\n'
 
 
-def files(script=STOPS, name="08_trainer", nodes=2, gpus=8, time="04:00:00"):
+def files(script=STOPS, name="11_trainer", nodes=2, gpus=8, time="04:00:00"):
     """The launch files by their suffix."""
     return {file.removeprefix(name): text for file, text in launch_files(name, script, nodes, gpus, time).items()}
 
@@ -31,22 +31,22 @@ def files(script=STOPS, name="08_trainer", nodes=2, gpus=8, time="04:00:00"):
 
 
 def test_the_command_writes_four_files(helpers, tmp_path):
-    line = ["export", "08", "--slurm", "--nodes", "3", "--gpus-per-node", "4", "--time", "1-00:00:00"]
+    line = ["export", "11", "--slurm", "--nodes", "3", "--gpus-per-node", "4", "--time", "1-00:00:00"]
     status, told, _ = helpers(*line, "--out", tmp_path)
-    names = ["08_trainer.py", "08_trainer.sbatch", "08_trainer.nodes.sh", "08_trainer.k8s.yaml"]
+    names = ["11_trainer.py", "11_trainer.sbatch", "11_trainer.nodes.sh", "11_trainer.k8s.yaml"]
     assert status == 0 and told.splitlines() == [str(tmp_path / name) for name in names]
     assert sorted(os.listdir(tmp_path)) == sorted(names)
-    text = (tmp_path / "08_trainer.sbatch").read_text()
+    text = (tmp_path / "11_trainer.sbatch").read_text()
     assert "--nodes=3 " in text and "--gpus-per-node=4 --cpus-per-task=16\n" in text and "--time=1-00:00:00\n" in text
     assert "#SBATCH --signal=USR1@180 " in text and "#SBATCH --requeue " in text  # the chapter stops and resumes
 
     assert helpers(*line, "--out", tmp_path)[0] == 0  # the same again
-    (tmp_path / "08_trainer.sbatch").write_text("mine")
+    (tmp_path / "11_trainer.sbatch").write_text("mine")
     status, _, errors = helpers(*line, "--out", tmp_path)
-    assert status == 1 and "08_trainer.sbatch exists and differs" in errors and "--force" in errors
-    assert (tmp_path / "08_trainer.sbatch").read_text() == "mine"
+    assert status == 1 and "11_trainer.sbatch exists and differs" in errors and "--force" in errors
+    assert (tmp_path / "11_trainer.sbatch").read_text() == "mine"
     assert helpers(*line, "--out", tmp_path, "--force")[0] == 0
-    assert (tmp_path / "08_trainer.sbatch").read_text() == text
+    assert (tmp_path / "11_trainer.sbatch").read_text() == text
 
 
 def test_all_chapters(helpers, tmp_path):
@@ -83,7 +83,7 @@ def test_all_chapters(helpers, tmp_path):
     ],
 )
 def test_usage(helpers, tmp_path, arguments, status, expected):
-    done, _, errors = helpers("export", "08", *arguments, "--out", tmp_path / "out")
+    done, _, errors = helpers("export", "11", *arguments, "--out", tmp_path / "out")
     assert done == status and expected in errors
     assert status == 2 or len(errors.splitlines()) == 2
     assert not (tmp_path / "out").exists()
@@ -112,7 +112,7 @@ def test_the_batch_file_is_short_and_right_for_the_shell():
     assert len(code) <= 26
     options = " ".join(re.findall(r"^#SBATCH (.*?)(?:  #.*)?$", text, re.MULTILINE)).split()
     assert options == [
-        *("--job-name=08_trainer", "--output=%x-%j.out", "--open-mode=append", "--nodes=2", "--ntasks-per-node=1"),
+        *("--job-name=11_trainer", "--output=%x-%j.out", "--open-mode=append", "--nodes=2", "--ntasks-per-node=1"),
         *("--gpus-per-node=8", "--cpus-per-task=32", "--time=04:00:00", "--signal=USR1@180", "--requeue"),
     ]
 
@@ -135,7 +135,7 @@ def test_a_script_that_can_is_told_to_take_the_gpus():
     """A node without its GPUs fails then, and does not train on its CPU; a reader's own flag comes later, and wins."""
     for suffix, times, first in ((".sbatch", 1, True), (".nodes.sh", 2, True), (".k8s.yaml", 1, False)):
         text = files(STOPS + BACKEND)[suffix]
-        assert text.count("08_trainer.py --backend nccl") == times
+        assert text.count("11_trainer.py --backend nccl") == times
         assert not first or len(re.findall(r' --backend nccl.*"\$@"', text)) == times
         assert "--backend" not in files(STOPS)[suffix]
 
@@ -251,14 +251,14 @@ def told(done):
 @pytest.mark.hosts
 @pytest.mark.timeout(600)
 def test_the_plain_lines_on_two_hosts(tmp_path):
-    launch = launch_files("08_trainer", STOPS, 2, 2, "04:00:00")["08_trainer.nodes.sh"]
-    (tmp_path / "08_trainer.nodes.sh").write_text(launch)
-    (tmp_path / "08_trainer.py").write_text(REPORT)
-    usage = subprocess.run(["bash", "08_trainer.nodes.sh"], cwd=tmp_path, capture_output=True, text=True)
-    assert usage.returncode == 2 and usage.stderr.count("bash 08_trainer.nodes.sh") == 2
+    launch = launch_files("11_trainer", STOPS, 2, 2, "04:00:00")["11_trainer.nodes.sh"]
+    (tmp_path / "11_trainer.nodes.sh").write_text(launch)
+    (tmp_path / "11_trainer.py").write_text(REPORT)
+    usage = subprocess.run(["bash", "11_trainer.nodes.sh"], cwd=tmp_path, capture_output=True, text=True)
+    assert usage.returncode == 2 and usage.stderr.count("bash 11_trainer.nodes.sh") == 2
     with unchanged(), hosts.two_hosts() as pair:
         for how in ("static", "c10d"):
-            line = ["bash", "08_trainer.nodes.sh", how, "node0"]
+            line = ["bash", "11_trainer.nodes.sh", how, "node0"]
             done = on_both(pair, tmp_path, *([*line, str(node), "--epochs", "2"] for node in (0, 1)))
             assert [status for _, status in done] == [0, 0], told(done)
             ranks = re.findall(r"here (\d) (\d) 4 2 --epochs 2", done[0][0] + done[1][0])
@@ -270,9 +270,9 @@ def test_the_plain_lines_on_two_hosts(tmp_path):
 def test_the_pods_command_on_two_hosts(tmp_path):
     """The container's own command, with the variables, names and folder that Kubernetes would give it."""
     script = tmp_path / "script"
-    status = main(["export", "08", "--slurm", "--gpus-per-node=1", f"--out={script}"])
+    status = main(["export", "11", "--slurm", "--gpus-per-node=1", f"--out={script}"])
     assert status == 0
-    service, job = yaml.safe_load_all((script / "08_trainer.k8s.yaml").read_text())
+    service, job = yaml.safe_load_all((script / "11_trainer.k8s.yaml").read_text())
     [container] = job["spec"]["template"]["spec"]["containers"]
     command, variables = container["command"], {one["name"]: one["value"] for one in container["env"]}
     command[-1] = command[-1].replace("--backend nccl", "--backend gloo")
@@ -288,5 +288,5 @@ def test_the_pods_command_on_two_hosts(tmp_path):
         assert (tmp_path / "work" / "step_00000090.pt").is_file()
 
         # Where a run was told to stop, a pod fails, so that Kubernetes starts it again.
-        (script / "08_trainer.py").write_text("open('/mnt/work/stopped', 'w')")
+        (script / "11_trainer.py").write_text("open('/mnt/work/stopped', 'w')")
         assert [status for _, status in on_both(pair, tmp_path, command, command, **variables)] == [1, 1]

@@ -36,7 +36,7 @@ def test_notebook_follows_every_rule(path):
 
 # --- the rules themselves ---------------------------------------------------------------------------------------------
 
-SOLUTION = {"tags": ["solution", "hide-cell"], "jupyter": {"source_hidden": True}}
+SOLUTION = {"tags": ["solution", "hide-cell"], "jupyter": {"source_hidden": True, "outputs_hidden": True}}
 GOOD = new_notebook(
     metadata=normalised(new_notebook()).metadata,
     cells=[

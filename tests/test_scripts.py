@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.scripts, pytest.mark.timeout(900)]
 
 CHAPTERS = sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))
 TEMPLATE = ROOT / "notebooks" / "template.ipynb"
-GPUS = {"08_trainer": 8}  # pretended ones; 2 for the others
-BY_COMMAND = {"04_ddp": "04", "08_trainer": "08"}  # rehearsed through the command line, as its user writes it
+GPUS = {"11_trainer": 8}  # pretended ones; 2 for the others
+BY_COMMAND = {"04_ddp": "04", "11_trainer": "11"}  # rehearsed through the command line, as its user writes it
 REHEARSAL_FLAGS = {"05_amp": ["--bench-width", "64", "--bench-batch", "64", "--bench-steps", "2"]}
 GOOD_ENOUGH = {
     "00_first_run": lambda result: result["val_accuracy"] > 0.94,
@@ -31,16 +31,16 @@ GOOD_ENOUGH = {
     "04_ddp": lambda result: result["val_accuracy"] > 0.95,
     "05_amp": lambda result: result["learned"] > 0.9,
     "06_fsdp": lambda result: result["val_loss"] < 0.85 and result["bytes_per_parameter"] == pytest.approx(16, abs=0.1),
-    "07_checkpointing": lambda result: result["val_accuracy"] > 0.94 and result["step"] == 120,
-    "08_trainer": lambda result: result["val_accuracy"] > 0.94 and result["step"] == 90,
-    "09_fault_tolerance": lambda result: result["val_accuracy"] > 0.95 and result["step"] == 120,
-    "10_multi_node": lambda result: result["checks"] == result["right"] == 3,
-    "11_profiling_debugging": lambda result: (
+    "10_checkpointing": lambda result: result["val_accuracy"] > 0.94 and result["step"] == 120,
+    "11_trainer": lambda result: result["val_accuracy"] > 0.94 and result["step"] == 90,
+    "13_fault_tolerance": lambda result: result["val_accuracy"] > 0.95 and result["step"] == 120,
+    "12_multi_node": lambda result: result["checks"] == result["right"] == 3,
+    "14_profiling_debugging": lambda result: (
         result["steps"] == 8
         and result["ranks_without_trace"] == result["tensors_that_differ"] == 0
         and result["loss"] < 1.2
     ),
-    "13_pipeline_parallel": lambda result: result["val_loss"] < 1.0,
+    "08_pipeline_parallel": lambda result: result["val_loss"] < 1.0,
 }
 
 
@@ -112,7 +112,7 @@ def test_chapter(notebook, alone, tmp_path):
     if notebook.stem == "04_ddp":
         report = out[out.index("Rehearsal on") :]
         recorded.compare("rehearsal", report, "python -m pytest tests/test_scripts.py -k 04_ddp")
-    if notebook.stem == "08_trainer":
+    if notebook.stem == "11_trainer":
         no_step_waits(json.loads((folder / "report.json").read_text()))
 
 

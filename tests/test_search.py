@@ -16,14 +16,14 @@ QUESTIONS = {
     "Why does spawn fail in a notebook?": "notebooks/01_process_groups",
     "Which rank is hanging?": "notebooks/02_collectives",
     "Why does evaluation change with the number of processes?": "notebooks/03_samplers",
-    "Where does the data loader resume?": "notebooks/07_checkpointing",
+    "Where does the data loader resume?": "notebooks/10_checkpointing",
     "Why do two GPUs not halve my step count?": "notebooks/04_ddp",
     "Does find_unused_parameters change my results?": "notebooks/04_ddp",
     "Why can I not align the FSDP loss exactly with one GPU?": "notebooks/06_fsdp",
     "In which order do I apply TP, PP, activation checkpointing, compile and FSDP?": "notebooks/decision_guide",
-    "How do I resume on a different number of GPUs?": "notebooks/07_checkpointing",
-    "Why did torchrun not restart my job the way I expected?": "notebooks/09_fault_tolerance",
-    "How do I launch this on Slurm?": "notebooks/10_multi_node",
+    "How do I resume on a different number of GPUs?": "notebooks/10_checkpointing",
+    "Why did torchrun not restart my job the way I expected?": "notebooks/13_fault_tolerance",
+    "How do I launch this on Slurm?": "notebooks/12_multi_node",
     "Which parallelism do I need, and in which order do I apply it?": "notebooks/decision_guide",
 }
 

@@ -31,13 +31,13 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with chapter 8's script and what starts it on two nodes of one GPU.
+    """A folder with chapter 11's script and what starts it on two nodes of one GPU.
 
     Two ranks, because the sum of two gradients has one value; that of more depends, in its last bits, on their order,
     which DDP changes after the first step of a run and of a resumed run.
     """
     folder = tmp_path_factory.mktemp("exported")
-    export = ["export", "08", "--slurm", "--nodes=2", "--gpus-per-node=1", "--time=00:30:00", f"--out={folder}"]
+    export = ["export", "11", "--slurm", "--nodes=2", "--gpus-per-node=1", "--time=00:30:00", f"--out={folder}"]
     subprocess.run([sys.executable, "-m", "helpers", *export], check=True, stdout=subprocess.DEVNULL)
     return folder
 
@@ -45,12 +45,12 @@ def folder(tmp_path_factory):
 class Job:
     """A submitted batch file, and the file that it writes."""
 
-    def __init__(self, cluster, folder, *options, flags=(), script="08_trainer.sbatch"):
+    def __init__(self, cluster, folder, *options, flags=(), script="11_trainer.sbatch"):
         self.cluster, self.folder = cluster, folder
         self.command = ["sbatch", *options, script, *flags]
         self.number = cluster.submit(*options, script, *flags, cwd=folder)
-        self.output = folder / f"08_trainer-{self.number}.out"
-        self.work = folder / f"08_trainer-{self.number}"
+        self.output = folder / f"11_trainer-{self.number}.out"
+        self.work = folder / f"11_trainer-{self.number}"
 
     def starts(self):
         """What was written after each start of the job."""
@@ -180,9 +180,9 @@ DEAF = "import time\nprint('epoch 1: ready', flush=True)\ntime.sleep(60)\n"
 
 
 def in_place_of_the_script(folder, tmp_path, text):
-    """A folder with the exported batch file, and with a short script in the place of chapter 8's."""
-    (tmp_path / "08_trainer.sbatch").write_bytes((folder / "08_trainer.sbatch").read_bytes())
-    (tmp_path / "08_trainer.py").write_text(text)
+    """A folder with the exported batch file, and with a short script in the place of chapter 11's."""
+    (tmp_path / "11_trainer.sbatch").write_bytes((folder / "11_trainer.sbatch").read_bytes())
+    (tmp_path / "11_trainer.py").write_text(text)
     return tmp_path
 
 
@@ -210,9 +210,9 @@ def test_a_rank_that_does_not_train_yet_outlives_the_signal_and_the_job_comes_ba
 
 
 def test_slurm_accepts_the_file(cluster, folder, tmp_path):
-    cluster.run("sbatch", "--test-only", "08_trainer.sbatch", cwd=folder)
+    cluster.run("sbatch", "--test-only", "11_trainer.sbatch", cwd=folder)
     wrong = tmp_path / "wrong.sbatch"
-    wrong.write_text((folder / "08_trainer.sbatch").read_text().replace("--nodes=2", "--nodes=200"))
+    wrong.write_text((folder / "11_trainer.sbatch").read_text().replace("--nodes=2", "--nodes=200"))
     with pytest.raises(AssertionError, match="sbatch --test-only .*status 1"):
         cluster.run("sbatch", "--test-only", str(wrong), cwd=folder)
 

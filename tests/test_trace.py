@@ -1,4 +1,4 @@
-"""Chapter 11's reading of a GPU's trace: a trace made by hand, as the profiler writes one beside CUDA."""
+"""Chapter 14's reading of a GPU's trace: a trace made by hand, as the profiler writes one beside CUDA."""
 
 import copy
 import runpy
@@ -66,8 +66,8 @@ def trace(gpu, ahead=0.0):
 
 @pytest.fixture(scope="module")
 def chapter(tmp_path_factory):
-    """The functions of chapter 11's script."""
-    [script] = chapters.export("11", tmp_path_factory.mktemp("script"))
+    """The functions of chapter 14's script."""
+    [script] = chapters.export("14", tmp_path_factory.mktemp("script"))
     return runpy.run_path(str(script))
 
 

@@ -1,4 +1,4 @@
-"""Chapter 8's script, taken away: another model on other data in two functions, and what its pages only say."""
+"""Chapter 11's script, taken away: another model on other data in two functions, and what its pages only say."""
 
 import ast
 import importlib.util
@@ -20,7 +20,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank woul
 
 pytestmark = pytest.mark.ranks
 
-NOTEBOOK = ROOT / "notebooks" / "08_trainer.ipynb"
+NOTEBOOK = ROOT / "notebooks" / "11_trainer.ipynb"
 FEW = ["--epochs", "2", "--batch-size", "64", "--lr", "0.003", "--width", "32", "--log-every", "1"]
 
 

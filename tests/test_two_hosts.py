@@ -155,7 +155,7 @@ def all_beat(job, ranks=(0, 1, 2), seconds=60):
 
 def test_two_kinds_of_rendezvous(place):
     """The chapter's own script on 2 + 1 ranks."""
-    script = chapter("10_multi_node")
+    script = chapter("12_multi_node")
     text = ""
     with hosts.two_hosts() as both:
         c10d = both_flags(C10D, ["--nproc-per-node=2"], ["--nproc-per-node=1"])
@@ -182,7 +182,7 @@ def test_two_kinds_of_rendezvous(place):
 
 def test_a_name_that_means_the_loopback(place):
     """Debian's line `127.0.1.1 node0`: nobody hosts the store, then nobody reaches rank 0."""
-    script = chapter("10_multi_node")
+    script = chapter("12_multi_node")
     c10d = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-endpoint=10.88.0.1:29500"]
     text = ""
     with hosts.two_hosts(own_name="127.0.1.1") as both:

@@ -60,7 +60,7 @@ def seconds_of_steps(path, folder, rounds, save_every):
 def time_checkpoints(rounds=5, nproc=2):
     from helpers.ranks.launch import launch
 
-    with exported("08") as script, tempfile.TemporaryDirectory() as folder:
+    with exported("11") as script, tempfile.TemporaryDirectory() as folder:
         return launch(seconds_of_steps, str(script), folder, rounds, (20, 1), nproc=nproc, timeout=300)[0]
 
 
@@ -93,7 +93,7 @@ def seconds_of_schedules(path, rounds, micro_batches):
 def time_schedules(rounds=7, nproc=2):
     from helpers.ranks.launch import launch
 
-    with exported("13") as script:
+    with exported("08") as script:
         return launch(seconds_of_schedules, str(script), rounds, 8, nproc=nproc, timeout=300)[0]
 
 
@@ -121,9 +121,9 @@ if __name__ == "__main__":
 
 
 def time_restarts(kills=3, nproc=2):
-    """{way: [seconds]} of chapter 8's trainer, which saves every step and is killed again and again."""
+    """{way: [seconds]} of chapter 11's trainer, which saves every step and is killed again and again."""
     found = {}
-    with exported("08") as script:
+    with exported("11") as script:
         preloaded = script.with_name("preloaded.py")
         preloaded.write_text(PRELOADED.format(name=script.stem, nproc=nproc))
         torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={nproc}", "--max-restarts=100"]

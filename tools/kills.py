@@ -1,4 +1,4 @@
-"""Kill ranks of chapter 9's job at random moments, and compare its last weights bit by bit (``make soak N=200``).
+"""Kill ranks of chapter 13's job at random moments, and compare its last weights bit by bit (``make soak N=200``).
 
 Real torchrun, real SIGKILL, any rank. One half of the moments is drawn evenly from the seconds of a start-up, the other
 from the first second of training, and half of these wait for the next write of a snapshot. What is left must be the
@@ -25,7 +25,7 @@ import leftovers
 import psutil
 
 ROOT = Path(__file__).parents[1]
-CHAPTER = ROOT / "notebooks" / "09_fault_tolerance.ipynb"
+CHAPTER = ROOT / "notebooks" / "13_fault_tolerance.ipynb"
 WINDOW = 1.0  # seconds of training in which half of the kills come
 LENGTH = ["--epochs", "32"]  # 480 steps: enough for some twenty kills
 PATIENCE = 180  # seconds for a restart, or for a job's end, before it counts as a hang

@@ -19,7 +19,13 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-CELL_METADATA = {"tags", "mystnb", "jupyter"}  # the last hides a solution in JupyterLab
+CELL_METADATA = {"tags", "mystnb", "jupyter"}
+# What a page folds, JupyterLab folds too.
+FOLDED = {
+    "hide-cell": ["source_hidden", "outputs_hidden"],
+    "hide-input": ["source_hidden"],
+    "hide-output": ["outputs_hidden"],
+}
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"  # names a model of a kernel that is gone
 
 
@@ -30,8 +36,8 @@ def normalised(nb):
     nb.nbformat_minor = 5
     for cell in nb.cells:
         cell.metadata = nbformat.from_dict({key: value for key, value in cell.metadata.items() if key in CELL_METADATA})
-        if "solution" in cell.metadata.get("tags", []):
-            cell.metadata["jupyter"] = {"source_hidden": True}  # folded in JupyterLab too
+        if folded := FOLDED.keys() & set(cell.metadata.get("tags", [])):
+            cell.metadata["jupyter"] = dict.fromkeys(FOLDED[folded.pop()], True)
         for output in cell.get("outputs", []):
             output.get("data", {}).pop(WIDGET_VIEW, None)
             if "traceback" in output:  # nbval does not compare it

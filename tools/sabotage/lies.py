@@ -92,13 +92,13 @@ def launch_drops_a_ranks_output(text):
     return swap(text, "in fold(outputs):", "in fold(outputs[:-1]):")
 
 
-@lie("01 10", "local.rank", module=AGENT)
+@lie("01 12", "local.rank", module=AGENT)
 def local_rank_is_the_rank(agent):
     """`torchrun` sets `LOCAL_RANK` to the rank, so that a second node asks for devices that it does not have."""
     give_ranks(agent, lambda env: {"LOCAL_RANK": env["RANK"]})
 
 
-@lie("10", "node", module=AGENT)
+@lie("12", "node", module=AGENT)
 def every_node_is_node_0(agent):
     """`torchrun` sets `GROUP_RANK` to 0 on every node."""
     give_ranks(agent, lambda env: {"GROUP_RANK": "0"})
@@ -163,7 +163,7 @@ def mesh_counts_columns_first(module):
 # --- Collectives
 
 
-@lie("02 03 04 10", "all.?reduce|collective|adds? up|count|average|links", module=C10D)
+@lie("02 03 04 12", "all.?reduce|collective|adds? up|count|average|links", module=C10D)
 def all_reduce_adds_nothing(c10d):
     """`all_reduce` returns, and every rank keeps its own numbers."""
 
@@ -313,7 +313,7 @@ def workers_draw_the_same_numbers(module):
     module._worker_loop = worker_loop
 
 
-@lie("03 07", "position|resume", file="notebooks/{chapter}")
+@lie("03 10", "position|resume", file="notebooks/{chapter}")
 def sampler_forgets_its_position(text):
     """A checkpoint without the sampler: its position is saved and not restored."""
     old = r"self.epoch, self.position = state[\"epoch\"], state[\"position\"]"
@@ -528,74 +528,74 @@ def checkpoint_keeps_all_activations(module):
 # --- Checkpoints
 
 
-@lie("07", "load|resume|same bits", module="torch.distributed.checkpoint.state_dict_loader")
+@lie("10", "load|resume|same bits", module="torch.distributed.checkpoint.state_dict_loader")
 def dcp_load_loads_nothing(module):
     """`dcp.load` returns, and the tensors hold what they held."""
     module.load = lambda *inputs, **keywords: None
 
 
-@lie("07 08", "optimizer|momentum|same bits|every bit", module="torch.optim.optimizer")
+@lie("10 11", "optimizer|momentum|same bits|every bit", module="torch.optim.optimizer")
 def optimizer_is_not_restored(module):
     """A checkpoint without the optimizer: a resume begins with fresh momenta."""
     module.Optimizer.load_state_dict = lambda *inputs, **keywords: None
 
 
-@lie("07", "scaler", module=SCALER)
+@lie("10", "scaler", module=SCALER)
 def scaler_is_not_restored(module):
     """A checkpoint without the gradient scaler: a resume begins with a scale of 65,536."""
     module.GradScaler.load_state_dict = lambda *inputs, **keywords: None
 
 
-@lie("07", "random|same bits", module="torch.random")
+@lie("10", "random|same bits", module="torch.random")
 def generator_is_not_restored(module):
     """A checkpoint without the random numbers: `set_rng_state` does nothing."""
     module.set_rng_state = lambda *inputs, **keywords: None
 
 
-@lie("07", "schedule|learning rate", module="torch.optim.lr_scheduler")
+@lie("10", "schedule|learning rate", module="torch.optim.lr_scheduler")
 def schedule_starts_again(module):
     """A checkpoint without the schedule: after a resume the learning rate starts again."""
     module.LRScheduler.load_state_dict = lambda *inputs, **keywords: None
 
 
-@lie("07", "half|killed|damage|whole", file=CHECKPOINT)
+@lie("10", "half|killed|damage|whole", file=CHECKPOINT)
 def half_a_file_counts(text):
     """A torn write: half of a file is written, and it counts as saved."""
     line = "    replace_file(path, lambda file: torch.save(state, file))"
     return swap(text, line, f"{line}\n    os.truncate(path, os.stat(path).st_size // 2)")
 
 
-@lie("07", "fail|disk|raise|finish", file=CHECKPOINT)
+@lie("10", "fail|disk|raise|finish", file=CHECKPOINT)
 def failed_save_counts(text):
     """A checkpoint counts though one rank could not write its part."""
     return swap(text, "            if failed:\n", "            if False:\n")
 
 
-@lie("07", "newest|keep|last", file=CHECKPOINT)
+@lie("10", "newest|keep|last", file=CHECKPOINT)
 def retention_deletes_the_newest(text):
     """Of more than `keep` checkpoints the newest are deleted."""
     return swap(text, "finished(path.parent)[: -max(keep, 1)]", "finished(path.parent)[max(keep, 1) :]")
 
 
-@lie("07", "flip|checksum|bit", file=CHECKPOINT)
+@lie("10", "flip|checksum|bit", file=CHECKPOINT)
 def digests_are_not_compared(text):
     """`verify` accepts any bytes of the right length."""
     return swap(text, "            if read != saved:", "            if False:")
 
 
-@lie("07", "truncat|length|gone|damage", file=CHECKPOINT)
+@lie("10", "truncat|length|gone|damage", file=CHECKPOINT)
 def damaged_checkpoint_is_taken(text):
     """`latest_good` takes the newest checkpoint, damaged or not."""
     return swap(text, "        if not (problem := damage(path)):", "        if not (problem := None):")
 
 
-@lie("07", "execut|weights_only|hostile|program", file=CHECKPOINT)
+@lie("10", "execut|weights_only|hostile|program", file=CHECKPOINT)
 def load_file_executes_what_it_reads(text):
     """`load_file` loads with `weights_only=False`, and so executes what a file says."""
     return swap(text, "weights_only=True, mmap=True", "weights_only=False, mmap=True")
 
 
-@lie("07", "copy|background|start of the save", file=CHECKPOINT)
+@lie("10", "copy|background|start of the save", file=CHECKPOINT)
 def background_save_copies_nothing(text):
     """A save in the background writes tensors that training goes on to change."""
     return swap(text, "copy = BlockingAsyncStager().stage(state)  # on the CPU", "copy = state")
@@ -604,37 +604,37 @@ def background_save_copies_nothing(text):
 # --- Trainer, restarts, nodes
 
 
-@lie("08", "own noise|random", file="notebooks/{chapter}")
+@lie("11", "own noise|random", file="notebooks/{chapter}")
 def all_ranks_draw_the_same_noise(text):
     """After the model is built, all ranks are seeded alike."""
     return swap(text, "seed + 1) + dist.get_rank())", "seed + 1))", times=text.count("seed + 1) + dist.get_rank())"))
 
 
-@lie("08", "stop|signal|schedul", file=STOP)
+@lie("11", "stop|signal|schedul", file=STOP)
 def stop_request_hears_nothing(text):
     """`StopRequest` does not note the signal."""
     return swap(text, "        self.noted = number\n", "        pass\n")
 
 
-@lie("08", "stop|signal|agree", file=STOP)
+@lie("11", "stop|signal|agree", file=STOP)
 def one_signalled_rank_is_outvoted(text):
     """The ranks stop when all of them have got the signal, and not when one has."""
     return swap(text, "dist.ReduceOp.MAX", "dist.ReduceOp.MIN")
 
 
-@lie("09", "restart|start|snapshot|going on", file="notebooks/09_fault_tolerance.ipynb")
+@lie("13", "restart|start|snapshot|going on", file="notebooks/13_fault_tolerance.ipynb")
 def restart_starts_anew(text):
     """A restarted script finds no snapshot, and trains from step 0."""
     return swap(text, "    return max(found)", "    return found[0]")
 
 
-@lie("09", "restart", module=AGENT)
+@lie("13", "restart", module=AGENT)
 def restarts_are_not_counted(agent):
     """`torchrun` tells every start that it is the first."""
     give_ranks(agent, lambda env: {"TORCHELASTIC_RESTART_COUNT": "0"})
 
 
-@lie("09", "restart", module="torch.distributed.launcher.api")
+@lie("13", "restart", module="torch.distributed.launcher.api")
 def torchrun_never_restarts(module):
     """`torchrun` ignores `--max-restarts`."""
     true = module.launch_agent
@@ -646,7 +646,7 @@ def torchrun_never_restarts(module):
     module.launch_agent = launch_agent
 
 
-@lie("09", "status|restart|fail", module="torch.distributed.launcher.api")
+@lie("13", "status|restart|fail", module="torch.distributed.launcher.api")
 def failure_has_status_0(module):
     """`torchrun` ends with status 0 though a rank has failed."""
     true = module.launch_agent
@@ -660,13 +660,13 @@ def failure_has_status_0(module):
     module.launch_agent = launch_agent
 
 
-@lie("09", "record|error file|which rank", module="torch.distributed.elastic.multiprocessing.errors")
+@lie("13", "record|error file|which rank", module="torch.distributed.elastic.multiprocessing.errors")
 def record_writes_no_error_file(module):
     """`@record` writes no file about the exception."""
     module.record = lambda function, error_handler=None: function
 
 
-@lie("10", "signal|requeue|batch|Slurm", file="helpers/export/launch_files.py")
+@lie("12", "signal|requeue|batch|Slurm", file="helpers/export/launch_files.py")
 def batch_file_asks_for_no_warning(text):
     """The batch file does not ask Slurm for a signal before the time is up."""
     return swap(text, "#SBATCH --signal=USR1@{STOP_BEFORE}", "# no --signal={STOP_BEFORE}")
@@ -675,7 +675,7 @@ def batch_file_asks_for_no_warning(text):
 # --- Profiling and debugging
 
 
-@lie("11", "all.?reduce|collective|communication", module="torch.profiler.profiler")
+@lie("14", "all.?reduce|collective|communication", module="torch.profiler.profiler")
 def profiler_loses_collectives(module):
     """The profiler's trace has no collectives."""
     true = module._KinetoProfile.export_chrome_trace
@@ -692,7 +692,7 @@ def profiler_loses_collectives(module):
     module._KinetoProfile.export_chrome_trace = export_chrome_trace
 
 
-@lie("11", "flight recorder|record", module=C10D)
+@lie("14", "flight recorder|record", module=C10D)
 def flight_recorder_loses_the_last_call(c10d):
     """The flight recorder's dump lacks the collective that hangs."""
     import pickle
@@ -708,7 +708,7 @@ def flight_recorder_loses_the_last_call(c10d):
     library._dump_fr_trace = dump
 
 
-@lie("11", "culprit|flight recorder|torchfrtrace|reader", module="torch.distributed.flight_recorder.components.types")
+@lie("14", "culprit|flight recorder|torchfrtrace|reader", module="torch.distributed.flight_recorder.components.types")
 def flight_recorder_blames_the_wrong_rank(module):
     """The flight recorder's reader names the other rank."""
     true = module.EntryState.log
@@ -719,14 +719,14 @@ def flight_recorder_blames_the_wrong_rank(module):
     module.EntryState.log = log
 
 
-@lie("11", "anomaly", module="torch.autograd.anomaly_mode")
+@lie("14", "anomaly", module="torch.autograd.anomaly_mode")
 def detect_anomaly_sees_nothing(module):
     """`detect_anomaly` lets a gradient pass that is not a number."""
     true = module.detect_anomaly.__init__
     module.detect_anomaly.__init__ = lambda self, check_nan=True: true(self, check_nan=False)
 
 
-@lie("11", "checksum|replicas|drift", module=C10D)
+@lie("14", "checksum|replicas|drift", module=C10D)
 def replicas_compare_with_themselves(c10d):
     """`all_gather` gives a rank its own tensor for everybody's."""
 
@@ -740,13 +740,13 @@ def replicas_compare_with_themselves(c10d):
 # --- Pipelines
 
 
-@lie("13", "order|1F1B|schedule", module="torch.distributed.pipelining.schedules")
+@lie("08", "order|1F1B|schedule", module="torch.distributed.pipelining.schedules")
 def one_forward_one_backward_is_gpipe(module):
     """`Schedule1F1B` runs all forwards, and then all backwards."""
     module.Schedule1F1B._step_microbatches = module.ScheduleGPipe._step_microbatches
 
 
-@lie("13", "gradient|micro-batch", module="torch.distributed.pipelining.schedules")
+@lie("08", "gradient|micro-batch", module="torch.distributed.pipelining.schedules")
 def a_micro_batch_is_dropped(module):
     """A schedule computes the first micro-batch twice, and never the last."""
     true = module._PipelineSchedule._split_inputs
@@ -758,19 +758,19 @@ def a_micro_batch_is_dropped(module):
     module._PipelineSchedule._split_inputs = split_inputs
 
 
-@lie("13", "divid|micro-batch|gradient", module="torch.distributed.pipelining.stage")
+@lie("08", "divid|micro-batch|gradient", module="torch.distributed.pipelining.stage")
 def gradients_are_not_divided_by_micro_batches(module):
     """A schedule adds the micro-batches' gradients up, and does not divide by their number."""
     module._PipelineStageBase.scale_grads = lambda self, factor: None
 
 
-@lie("13", "bubble|idle", file="notebooks/13_pipeline_parallel.ipynb")
+@lie("08", "bubble|idle", file="notebooks/08_pipeline_parallel.ipynb")
 def bubble_is_off_by_one(text):
     """The model of a schedule counts a rank's work as idle time."""
     return swap(text, "/ work - 1", "/ work")
 
 
-@lie("13", "scale", module="torch.distributed.fsdp.sharded_grad_scaler")
+@lie("08", "scale", module="torch.distributed.fsdp.sharded_grad_scaler")
 def each_rank_has_its_own_scale(module):
     """`ShardedGradScaler` does not ask the other ranks whether a gradient was infinite."""
     module.ShardedGradScaler = module.GradScaler

@@ -109,7 +109,8 @@ def place(nb, cell_id):
     text = "\n".join(nb.cells[index].source for index in before)
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
     around = [nb.cells[index].source for index in [*before[-1:], at, *after[:1]]]
-    return headings[-1], slugify(headings[-1].replace("`", "")), "\n".join([headings[-1], *around])
+    heading = re.sub(r"^\d+\. ", "", headings[-1])  # a chapter's title has its number before it
+    return heading, slugify(headings[-1].replace("`", "")), "\n".join([heading, *around])
 
 
 def quoted(text, most=160):
