@@ -21,6 +21,7 @@ from helpers.export import chapters
 from helpers.ranks.launch import launch
 
 ROOT = Path(__file__).parents[1]
+TORCHRUN, FORKING = ["-m", "torch.distributed.run"], [ROOT / "tools" / "forked_torchrun.py"]
 TOLERANCE = 0.002  # of every number in a result: they are rounded to three digits
 
 # Put before everything else on a rank's path, this hides the project however it is installed.
@@ -65,14 +66,14 @@ def export(notebook, folder):
     return script
 
 
-def torchrun(script, nproc, environment, *flags, timeout=240):
+def torchrun(script, nproc, environment, *flags, agent=TORCHRUN, timeout=240):
     """Run a script under torchrun in its own folder, as (exit status, stdout, stderr, processes that it left).
 
-    The status is None when it hung for ``timeout`` seconds and was killed.
+    The status is None when it hung for ``timeout`` seconds and was killed. With the agent FORKING, ranks start warm.
     """
     mark = uuid.uuid4().hex
     where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", *where, script, *flags]
+    command = [sys.executable, *agent, f"--nproc-per-node={nproc}", *where, script, *flags]
     process = subprocess.Popen(
         command,
         cwd=script.parent,

@@ -43,7 +43,7 @@ def job(tmp_path):
 
 @pytest.mark.timeout(900)
 def test_25_kills_change_no_bit():
-    command = [sys.executable, Path(kills.__file__), "--kills", "25", "--seed", "9"]
+    command = [sys.executable, Path(kills.__file__), "--kills", "25", "--seed", "9", "--forked"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^25 kills .* 0 jobs differ or failed", done.stdout, re.MULTILINE), done.stdout

@@ -1,8 +1,8 @@
 """Every notebook's script: alone in an empty folder, under real torchrun, and rehearsed, with equal results.
 
-A chapter's runs on one rank by itself, on 4 ranks under torchrun, and on pretended GPUs; the template's runs under
-torchrun on 1, 2 and 4. A script's last line is ``result {json}``, printed by rank 0. Its ``world_size`` must be the
-launched one; its other numbers must not depend on it.
+A chapter's runs on one rank by itself, on 4 ranks that torchrun's agent forks, and on pretended GPUs; the template's
+runs under torchrun on 1, 2 and 4. A script's last line is ``result {json}``, printed by rank 0. Its ``world_size`` must
+be the launched one; its other numbers must not depend on it.
 """
 
 import json
@@ -14,7 +14,7 @@ import sys
 import pytest
 import recorded
 from ruff import find_ruff_bin
-from scripting import ROOT, TOLERANCE, export, rehearse, rehearse_here, result, stand_alone, torchrun
+from scripting import FORKING, ROOT, TOLERANCE, TORCHRUN, export, rehearse, rehearse_here, result, stand_alone, torchrun
 
 pytestmark = [pytest.mark.scripts, pytest.mark.timeout(900)]
 
@@ -61,9 +61,9 @@ def written(notebook, folder):
     return script
 
 
-def on_ranks(script, nproc, environment):
+def on_ranks(script, nproc, environment, agent=TORCHRUN):
     """The result of a script under torchrun."""
-    status, out, errors, left = torchrun(script, nproc, environment)
+    status, out, errors, left = torchrun(script, nproc, environment, agent=agent)
     assert status == 0, f"{nproc} ranks: {'hung' if status is None else status}\n{out}{errors}"
     assert not left and "Warning" not in errors, errors
     return numbers(out, nproc, f"{nproc} rank(s), gloo on cpu\n")
@@ -94,7 +94,7 @@ def test_chapter(notebook, alone, tmp_path):
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     expected = numbers(done.stdout, 1, "1 rank(s), gloo on cpu\n")
     assert GOOD_ENOUGH[notebook.stem](expected), expected
-    assert on_ranks(script, 4, alone) == pytest.approx(expected, abs=TOLERANCE)
+    assert on_ranks(script, 4, alone, FORKING) == pytest.approx(expected, abs=TOLERANCE)
     assert set(os.listdir(folder)) <= {script.name, "__pycache__"}
 
     gpus, flags = GPUS.get(notebook.stem, 2), REHEARSAL_FLAGS.get(notebook.stem, [])

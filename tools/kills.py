@@ -29,6 +29,7 @@ CHAPTER = ROOT / "notebooks" / "13_fault_tolerance.ipynb"
 WINDOW = 1.0  # seconds of training in which half of the kills come
 LENGTH = ["--epochs", "32"]  # 480 steps: enough for some twenty kills
 PATIENCE = 180  # seconds for a restart, or for a job's end, before it counts as a hang
+TORCHRUN, FORKING = ["-m", "torch.distributed.run"], [Path(__file__).with_name("forked_torchrun.py")]
 TUNED = ["--monitor-interval=0.02"]
 AT_ADDRESS = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
 
@@ -53,9 +54,9 @@ class Failure(Exception):
 class Job:
     """A job under torchrun: its ranks, and what rank 0 prints, line by line with the time."""
 
-    def __init__(self, script, nproc, environment, flags):
+    def __init__(self, script, nproc, environment, flags, agent=TORCHRUN):
         self.nproc, self.mark = nproc, uuid.uuid4().hex
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", "--max-restarts=1000000"]
+        command = [sys.executable, *agent, f"--nproc-per-node={nproc}", "--max-restarts=1000000"]
         self.errors = open(script.parent / "errors.txt", "w")
         self.process = subprocess.Popen(
             [*command, *AT_ADDRESS, *TUNED, script, *flags],
@@ -138,20 +139,22 @@ def trains(job, folder, born, clock):
     return False
 
 
-def undisturbed(script, nproc, environment, flags):
-    """(weights, result, seconds until the ranks train) of a job that nobody kills."""
-    start, job = time.monotonic(), Job(script, nproc, environment, flags)
+def undisturbed(script, nproc, environment, flags, agent):
+    """(weights, result, seconds from the ranks' start to their first line) of a job that nobody kills."""
+    job = Job(script, nproc, environment, flags, agent)
     try:
+        job.next_ranks([])
+        start = time.monotonic()
         if not job.ended_within(PATIENCE):
             raise Failure("the undisturbed job hangs")
-        return *job.outcome(), job.said("start ")[0] - start
+        return *job.outcome(), max(0, job.said("start ")[0] - start)
     finally:
         job.close()
 
 
-def disturbed(script, nproc, environment, flags, folder, kills, start_up, luck, hits):
+def disturbed(script, nproc, environment, flags, agent, folder, kills, start_up, luck, hits):
     """Kill at up to ``kills`` moments, and add (when, where) to ``hits`` each time: (weights, result, job's lines)."""
-    job = Job(script, nproc, environment, [*flags, "--checkpoint-dir", str(folder)])
+    job = Job(script, nproc, environment, [*flags, "--checkpoint-dir", str(folder)], agent)
     try:
         ranks = job.next_ranks([])
         while ranks and len(hits) < kills:
@@ -197,14 +200,14 @@ def back_after(hits, lines):
             yield again - when
 
 
-def kill_many(kills, nproc, seed, folder, script):
+def kill_many(kills, nproc, seed, folder, script, agent=TORCHRUN):
     """Jobs under kills until there were as many; how many jobs went wrong."""
     luck, environment = random.Random(seed), alone(folder)
     seed_is = f"seed {seed}: python tools/kills.py --kills {kills} --nproc {nproc} --seed {seed}"
     print(seed_is, flush=True)
     flags = [*LENGTH, "--save-every", "1000", "--checkpoint-dir", str(folder / "undisturbed")]
-    *expected, start_up = undisturbed(script, nproc, environment, flags)
-    print(f"undisturbed, {nproc} ranks: {start_up:.1f} s of start-up", flush=True)
+    *expected, start_up = undisturbed(script, nproc, environment, flags, agent)
+    print(f"undisturbed, {nproc} ranks: {start_up:.2f} s of start-up", flush=True)
     print("job  every  emergency  kills  start-up  training  a write  the end  went on from  result", flush=True)
     wrong, done, job, total, seconds = 0, 0, 0, Counter(), []
     while done < kills:
@@ -214,7 +217,7 @@ def kill_many(kills, nproc, seed, folder, script):
         hits, lines = [], []
         try:
             *found, lines = disturbed(
-                script, nproc, environment, flags, folder / f"job{job}", kills - done, start_up, luck, hits
+                script, nproc, environment, flags, agent, folder / f"job{job}", kills - done, start_up, luck, hits
             )
             outcome = "equal" if found == expected else f"DIFFERENT: {found}, not {expected}"
         except Failure as failure:
@@ -244,11 +247,12 @@ def main():
     parser.add_argument("--kills", type=int, default=25, help="how many in all")
     parser.add_argument("--nproc", type=int, default=2, help="ranks of a job")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the moments and the ranks")
+    parser.add_argument("--forked", action="store_true", help="fork the ranks where torch is imported already")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave nothing then either
     with tempfile.TemporaryDirectory() as folder:
         script = export(Path(folder) / "script")
-        return kill_many(args.kills, args.nproc, args.seed, Path(folder), script)
+        return kill_many(args.kills, args.nproc, args.seed, Path(folder), script, FORKING if args.forked else TORCHRUN)
 
 
 if __name__ == "__main__":
