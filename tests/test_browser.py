@@ -40,7 +40,7 @@ class Visit:
         self.page.on("response", lambda reply: reply.status >= 400 and self.complain(f"{reply.status}: {reply.url}"))
         self.page.emulate_media(color_scheme="light")
         self.page.goto(f"{url}/{page}.html")
-        self.page.wait_for_function("window.MathJax ? MathJax.startup.promise.then(() => true) : true")
+        self.page.wait_for_function("window.MathJax ? MathJax.startup?.promise.then(() => true) : true")
 
     def complain(self, text):
         self.complaints.append(text)
