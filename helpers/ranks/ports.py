@@ -1,0 +1,18 @@
+"""A port for a store that starts later, for chapters and tests that start launchers side by side."""
+
+import contextlib
+import socket
+
+
+@contextlib.contextmanager
+def hold_port():
+    """A context that keeps a port of the loopback interface for a store, and gives its number.
+
+    A port that was merely free a moment ago can be gone when the store asks for it. Here a socket is bound to the port
+    and does not listen, so the system gives the port to nobody else; a store may listen beside the socket, because
+    both set SO_REUSEADDR.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
