@@ -21,13 +21,14 @@ CPU_TORCH := --index-url https://download.pytorch.org/whl/cpu --no-deps --retrie
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help book pdf serve test lab scripts run check rehearse sabotage bench soak portability variants outputs system setup lock
+.PHONY: help book pdf serve test lab scripts run picture check rehearse sabotage bench soak portability variants outputs system setup lock
 
 help:
 	@echo "World Size One"
 	@echo
 	@echo "  make book         build the book, and every chapter's script"
 	@echo "  make pdf          build the book, and print all of it as one PDF, which its first page then links"
+	@echo "  make picture      take the picture that README.md and cards of links show, from the built book"
 	@echo "  make serve        show the built book at http://127.0.0.1:8000/  (PORT=8000)"
 	@echo
 	@echo "  make check        ruff, and all tests that start no ranks, browsers and clusters"
@@ -99,6 +100,9 @@ book: scripts
 
 pdf: book
 	@$(BIN)/python tools/print_pdf.py _build/html _build/world-size-one.pdf
+
+picture: book
+	@$(BIN)/python tools/take_picture.py
 
 serve: $(READY)
 	@test -f _build/html/index.html || { echo "The book is not built yet. Run 'make book' first." >&2; exit 1; }
