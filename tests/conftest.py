@@ -51,7 +51,7 @@ def build_book(folder, **env):
 
 
 def build_small_book(folder, **env):
-    """Build a book of two notebooks with this book's settings, as ``build_book`` does: where its pages do not matter."""
+    """Build a book of two notebooks with this book's settings, where its pages do not matter."""
     shutil.copy(ROOT / "_config.yml", folder)
     shutil.copytree(ROOT / "book", folder / "book", ignore=shutil.ignore_patterns("*.md", "__pycache__"))
     toc = "format: jb-book\nroot: notebooks/page\nparts: [{chapters: [{file: notebooks/other}]}]\n"

@@ -36,7 +36,7 @@ def add_repository(app, config):
     torch = version("torch").partition("+")[0]
     config.html_theme_options["extra_footer"] = f"<p>Verified with PyTorch {torch}.</p>"
     mark = "_static/favicon.svg"
-    config.html_theme_options["logo"] = {"image_light": mark, "image_dark": mark, "text": config.project}
+    config.html_theme_options["logo"] = {"image_light": mark, "image_dark": mark, "text": config.html_title}
     url = os.environ.get("BOOK_REPOSITORY_URL")
     if not url:
         return
