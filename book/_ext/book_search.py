@@ -1,8 +1,8 @@
-"""The book's search: each section, and each term of the glossary, is an entry of its own for book/_static/search.js.
+"""The book's search: each section, and each term of the glossary, is an entry for book/_static/search_engine.js.
 
-It replaces Sphinx's search, which finds pages instead of sections and wants every word that was typed: no searchindex.js
-is written, and search.html is book/_templates/search.html. The entries are packed into a script, because a page that was
-opened from a folder may load scripts, and may not read other files.
+It replaces Sphinx's search, which finds pages instead of sections and wants every word that was typed. So no
+searchindex.js is written, and search.html is book/_templates/search.html. The entries are packed into a script: a page
+that was opened from a folder may load scripts, and may not read other files.
 """
 
 import base64
@@ -89,8 +89,9 @@ def write(app):
 
 
 def remove_search(app, exception):
-    """The theme's copy of Sphinx's search, which no page loads."""
-    Path(app.outdir, "_static", "searchtools.js").unlink(missing_ok=True)
+    """Remove the scripts of Sphinx's search, which no page loads."""
+    for name in ["searchtools.js", "language_data.js"]:
+        Path(app.outdir, "_static", name).unlink(missing_ok=True)
 
 
 def setup(app):

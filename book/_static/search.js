@@ -20,7 +20,7 @@ document.addEventListener("DOMContentLoaded", () => {
   const ready = () =>
     (engine ??= Promise.all(["minisearch.js", "search_engine.js", "search_entries.js"].map(load))
       .then(() => bookSearch.unpack(searchEntries))
-      .then(bookSearch.build));
+      .then((entries) => bookSearch.build(entries)));
 
   const withMarks = (stretches) =>
     stretches.map(([text, isHit]) => (isHit ? make("mark", { textContent: text }) : text));
@@ -57,8 +57,10 @@ document.addEventListener("DOMContentLoaded", () => {
       return link;
     }
 
+    let shown; // the query whose results are in the list
     async function show() {
       const query = field.value.trim();
+      if (query === shown) return;
       if (!engine) status.textContent = "Loading …";
       let found;
       try {
@@ -67,17 +69,21 @@ document.addEventListener("DOMContentLoaded", () => {
         status.textContent = `The search does not work here: ${error.message}`;
         return;
       }
-      if (query != field.value.trim()) return; // somebody typed on
+      if (query !== field.value.trim()) return; // somebody typed on
+      shown = query;
       list.replaceChildren(...found.map(option));
       list.hidden = !found.length;
       list.scrollTop = 0;
       field.ariaExpanded = String(found.length > 0);
       choose(list.firstElementChild);
       const none = query ? "No section has any of these words." : "";
-      status.textContent = found.length ? `${found.length} section${found.length > 1 ? "s" : ""}` : none;
+      status.textContent = found.length ? `${found.length} section${found.length > 1 ? "s, best first" : ""}` : none;
     }
 
-    field.addEventListener("focus", ready, { once: true });
+    field.addEventListener("focus", () => {
+      field.select();
+      ready().catch(() => {}); // what is typed shows the error
+    });
     field.addEventListener("input", show);
     field.addEventListener("keydown", (event) => {
       const chosen = list.querySelector("[aria-selected=true]");

@@ -73,19 +73,19 @@ var bookSearch = (() => {
       }),
     );
 
-    // The sentence that has most of the hits, the rare ones before all; of the code a line, where no sentence has one.
+    // The sentence that has most of the hits, rare ones above all; a line of the code, where no sentence has a hit.
     function best(entry, hits) {
       const weigh = (sentence) =>
         [...new Set(terms(sentence))]
           .filter((term) => hits.has(term))
           .reduce((sum, term) => sum + Math.log(1 + entries.length / sections.get(term)), 0);
-      const [text, code] = [entry[3].split(/(?<=[.!?:]) +(?=\p{Lu})|\n/u), entry[4].split("\n")];
+      const [text, code] = [entry[3].split(/(?<=[.!?]) +(?=\p{Lu})|\n/u), entry[4].split("\n")];
       for (const sentences of [text, code]) {
         const weights = sentences.map(weigh);
         const most = Math.max(...weights);
         if (most) return sentences[weights.indexOf(most)];
       }
-      return text[0];
+      return text[0] || code[0];
     }
 
     // The sections for a query, best first. Each word that a section has counts, none must be there. A word that the
@@ -93,7 +93,7 @@ var bookSearch = (() => {
     function find(query, limit = 20) {
       const typed = [...new Set(terms(query))];
       const telling = typed.filter((term) => !COMMON.has(term));
-      const definition = /^\s*what('s| is| are)\b/i.test(query) ? 1.5 : 0.8;
+      const definition = /^\s*what('s| is| are)\b/i.test(query) ? 1.5 : 0.6;
       const place = { "book/glossary": definition, "book/references": 0.5 };
       return index
         .search(query, {
