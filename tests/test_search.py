@@ -183,7 +183,7 @@ def type_query(page, query):
     """Search for it in the dialog; its results."""
     page.keyboard.press("Control+k")
     page.keyboard.type(query)
-    page.locator("dialog [role=status]", has_text="best first").wait_for()
+    page.locator(f'dialog [role=listbox][data-query="{query}"]').wait_for()
     return page.locator("dialog [role=option]")
 
 

@@ -57,10 +57,9 @@ document.addEventListener("DOMContentLoaded", () => {
       return link;
     }
 
-    let shown; // the query whose results are in the list
     async function show() {
       const query = field.value.trim();
-      if (query === shown) return;
+      if (query === list.dataset.query) return; // its results are in the list
       if (!engine) status.textContent = "Loading …";
       let found;
       try {
@@ -70,7 +69,7 @@ document.addEventListener("DOMContentLoaded", () => {
         return;
       }
       if (query !== field.value.trim()) return; // somebody typed on
-      shown = query;
+      list.dataset.query = query;
       list.replaceChildren(...found.map(option));
       list.hidden = !found.length;
       list.scrollTop = 0;

@@ -6,9 +6,10 @@ var bookSearch = (() => {
       "its may me my no not of on or our should so some than that the their them then there these they this to use " +
       "used using was we were what when where which who why will with would you your").split(" "),
   );
-  const ABBREVIATED = new Map(
-    Object.entries({ async: "asynchronous", bf16: "bfloat16", fp16: "float16", fp32: "float32", oom: "memory" }),
-  );
+  const SAME = new Map([
+    ...["freeze", "freezes", "frozen", "stall", "stalls", "stuck"].map((word) => [word, "hang"]),
+    ...Object.entries({ async: "asynchronous", bf16: "bfloat16", fp16: "float16", fp32: "float32", oom: "memory" }),
+  ]);
   const NAME = /[\p{L}\p{N}]+(?:[_-][\p{L}\p{N}]+)*/gu;
   const PART = /\p{Lu}+(?!\p{Ll})\p{N}*|\p{Lu}?[\p{Ll}\p{N}]+|[\p{L}\p{N}]+/gu;
 
@@ -29,7 +30,7 @@ var bookSearch = (() => {
     return (text.match(NAME) ?? []).flatMap((name) => {
       const parts = name.match(PART);
       if (parts.length > 1) parts.push(parts.join(""));
-      return parts.map((part) => part.toLowerCase()).map((word) => stem(ABBREVIATED.get(word) ?? word));
+      return parts.map((part) => part.toLowerCase()).map((word) => stem(SAME.get(word) ?? word));
     });
   }
 
@@ -88,13 +89,18 @@ var bookSearch = (() => {
       return text[0] || code[0];
     }
 
-    // The sections for a query, best first. Each word that a section has counts, none must be there. A word that the
-    // book lacks may be misspelt, the last one unfinished. Numbers of a pasted error decide little.
+    // The sections for a query, best first. What a chapter says comes before what a list says. Each word that a section
+    // has counts, and none must be there. A word that the book lacks may be misspelt, and the last one unfinished.
+    // Numbers, as in a pasted error, decide little.
     function find(query, limit = 20) {
       const typed = [...new Set(terms(query))];
       const telling = typed.filter((term) => !COMMON.has(term));
-      const definition = /^\s*what('s| is| are)\b/i.test(query) ? 1.5 : 0.6;
-      const place = { "book/glossary": definition, "book/references": 0.5 };
+      const isDefinition = /^\s*what('s| is| are)\b/i.test(query);
+      const place = {
+        "book/glossary": isDefinition ? 1.5 : 0.6,
+        "book/references": 0.5,
+        "notebooks/old_code_new_code": 0.9,
+      };
       return index
         .search(query, {
           tokenize: () => (telling.length ? telling : typed),
