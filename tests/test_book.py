@@ -195,17 +195,6 @@ def test_page_shows_the_stored_outputs(book, chapter):
     assert [text for text in printed if text.strip() not in page] == []
 
 
-def test_search_index_holds_the_chapters(book):
-    script = (book.html / "searchindex.js").read_text()
-    index = json.loads(script.removeprefix("Search.setIndex(").removesuffix(")"))
-    assert set(toc_files()) <= set(index["docnames"])
-    found = set()
-    for words in ["terms", "titleterms"]:  # a word of a heading is in the second only
-        places = index[words].get("rank", [])  # a number where one page has the word
-        found |= {index["docnames"][place] for place in (places if isinstance(places, list) else [places])}
-    assert set(CHAPTERS) <= found
-
-
 # --- with and without a repository ------------------------------------------------------------------------------------
 
 
