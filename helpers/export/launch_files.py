@@ -129,7 +129,7 @@ metadata:
   name: $label
 spec:
   clusterIP: None  # only names for its pods: $label-0.$label and so on
-  publishNotReadyAddresses: true
+  publishNotReadyAddresses: true  # pods look each other up before they are ready
   selector:
     job-name: $label
 ---
