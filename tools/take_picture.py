@@ -8,7 +8,7 @@ from playwright.sync_api import sync_playwright
 from print_pdf import BROWSERS
 
 ROOT = Path(__file__).parents[1]
-PAGE, FIRST = "notebooks/00_first_run.html", "#the-same-numbers-on-four-ranks"
+PAGE = "notebooks/00_first_run.html"
 
 
 def take(html, file):
@@ -18,9 +18,13 @@ def take(html, file):
         sys.exit("There is no chromium. Install it with: make system")
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox", "--disable-gpu"])
-        page = chromium.new_page(viewport={"width": 1200, "height": 630}, color_scheme="light")
-        page.goto(f"{(html / PAGE).resolve().as_uri()}{FIRST}")
+        page = chromium.new_page(
+            viewport={"width": 1600, "height": 840}, device_scale_factor=0.75, color_scheme="light"
+        )
+        page.goto((html / PAGE).resolve().as_uri())
         page.wait_for_load_state("networkidle")
+        page.evaluate("document.querySelector('article figure').scrollIntoView({block: 'end', behavior: 'instant'})")
+        page.evaluate("document.querySelector('.bd-sidebar-primary').scrollTop = 0")
         page.screenshot(path=file)
         chromium.close()
 
