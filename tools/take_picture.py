@@ -8,7 +8,7 @@ from playwright.sync_api import sync_playwright
 from print_pdf import BROWSERS
 
 ROOT = Path(__file__).parents[1]
-PAGE = "notebooks/00_first_run.html"
+PAGE = "notebooks/04_ddp.html"
 
 
 def take(html, file):
