@@ -9,8 +9,9 @@ NOTEBOOK ?=
 WORKERS ?= 3
 SETTINGS ?= ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1
 ARGS ?=
+TORCH ?=
 
-VENV := .venv
+VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 # Set-up is done when this file exists. Its name changes with what set-up reads, and with the folder's place.
 READY := $(VENV)/ready-$(word 1,$(shell (pwd; cat requirements.txt requirements.lock pyproject.toml) | cksum))
@@ -21,18 +22,20 @@ CPU_TORCH := --index-url https://download.pytorch.org/whl/cpu --no-deps --retrie
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help book pdf serve test lab scripts run check rehearse sabotage bench soak portability variants outputs system setup lock
+.PHONY: help book pdf serve test lab scripts run picture check rehearse sabotage bench soak portability variants outputs system setup lock
 
 help:
 	@echo "World Size One"
 	@echo
 	@echo "  make book         build the book, and every chapter's script"
 	@echo "  make pdf          build the book, and print all of it as one PDF, which its first page then links"
+	@echo "  make picture      take the picture that README.md and cards of links show, from the built book"
 	@echo "  make serve        show the built book at http://127.0.0.1:8000/  (PORT=8000)"
 	@echo
 	@echo "  make check        ruff, and all tests that start no ranks, browsers and clusters"
 	@echo "  make check CHAPTER=04    ruff, and one chapter: its cells, its script, its rehearsal"
 	@echo "  make test         run everything that verifies this project, every notebook's cell included"
+	@echo "  make test TORCH=2.15.0   the same under another PyTorch, in an environment of its own"
 	@echo "  make system       install what some tests and the PDF need: chromium, Slurm  (asks first)"
 	@echo
 	@echo "  make lab          open the notebooks in JupyterLab"
@@ -67,9 +70,10 @@ $(READY):
 	  || $(PYTHON) -m venv --clear $(VENV)
 	@rm -f $(VENV)/ready-*
 	@[ "$$(uname)" != Linux ] || nvidia-smi >/dev/null 2>&1 \
-	  || $(PIP) install --quiet $(CPU_TORCH) "$$(grep ^torch== requirements.txt)" 2>/dev/null \
+	  || $(PIP) install --quiet $(CPU_TORCH) "$(if $(TORCH),torch==$(TORCH),$$(grep ^torch== requirements.txt))" 2>/dev/null \
 	  || echo "PyTorch's index of CPU builds does not answer: pip takes the build that it finds."
-	@[ -t 1 ] || quiet=--quiet; $(PIP) install $$quiet -r requirements.txt -c requirements.lock
+	@[ -t 1 ] || quiet=--quiet; if [ -z "$(TORCH)" ]; then $(PIP) install $$quiet -r requirements.txt -c requirements.lock; \
+	  else sed 's/^torch==.*/torch==$(TORCH)/' requirements.txt >$(VENV)/pins.txt; $(PIP) install $$quiet -r $(VENV)/pins.txt; fi
 	@$(PIP) install --quiet --no-deps --editable .
 	@touch $@
 
@@ -99,6 +103,9 @@ book: scripts
 
 pdf: book
 	@$(BIN)/python tools/print_pdf.py _build/html _build/world-size-one.pdf
+
+picture: book
+	@$(BIN)/python tools/take_picture.py
 
 serve: $(READY)
 	@test -f _build/html/index.html || { echo "The book is not built yet. Run 'make book' first." >&2; exit 1; }

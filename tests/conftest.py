@@ -51,13 +51,15 @@ def build_book(folder, **env):
 
 
 def build_small_book(folder, **env):
-    """Build a book of one notebook with this book's settings, as ``build_book`` does: where its pages do not matter."""
+    """Build a book of two notebooks with this book's settings, where its pages do not matter."""
     shutil.copy(ROOT / "_config.yml", folder)
     shutil.copytree(ROOT / "book", folder / "book", ignore=shutil.ignore_patterns("*.md", "__pycache__"))
-    (folder / "_toc.yml").write_text("format: jb-book\nroot: notebooks/page\n")
+    toc = "format: jb-book\nroot: notebooks/page\nparts: [{chapters: [{file: notebooks/other}]}]\n"
+    (folder / "_toc.yml").write_text(toc)
     (folder / "notebooks").mkdir()
     page = new_notebook(cells=[new_markdown_cell("# A page"), new_code_cell("1 + 1")], metadata=KERNEL)
-    nbformat.write(page, folder / "notebooks" / "page.ipynb")
+    for name in ("page", "other"):
+        nbformat.write(page, folder / "notebooks" / f"{name}.ipynb")
     return run_build(folder, {**os.environ, "NO_COLOR": "1", **env})
 
 

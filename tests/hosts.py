@@ -3,38 +3,20 @@
     with two_hosts() as (node0, node1):
         process = node1.start(["ping", "-c1", "node0"])
 
-They are joined by a cable, or by a ``Line`` of known latency and rate. What runs on a host ends with it, and a host
-ends with the block, or with this process.
+They are joined by a cable. What runs on a host ends with it, and a host ends with the block, or with this process.
 """
 
-import collections
 import contextlib
-import ctypes
-import fcntl
 import os
-import select
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import NamedTuple
 
 NAMES = ("node0", "node1")
 ADDRESSES = {"node0": "10.88.0.1", "node1": "10.88.0.2"}
 INTERFACE = "net0"
-CLONE_NEWNET, TUNSETIFF, TUN_WITHOUT_HEADER = 0x40000000, 0x400454CA, 0x1001
-LONGEST_QUEUE = 0.5  # seconds of data that wait for the line; what comes then is lost
-
-
-class Line(NamedTuple):
-    """A link that is slow on purpose: seconds one way, and bits per second in each direction."""
-
-    latency: float
-    rate: float
-    mtu: int = 9000
 
 
 class Host:
@@ -101,14 +83,9 @@ def missing():
     return None
 
 
-def missing_line():
-    """Why this machine cannot have a slow line between two hosts, or None."""
-    return missing() or (None if os.path.exists("/dev/net/tun") else "no /dev/net/tun on this machine")
-
-
 @contextlib.contextmanager
-def two_hosts(line=None, own_name=None, aliases=((), ())):
-    """(node0, node1), joined by a cable or by ``line``.
+def two_hosts(own_name=None, aliases=((), ())):
+    """(node0, node1), joined by a cable.
 
     ``own_name`` is the address that each host's own name has on that host, as in Debian's /etc/hosts: "127.0.1.1".
     ``aliases`` are more names of each, which both know.
@@ -123,81 +100,10 @@ def two_hosts(line=None, own_name=None, aliases=((), ())):
             host = Host(name, path)
             stack.callback(host.end)
             hosts.append(host)
-        if line:
-            stack.callback(end_line, start_line(hosts, line))
-        else:
-            # Into the network alone: `ip` must see the other host's process by the number that it has here.
-            cable = ["ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns"]
-            subprocess.run(["nsenter", f"--net=/proc/{hosts[0].pid}/ns/net", *cable, str(hosts[1].pid)], check=True)
-            for host in hosts:
-                host.run("ip", "addr", "add", f"{ADDRESSES[host.name]}/24", "dev", INTERFACE)
-                host.run("ip", "link", "set", INTERFACE, "up")
+        # Into the network alone: `ip` must see the other host's process by the number that it has here.
+        cable = ["ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns"]
+        subprocess.run(["nsenter", f"--net=/proc/{hosts[0].pid}/ns/net", *cable, str(hosts[1].pid)], check=True)
+        for host in hosts:
+            host.run("ip", "addr", "add", f"{ADDRESSES[host.name]}/24", "dev", INTERFACE)
+            host.run("ip", "link", "set", INTERFACE, "up")
         yield tuple(hosts)
-
-
-# --- a slow line ------------------------------------------------------------------------------------------------------
-
-
-def start_line(hosts, line):
-    """The process that carries packets between two hosts; it ends with its standard input."""
-    command = [sys.executable, __file__, *map(str, line), *(str(host.pid) for host in hosts)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    if process.stdout.readline() != b"ready\n":
-        end_line(process)
-        raise RuntimeError("The line between the two hosts did not start.")
-    return process
-
-
-def end_line(process):
-    process.kill()
-    process.wait()
-    process.stdin.close()
-    process.stdout.close()
-
-
-def plug_in(pid, address, mtu):
-    """The file through which this process is the network card of the namespace of process ``pid``."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/proc/{pid}/ns/net") as theirs, open("/proc/self/ns/net") as mine:
-        if libc.setns(theirs.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"no way into the network of process {pid}")
-        try:
-            card = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-            fcntl.ioctl(card, TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), TUN_WITHOUT_HEADER))
-            subprocess.run(["ip", "addr", "add", f"{address}/24", "dev", INTERFACE], check=True)
-            longest = ["mtu", str(mtu), "txqueuelen", "20000", "up"]
-            subprocess.run(["ip", "link", "set", INTERFACE, *longest], check=True)
-        finally:
-            libc.setns(mine.fileno(), CLONE_NEWNET)
-    return card
-
-
-def carry(cards, latency, rate):
-    """Hand each packet to the other card when it has passed the line, until standard input ends."""
-    other = {cards[0]: cards[1], cards[1]: cards[0]}
-    queues = {card: collections.deque() for card in cards}  # (when it arrives, packet)
-    free = dict.fromkeys(cards, 0.0)  # when the last packet has left
-    while True:
-        soonest = min((queue[0][0] for queue in queues.values() if queue), default=time.perf_counter() + 1)
-        readable, _, _ = select.select([*cards, 0], [], [], max(0, soonest - time.perf_counter()))
-        if 0 in readable:
-            return
-        for card in readable:
-            with contextlib.suppress(BlockingIOError):
-                for _ in range(64):
-                    packet, now = os.read(card, 65536), time.perf_counter()
-                    leaves = max(free[card], now) + 8 * len(packet) / rate
-                    if leaves - now < LONGEST_QUEUE:
-                        free[card] = leaves
-                        queues[card].append((leaves + latency, packet))
-        for card, queue in queues.items():
-            while queue and queue[0][0] <= time.perf_counter():
-                with contextlib.suppress(BlockingIOError):
-                    os.write(other[card], queue.popleft()[1])
-
-
-if __name__ == "__main__":
-    latency, rate, mtu, *pids = sys.argv[1:]
-    ends = [plug_in(int(pid), address, int(mtu)) for pid, address in zip(pids, ADDRESSES.values(), strict=True)]
-    print("ready", flush=True)
-    carry(ends, float(latency), float(rate))

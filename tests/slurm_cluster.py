@@ -52,7 +52,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2,sched_min
 PropagateResourceLimits=NONE
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=n[1-{nodes}] CPUs=64 RealMemory=64000 Gres=gpu:8
+NodeName=n[1-{nodes}] NodeHostname=compute[1-{nodes}] NodeAddr=10.88.0.[11-1{nodes}] CPUs=64 RealMemory=64000 Gres=gpu:8
 PartitionName=main Nodes=n[1-{nodes}] Default=YES PriorityTier=1 GraceTime=30
 PartitionName=urgent Nodes=n[1-{nodes}] PriorityTier=10 PreemptMode=OFF
 """
@@ -74,8 +74,10 @@ class Cluster:
 
     def start(self, stack):
         """Start the hosts and the daemons; what ends them goes to the stack."""
+        # As on some clusters, nobody can look up a node's name in Slurm: the host of n1 is called compute1.
         addresses = {name: f"10.88.0.{number}" for number, name in enumerate(["head", *self.nodes], 10)}
-        names = [("localhost", "127.0.0.1"), *addresses.items()]
+        called = {name: name.replace("n", "compute") if name in self.nodes else name for name in addresses}
+        names = [("localhost", "127.0.0.1"), *((called[name], address) for name, address in addresses.items())]
         (self.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in names))
         (self.folder / "slurm.conf").write_text(SETTINGS.format(folder=self.folder, nodes=len(self.nodes)))
         for number in range(8):
@@ -85,7 +87,7 @@ class Cluster:
         (self.folder / "munge.key").chmod(0o400)
         made = {}
         for name in addresses:
-            made[name] = hosts.Host(name, self.folder / "hosts")
+            made[name] = hosts.Host(called[name], self.folder / "hosts")
             stack.callback(made[name].end)
         self.head = made.pop("head")
         self.nodes = made

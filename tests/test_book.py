@@ -6,9 +6,11 @@ import shlex
 import subprocess
 import sys
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import nbformat
 import pytest
 from bs4 import BeautifulSoup
 from conftest import CHAPTERS, ROOT, build_small_book, toc_files
@@ -66,7 +68,8 @@ def broken_links(page, path, html):
         if link is None or is_outside(link) or re.match(r"(mailto|data|javascript):", link):
             continue
         target, _, anchor = link.partition("#")
-        file = (path.parent / unquote(urlsplit(target).path)).resolve() if target else path
+        place = unquote(urlsplit(target).path)  # 404.html is shown at any address, so its links begin at the root
+        file = (html / place[1:] if place[:1] == "/" else path.parent / place).resolve() if target else path
         if file.is_dir() or not file.exists() or not file.is_relative_to(html.resolve()):
             yield f"{link}: no such file"
         elif anchor and file.suffix == ".html" and not parsed(file).find(attrs={"id": unquote(anchor)}):
@@ -80,7 +83,9 @@ def badly_formed(page):
 
 
 def images_without_text(page):
-    return [tag.get("src") for tag in page("img") if not tag.get("alt", "").strip() or is_file_name(tag["alt"])]
+    """The theme gives its logo none: the book's title stands beside it."""
+    pictures = [tag for tag in page("img") if "logo__image" not in tag.get("class", [])]
+    return [tag.get("src") for tag in pictures if not tag.get("alt", "").strip() or is_file_name(tag["alt"])]
 
 
 def is_file_name(alt):
@@ -190,17 +195,6 @@ def test_page_shows_the_stored_outputs(book, chapter):
     assert [text for text in printed if text.strip() not in page] == []
 
 
-def test_search_index_holds_the_chapters(book):
-    script = (book.html / "searchindex.js").read_text()
-    index = json.loads(script.removeprefix("Search.setIndex(").removesuffix(")"))
-    assert set(toc_files()) <= set(index["docnames"])
-    found = set()
-    for words in ["terms", "titleterms"]:  # a word of a heading is in the second only
-        places = index[words].get("rank", [])  # a number where one page has the word
-        found |= {index["docnames"][place] for place in (places if isinstance(places, list) else [places])}
-    assert set(CHAPTERS) <= found
-
-
 # --- with and without a repository ------------------------------------------------------------------------------------
 
 
@@ -220,6 +214,48 @@ def test_repository_and_launch_links_with_the_variable(tmp_path):
     assert "https://mybinder.org/v2/gh/an-owner/a.name/main?urlpath=lab/tree/notebooks/page.ipynb" in links
     assert "https://colab.research.google.com/github/an-owner/a.name/blob/main/notebooks/page.ipynb" in links
     assert not any(fetched_from_outside(page) for _, page in pages(html))
+    card = {tag["property"]: tag["content"] for tag in parsed(html / "notebooks" / "page.html")("meta", property=True)}
+    assert card["og:title"] == "A page" and card["og:url"] == "https://an-owner.github.io/a.name/notebooks/page.html"
+    assert card["og:image"] == "https://an-owner.github.io/a.name/_static/card.png"
+    missing = parsed(html / "404.html")
+    assert {link["href"] for link in missing.select("nav a.nav-link[href], link[rel=stylesheet]")} and not [
+        link["href"]
+        for link in missing.select("link[rel=stylesheet]")
+        if not link["href"].startswith("/a.name/_static/")
+    ]
+
+
+def test_a_card_has_a_title_a_description_and_a_picture(book):
+    assert (book.html / "_static" / "card.png").read_bytes().startswith(b"\x89PNG")
+    for name in toc_files():
+        card = {tag["property"]: tag["content"] for tag in page_of(book, name)("meta", property=True)}
+        assert card["og:title"] and len(card["og:description"]) > 60 and card["og:image"].endswith("_static/card.png")
+
+
+def test_every_page_names_the_mark_and_the_version(book):
+    torch = version("torch").partition("+")[0]
+    for name in toc_files():
+        page = page_of(book, name)
+        assert f"Verified with PyTorch {torch}." in page.select_one(".extra_footer").text
+        assert (
+            page.select(".navbar-brand img[src$='favicon.svg']")
+            and "World Size One" in page.select_one(".navbar-brand").text
+        )
+
+
+def test_the_readme_shows_what_a_notebook_holds():
+    """Each block of text is an output of the first chapter, each block of Python is in one of its cells."""
+    cells = [cell for cell in nbformat.read(ROOT / f"{CHAPTERS[0]}.ipynb", 4).cells if cell.cell_type == "code"]
+    outputs = "".join(
+        f"{one.get('text', '')}{one.get('ename', '')}: {one.get('evalue', '')}"
+        for cell in cells
+        for one in cell.outputs
+    )
+    blocks = re.findall(r"```(python|text)\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["python", "text", "text"]
+    for kind, block in blocks:
+        where = "\n".join(cell.source for cell in cells) if kind == "python" else outputs
+        assert block.rstrip() in where, block
 
 
 def test_bad_repository_url_fails_the_build(tmp_path):

@@ -12,7 +12,6 @@ from fontTools.fontBuilder import FontBuilder
 from fontTools.ttLib.tables._g_l_y_f import Glyph
 
 PAGES = [*toc_files(), "search", "genindex"]
-FIRST_RUN, *WITH_SLIDERS = CHAPTERS
 OF_COLOURS = {"runOnly": {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}}
 THEMES_OWN = {"label-content-name-mismatch", "region"}  # axe's findings on an empty page of the theme
 
@@ -218,8 +217,6 @@ def not_drawn(page):
 
 def sliders_that_fail(page):
     """Each slider of a chapter has a label, and moves its figure by mouse and by keyboard."""
-    if not figures(page).count() and FIRST_RUN not in page.url:
-        yield "a chapter without a figure that has a slider"
     for figure in figures(page).all():
         for slider in figure.locator("input[type=range]").all():
             name = slider.evaluate("input => ((input.labels[0]?.innerText ?? '') + (input.ariaLabel ?? '')).trim()")
@@ -265,12 +262,13 @@ def test_figures_show_their_first_frame_and_no_dead_slider_without_javascript(br
     page = browser.new_page(java_script_enabled=False)
     page.set_default_timeout(PATIENCE)
     shown = {}
-    for chapter in WITH_SLIDERS:
+    for chapter in CHAPTERS:
         page.goto(f"{book_url}/{chapter}.html")
         shown[chapter] = figures(page).evaluate_all("""figures => figures.map(figure => ['svg', 'input'].map(
             name => [...figure.querySelectorAll(name)].filter(tag => tag.checkVisibility()).length))""")
     page.close()
-    assert shown == {chapter: [[1, 0]] * max(len(found), 1) for chapter, found in shown.items()}
+    assert shown == {chapter: [[1, 0]] * len(found) for chapter, found in shown.items()}
+    assert sum(map(bool, shown.values())) > len(CHAPTERS) / 2
 
 
 def test_a_text_that_is_hard_to_read_is_found(visit):

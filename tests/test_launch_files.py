@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import hosts
@@ -92,9 +93,9 @@ def test_usage(helpers, tmp_path, arguments, status, expected):
 def test_times_are_read_as_slurm_reads_them():
     times = ["90", "90:30", "1:30:30", "2-12", "2-12:30", "2-0:0:30", "00:10:00"]
     assert [minutes(time) for time in times] == [90, 90.5, 90.5, 3600, 3630, 2880.5, 10]
-    for time in ("", "-1", "1:", "1::2", "1:2:3:4", "0-0", "4h", "٤", "1.5", "1-2-3"):
+    for limit in ("", "-1", "1:", "1::2", "1:2:3:4", "0-0", "4h", "٤", "1.5", "1-2-3"):
         with pytest.raises(ExportError, match="is no time limit"):
-            minutes(time)
+            minutes(limit)
 
 
 def test_a_name_that_a_shell_would_split():
@@ -109,7 +110,7 @@ def test_the_batch_file_is_short_and_right_for_the_shell():
     text = files()[".sbatch"]
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     code = [line for line in text.splitlines() if line and not re.match(r"#( |!)", line)]
-    assert len(code) <= 26
+    assert len(code) <= 50
     options = " ".join(re.findall(r"^#SBATCH (.*?)(?:  #.*)?$", text, re.MULTILINE)).split()
     assert options == [
         *("--job-name=11_trainer", "--output=%x-%j.out", "--open-mode=append", "--nodes=2", "--ntasks-per-node=1"),
@@ -118,16 +119,12 @@ def test_the_batch_file_is_short_and_right_for_the_shell():
 
 
 def test_what_a_script_can_do_decides_what_slurm_does():
-    for script, stops, requeue, resume in (
-        (STOPS, True, True, True),
-        (RESUMES, False, True, True),
-        (PLAIN,) + 3 * (False,),
-    ):
+    for script, stops, resumes in ((STOPS, True, True), (RESUMES, False, True), (PLAIN, False, False)):
         text = files(script)[".sbatch"]
         for part in ("--signal=", "trap ", "--signals-to-handle=", "scontrol requeue", "stopped"):
-            assert (part in text) == stops
-        assert ("#SBATCH --requeue" in text) == requeue and ("#SBATCH --no-requeue" in text) == (not requeue)
-        assert ('--checkpoint-dir "$WORK" --resume' in text) == resume
+            assert (part in text) == (resumes if part == "scontrol requeue" else stops)
+        assert ("#SBATCH --requeue" in text) == resumes and ("#SBATCH --no-requeue" in text) == (not resumes)
+        assert ('--checkpoint-dir "$WORK" --resume' in text) == resumes
     assert files(PLAIN, time="5")  # nothing that must be told in time
 
 
@@ -138,6 +135,116 @@ def test_a_script_that_can_is_told_to_take_the_gpus():
         assert text.count("11_trainer.py --backend nccl") == times
         assert not first or len(re.findall(r' --backend nccl.*"\$@"', text)) == times
         assert "--backend" not in files(STOPS)[suffix]
+
+
+def test_your_cluster():
+    """Its lines do something once their "# " is gone; all of Slurm's options still come before the first command."""
+    text = files()[".sbatch"]
+    before, block, after = re.split(r"^# ----.*\n", text, flags=re.MULTILINE)
+    assert all(line.startswith("# ") for line in block.splitlines())
+    uncommented = re.sub("^# ", "", block, flags=re.MULTILINE)
+    for word in (
+        "--account=",
+        "--partition=",
+        "--mem=",
+        "module load",
+        "pyxis",
+        "Apptainer",
+        "--numa-binding",
+        "doctor",
+    ):
+        assert word in block
+    assert subprocess.run(["bash", "-n"], input=before + uncommented + after, text=True).returncode == 0
+    assert "#SBATCH" not in after and re.search(r"^(?!#SBATCH)", uncommented.split("#SBATCH")[-1], re.MULTILINE)
+    assert "PREFLIGHT" not in files(name="12_multi_node")[".sbatch"]  # it is the preflight
+
+
+# In the place of Slurm's commands, and of torchrun: it runs what stands in `script`, with the script's name and flags.
+STAND_INS = {
+    "scontrol": """[ "$1" = requeue ] && echo requeued || printf "NodeName=%s NodeAddr=10.0.0.1 Port=1\\n" n1 n2""",
+    "srun": 'while [ "$1" != bash ] && [ "$1" != apptainer ]; do shift; done; exec "$@"',
+    "squeue": 'date +%Y-%m-%dT%H:%M:%S -d "@$ENDS"',
+    "scancel": 'echo "$@" >> told',
+    "apptainer": 'echo "in a container"; while [ "$1" != bash ]; do shift; done; exec "$@"',
+    "torchrun": 'echo "torchrun $*"; until [[ $1 = *.py || $1 = -m ]]; do shift; done; . ./script',
+}
+
+
+def run_batch(folder, script, text=None, work=(), **variables):
+    """(status, what is printed) of a batch file, with stand-ins for Slurm and torchrun."""
+    for name, line in STAND_INS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{line}\n")
+        (folder / name).chmod(0o755)
+    (folder / "script").write_text(script)
+    (folder / "work").mkdir()
+    for name in work:
+        (folder / "work" / name).touch()
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "WORK": "work", "ENDS": str(int(time.time()) + 9999)}
+    environment |= {f"SLURM_{name}": "2" for name in ("CPUS_PER_TASK", "NNODES", "JOB_ID")}
+    environment |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "1", "SLURMD_NODENAME": "n2", **variables}
+    command = ["bash", "-c", text or files()[".sbatch"], "11_trainer.sbatch"]
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "start", "again"),
+    [
+        ("exit 0", "0", False),  # done
+        ("touch work/stopped", "0", True),
+        ("touch work/stopped", "100", False),  # the limit
+        ("exit 1", "0", False),  # it would crash again
+        ("touch work/step_00000010.pt; exit 1", "0", False),  # the same checkpoint as before
+        ("touch work/step_00000030.pt; exit 1", "1", True),
+        ("mkdir work/step_30; exit 1", "1", True),  # a checkpoint that is a folder
+        ("touch work/step_100000000.pt; exit 1", "1", True),  # more digits
+        ("touch work/step_00000030.pt; exit 1", "100", False),
+        ("touch work/step_00000030.pt.part work/step_40.tmp; exit 1", "0", False),  # not all of it is written
+        ("touch work/step_00000030.pt; exit 0", "0", False),
+    ],
+)
+def test_when_a_job_starts_again(tmp_path, script, start, again):
+    """After a stop, and after a failure that comes later than a new checkpoint; never for ever."""
+    status, text = run_batch(tmp_path, script, work=["step_00000010.pt"], SLURM_RESTART_COUNT=start)
+    assert status == ("exit 1" in script)
+    assert ("requeued" in text) == again, text
+
+
+def test_every_node_gets_its_own_address(tmp_path):
+    _, text = run_batch(tmp_path, "", SLURM_NODEID="1")
+    assert "--rdzv-endpoint=10.0.0.1:20002 " in text and "--local-addr=10.0.0.1 " in text
+    assert "is_host=0 " in text and "n2" not in re.sub("--log-dir=[^ ]*", "", text).replace("n[1-2]", "")
+
+
+def test_a_container_and_a_binding(tmp_path):
+    lines = [line for line in files()[".sbatch"].splitlines() if "pyxis" not in line]
+    text = re.sub(r"^# (CONTAINER|BIND)", r"\1", "\n".join(lines), flags=re.MULTILINE)
+    _, told = run_batch(tmp_path, "", text)
+    assert re.search(r"^in a container\ntorchrun .* --numa-binding=node 11_trainer.py ", told, re.MULTILINE), told
+
+
+@pytest.mark.parametrize("preflight", ["nothing", "script", "failing", "doctor"])
+def test_the_preflight(tmp_path, preflight):
+    if preflight in ("script", "failing"):
+        (tmp_path / "12_multi_node.py").touch()
+    variables = {"PREFLIGHT": "-m helpers doctor"} if preflight == "doctor" else {}
+    script = '[ "$1" != 12_multi_node.py ] || exit 3' if preflight == "failing" else ""
+    status, text = run_batch(tmp_path, script, **variables)
+    ran = re.findall(r"torchrun .*?( 12_multi_node\.py$| -m helpers doctor$| 11_trainer\.py)", text, re.MULTILINE)
+    first = {"nothing": [], "doctor": [" -m helpers doctor"]}.get(preflight, [" 12_multi_node.py"])
+    assert ran == first + ([] if preflight == "failing" else [" 11_trainer.py"]), text
+    assert status == (3 if preflight == "failing" else 0)
+    assert text.count("--max-restarts=0 --rdzv-id=preflight.2.0 ") == len(first)
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0, False), (8, True)])
+def test_a_long_save_is_asked_for_early(tmp_path, seconds, told):
+    """85 s are left: more than a minute and three times nothing, less than a minute and three times 8 s."""
+    save = f"touch work/unfinished.part; sleep {seconds}; mv work/unfinished.part work/step_00000001.pt"
+    run_batch(tmp_path, f"{save}; sleep {12 - seconds}", ENDS=str(int(time.time()) + 60 + 25))
+    assert (tmp_path / "told").exists() == told
+    if told:
+        assert (tmp_path / "told").read_text() == "--signal=USR1 2\n"
 
 
 # ---- For Kubernetes
@@ -158,7 +265,7 @@ def test_an_indexed_job_and_its_names():
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
     assert pod["restartPolicy"] == "OnFailure" and job["spec"]["backoffLimit"] > 0
     [container] = pod["containers"]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}, "requests": {"cpu": 32}}
     assert all(isinstance(variable["value"], str) for variable in container["env"])
     shell, option, script = container["command"]
     assert (shell, option) == ("bash", "-c")
@@ -176,6 +283,18 @@ def test_an_indexed_job_and_its_names():
     volumes, mounts = ({volume["name"] for volume in part} for part in (pod["volumes"], container["volumeMounts"]))
     assert volumes == mounts
     assert service["spec"].keys() == {"clusterIP", "publishNotReadyAddresses", "selector"}
+
+
+def test_what_a_cluster_may_need():
+    """The lines that begin with "# " say what they mean once that is gone."""
+    text = re.sub(r"^( +)# ", r"\1", files()[".k8s.yaml"], flags=re.MULTILINE)
+    _, job = yaml.safe_load_all(text)
+    pod = job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "QUEUE"} and pod["schedulerName"] == "volcano"
+    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "rdma/NAME": 1}
+    assert container["resources"]["requests"] == {"cpu": 32, "memory": "512Gi"}
 
 
 def test_names_for_kubernetes():

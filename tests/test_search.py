@@ -1,93 +1,292 @@
-"""The book's search: a chapter is found by its title, a question that people ask by the heading that is it."""
+"""The book's search: what it knows of the pages, how it ranks, what it answers to readers, how it is used."""
 
+import base64
+import gzip
+import json
 import re
-from urllib.parse import urlsplit
+from html import unescape
+from pathlib import Path
 
-import nbformat
 import pytest
 from conftest import CHAPTERS, ROOT, toc_files
-from test_book import parsed
-from test_browser import Visit
+from test_browser import NARROW, OF_COLOURS, PATIENCE, WIDE, Visit, too_wide, turn, violations
 
+QUESTIONS = Path(__file__).with_name("search_questions.txt")
 FIRST = 3  # results that a reader looks at
+MOST_BYTES = 300_000
+PATTERN = r"(?m)^(\S.*)\n((?: {4}.*\n)+)"  # a question and its answers
 
-QUESTIONS = {
-    "How do I run this with one GPU or none?": "notebooks/01_process_groups",
-    "Why does spawn fail in a notebook?": "notebooks/01_process_groups",
-    "Which rank is hanging?": "notebooks/02_collectives",
-    "Why does evaluation change with the number of processes?": "notebooks/03_samplers",
-    "Where does the data loader resume?": "notebooks/10_checkpointing",
-    "Why do two GPUs not halve my step count?": "notebooks/04_ddp",
-    "Does find_unused_parameters change my results?": "notebooks/04_ddp",
-    "Why can I not align the FSDP loss exactly with one GPU?": "notebooks/06_fsdp",
-    "In which order do I apply TP, PP, activation checkpointing, compile and FSDP?": "notebooks/decision_guide",
-    "How do I resume on a different number of GPUs?": "notebooks/10_checkpointing",
-    "Why did torchrun not restart my job the way I expected?": "notebooks/13_fault_tolerance",
-    "How do I launch this on Slurm?": "notebooks/12_multi_node",
-    "Which parallelism do I need, and in which order do I apply it?": "notebooks/decision_guide",
-}
-
-
-# What the page of the results does with the query of its address. It loads a page for the excerpt of each result: once
-# is enough.
-ASK = """query => {
-    DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
-    document.getElementById('search-results').replaceChildren();
-    Search.performSearch(query);
+# In a page: the ranking of other sections than the book's, each its title and its text.
+RANK = """([titles, texts, queries]) => {
+    const find = bookSearch.build(titles.map((title, k) => ['page', title, ['Page', title], texts[k], '']));
+    return queries.map(query => find(query).map(result => result.anchor));
 }"""
-TITLES = {chapter: nbformat.read(ROOT / f"{chapter}.ipynb", 4).cells[0].source.splitlines()[0] for chapter in CHAPTERS}
+ANSWER = """async queries => {
+    const find = bookSearch.build(await bookSearch.unpack(searchEntries));
+    return queries.map(query => find(query));
+}"""
 
 
-def longest_word(chapter):
-    return max(re.findall(r"\w+", TITLES[chapter]), key=len)
+def questions():
+    """{question: {page: pattern of the heading}}, from the file of questions."""
+    text = re.sub(r"(?m)^#.*\n", "", QUESTIONS.read_text(encoding="utf-8"))
+    found = {}
+    for question, answers in re.findall(PATTERN, text):
+        pairs = [line.strip().partition(":") for line in answers.splitlines()]
+        found[question] = {page: pattern.strip() for page, _, pattern in pairs}
+    return found
+
+
+@pytest.fixture(scope="module")
+def entries(book):
+    """What the search knows: (page, anchor, headings, text, code) of each section."""
+    script = (book.html / "_static" / "search_entries.js").read_text(encoding="utf-8")
+    return json.loads(gzip.decompress(base64.b64decode(script.split('"')[1])))
+
+
+SECTION = re.compile(
+    r'<section[^>]*? id="([^"]+)"[^>]*>\s*(?:<span[^>]*></span>)*<h\d>(.*?)<a class="headerlink"', re.S
+)
+
+
+def words(html):
+    return " ".join(re.findall(r"\w+", unescape(re.sub("<[^>]*>", "", html))))
+
+
+# --- what is found ----------------------------------------------------------------------------------------------------
+
+
+def test_every_heading_can_be_found(book, entries):
+    """And every result leads to its heading, or to its term in the glossary."""
+    headings = {}
+    for page in toc_files():
+        html = (book.html / f"{page}.html").read_text(encoding="utf-8")
+        headings |= {(page, anchor): words(heading) for anchor, heading in SECTION.findall(html)}
+        assert html.count("<section") == sum(key[0] == page for key in headings), page
+    found = {(page, anchor): words(above[-1]) for page, anchor, above, *_ in entries}
+    assert len(found) == len(entries)
+    assert {key: found.get(key) for key in headings} == headings
+    terms = {page: (book.html / f"{page}.html").read_text(encoding="utf-8") for page, _ in found.keys() - headings}
+    assert terms.keys() == {"book/glossary", "book/references"}
+    assert not [key for key in found.keys() - headings if f'id="{key[1]}"' not in terms[key[0]]]
+
+
+def test_what_is_folded_can_be_found_but_no_script(book, entries):
+    """A chapter's script is listed on its page, and its cells have the same lines."""
+    solutions = 0
+    for page in CHAPTERS:
+        known = words(" ".join(text for name, _, _, *texts in entries if name == page for text in texts))
+        html = (book.html / f"{page}.html").read_text(encoding="utf-8")
+        for fold in re.findall(r"<details>(.*?)</details>", html, flags=re.S):
+            for sentence in re.findall(r"<p>([^<.:(]{20,})", fold):
+                assert words(sentence) in known, f"{page}: {sentence}"
+        for cell in json.loads((ROOT / f"{page}.ipynb").read_text(encoding="utf-8"))["cells"]:
+            if "solution" in cell["metadata"].get("tags", []):
+                names = re.findall(r"^def (\w{4,})", "".join(cell["source"]), flags=re.M)
+                assert [name for name in names if name not in known] == [], f"{page}: not of a solution"
+                solutions += len(names)
+        script = (book.scripts / f"{page.split('/')[1]}.py").read_text(encoding="utf-8")
+        title = words(script.splitlines()[0].removeprefix('r"""'))
+        assert len(title.split()) > 3 and title not in known
+    assert solutions
+
+
+def test_sphinx_has_no_search_beside_it(book):
+    assert not [path.name for path in book.html.rglob("*") if path.name in ("searchindex.js", "searchtools.js")]
+
+
+# --- how it ranks -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def searched(browser, book_url):
-    """The book's first page, on which a reader has typed the longest word of a chapter's title."""
+    """The book's first page, in which a reader has opened the search."""
     seen = Visit(browser, book_url, toc_files()[0])
     seen.page.keyboard.press("Control+k")
-    seen.page.locator("input[type=search]:visible").first.fill(longest_word(CHAPTERS[0]))
-    with seen.page.expect_navigation():
-        seen.page.keyboard.press("Enter")
-    results(seen.page)
-    seen.page.wait_for_function("!document.querySelector('#search-results li:not(:has(p.context))')")  # the excerpts
+    seen.page.wait_for_function("window.MiniSearch && window.bookSearch && window.searchEntries")
     yield seen
     seen.page.close()
 
 
-def results(page):
-    """The results' (file without suffix, id of the heading), best first."""
-    page.wait_for_function("document.querySelector('#search-results .search-summary').innerText")
-    links = page.locator("#search-results li > a").evaluate_all("links => links.map(link => link.href)")
-    return [(urlsplit(link).path.strip("/").removesuffix(".html"), urlsplit(link).fragment) for link in links]
+def test_ranking(searched):
+    texts = {
+        "one": "alpha stands here",
+        "two": "alpha and beta stand here",
+        "three": "alpha, beta and gamma stand here",
+        "name": "call all_gather, then reduce-scatter",
+        "class": "a DistributedSampler",
+        "many": "it has checkpoints",
+    }
+    expected = {
+        "alpha beta gamma": ["three", "two", "one"],  # by how many words match
+        "gamma beta xylophone": ["three", "two"],  # a word that nothing has empties no list
+        "all-gather": ["name"],
+        "allgather": ["name"],
+        "reduce_scatter": ["name"],
+        "distributed sampler": ["class"],
+        "DISTRIBUTED_SAMPLER": ["class"],
+        "checkpointing": ["many"],
+        "chekpoint": ["many"],  # misspelt
+        "checkp": ["many"],  # unfinished
+        "[10.0.0.7]:43121 pid=51763 gamma 0x7f3a": ["three"],  # numbers
+        "xylophone": [],
+        "": [],
+    }
+    queries = list(expected)
+    found = searched.page.evaluate(RANK, [list(texts), list(texts.values()), queries])
+    assert dict(zip(queries, found, strict=True)) == expected
 
 
-def test_what_a_reader_types_is_searched_without_an_error(searched):
-    assert CHAPTERS[0] in dict(results(searched.page))
-    assert not searched.complaints, "\n".join(searched.complaints)
+def test_numbers_of_a_pasted_error_change_nothing(searched):
+    errors = [
+        f"[rank{rank}]: RuntimeError: [{host}]:{port}: Timed out waiting {wait}ms for recv operation to complete"
+        for rank, host, port, wait in [(1, "127.0.0.1", 29500, 1800000), (63, "10.17.4.91", 43817, 61234)]
+    ]
+    first, second = ([result["anchor"] for result in found[:FIRST]] for found in searched.page.evaluate(ANSWER, errors))
+    assert first == second and len(first) == FIRST
 
 
-def test_search_finds_every_chapter_by_its_title(searched):
-    missed = []
-    for chapter in CHAPTERS:
-        searched.page.evaluate(ASK, longest_word(chapter))
-        if chapter not in dict(results(searched.page)):
-            missed.append(f"{longest_word(chapter)}: not {chapter}")
-    assert not missed, "\n".join(missed)
+def test_questions_lead_to_every_page():
+    asked = {page for answers in questions().values() for page in answers}
+    missing = {Path(page).name for page in toc_files()} ^ asked
+    assert not missing, f"tests/search_questions.txt has no question for, or one too many: {sorted(missing)}"
+    assert len(questions()) >= 60
 
 
-def test_search_answers_the_questions(searched, book):
-    missed = []
-    for question, expected in QUESTIONS.items():
-        searched.page.evaluate(ASK, question.lower().rstrip("?"))  # as one types
-        first, answers = results(searched.page)[:FIRST], set()
-        for docname, anchor in first:
-            section = parsed(book.html / f"{docname}.html").find("section", id=anchor)
-            if section and section.find(["h1", "h2", "h3"]).get_text().rstrip("#") == question:
-                answers.add(docname)
-                if len(section.get_text().split()) <= 40:
-                    missed.append(f"{question} {docname} has a heading without an answer")
-        if expected not in answers:
-            missed.append(f"{question} {expected} was expected: {first}")
-    assert not missed, "\n".join(missed)
+def test_questions_are_answered(searched, entries):
+    """The right section comes first for 70 of 100 questions and among the first three for 95; each finds some."""
+    asked = questions()
+    missed, empty, first = [], [], 0
+    headings_alone = {(page, anchor) for page, anchor, _, text, code in entries if not text and not code}
+    for (question, answers), results in zip(asked.items(), searched.page.evaluate(ANSWER, list(asked)), strict=True):
+        found = [(result["page"].split("/")[1], result["headings"][-1]) for result in results]
+        right = [page in answers and bool(re.search(answers[page], heading, re.I)) for page, heading in found]
+        first += right[:1] == [True]
+        if not found:
+            empty.append(question)
+        elif not any(right[:FIRST]):
+            missed.append(f"{question}\n    expected {answers}\n    found    {found[:FIRST]}")
+        for result in results:
+            place = result["page"], result["anchor"]
+            assert result["sentence"] or place in headings_alone, f"{question}: no sentence of {place}"
+    told = f"first {first} of {len(asked)}, not among the first {FIRST}: {len(missed)}, empty: {len(empty)}"
+    print("\n".join([told, *missed]))  # pytest -rP shows it
+    assert not empty, "\n".join(empty)
+    assert first >= 0.7 * len(asked), told
+    assert len(missed) <= 0.05 * len(asked), "\n".join([told, *missed])
+
+
+# --- how it is used ---------------------------------------------------------------------------------------------------
+
+
+def type_query(page, query):
+    """Search for it in the dialog; its results."""
+    page.keyboard.press("Control+k")
+    page.keyboard.type(query)
+    page.locator(f'dialog [role=listbox][data-query="{query}"]').wait_for()
+    return page.locator("dialog [role=option]")
+
+
+def chosen(page):
+    """The address of the result that Enter would open, as a screen reader is told."""
+    field = page.locator("dialog input[role=combobox]")
+    return page.locator(f"#{field.get_attribute('aria-activedescendant')}[aria-selected=true]").evaluate("a => a.href")
+
+
+def heading_is_seen(page):
+    return page.wait_for_function("""() => {
+        const heading = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+        const {top, bottom} = heading.getBoundingClientRect();
+        return top >= 0 && top < innerHeight && bottom > 0;
+    }""")
+
+
+def test_search_works_from_the_keyboard(browser, book_url):
+    """Ctrl+K opens it, arrows walk through the results, Enter opens one, Escape closes it."""
+    seen = Visit(browser, book_url, toc_files()[0])
+    dialog = seen.page.locator("#pst-search-dialog")
+    results = type_query(seen.page, "gradient accumulation")
+    hrefs = results.evaluate_all("links => links.map(link => link.href)")
+    walked = [chosen(seen.page)]
+    for key in ["ArrowUp", "ArrowDown", "ArrowDown", "ArrowUp"]:
+        seen.page.keyboard.press(key)
+        walked.append(chosen(seen.page))
+    assert walked == [hrefs[k] for k in (0, 0, 1, 2, 1)]
+    assert dialog.locator("input").evaluate("field => field === document.activeElement")
+    seen.page.keyboard.press("Enter")
+    seen.page.wait_for_url(hrefs[1])
+    heading_is_seen(seen.page)
+
+    type_query(seen.page, "gradient accumulation")
+    for _ in range(2):  # the first may clear the field
+        seen.page.keyboard.press("Escape")
+    assert not dialog.is_visible()
+    type_query(seen.page, "optimizer fully_shard")  # the results are on this page, which is not loaded anew
+    seen.page.keyboard.press("Enter")
+    dialog.wait_for(state="hidden")
+    heading_is_seen(seen.page)
+    assert not seen.complaints, "\n".join(seen.complaints)
+    seen.page.close()
+
+
+def test_search_works_in_a_book_that_was_opened_from_a_folder(browser, book):
+    seen = Visit(browser, book.html.as_uri(), CHAPTERS[0])
+    type_query(seen.page, "CUDA out of memory")
+    target = chosen(seen.page)
+    seen.page.keyboard.press("Enter")
+    seen.page.wait_for_url(target)
+    heading_is_seen(seen.page)
+    assert target.startswith(book.html.as_uri()) and not seen.complaints, "\n".join(seen.complaints)
+    seen.page.close()
+
+
+def test_search_loads_little_and_only_when_it_is_used(browser, book_url):
+    seen = Visit(browser, book_url, CHAPTERS[0])
+    seen.page.wait_for_load_state("networkidle")
+    replies = []
+    seen.page.on("response", lambda reply: replies.append(reply))
+    results = type_query(seen.page, "how to run on 2 gpus")
+    assert results.count() > FIRST
+    seen.page.wait_for_load_state("networkidle")
+    sizes = {reply.url.rpartition("/")[2]: len(reply.body()) for reply in replies}
+    print(sizes)
+    assert set(sizes) == {"minisearch.js", "search_engine.js", "search_entries.js"}
+    own = len(seen.page.request.get(f"{book_url}/_static/search.js").body())
+    assert sum(sizes.values()) + own <= MOST_BYTES, sizes
+    seen.page.close()
+
+
+@pytest.mark.parametrize("place", ["dialog", "page"])
+def test_results_are_legible_and_named(browser, book_url, place):
+    """Axe finds nothing, light or dark, wide or narrow, and nothing scrolls sideways."""
+    query = "find_unused_parameters set_model_state_dict"
+    seen = Visit(browser, book_url, "search" if place == "page" else toc_files()[0])
+    if place == "page":
+        seen.page.goto(f"{book_url}/search.html?q={query}")
+        seen.page.locator("main [role=option]").first.wait_for()
+    else:
+        type_query(seen.page, query)
+    problems = []
+    for size in (WIDE, NARROW):
+        seen.page.set_viewport_size(size)
+        for scheme, rules in {"light": {}, "dark": OF_COLOURS}.items():
+            turn(seen.page, scheme)
+            problems += seen.complaints
+            problems += [f"{size} {scheme}: {rule}: {html}" for rule, html in violations(seen.page, **rules)]
+            seen.complaints.clear()
+    problems += too_wide(seen.page)
+    wide = "lists => lists.filter(list => list.scrollWidth > list.clientWidth).length"
+    seen.page.set_viewport_size(NARROW)
+    assert not seen.page.locator(".search-list:visible").evaluate_all(wide)
+    assert not problems, "\n".join(problems)
+    seen.page.close()
+
+
+def test_a_query_of_the_address_is_answered(browser, book_url):
+    """As when somebody pressed Enter before the search was there, or kept the address."""
+    seen = Visit(browser, book_url, "search")
+    seen.page.goto(f"{book_url}/search.html?q=busbw")
+    seen.page.locator("main [role=option]").first.click(timeout=PATIENCE)
+    seen.page.wait_for_url("**/*busbw*")
+    assert not seen.complaints, "\n".join(seen.complaints)
+    seen.page.close()

@@ -209,16 +209,92 @@ def test_a_rank_that_does_not_train_yet_outlives_the_signal_and_the_job_comes_ba
     cluster.run("scancel", str(job.number))
 
 
+CRASHING = """\
+import os, pathlib, sys
+
+start = int(os.environ["START"])
+print("epoch 1: crash", flush=True)
+if start < 2:
+    pathlib.Path(sys.argv[sys.argv.index("--checkpoint-dir") + 1], f"step_{start}.pt").touch()
+sys.exit(1)
+"""
+
+
+def test_a_job_that_crashes_comes_back_as_long_as_its_checkpoints_move(cluster, folder, tmp_path):
+    job = Job(cluster, in_place_of_the_script(folder, tmp_path, CRASHING), "--nodes=1")
+    for start in (0, 1):
+        job.wait_for(lambda start=start: job.trains(start))
+        cluster.requeue_soon(job.number)
+    job.wait_for(lambda: cluster.state(job.number) is None)
+    assert "JobState=FAILED" in cluster.run("scontrol", "show", "job", str(job.number))
+    assert len(job.starts()) == 3
+
+
+SLOW_TO_SAVE = """\
+import os, pathlib, signal, sys, time
+
+def stop(number, frame):
+    print("epoch 2: told", flush=True)
+    sys.exit()
+
+signal.signal(signal.SIGUSR1, stop)
+folder = pathlib.Path(sys.argv[sys.argv.index("--checkpoint-dir") + 1])
+(folder / "unfinished.part").touch()
+time.sleep(35)
+(folder / "unfinished.part").rename(folder / "step_1.pt")
+print("epoch 1: saved", flush=True)
+time.sleep(200)
+"""
+
+
+def test_a_job_whose_saves_take_long_is_told_earlier(cluster, folder, tmp_path):
+    """Of three minutes: a minute and three times 35 s before their end, where Slurm was asked for a second."""
+    begun = time.monotonic()
+    options = ["--nodes=1", "--time=3", "--signal=USR1@1"]
+    job = Job(cluster, in_place_of_the_script(folder, tmp_path, SLOW_TO_SAVE), *options)
+    job.wait_for(lambda: cluster.state(job.number) is None)
+    assert "epoch 2: told" in job.starts()[0] and 35 < time.monotonic() - begun < 100
+
+
+def test_the_preflight_of_chapter_12(cluster, folder, tmp_path):
+    """It checks every link before the script begins; where a check fails, the script does not begin."""
+    place = in_place_of_the_script(folder, tmp_path, "print('epoch 1: trained')")
+    export = ["export", "12", f"--out={place}"]
+    subprocess.run([sys.executable, "-m", "helpers", *export], check=True, stdout=subprocess.DEVNULL)
+    job = Job(cluster, place)
+    job.wait_for(lambda: cluster.state(job.number) is None)
+    checked, trained = job.output.read_text().split("epoch 1: trained", 1)
+    assert re.search(r"between nodes +0,1 +yes ", checked) and "all-reduce" not in trained
+
+    check = place / "12_multi_node.py"
+    check.write_text(check.read_text().replace("pattern * total", "pattern * total + 1"))
+    job = Job(cluster, place)
+    job.wait_for(lambda: cluster.state(job.number) is None)
+    assert "Wrong sums: node 0, node 1, between nodes, all ranks" in job.output.read_text(), job.output.read_text()
+    assert "trained" not in job.output.read_text() and len(job.starts()) == 1
+
+
 def test_slurm_accepts_the_file(cluster, folder, tmp_path):
     cluster.run("sbatch", "--test-only", "11_trainer.sbatch", cwd=folder)
     wrong = tmp_path / "wrong.sbatch"
     wrong.write_text((folder / "11_trainer.sbatch").read_text().replace("--nodes=2", "--nodes=200"))
     with pytest.raises(AssertionError, match="sbatch --test-only .*status 1"):
         cluster.run("sbatch", "--test-only", str(wrong), cwd=folder)
+    filled_in = tmp_path / "filled_in.sbatch"
+    text = (folder / "11_trainer.sbatch").read_text().replace("# #SBATCH", "#SBATCH")
+    filled_in.write_text(text.replace("PARTITION", "main"))
+    cluster.run("sbatch", "--test-only", str(filled_in), cwd=folder)
+    filled_in.write_text(text)
+    with pytest.raises(AssertionError, match="sbatch --test-only .*status 1"):  # the line is read
+        cluster.run("sbatch", "--test-only", str(filled_in), cwd=folder)
 
 
 def test_doctor_under_srun(cluster, folder):
-    line = [sys.executable, "-m", "helpers", "doctor", "--backend=gloo"]
-    told = cluster.run("srun", "--nodes=2", "--ntasks-per-node=2", "--time=5", *line, cwd=recorded.FOLDER.parents[1])
-    nodes = re.findall(r"^[\d-]+ +[\d-]+ +(n\d) ", told, re.MULTILINE)
-    assert len(set(nodes)) == 2 and "4 ranks on 2 hosts, gloo" in told, told
+    """Where the node's name in Slurm has no address, it says what it needs."""
+    doctor = [sys.executable, "-m", "helpers", "doctor", "--backend=gloo"]
+    line = ["srun", "--nodes=2", "--nodelist=n[1,3]", "--ntasks-per-node=2", "--time=5", *doctor]
+    with pytest.raises(AssertionError, match="The host name n1 has no address here.* give an address in MASTER_ADDR"):
+        cluster.run(*line, cwd=recorded.FOLDER.parents[1])
+    told = cluster.run("env", "MASTER_ADDR=10.88.0.11", *line, cwd=recorded.FOLDER.parents[1])
+    nodes = re.findall(r"^[\d-]+ +[\d-]+ +(compute\d) ", told, re.MULTILINE)
+    assert nodes == ["compute1", "compute3"] and "4 ranks on 2 hosts, gloo" in told, told

@@ -72,7 +72,6 @@ def chapter(tmp_path_factory):
 
 
 def test_kernels_and_nothing_else_are_compute_and_communication(chapter):
-    chapter["check_trace"](trace(0))
     found = chapter["activity"](trace(0))
     assert sum(found["compute"], ()) == pytest.approx((0.1, 0.5, 0.7, 0.9, 1.1, 1.5, 1.7, 1.9))
     assert sum(found["communication"], ()) == pytest.approx((0.4, 0.8, 1.4, 1.8))
@@ -89,7 +88,6 @@ def test_ranks_are_merged_on_one_clock(chapter):
     traces = [trace(0), trace(1, ahead=7_000_000.0)]
     merged = chapter["merge_traces"](copy.deepcopy(traces))
     merged = merged["traceEvents"] if isinstance(merged, dict) else merged
-    chapter["check_trace"]({"traceEvents": merged})
     for name in ("ncclDevKernel", "ampere_sgemm_128x64_tn", "ProfilerStep#1"):
         ours = [
             (event["ts"], event["pid"]) for event in merged if event["name"].startswith(name) and event["ph"] == "X"

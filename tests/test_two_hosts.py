@@ -1,16 +1,14 @@
-"""Two hosts, as network namespaces: they meet or do not, lose each other, and reduce over a line that is known."""
+"""Two hosts, as network namespaces: they meet or do not, and lose each other."""
 
 import contextlib
 import json
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import hosts
 import leftovers
-import numpy as np
 import psutil
 import pytest
 import recorded
@@ -294,69 +292,6 @@ def test_elastic_goes_on_with_one_host(place):
             assert beats(0)[0] > before and job.processes[0].poll() is None
         finally:
             job.end()
-
-
-# --- a line of known latency and rate ---------------------------------------------------------------------------------
-
-MEASURE = """\
-import os, sys, time
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo", init_method="tcp://node0:29500", rank=int(sys.argv[1]), world_size=2)
-sizes = list(map(int, sys.argv[2:]))
-best = dict.fromkeys(sizes, 1e9)
-for _ in range(7):  # the smallest of times that are far apart: what disturbs one does not disturb all
-    for size in sizes:
-        tensor = torch.zeros(size // 4)
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(tensor)
-        best[size] = min(best[size], time.perf_counter() - start)
-for size in sizes:
-    print(size, best[size], flush=True)
-os._exit(0)
-"""
-
-
-def fit(sizes, seconds):
-    """(latency, bandwidth) of t = latency + n / bandwidth, by least squares of relative errors, as in chapter 2."""
-    sizes, seconds = np.array(sizes, dtype=float), np.array(seconds)
-    terms = np.stack([1 / seconds, sizes / seconds], axis=1)
-    (latency, slope), *_ = np.linalg.lstsq(terms, np.ones(len(sizes)), rcond=None)
-    return latency, 1 / slope
-
-
-@pytest.mark.skipif(hosts.missing_line() is not None, reason=str(hosts.missing_line()))
-def test_all_reduce_over_a_line_follows_the_model(place):
-    """Two numbers, and the line's: the bandwidth is its rate, the latency four times its own."""
-    line = hosts.Line(latency=0.02, rate=100e6)
-    sizes = [4**power for power in range(5, 12)]  # 1 KiB to 4 MiB
-    script = Path("measure.py")
-    script.write_text(MEASURE)
-    with hosts.two_hosts(line) as both:
-        processes = [
-            host.start([sys.executable, script, rank, *sizes], env=place, stdout=subprocess.PIPE, text=True)
-            for rank, host in enumerate(both)
-        ]
-        try:
-            outs = [process.communicate(timeout=100)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    seconds = [
-        max(float(one.split()[1]) for one in ones) for ones in zip(*(out.splitlines() for out in outs), strict=True)
-    ]
-    latency, bandwidth = fit(sizes, seconds)
-    text = f"two hosts, joined by a line of {1e3 * line.latency:g} ms one way and {line.rate / 1e6:g} Mbit/s\n"
-    text += "   bytes  all-reduce (ms)  model (ms)\n"
-    for size, measured in zip(sizes, seconds, strict=True):
-        model = 4 * line.latency + 8 * size / line.rate
-        text += f"{size:8} {1e3 * measured:16.1f} {1e3 * model:11.1f}\n"
-        assert measured == pytest.approx(model, rel=0.25), text
-    assert latency == pytest.approx(4 * line.latency, rel=0.2), text
-    assert bandwidth == pytest.approx(line.rate / 8, rel=0.2), text
-    recorded.compare("two_hosts_line", text, f"{RECORD} -k model", varying=[r"(?m)(?<=^.{8}) +\d+\.\d"])
 
 
 # --- what checks a cluster --------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from helpers.export.notebook import ExportError
 STOP_BEFORE = 180  # seconds before the time limit, when Slurm tells the ranks; it may do so a minute earlier
 SHORTEST = 10  # minutes
 CPUS_PER_GPU = 4  # for a rank and the processes that load its data
+CHECK = "12_multi_node"  # the chapter whose script checks every link
 
 # In these texts $name is filled in here, and what follows $$ is the shell's.
 SLURM = """\
@@ -20,37 +21,78 @@ SLURM = """\
 #SBATCH --nodes=$nodes --ntasks-per-node=1 --gpus-per-node=$gpus --cpus-per-task=$cpus
 #SBATCH --time=$time$requeue
 
+# ---- your cluster: remove the first "# " of what you need, and replace the capitals
+# #SBATCH --account=ACCOUNT --partition=PARTITION
+# #SBATCH --mem=0  # all memory of each node
+# module purge && module load MODULE
 # source .venv/bin/activate  # the environment that has torch, unless it is active when you submit
+# CONTAINER="--container-image=IMAGE --container-mounts=$$PWD --container-workdir=$$PWD"  # pyxis
+# CONTAINER="apptainer exec --nv --bind $$PWD IMAGE.sif"  # Apptainer
+# BIND="--numa-binding=node"  # each rank on the processor that its GPU is connected to
 # export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0  # on nodes with several networks; `ip -br addr` lists them
-export OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR
+$preflight# ----
+
+export OMP_NUM_THREADS=1
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # without it, ranks that start again may read dead ranks' addresses
 export WORK=$${WORK:-$$SLURM_JOB_NAME-$$SLURM_JOB_ID}  # $work
 export START=$${SLURM_RESTART_COUNT:-0}
-head=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
-export MEET=$$head:$$((20000 + SLURM_JOB_ID % 10000))
+# The addresses by which Slurm reaches the nodes. Their names in Slurm may mean nothing to the other nodes.
+show=$$(scontrol --oneliner show node "$$SLURM_JOB_NODELIST")
+export ADDRESSES=$$(grep -o " NodeAddr=[^ ]*" <<< "$$show" | cut -d= -f2)
+export MEET=$$(head -n 1 <<< "$$ADDRESSES"):$$((20000 + SLURM_JOB_ID % 10000))
 mkdir -p "$$WORK"$unmark
 echo "start $$START on $$SLURM_JOB_NODELIST"
 
-# One torchrun a node. It starts the node's ranks, and starts all nodes' ranks again when one fails.
-srun --kill-on-bad-exit=1 --cpus-per-task="$$SLURM_CPUS_PER_TASK" bash -c '$deaf
-  exec torchrun --nnodes="$$SLURM_NNODES" --nproc-per-node=$gpus --max-restarts=3 \\
-    --rdzv-backend=c10d --rdzv-endpoint="$$MEET" --rdzv-id="$$SLURM_JOB_ID.$$START" \\
-    --rdzv-conf=is_host="$$((SLURM_NODEID == 0))" --local-addr="$$SLURMD_NODENAME" \\
-    --log-dir="$$WORK/logs/$$SLURMD_NODENAME" --redirects=3 --tee=0:3 \\
-    $signals$file$backend$resume "$$@"' torchrun "$$@"
+agents() {  # One torchrun a node. It starts the node's ranks, and starts all nodes' ranks again when one fails.
+  srun --kill-on-bad-exit=1 --cpus-per-task="$$SLURM_CPUS_PER_TASK" $$CONTAINER bash -c '$deaf
+    addresses=($$ADDRESSES)
+    exec torchrun --nnodes="$$SLURM_NNODES" --nproc-per-node=$gpus --max-restarts=3 \\
+      --rdzv-backend=c10d --rdzv-endpoint="$$MEET" --rdzv-id="$$SLURM_JOB_ID.$$START" \\
+      --rdzv-conf=is_host="$$((SLURM_NODEID == 0))" --local-addr="$${addresses[SLURM_NODEID]}" \\
+      --log-dir="$$WORK/logs/$$SLURMD_NODENAME" --redirects=3 --tee=0:3 \\
+      $signals"$$@"' torchrun $$BIND "$$@"
+}
+$check$before
+agents $file$backend$resume "$$@"
+"""
+PREFLIGHT = """\
+# PREFLIGHT="-m helpers doctor"  # runs before the script; without this line, 12_multi_node.py, if it is in the folder
+"""
+RUN_PREFLIGHT = """
+# Before anything is loaded: do all ranks meet, and do they add up right? If not, the job ends here.
+PREFLIGHT=$${PREFLIGHT-$$(ls 12_multi_node.py 2>/dev/null)}
+[ -z "$$PREFLIGHT" ] || agents --max-restarts=0 --rdzv-id="preflight.$$SLURM_JOB_ID.$$START" $$PREFLIGHT || exit
 """
 REQUEUE = "\n#SBATCH --requeue  # start again when a node is lost"
-SIGNAL = f"\n#SBATCH --signal=USR1@{STOP_BEFORE}  # seconds before the time is up: every rank is told to stop"
+SIGNAL = f"\n#SBATCH --signal=USR1@{STOP_BEFORE}  # at least so many seconds before the end, every rank is told to stop"
 DEAF = """
-  trap "" USR1 TERM  # Slurm sends them to all processes: torchrun goes on, and so do ranks that do not train yet"""
+    trap "" USR1 TERM  # Slurm sends them to all processes: torchrun goes on, and so do ranks that do not train yet"""
+BEFORE = """
+newest() { ls -d "$WORK"/step_* 2>/dev/null | grep -E "/step_[0-9]+(\\.pt)?$" | sort -V | tail -n 1; }
+before=$(newest)
+"""
+EARLY = """
+# --signal is fixed when the job is handed in. If saves take long, the ranks are told earlier: one minute before the
+# end, and three times the newest save. That took from the file's birth to its renaming, if the file system keeps both.
+early() {
+  ends=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e) && [ "$ends" ] && ends=$(date +%s -d "$ends") || return
+  while sleep 5; do
+    read -r born renamed < <(stat -c "%W %Z" "$(newest)" 2>/dev/null) && [ "$born" -gt 0 ] || continue
+    [ $((ends - $(date +%s))) -gt $((60 + 3 * (renamed - born))) ] || break
+  done
+  scancel --signal=USR1 "$SLURM_JOB_ID"
+}
+early & early=$!
+"""
 GO_ON = """\
-status=$?
-
-# The script leaves this file where it was told to stop with work left, at the time limit or by a preemption.
-if [ -e "$WORK/stopped" ] && [ "$START" -lt 100 ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+status=$$?
+$hush
+# Start again$told after a failure,
+# if there is a newer checkpoint than at this start: a job that only crashes ends.
+if $stopped{ [ "$$status" -ne 0 ] && [ "$$(newest)" != "$$before" ]; } && [ "$$START" -lt 100 ]; then
+  scontrol requeue "$$SLURM_JOB_ID"
 fi
-exit "$status"
+exit "$$status"
 """
 
 NODES = """\
@@ -79,13 +121,15 @@ KUBERNETES = """\
 # kubectl create configmap $label --from-file=$file
 # kubectl apply -f $name.k8s.yaml
 # kubectl logs -f job/$label
+#
+# Your cluster: replace the capitals, and remove the "# " of what you need.
 apiVersion: v1
 kind: Service
 metadata:
   name: $label
 spec:
   clusterIP: None  # only names for its pods: $label-0.$label and so on
-  publishNotReadyAddresses: true
+  publishNotReadyAddresses: true  # pods look each other up before they are ready
   selector:
     job-name: $label
 ---
@@ -93,6 +137,7 @@ apiVersion: batch/v1
 kind: Job
 metadata:
   name: $label
+  # labels: {kueue.x-k8s.io/queue-name: QUEUE}  # all pods at once or none (a gang), by Kueue
 spec:
   completionMode: Indexed  # pods have numbers, and a pod that is lost comes back with its number and its name
   completions: $nodes
@@ -102,10 +147,12 @@ spec:
     spec:
       subdomain: $label
       restartPolicy: OnFailure
-      terminationGracePeriodSeconds: $stop_before
+      terminationGracePeriodSeconds: $stop_before  # a minute and three times a save; 30 more than --shutdown-timeout
+      # schedulerName: volcano  # a gang, by Volcano: with the annotation scheduling.k8s.io/group-name: PODGROUP
       containers:
         - name: torchrun
           image: REGISTRY/IMAGE:TAG  # yours: with torch, scikit-learn (the digits), and what else the script needs
+          # securityContext: {capabilities: {add: [IPC_LOCK]}}  # RDMA cards read memory that stays in its place
           env:
             - name: OMP_NUM_THREADS
               value: "1"
@@ -125,8 +172,12 @@ spec:
               while kill -0 $$agent 2>/dev/null; do wait $$agent; status=$$?; done
 $stopped              exit $$status
           resources:
+            requests:
+              cpu: $cpus
+              # memory: 512Gi
             limits:
               nvidia.com/gpu: $gpus
+              # rdma/NAME: 1  # InfiniBand or RoCE, as `kubectl describe node` names it; rdma/hca_shared_devices_a, say
           volumeMounts:
             - {name: script, mountPath: /mnt/script}
             - {name: work, mountPath: /mnt/work}
@@ -181,7 +232,15 @@ def launch_files(name, script, nodes, gpus, time):
         "unmark": ' && rm -f "$WORK/stopped"' if stops else "",
         "deaf": DEAF if stops else "",
         "signals": "--signals-to-handle=SIGINT " if stops else "",
+        "preflight": "" if name == CHECK else PREFLIGHT,
+        "check": "" if name == CHECK else Template(RUN_PREFLIGHT).substitute(),
+        "before": (BEFORE if resumes else "") + (EARLY if stops else ""),
         "resume": ' --checkpoint-dir "$WORK" --resume' if resumes else "",
+    }
+    again = {
+        "told": " where the script was told to stop with work left (it left `stopped` behind), and" if stops else "",
+        "hush": 'kill "$early" 2>/dev/null\n' if stops else "",
+        "stopped": '[ -e "$WORK/stopped" ] || ' if stops else "",
     }
     kubernetes = {
         "patient": PATIENT if stops else "",
@@ -191,7 +250,8 @@ def launch_files(name, script, nodes, gpus, time):
     }
     anew = ": give --checkpoint-dir and --resume" if resumes else ""
     return {
-        f"{name}.sbatch": Template(SLURM).substitute(values, **slurm) + (GO_ON if stops else ""),
+        f"{name}.sbatch": Template(SLURM).substitute(values, **slurm)
+        + (Template(GO_ON).substitute(again) if resumes else ""),
         f"{name}.nodes.sh": Template(NODES).substitute(values, anew=anew),
         f"{name}.k8s.yaml": Template(KUBERNETES).substitute(values, **kubernetes),
     }

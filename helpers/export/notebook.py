@@ -160,7 +160,7 @@ def plain(inline):
 
 
 def title_and_purpose(notebook, name):
-    """The notebook's title, and what its script does: its sentence "The script of this chapter …", or ""."""
+    """The title without its number, and what the script does: the sentence "The script of this chapter …", or ""."""
     title, purpose = None, ""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -169,7 +169,7 @@ def title_and_purpose(notebook, name):
             for text in paragraphs:
                 if found := re.search(r"The script of this chapter (.+?[.?!])(?=\s|$)", text):
                     purpose = purpose or f"This script {found[1]}"
-    return title or name, purpose
+    return re.sub(r"^\d+\. ", "", title or name), purpose  # a chapter's title begins with its number
 
 
 # ---- From cells to statements

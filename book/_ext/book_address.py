@@ -1,7 +1,11 @@
-"""Give the pages a repository link and launch buttons when BOOK_REPOSITORY_URL names a repository."""
+"""What pages say of where they and their code come from: a repository's link and launch buttons, an address, a version.
+
+BOOK_REPOSITORY_URL names the repository. The book's address is then the one that GitHub Pages gives it.
+"""
 
 import os
 import re
+from importlib.metadata import version
 
 from sphinx.util import logging
 
@@ -29,6 +33,10 @@ def theme_options(url):
 
 
 def add_repository(app, config):
+    torch = version("torch").partition("+")[0]
+    config.html_theme_options["extra_footer"] = f"<p>Verified with PyTorch {torch}.</p>"
+    mark = "_static/favicon.svg"
+    config.html_theme_options["logo"] = {"image_light": mark, "image_dark": mark, "text": config.html_title}
     url = os.environ.get("BOOK_REPOSITORY_URL")
     if not url:
         return
@@ -36,6 +44,10 @@ def add_repository(app, config):
         config.html_theme_options.update(theme_options(url))
     except ValueError as error:
         logging.getLogger(__name__).warning(str(error))  # an error where the book is built with -W, as it should be
+        return
+    owner, name = url.strip().removesuffix("/").removesuffix(".git").split("/")[-2:]
+    config.ogp_site_url = f"https://{owner.lower()}.github.io/{name}/"
+    config.notfound_urls_prefix = f"/{name}/"
 
 
 def setup(app):

@@ -1,0 +1,103 @@
+"""The book's search: each section, and each term of the glossary, is an entry for book/_static/search_engine.js.
+
+It replaces Sphinx's search, which finds pages instead of sections and wants every word that was typed. So no
+searchindex.js is written, and search.html is book/_templates/search.html. The entries are packed into a script: a page
+that was opened from a folder may load scripts, and may not read other files.
+"""
+
+import base64
+import gzip
+import json
+import re
+from pathlib import Path
+
+from docutils import nodes
+
+NO_WORDS = (nodes.title, nodes.term, nodes.raw, nodes.math_block, nodes.Invisible)
+ONE_LINE = (nodes.paragraph, nodes.row, nodes.rubric, nodes.caption)
+# Of Python, only what is called or looked up, and variables of the environment: much of a cell is plumbing.
+NAMES = re.compile(r"[A-Za-z_]\w{3,}(?=\()|(?<=\.)[A-Za-z_]\w{3,}|\b[A-Z][A-Z_]{4,}\b")
+
+
+def is_entry(node):
+    is_term = isinstance(node, nodes.definition_list_item) and node[0]["ids"]
+    return isinstance(node, (nodes.section, nodes.citation)) or bool(is_term)
+
+
+def line(node):
+    """A node's words on one line, without its formulas."""
+    if isinstance(node, nodes.Text):
+        return re.sub(r"\s+", " ", node)
+    if isinstance(node, nodes.math):
+        return "…"
+    if isinstance(node, NO_WORDS):
+        return ""
+    return (" | " if isinstance(node, nodes.row) else "").join(map(line, node.children))
+
+
+def listing(node, scripts):
+    """("text" or "code", lines) of a listing. The script of a chapter is left out: its cells have the same lines."""
+    text = node.astext()
+    if "traceback" in node["classes"]:  # the message, without the frames
+        yield "text", "\n".join(re.findall(r"^(?!Traceback)\S.*", text, flags=re.M))
+    elif node.get("language") == "python" and not node.get("source"):
+        yield "code", " ".join(sorted(set(NAMES.findall(text))))
+    elif Path(node.get("source") or "").parent != scripts:
+        yield "code", text
+
+
+def said(node, scripts):
+    """("text" or "code", lines) of everything in an entry but its heading and the entries inside it."""
+    for child in node.children:
+        if isinstance(child, nodes.literal_block):
+            yield from listing(child, scripts)
+        elif isinstance(child, (nodes.Text, *ONE_LINE)):
+            yield "text", line(child)
+        elif not isinstance(child, NO_WORDS) and not is_entry(child):
+            yield from said(child, scripts)
+
+
+def entries(node, page, scripts, above=()):
+    """[page, anchor, headings from the page's title on, text, code] of each section and each term below ``node``."""
+    for child in node.children:
+        headings = above
+        if is_entry(child):
+            headings = [*above, "".join(map(line, child[0].children))]
+            lines = {"text": [], "code": []}
+            for kind, words in said(child, scripts):
+                lines[kind] += [words.strip()] if words.strip() else []
+            anchor = (child["ids"] or child[0]["ids"])[0]
+            yield [page, anchor, headings, "\n".join(lines["text"]), "\n".join(lines["code"])]
+        yield from entries(child, page, scripts, headings)
+
+
+def replace_search(app):
+    if app.builder.format == "html":
+        app.builder.search = False
+
+
+def write(app):
+    """Write the entries of all pages, also of those that did not change; name the search's own page."""
+    scripts = Path(app.srcdir, "scripts")
+    found = []
+    for page in sorted(app.env.found_docs):
+        found += entries(app.env.get_and_resolve_doctree(page, app.builder), page, scripts)
+    data = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+    packed = base64.b64encode(gzip.compress(data.encode(), mtime=0)).decode()
+    Path(app.outdir, "_static", "search_entries.js").write_text(f'var searchEntries = "{packed}";\n', encoding="utf-8")
+    return [("search", {"title": "Search"}, "search.html")]
+
+
+def remove_search(app, exception):
+    """Remove the scripts of Sphinx's search, which no page loads."""
+    for name in ["searchtools.js", "language_data.js"]:
+        Path(app.outdir, "_static", name).unlink(missing_ok=True)
+
+
+def setup(app):
+    app.add_css_file("search.css")
+    app.add_js_file("search.js")
+    app.connect("builder-inited", replace_search)
+    app.connect("html-collect-pages", write)
+    app.connect("build-finished", remove_search)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
