@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 import nbformat
 import pytest
+import yaml
 from bs4 import BeautifulSoup
 from conftest import CHAPTERS, ROOT, build_small_book, toc_files
 from torch.distributed.run import get_args_parser
@@ -243,7 +244,12 @@ def test_every_page_names_the_mark_and_the_version(book):
         )
 
 
-def test_the_readme_shows_what_a_notebook_holds():
+@pytest.mark.parametrize(
+    ("page", "kinds"),
+    [("README.md", ["python", "text", "text"]), ("book/intro.md", ["python", "text", "python"])],
+    ids=["readme", "intro"],
+)
+def test_the_front_shows_what_a_notebook_holds(page, kinds):
     """Each block of text is an output of the first chapter, each block of Python is in one of its cells."""
     cells = [cell for cell in nbformat.read(ROOT / f"{CHAPTERS[0]}.ipynb", 4).cells if cell.cell_type == "code"]
     outputs = "".join(
@@ -251,11 +257,27 @@ def test_the_readme_shows_what_a_notebook_holds():
         for cell in cells
         for one in cell.outputs
     )
-    blocks = re.findall(r"```(python|text)\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["python", "text", "text"]
+    blocks = re.findall(r"```(python|text)\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+    assert [kind for kind, _ in blocks] == kinds
     for kind, block in blocks:
         where = "\n".join(cell.source for cell in cells) if kind == "python" else outputs
         assert block.rstrip() in where, block
+
+
+def test_the_intro_lists_the_parts_as_the_toc_has_them():
+    """The parts as headings, their pages below them in the same order, the chapters with their own titles."""
+    parts = re.split(r"(?m)^### ", (ROOT / "book" / "intro.md").read_text())[1:]
+    listed = {part.splitlines()[0]: re.findall(r"(?m)^\|(?: \d+ \|)? \[([^]]+)\]\(([^)]+)\)", part) for part in parts}
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text())["parts"]
+    expected = {part["caption"]: [one["file"] for one in part["chapters"]] for part in toc if "caption" in part}
+    found = {
+        caption: [(ROOT / "book" / link).resolve().relative_to(ROOT).with_suffix("").as_posix() for _, link in pages]
+        for caption, pages in listed.items()
+    }
+    assert found == expected and list(found) == list(expected)
+    for title, link in [one for part in listed.values() for one in part if one[1].endswith(".ipynb")]:
+        head = nbformat.read(ROOT / "book" / link, 4).cells[0].source.splitlines()[0]
+        assert re.sub(r"^# (\d+\. )?", "", head) == title
 
 
 def test_bad_repository_url_fails_the_build(tmp_path):
