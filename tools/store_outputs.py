@@ -36,8 +36,8 @@ def normalised(nb):
     nb.nbformat_minor = 5
     for cell in nb.cells:
         cell.metadata = nbformat.from_dict({key: value for key, value in cell.metadata.items() if key in CELL_METADATA})
-        if folded := FOLDED.keys() & set(cell.metadata.get("tags", [])):
-            cell.metadata["jupyter"] = dict.fromkeys(FOLDED[folded.pop()], True)
+        if folded := [name for tag in FOLDED if tag in cell.metadata.get("tags", []) for name in FOLDED[tag]]:
+            cell.metadata["jupyter"] = dict.fromkeys(folded, True)
         for output in cell.get("outputs", []):
             output.get("data", {}).pop(WIDGET_VIEW, None)
             if "traceback" in output:  # nbval does not compare it
