@@ -339,7 +339,8 @@ RULES = [
     has_sensible_headings, is_small, starts_with_helpers,
 ]  # fmt: skip
 PATTERN = [
-    promises_what_it_proves, has_one_parameters_cell, exports_a_script, asks_for_a_prediction, recapitulates,
+    promises_what_it_proves, has_one_parameters_cell, exports_a_script, asks_for_a_prediction, hides_its_answers,
+    is_short, recapitulates,
 ]  # fmt: skip
 EXERCISES = [has_solved_exercises, has_several_exercises]
 CHAPTERS_RULES = [hands_over_its_script, links_terms_at_first_use]

@@ -37,12 +37,13 @@ def test_notebook_follows_every_rule(path):
 # --- the rules themselves ---------------------------------------------------------------------------------------------
 
 SOLUTION = {"tags": ["solution", "hide-cell"], "jupyter": {"source_hidden": True, "outputs_hidden": True}}
+ANSWER = {"tags": ["hide-output"], "jupyter": {"outputs_hidden": True}}
 GOOD = new_notebook(
     metadata=normalised(new_notebook()).metadata,
     cells=[
         new_markdown_cell(
             "# Title\n\n## What you will prove\n\n- [one](#one)\n- two: [it\n  holds](#two)\n- [three](#three)\n\n"
-            ":::{admonition} Predict\nWhat will it print?\n:::\n\n```text\n# no heading\n```"
+            "```text\n# no heading\n```"
         ),
         new_code_cell("%load_ext helpers", execution_count=1),
         new_code_cell("steps: int = 3  # how many", execution_count=2, metadata={"tags": ["parameters"]}),
@@ -58,7 +59,12 @@ GOOD = new_notebook(
         ),
         new_code_cell("assert f(1) == 1", execution_count=6, metadata=SOLUTION),
         new_code_cell("assert f(2) == 2", execution_count=7, metadata=SOLUTION),
-        new_markdown_cell("## Recap\n\n| ran | proved |\n|---|---|\n| f | x |"),
+        new_markdown_cell(
+            "## Recap\n\n| ran | proved |\n|---|---|\n| f | x |\n\n:::{admonition} Predict\nWhat will it print?\n:::"
+        ),
+        new_code_cell("f(8)", execution_count=8, metadata=ANSWER, outputs=[
+            new_output("execute_result", {"text/plain": "8"}, execution_count=8)]),
+        new_markdown_cell("<details><summary>Why</summary>\n\nIt is what was given.\n\n</details>"),
     ],
 )  # fmt: skip
 
@@ -129,7 +135,11 @@ BROKEN = [
     (hygiene.has_one_parameters_cell, replace(2, "  # how many", "")),
     (hygiene.has_one_parameters_cell, replace(2, ": int", "")),
     (hygiene.exports_a_script, change(3, metadata={})),
-    (hygiene.asks_for_a_prediction, replace(0, "Predict", "Note")),
+    (hygiene.asks_for_a_prediction, replace(9, "Predict", "Note")),
+    (hygiene.hides_its_answers, change(10, metadata={})),
+    (hygiene.hides_its_answers, replace(11, "details", "p")),
+    (hygiene.is_short, replace(0, "- two", f"- {'word ' * hygiene.MOST_WORDS}")),
+    (hygiene.is_short, lambda nb: nb.cells.extend([new_markdown_cell("More.")] * hygiene.MOST_CELLS)),
     (hygiene.hands_over_its_script, replace(6, "{download}`notebook <a.ipynb>`", "")),
     (hygiene.hands_over_its_script, replace(6, "torchrun", "python")),
     (hygiene.has_solved_exercises, lambda nb: (change(7, metadata={})(nb), change(8, metadata={})(nb))),
