@@ -298,6 +298,7 @@ def test_a_character_that_the_fonts_lack_is_found(visit):
 def test_dark_mode_toggles(browser, book_url):
     """The button goes through the system's choice, light and dark; the page and its figures' ink follow."""
     page = Visit(browser, book_url, CHAPTERS[0]).page
+    unfold(page)  # in a closed fold a colour's transition never ends
     colours = (
         "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('figure')).color]"
     )
