@@ -113,7 +113,8 @@ def article(html, docname, docnames):
     for fold in content("details"):
         listing, solution = fold.select_one(".sd-summary-text"), fold.find_parent(class_="tag_solution")
         title = page.new_tag("p", attrs={"class": "folded"})
-        title.string = listing.get_text() if listing else "Solution" if solution else ""
+        own = fold.summary.get_text() if not fold.get("class") else ""  # a chapter's, and not the theme's "Show …"
+        title.string = listing.get_text() if listing else "Solution" if solution else own
         fold.summary.replace_with(title)
         fold.name, fold.attrs = "div", {"class": "fold solution" if solution else "fold"}
     for tag in content(id=True):
@@ -157,25 +158,19 @@ def contents(parts, articles, numbers):
         if caption:
             yield f'<p class="part">{escape(caption)}</p>'
         for docname in docnames:
-            yield line("of-page", name_of(docname), titled(docname, articles[docname]))
+            yield line("of-page", name_of(docname), articles[docname].h1.get_text())
             if re.match(r"notebooks/\d", docname):
                 for section in articles[docname].select("section > section"):
                     if section.h2 and section.h2.parent is section:
                         yield line("of-section", section["id"], section.h2.get_text())
 
 
-def titled(docname, content):
-    """A page's title, with its number if it is a chapter."""
-    number = re.match(r"notebooks/(\d+)", docname)
-    return (f"{int(number[1])}  " if number else "") + content.h1.get_text()
-
-
 def front(parts, articles, numbers):
     """The title page and the table of contents."""
     config = yaml.safe_load((ROOT / "_config.yml").read_text())
     return (
-        f'<div id="title"><h1>{config["title"]}</h1><p>Distributed training with PyTorch, in a book that runs every '
-        f'line it prints</p><img src="{articles[INTRO].img["src"]}" alt=""><p>{config["author"]}</p>'
+        f'<div id="title"><h1>{config["title"]}</h1><p>Distributed training with PyTorch, in a book whose code '
+        f'runs in its tests</p><img src="{articles[INTRO].img["src"]}" alt=""><p>{config["author"]}</p>'
         f"<small>{config['copyright']}</small></div>"
         f'<nav id="contents"><h1>Contents</h1>{"".join(contents(parts, articles, numbers))}</nav>'
     )
@@ -189,7 +184,7 @@ def document(html, body, articles):
     settings = next(tag.get_text() for tag in first("script") if "window.MathJax" in tag.get_text())
     running_heads = "\n".join(
         f"#{name_of(docname)} {{ page: {name_of(docname)}; }} @page {name_of(docname)} "
-        f'{{ @top-left {{ content: "{titled(docname, content)}"; font: 8.5pt Inter; color: #555; }} }}'
+        f'{{ @top-left {{ content: "{content.h1.get_text()}"; font: 8.5pt Inter; color: #555; }} }}'
         for docname, content in articles.items()
     )
     return (
@@ -220,7 +215,7 @@ def print_pdf(html, out):
         del unnumbered["/Contents"]
         unnumbered.merge_page(page)
     for docname, content in articles.items():
-        book.add_outline_item(title=titled(docname, content), page_number=numbers[name_of(docname)] - 1)
+        book.add_outline_item(title=content.h1.get_text(), page_number=numbers[name_of(docname)] - 1)
     book.write(out)
     return len(book.pages)
 
