@@ -251,8 +251,8 @@ def hides_its_answers(nb):
     """A cell that answers a prediction shows its result when the reader asks, and so does the prose that tells why."""
     for place, (name, cell) in enumerate(named_cells(nb)):
         if cell.cell_type == "markdown" and re.search(r"^[:`]{3,}\{admonition\} *Predict", cell.source, flags=re.M):
-            after = list(itertools.takewhile(lambda cell: not re.match("## ", cell.source), nb.cells[place + 2 :]))
-            after = [nb.cells[place + 1], *after]
+            below = nb.cells[place + 1 :]
+            after = below[:1] + list(itertools.takewhile(lambda cell: not re.match("## ", cell.source), below[1:]))
             code = [cell for cell in after if cell.cell_type == "code"][:1]
             if not code or not marks(code[0]) & {"hide-output", "hide-cell"}:
                 yield f"{name} predicts, and the next cell shows the answer: tag it hide-output or hide-cell"

@@ -15,13 +15,13 @@ from pathlib import Path
 import leftovers
 import nbformat
 import torch.distributed as dist
+from kills import TORCHRUN
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from helpers.export import chapters
 from helpers.ranks.launch import launch
 
 ROOT = Path(__file__).parents[1]
-TORCHRUN, FORKING = ["-m", "torch.distributed.run"], [ROOT / "tools" / "forked_torchrun.py"]
 TOLERANCE = 0.002  # of every number in a result: they are rounded to three digits
 
 # Put before everything else on a rank's path, this hides the project however it is installed.

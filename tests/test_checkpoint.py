@@ -27,7 +27,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from scripting import FORKING, ROOT, export, result, stand_alone, torchrun
+from kills import FORKING
+from scripting import ROOT, export, result, stand_alone, torchrun
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard

@@ -13,8 +13,9 @@ import sys
 
 import pytest
 import recorded
+from kills import FORKING, TORCHRUN
 from ruff import find_ruff_bin
-from scripting import FORKING, ROOT, TOLERANCE, TORCHRUN, export, rehearse, rehearse_here, result, stand_alone, torchrun
+from scripting import ROOT, TOLERANCE, export, rehearse, rehearse_here, result, stand_alone, torchrun
 
 pytestmark = [pytest.mark.scripts, pytest.mark.timeout(900)]
 

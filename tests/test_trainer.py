@@ -11,7 +11,8 @@ import cloudpickle
 import nbformat
 import pytest
 import torch
-from scripting import FORKING, ROOT, export, result, stand_alone, torchrun
+from kills import FORKING
+from scripting import ROOT, export, result, stand_alone, torchrun
 from torch.utils.data import TensorDataset
 
 from helpers.ranks.launch import RankError, launch

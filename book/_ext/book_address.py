@@ -41,11 +41,12 @@ def add_repository(app, config):
     if not url:
         return
     try:
-        config.html_theme_options.update(theme_options(url))
+        options = theme_options(url)
     except ValueError as error:
         logging.getLogger(__name__).warning(str(error))  # an error where the book is built with -W, as it should be
         return
-    owner, name = url.strip().removesuffix("/").removesuffix(".git").split("/")[-2:]
+    config.html_theme_options.update(options)
+    owner, name = options["repository_url"].split("/")[-2:]
     config.ogp_site_url = f"https://{owner.lower()}.github.io/{name}/"
     config.notfound_urls_prefix = f"/{name}/"
 
