@@ -119,14 +119,14 @@ def test_chapter_runs_in_jupyterlab(run_all, chapter):
     for place in places:
         page.evaluate(f"place => {NOTEBOOK}.content.scrollToItem(place, 'start')", place)
         output = page.locator(f".jp-Notebook .jp-Cell[data-windowed-list-index='{place}'] .jp-OutputArea-output")
-        handle = output.locator("[role=slider]").first
-        handle.scroll_into_view_if_needed()
-        before = pictures(output)
-        assert before, "no picture beside the slider"
-        handle.focus()
-        at_the_end = handle.get_attribute("aria-valuenow") == handle.get_attribute("aria-valuemax")
-        page.keyboard.press("ArrowLeft" if at_the_end else "ArrowRight")
-        wait_for(lambda output=output, before=before: pictures(output) not in ([], before), 10)
+        for handle in output.locator("[role=slider]").all():
+            handle.scroll_into_view_if_needed()
+            before = pictures(output)
+            assert before, "no picture beside the slider"
+            handle.focus()
+            at_the_end = handle.get_attribute("aria-valuenow") == handle.get_attribute("aria-valuemax")
+            page.keyboard.press("ArrowLeft" if at_the_end else "ArrowRight")
+            wait_for(lambda output=output, before=before: pictures(output) not in ([], before), 10)
 
 
 def pictures(output):

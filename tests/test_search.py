@@ -140,13 +140,12 @@ def test_ranking(searched):
 
 
 def test_numbers_of_a_pasted_error_change_little(searched):
-    """A section that names the port 29500 may come third for one of them."""
     errors = [
         f"[rank{rank}]: RuntimeError: [{host}]:{port}: Timed out waiting {wait}ms for recv operation to complete"
         for rank, host, port, wait in [(1, "127.0.0.1", 29500, 1800000), (63, "10.17.4.91", 43817, 61234)]
     ]
-    first, second = ([result["anchor"] for result in found[:2]] for found in searched.page.evaluate(ANSWER, errors))
-    assert first == second and len(first) == 2
+    first, second = ([result["anchor"] for result in found[:3]] for found in searched.page.evaluate(ANSWER, errors))
+    assert first == second and len(first) == 3
 
 
 def test_questions_lead_to_every_page():

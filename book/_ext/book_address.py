@@ -32,11 +32,14 @@ def theme_options(url):
     }
 
 
-def add_repository(app, config):
+def add_mark_and_version(app, config):
     torch = version("torch").partition("+")[0]
     config.html_theme_options["extra_footer"] = f"<p>Verified with PyTorch {torch}.</p>"
     mark = "_static/favicon.svg"
     config.html_theme_options["logo"] = {"image_light": mark, "image_dark": mark, "text": config.html_title}
+
+
+def add_repository(app, config):
     url = os.environ.get("BOOK_REPOSITORY_URL")
     if not url:
         return
@@ -52,5 +55,6 @@ def add_repository(app, config):
 
 
 def setup(app):
+    app.connect("config-inited", add_mark_and_version)
     app.connect("config-inited", add_repository)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

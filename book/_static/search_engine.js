@@ -91,10 +91,11 @@ var bookSearch = (() => {
 
     // The sections for a query, best first. What a chapter says comes before what a list says. Each word that a section
     // has counts, and none must be there. A word that the book lacks may be misspelt, and the last one unfinished.
-    // Numbers, as in a pasted error, decide little.
+    // Numbers decide little, and in a long query, which is a pasted error, next to nothing.
     function find(query, limit = 20) {
       const typed = [...new Set(terms(query))];
       const telling = typed.filter((term) => !COMMON.has(term));
+      const weightOfNumbers = telling.filter((term) => !isNumber(term)).length > 6 ? 0.01 : 0.3;
       const isDefinition = /^\s*what('s| is| are)\b/i.test(query);
       const place = {
         "book/glossary": isDefinition ? 1.5 : 0.6,
@@ -106,7 +107,7 @@ var bookSearch = (() => {
           tokenize: () => (telling.length ? telling : typed),
           boost: { heading: 2.5, code: 0.7 },
           boostDocument: (id) => place[entries[id][0]] ?? 1,
-          boostTerm: (term) => (isNumber(term) ? 0.3 : 1),
+          boostTerm: (term) => (isNumber(term) ? weightOfNumbers : 1),
           fuzzy: (term) => (sections.has(term) || term.length < 4 || /\d/.test(term) ? false : 0.25),
           prefix: (term) => term == typed.at(-1) && term.length > 2,
         })
