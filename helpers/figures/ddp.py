@@ -156,3 +156,23 @@ def replicas(world_size=4):
     text = f"the mean of {world_size} gradients, on every rank" if world_size > 1 else "one gradient is its own mean"
     ax.text((left + right) / 2, 278, text, ha="center")
     return fig
+
+
+@style()
+def bucket_map(buckets):
+    """DDP's buckets, the first to leave on top: lists of (parameter's name, bytes). A box is as wide as its bytes."""
+    left, width, gap, pitch = 92, 560, 4, 38
+    largest = max(sum(size for _, size in bucket) for bucket in buckets)
+    fig, ax = canvas(left + width + 8, pitch * len(buckets) + 10)
+    for row, bucket in enumerate(buckets):
+        x, y = left, 6 + pitch * row
+        total = sum(size for _, size in bucket)
+        ax.text(0, y + 13, f"bucket {row}")
+        ax.text(0, y + 28, f"{total / 2**20:.2f} MiB", color=(INK, 0.7), fontsize=11)
+        for name, size in bucket:
+            long = max(6, (width - gap * len(bucket)) * size / largest)
+            boxes(ax, [(x, y, long, 28)], facecolor=(INK, 0.18), edgecolor=INK, linewidth=1)
+            if long > 60:
+                ax.text(x + long / 2, y + 19, name, ha="center")
+            x += long + gap
+    return fig
