@@ -116,9 +116,9 @@ def test_interrupted(surroundings):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--timeout", "soon"], "'soon' is no number of seconds"),
-        (["--timeout", "-1"], "'-1' is no number"),
-        (["--nproc", "0"], "'0' is no number of processes"),
+        (["--timeout", "soon"], "'soon' is not a number of seconds"),
+        (["--timeout", "-1"], "'-1' is not a number"),
+        (["--nproc", "0"], "'0' is not a number of processes"),
         (["--backend", "mpi"], "invalid choice: 'mpi'"),
         (["--master", "node1"], "--master is for srun or torchrun"),
     ],
@@ -283,7 +283,7 @@ def test_a_wrong_link_is_named(world):
 
     statuses, out = world(3, prepare)
     assert statuses == [1, 1, 1] and "2 of 3 pairs right" in out
-    assert "What ranks 1 and 2 send each other arrives wrong" in flat(out) and "1 problem found" in out
+    assert "Data between ranks 1 and 2 arrives changed" in flat(out) and "1 problem found" in out
 
 
 @pytest.mark.ranks

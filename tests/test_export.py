@@ -329,11 +329,11 @@ def test_parameters_in_main(source, expected, tmp_path):
         ("x: bool = 1", "does not fit its type"),
         ("x: str = None", "does not fit its type"),
         ("x: Literal['a', 'b'] = 'c'", "does not fit its type"),
-        ("x: int = len('a')", "is no literal"),
+        ("x: int = len('a')", "is not a literal"),
         ("x = None", "Write x: type = None"),
-        ("x: int", "`x: int` is no parameter"),
-        ("x = y = 1", "is no parameter"),
-        ("print(1)", "is no parameter"),
+        ("x: int", "`x: int` is not a parameter"),
+        ("x = y = 1", "is not a parameter"),
+        ("print(1)", "is not a parameter"),
         ("x: int = 1\nx: int = 2", "the parameter x twice"),
         ("help: int = 1", "needs the flag --help"),
     ],
@@ -411,11 +411,11 @@ def test_a_function_that_main_does_not_call_keeps_its_end_of_the_group():
         ("from helpers.runtime import process_group\nprint(process_group)", "takes a whole module"),
         ("import helpers.runtime.data\nprint(helpers.runtime.data.digits())", "takes a whole module"),
         ("import helpers\nprint(helpers)", "takes a whole module"),
-        ("from helpers.runtime.data import nothing\nprint(nothing)", "there is no such name"),
-        ("from helpers.runtime.data import digits as d\nprint(d())", "renames it"),
-        ("from helpers.runtime.data import *\nprint(1)", "hides what it imports"),
-        ("from math import *\nprint(pi)", "hides what it imports"),
-        ("from . import x\nprint(x)", "hides what it imports"),
+        ("from helpers.runtime.data import nothing\nprint(nothing)", "imports a name that is not there"),
+        ("from helpers.runtime.data import digits as d\nprint(d())", "renames what it imports"),
+        ("from helpers.runtime.data import *\nprint(1)", "does not say what it imports"),
+        ("from math import *\nprint(pi)", "does not say what it imports"),
+        ("from . import x\nprint(x)", "does not say what it imports"),
         ("def f():\n    from helpers.runtime.data import digits\n    return digits()\nprint(f())", "in a block"),
         ("if True:\n    import helpers.runtime.data", "in a block"),
         (
@@ -517,9 +517,9 @@ def test_entangled_with_the_notebook(source, expected):
         ("print(nowhere)", "it reads nowhere, which no exported cell binds before"),
         ("print(soon)\nsoon = 1", "reads soon, which no exported cell binds before"),
         ("print([nowhere for i in range(2)])", "reads nowhere"),
-        ("exec('x = 1')", "is for a notebook's global names"),
-        ("print(locals())", "is for a notebook's global names"),
-        ("print(vars()['epochs'])", "is for a notebook's global names"),
+        ("exec('x = 1')", "works on a notebook's global names"),
+        ("print(locals())", "works on a notebook's global names"),
+        ("print(vars()['epochs'])", "works on a notebook's global names"),
         ("print(1)\ncompile(len(print('a')))\nlen = 1\nfrom helpers.runtime.process_group import *", "hides"),
     ],
 )
@@ -727,7 +727,7 @@ def test_a_group_whose_ranks_do_not_work_together_is_told_so():
     ],
 )
 def test_launchers_inside_of_torchrun_are_refused(source):
-    assert "starts ranks, and torchrun starts the script's" in refusal(source)
+    assert "starts ranks, but torchrun starts the script's" in refusal(source)
     script("import multiprocessing\nmultiprocessing.Process(target=print).start()", "rng = dict\nrng.spawn(3)")
 
 
@@ -990,8 +990,8 @@ def test_chapters_are_found_by_number_and_name(helpers, tmp_path, monkeypatch):
         (["export"], 2, "CHAPTER --all is required"),
         (["export", "nothing-like-it"], 1, "no chapter or notebook 'nothing-like-it'.\nChapters: "),
         (["export", "notebooks"], 1, "no chapter or notebook 'notebooks'"),
-        (["run", "04", "--nproc", "0"], 2, "'0' is no number of processes"),
-        (["run", "04", "--nproc", "x"], 2, "'x' is no number of processes"),
+        (["run", "04", "--nproc", "0"], 2, "'0' is not a number of processes"),
+        (["run", "04", "--nproc", "x"], 2, "'x' is not a number of processes"),
         (["run", "04", "--nproc", "-1"], 2, "--nproc"),
         (["run", "04", "stray"], 2, "put two dashes before"),
     ],

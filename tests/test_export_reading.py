@@ -339,7 +339,7 @@ def test_a_file_that_the_notebook_writes_and_starts_is_the_script_already(start)
     [
         ("x = 1\npip install x", "`pip install x` is not Python; IPython takes it for the magic %pip.\nWrite %pip"),
         ("cd data", "the magic %cd"),
-        ("x = await f()", "`await` and `return` belong into a function"),
+        ("x = await f()", "put `await` and `return` into a function"),
         ("!ls\nx = = 1", "has a syntax error in line 2: invalid syntax.\nCorrect it"),
         ("cd = = 1", "has a syntax error in line 1"),
         ("name = input('who?')\nprint(name)", "asks with input(), and ranks have no keyboard"),

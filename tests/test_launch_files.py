@@ -69,11 +69,11 @@ def test_all_chapters(helpers, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "status", "expected"),
     [
-        (["--slurm", "--nodes", "0"], 2, "argument --nodes: '0' is no number above 0; give 1, 2, 3, …"),
-        (["--slurm", "--nodes", "two"], 2, "argument --nodes: 'two' is no number above 0"),
+        (["--slurm", "--nodes", "0"], 2, "argument --nodes: '0' is not a whole number above 0; give 1, 2, 3, …"),
+        (["--slurm", "--nodes", "two"], 2, "argument --nodes: 'two' is not a whole number above 0"),
         (["--slurm", "--gpus-per-node", "-1"], 2, "--gpus-per-node"),
-        (["--slurm", "--time", "tomorrow"], 1, "--time tomorrow is no time limit.\nGive hours, minutes and seconds"),
-        (["--slurm", "--time", "0"], 1, "--time 0 is no time limit"),
+        (["--slurm", "--time", "tomorrow"], 1, "--time tomorrow is not a time limit.\nGive hours, minutes and seconds"),
+        (["--slurm", "--time", "0"], 1, "--time 0 is not a time limit"),
         (
             ["--slurm", "--time", "5"],
             1,
@@ -94,7 +94,7 @@ def test_times_are_read_as_slurm_reads_them():
     times = ["90", "90:30", "1:30:30", "2-12", "2-12:30", "2-0:0:30", "00:10:00"]
     assert [minutes(time) for time in times] == [90, 90.5, 90.5, 3600, 3630, 2880.5, 10]
     for limit in ("", "-1", "1:", "1::2", "1:2:3:4", "0-0", "4h", "٤", "1.5", "1-2-3"):
-        with pytest.raises(ExportError, match="is no time limit"):
+        with pytest.raises(ExportError, match="is not a time limit"):
             minutes(limit)
 
 

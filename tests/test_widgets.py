@@ -99,7 +99,7 @@ def test_the_widget_is_in_the_bundle_only_where_a_kernel_is_live(monkeypatch):
 @pytest.mark.parametrize(
     "error, match, fn, sliders",
     [
-        (ValueError, "needs a slider", word, {}),
+        (ValueError, "has no slider", word, {}),
         (ValueError, "no values", word, {"size": []}),
         (ValueError, "repeats a value", word, {"size": [1, "1"]}),
         (ValueError, "at most 64 frames, these are 66", word, {"size": range(11), "text": range(6)}),
