@@ -520,7 +520,7 @@ def test_entangled_with_the_notebook(source, expected):
         ("exec('x = 1')", "works on a notebook's global names"),
         ("print(locals())", "works on a notebook's global names"),
         ("print(vars()['epochs'])", "works on a notebook's global names"),
-        ("print(1)\ncompile(len(print('a')))\nlen = 1\nfrom helpers.runtime.process_group import *", "hides"),
+        ("print(1)\ncompile(len(print('a')))\nlen = 1\nfrom helpers.runtime.process_group import *", "does not say"),
     ],
 )
 def test_names_refused(source, expected):
