@@ -1,4 +1,4 @@
-"""Notebooks to scripts: every rule and every refusal, on notebooks of a few cells."""
+"""From notebooks to scripts: every rule and every refusal, on notebooks of a few cells."""
 
 import ast
 import json
@@ -33,7 +33,7 @@ def code(source, *tags):
 
 
 def notebook(*cells):
-    """A notebook: code cells as they are, strings as cells tagged export, strings that begin with # as markdown."""
+    """A notebook of these cells. A string becomes a cell tagged export, or markdown if it begins with #."""
     made = []
     for cell in cells:
         if isinstance(cell, str):
@@ -43,7 +43,7 @@ def notebook(*cells):
 
 
 def exported(*cells, allow_single=True):
-    """The exported script and its notes; the script compiles, and ruff finds no undefined or misused name in it."""
+    """(the exported script, its notes). Checks that the script compiles and that ruff finds no undefined name in it."""
     text, notes = script_and_notes(notebook(*cells), "05_test", allow_single)
     compile(text, "05_test.py", "exec")
     ruff("check", "--select=E501,F7,F82", text=text)
@@ -62,7 +62,7 @@ def ruff(*command, text):
 
 
 def refusal(*cells):
-    """The message with which the notebook is refused: one or two lines."""
+    """The message with which a notebook of these cells is refused. Checks that it has one or two lines."""
     with pytest.raises(ExportError) as caught:
         script_from_notebook(notebook(*cells), "05_test", allow_single=True)
     message = str(caught.value)
@@ -262,7 +262,7 @@ guess = 0.5"""
 
 
 def run_script(text, tmp_path, *flags):
-    """What a script that needs no torchrun prints, its exit status and its errors."""
+    """Run a script without torchrun. Returns (stdout, exit status, stderr)."""
     path = tmp_path / "script.py"
     path.write_text(text)
     done = subprocess.run([sys.executable, path, *flags], capture_output=True, text=True, cwd=tmp_path, timeout=120)
@@ -528,7 +528,7 @@ def test_names_refused(source, expected):
     assert expected in message and "05_test, cell " in message
 
 
-# A notebook's cells, and which names its script declares global. The script prints what the cells print.
+# Notebooks, and the names that their scripts declare global. Each script has to print what the notebook's cells print.
 GLOBAL = {
     "read by a function": (["model = 1\ndef f():\n    return model\nprint(f())", "model = 2\nprint(f())"], "model"),
     "nested": (["def f():\n    return [(lambda: a)() for _ in 'x']\na = 1\nprint(f())"], "a"),
@@ -790,7 +790,7 @@ def test_a_moved_import_is_told():
 
 
 BUDGET = {"11_trainer": 450}  # lines; 500 for the others
-SHORT = {"04_ddp": (130, 45)}  # lines that are not blank, and how many of them are the process group's
+SHORT = {"04_ddp": (130, 45)}  # lines that are not blank: of the script, and of its part for the process group
 
 
 def test_the_chapters_scripts_are_short_and_nothing_is_told_of_them(capsys):
@@ -810,7 +810,7 @@ def test_the_chapters_scripts_are_short_and_nothing_is_told_of_them(capsys):
 
 
 def group_starts(written):
-    """Where the last part of a script begins: what starts and stops its process group, and calls main."""
+    """The number of the line where a script's last part begins, which starts and stops the process group."""
     return next(number for number, line in enumerate(written) if line.startswith("def start_process_group("))
 
 
@@ -823,7 +823,7 @@ def group_starts(written):
     ],
     ids=["constants", "idle assignments", "classes"],
 )
-@pytest.mark.timeout(60)  # seconds: twice the cells of a first that took 51 and a second that took 15
+@pytest.mark.timeout(60)  # seconds: 51 and 15 were once needed for half as many constants and assignments
 def test_long_notebooks(source):
     script(source)
 
@@ -928,7 +928,7 @@ def test_export_command(helpers, sample, tmp_path, monkeypatch):
 
     written = script.stat().st_mtime_ns
     assert helpers("export", sample, "--out", "scripts")[0] == 0
-    assert script.stat().st_mtime_ns == written  # the same text is not written again
+    assert script.stat().st_mtime_ns == written  # a file with the same text is not written again
 
     script.write_text("mine")
     status, _, errors = helpers("export", sample)
@@ -954,7 +954,7 @@ def test_a_write_that_fails_leaves_nothing(helpers, sample, tmp_path, monkeypatc
     def full(source, target):
         raise OSError(28, "No space left on device", str(target))
 
-    monkeypatch.setattr(os, "replace", full)  # root may write everywhere, so no folder's mode would do
+    monkeypatch.setattr(os, "replace", full)  # a folder's mode would not stop root
     status, _, errors = helpers("export", sample, "--out", tmp_path / "out")
     assert status == 1 and "07_sample.py cannot be written: No space left on device" in errors
     assert os.listdir(tmp_path / "out") == []
