@@ -177,7 +177,7 @@ def test_what_is_missing_is_named(tmp_path):
     write(tmp_path, 1)
     (tmp_path / "step_00000001" / "plain.pt").unlink()
     assert "step_00000001/plain.pt is missing" in message(verify, tmp_path / "step_00000001")
-    assert "No checkpoint in" in message(latest_good, tmp_path)
+    assert "No good checkpoint in" in message(latest_good, tmp_path)
 
 
 # ---- Damage

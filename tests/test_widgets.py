@@ -102,7 +102,7 @@ def test_the_widget_is_in_the_bundle_only_where_a_kernel_is_live(monkeypatch):
         (ValueError, "has no slider", word, {}),
         (ValueError, "no values", word, {"size": []}),
         (ValueError, "repeats a value", word, {"size": [1, "1"]}),
-        (ValueError, "at most 64 frames, these are 66", word, {"size": range(11), "text": range(6)}),
+        (ValueError, "at most 64 frames, not 66", word, {"size": range(11), "text": range(6)}),
         (TypeError, "Figure was expected, not str", str, {"object": [1]}),
         (ValueError, "alt text is empty", word, {"size": [1], "alt": ""}),
     ],
