@@ -58,7 +58,7 @@ def try_links(membership):
 
         def talk(peer):
             if peer is None:
-                return None  # this rank sits out
+                return None  # of an odd number of members, one has no peer in each round
             try:
                 return try_link(membership.members.index(peer), membership.device)
             except Exception as error:

@@ -66,7 +66,7 @@ def find_place(master=None):
             "WORLD_SIZE": int(slurm["SLURM_STEP_NUM_TASKS"]),
             "LOCAL_RANK": int(slurm["SLURM_LOCALID"]),
             "MASTER_ADDR": slurm.get("MASTER_ADDR") or first_host(slurm["SLURM_STEP_NODELIST"]),
-            # a port of this step's own, so that two jobs that share a node do not meet
+            # each step has its own port, so that two jobs that share a node do not meet
             "MASTER_PORT": int(slurm.get("MASTER_PORT") or 20000 + int(slurm["SLURM_JOB_ID"]) % 10000),
         }
     else:
@@ -218,7 +218,7 @@ class Membership:
 
     @contextlib.contextmanager
     def no_longer_than(self, seconds):
-        """End this process if the block takes longer: some hangs no timeout of torch ends. Its peers go on then."""
+        """End this process if the block takes longer, because no timeout of torch ends some hangs. Its peers go on."""
 
         def leave():
             print(f"rank {self.rank} hangs; it leaves, and the others go on", file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ def tidy_up(folder):
 
 
 def use_huge_pages():
-    """Move this process's memory to huge pages, so that a fork copies some hundred page-table entries, not 50,000.
+    """Move this process's memory to huge pages, so that a fork copies about 100 page-table entries, not 50,000.
 
     With it, a call of four ranks takes a quarter less time. It works on Linux from 6.1 on, and does nothing elsewhere.
     """

@@ -15,7 +15,7 @@ def stop_at_signals(folder):
     The handler does not raise: in some places of torchrun an exception would be lost, or a rank that has just started.
     """
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    signals = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # under nohup, SIGHUP is
+    signals = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # as nohup sets SIGHUP
 
     def stop(number, frame):
         for other in signals:
