@@ -1,4 +1,4 @@
-"""World Size One's helpers. In a notebook, ``%load_ext helpers`` warms the ranks and gives ``%%ranks``.
+"""World Size One's helpers. In a notebook, ``%load_ext helpers`` adds the magic ``%%ranks``.
 
 Importing the package imports nothing else, so that the ranks' forkserver can start before torch does.
 """
@@ -11,6 +11,6 @@ def load_ipython_extension(shell):
 
     from helpers.ranks import magic
 
-    # The kernel's own group, and what cells start, stay on this machine.
+    # The kernel's process group and the processes that cells start talk over the loopback interface alone.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     magic.load(shell)

@@ -10,32 +10,32 @@ from helpers.ranks.torchrun import run, stop_at_signals
 
 
 def processes(text):
-    """The value of --nproc as a number."""
+    """The value of --nproc as a number. Raises ArgumentTypeError for anything but a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes; give 1, 2, 3, …")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes; give 1, 2, 3, …")
     return int(text)
 
 
 def whole(text):
-    """The value of --nodes or --gpus-per-node as a number."""
+    """The value of --nodes or --gpus-per-node as a number. Raises ArgumentTypeError as ``processes`` does."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0; give 1, 2, 3, …")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0; give 1, 2, 3, …")
     return int(text)
 
 
 def positive(text):
-    """The value of --timeout in seconds."""
+    """The value of --timeout as a number of seconds. Raises ArgumentTypeError for 0, less, or text."""
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0
     if not 0 < seconds < 1_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds; give 60, say")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0; give 60, say")
     return seconds
 
 
 def parse(arguments):
-    """A command line (without the program's name) as (args, flags of the script); SystemExit(2) for wrong usage."""
+    """A command line, without the program's name, as (args, flags of the script). Wrong usage raises SystemExit(2)."""
     parser = argparse.ArgumentParser(
         prog="python -m helpers",
         description="World Size One's chapters as scripts for torchrun.",
@@ -96,7 +96,7 @@ def parse(arguments):
 
 
 def carry_out(args, flags, folder=None):
-    """Do what the command line says and return the exit status; ``folder`` is for a script that is only run."""
+    """Carry out ``list``, ``export`` or ``run`` and return the exit status. ``run`` writes its script to ``folder``."""
     try:
         from helpers.export import chapters as commands  # here, because it takes a second or more
     except ModuleNotFoundError as error:
@@ -121,9 +121,9 @@ def carry_out(args, flags, folder=None):
 
 
 def run_doctor(args, flags):
-    """Check this rank's world, or without a launcher some ranks on this machine; return the exit status.
+    """Start the doctor in this rank, or without a launcher on ranks of this machine; return the exit status.
 
-    A rank ends here, by os._exit: its interpreter's teardown could wait for what its process group has lost.
+    A rank ends in here, by os._exit. A normal exit could hang: it waits for the threads of a broken process group.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
     from helpers.doctor import examine as doctor
@@ -154,7 +154,7 @@ def run_doctor(args, flags):
 
 
 def main(arguments):
-    """Run a command line (without the program's name) and return its exit status; SystemExit(2) for wrong usage."""
+    """Run a command line, without the program's name; return its exit status. Wrong usage raises SystemExit(2)."""
     args, flags = parse(arguments)
     try:
         if args.command == "doctor":

@@ -24,13 +24,13 @@ from print_pdf import BROWSERS
 ROOT = Path(__file__).parents[1]
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 
-# A script's background job ignores Ctrl-C, and so does what it starts; the tests that press it need it to be heard.
+# A shell's background job ignores Ctrl-C, and so do its children. The tests that press Ctrl-C need it to be heard.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def toc_files():
-    """The files that _toc.yml names, without suffix, in reading order: ``["book/intro", …]``."""
+    """The files of _toc.yml without their suffixes, in reading order: ``["book/intro", …]``."""
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
     return [toc["root"]] + [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
 
@@ -51,7 +51,7 @@ def build_book(folder, **env):
 
 
 def build_small_book(folder, **env):
-    """Build a book of two notebooks with this book's settings, where its pages do not matter."""
+    """Build a book of two notebooks with this book's settings, for tests to which the pages do not matter."""
     shutil.copy(ROOT / "_config.yml", folder)
     shutil.copytree(ROOT / "book", folder / "book", ignore=shutil.ignore_patterns("*.md", "__pycache__"))
     toc = "format: jb-book\nroot: notebooks/page\nparts: [{chapters: [{file: notebooks/other}]}]\n"
@@ -64,14 +64,14 @@ def build_small_book(folder, **env):
 
 
 def run_build(folder, env):
-    """Build the book whose sources are in ``folder``; as ``build_book``."""
+    """Build the book whose sources are in ``folder``. Returns what ``build_book`` returns."""
     build = [Path(sys.executable).with_name("jupyter-book"), "build", folder, "-W", "--keep-going", "-n", "-q"]
     done = subprocess.run(build, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     return folder / "_build" / "html", done.returncode, done.stderr
 
 
 def pytest_runtest_setup(item):
-    """Skip a test of hosts or of Slurm where this machine can have none."""
+    """Skip a test of two hosts, or of Slurm, on a machine that cannot have them."""
     for mark, missing in (("hosts", hosts.missing), ("slurm", slurm_cluster.missing)):
         if item.get_closest_marker(mark) and (reason := missing()):
             pytest.skip(reason)
@@ -82,7 +82,7 @@ CHAPTERS = [name for name in toc_files() if re.match(r"notebooks/\d", name)]
 
 @pytest.fixture(scope="session")
 def book(tmp_path_factory, worker_id):
-    """The book, built once for all tests: ``.html`` (its folder), ``.status`` and ``.complaints`` of the build."""
+    """The book, built once for all tests: ``.html`` is its folder, ``.status`` and ``.complaints`` are the build's."""
     shared = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         shared = shared.parent  # one folder for all of pytest-xdist's workers
@@ -110,13 +110,13 @@ def book_url(book):
             pass
 
         def do_GET(self):
-            if self.path == "/favicon.ico":  # index.html, a bare redirect, names no icon, so the browser asks for this
+            if self.path == "/favicon.ico":  # index.html is only a redirect and names no icon, so browsers ask for this
                 return self.send_error(204)
             super().do_GET()
 
     handler = functools.partial(Quiet, directory=book.html)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.handle_error = lambda *args: None  # a page that was closed while it loaded
+        server.handle_error = lambda *args: None  # a page may close while it loads
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -124,7 +124,7 @@ def book_url(book):
 
 @pytest.fixture
 def helpers(capsys):
-    """A call of the command line in this process: (exit status, stdout, stderr)."""
+    """A function that runs the command line in this process and returns (exit status, stdout, stderr)."""
     from helpers.__main__ import main
 
     def call(*arguments):
@@ -139,7 +139,7 @@ def helpers(capsys):
 
 @pytest.fixture(scope="module")
 def browser():
-    """A headless chromium, or a skip."""
+    """A headless chromium. Without one the test is skipped."""
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         pytest.skip("no chromium or Chrome on this machine")

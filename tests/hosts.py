@@ -3,7 +3,7 @@
     with two_hosts() as (node0, node1):
         process = node1.start(["ping", "-c1", "node0"])
 
-They are joined by a cable. What runs on a host ends with it, and a host ends with the block, or with this process.
+A cable joins them. A host ends with the block or with this process, and everything that runs on it ends with the host.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ INTERFACE = "net0"
 
 
 class Host:
-    """A namespace of network, host name, mounts and processes, held by its first process."""
+    """Namespaces for the network, the host name, mounts and processes. They exist while their first process runs."""
 
     def __init__(self, name, hosts_file):
         self.name, self.network = name, None
         setup = 'hostname "$0"; mount --bind "$1" /etc/hosts; ip link set lo up; echo ready; exec cat'
         command = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         command += ["--propagation", "private", "sh", "-c", setup, name, hosts_file]
-        # `cat` ends with its standard input, so with this process; the kernel then ends all that runs on the host.
+        # `cat` ends when its standard input does, so with this process. Then the kernel ends everything on the host.
         self.holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         if self.holder.stdout.readline() != b"ready\n":
             self.end()
             raise RuntimeError(f"{' '.join(command)} did not start a host.")
         children = Path(f"/proc/{self.holder.pid}/task/{self.holder.pid}/children").read_text().split()
         self.pid = int(children[0])
-        self.network = open(f"/proc/{self.pid}/ns/net")  # while it is open, the other end of the cable stays, too
+        self.network = open(f"/proc/{self.pid}/ns/net")  # while it is open, the cable's other end stays
 
     def enter(self, command):
         """The command line that runs a command on this host."""
@@ -42,11 +42,11 @@ class Host:
         return ["nsenter", f"--target={self.pid}", *spaces, f"--wd={os.getcwd()}", "--", *map(str, command)]
 
     def start(self, command, **options):
-        """The Popen of a command on this host."""
+        """Start a command on this host; return its Popen."""
         return subprocess.Popen(self.enter(command), **options)
 
     def run(self, *command):
-        """What a short command on this host prints; CalledProcessError where it fails."""
+        """Run a command on this host; return what it prints. Raises CalledProcessError where it fails."""
         return subprocess.run(self.enter(command), check=True, capture_output=True, text=True, timeout=60).stdout
 
     def cut(self):
@@ -54,7 +54,7 @@ class Host:
         self.run("ip", "link", "set", INTERFACE, "down")
 
     def switch_off(self):
-        """As without power: all that ran here is gone, and nobody is told."""
+        """End everything on this host without a word to its peers, as a loss of power does."""
         self.cut()
         self.holder.kill()
         self.holder.wait()
@@ -69,7 +69,7 @@ class Host:
 
 
 def missing():
-    """Why this machine cannot have two hosts, or None."""
+    """The reason why this machine cannot have two hosts, or None."""
     if not sys.platform.startswith("linux"):
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
@@ -85,10 +85,10 @@ def missing():
 
 @contextlib.contextmanager
 def two_hosts(own_name=None, aliases=((), ())):
-    """(node0, node1), joined by a cable.
+    """A context with (node0, node1), two hosts that a cable joins.
 
-    ``own_name`` is the address that each host's own name has on that host, as in Debian's /etc/hosts: "127.0.1.1".
-    ``aliases`` are more names of each, which both know.
+    ``own_name`` is the address that a host looks up for its own name: on Debian "127.0.1.1". ``aliases`` are further
+    names of each host, which both hosts know.
     """
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder, contextlib.ExitStack() as stack:
         hosts = []
@@ -100,7 +100,7 @@ def two_hosts(own_name=None, aliases=((), ())):
             host = Host(name, path)
             stack.callback(host.end)
             hosts.append(host)
-        # Into the network alone: `ip` must see the other host's process by the number that it has here.
+        # Enter the host's network only, because `ip` needs the other host's process by its number outside.
         cable = ["ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns"]
         subprocess.run(["nsenter", f"--net=/proc/{hosts[0].pid}/ns/net", *cable, str(hosts[1].pid)], check=True)
         for host in hosts:

@@ -1,4 +1,4 @@
-"""What a notebook must be beyond what nbval compares: rules, each a generator of what is wrong with a notebook."""
+"""Rules for notebooks beyond what nbval compares. Each rule is a generator of what is wrong with a notebook."""
 
 import itertools
 import json
@@ -9,11 +9,11 @@ import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 from store_outputs import normalised, text_of
 
-MAGICS = {"load_ext", "ranks"}  # an unknown magic can pass under nbval, so the known ones are listed
+MAGICS = {"load_ext", "ranks"}  # nbval may pass an unknown magic, so the known ones are listed here
 MOST_BYTES = 1_500_000
 GLOSSARY = Path(__file__).parents[1] / "book/glossary.md"
 
-# nbval reads tags and, in comments, the same words as markers.
+# nbval's markers: it reads them in tags, and in comments as well.
 RAISES = {"raises-exception", "nbval-raises-exception", "NBVAL_RAISES_EXCEPTION"}
 IGNORES = {"nbval-ignore-output", "NBVAL_IGNORE_OUTPUT", "PYTEST_VALIDATE_IGNORE_OUTPUT"}
 SKIPS = {"nbval-skip", "NBVAL_SKIP", "skip-execution"}
@@ -36,29 +36,29 @@ MACHINE = re.compile(
 
 
 def named_cells(nb):
-    """(name for messages, cell) of each cell; the name is its number and its id."""
+    """Yields (name, cell) for each cell; the name for messages is the cell's number and id."""
     return [(f"cell {number} ({cell.get('id')})", cell) for number, cell in enumerate(nb.cells, 1)]
 
 
 def code_cells(nb):
-    """The same for each code cell."""
+    """Yields (name, cell) for each code cell."""
     return [(name, cell) for name, cell in named_cells(nb) if cell.cell_type == "code"]
 
 
 def marks(cell):
-    """The cell's tags, and its comments, among which nbval looks for markers."""
+    """The cell's tags and comments: nbval looks for its markers in both."""
     comments = {line.strip().lstrip("#").strip() for line in cell.source.splitlines() if line.strip().startswith("#")}
     return set(cell.metadata.get("tags", [])) | comments
 
 
 def last_code_line(cell):
-    """The last line that is more than a comment, without its comment; "" if there is none."""
+    """The cell's last line of code, without a comment at its end; "" if there is none."""
     lines = [line.split("#")[0].rstrip() for line in cell.source.splitlines()]
     return next(filter(None, reversed(lines)), "")
 
 
 def texts(output):
-    """Every text that an output holds: stream, representations, error, traceback."""
+    """Yields every text in an output: streams, representations, errors, tracebacks."""
     yield from [output.get("text", ""), output.get("evalue", ""), *output.get("traceback", [])]
     for mime, value in output.get("data", {}).items():
         if not mime.startswith("image/") or mime == "image/svg+xml":
@@ -66,7 +66,7 @@ def texts(output):
 
 
 def prose(nb):
-    """The markdown of all cells as one text; in its fences no line looks like a heading."""
+    """The markdown of all cells as one text, changed so that no line of a fence looks like a heading."""
     text = "\n\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
     return re.sub(r"^(`{3,}|~{3,}).*?^\1", lambda fence: fence[0].replace("\n#", "\n "), text, flags=re.M | re.S)
 
@@ -77,7 +77,7 @@ def headings(nb):
 
 
 def section(nb, title):
-    """The prose under the first heading that contains ``title``, up to the next heading of its level; "" if none."""
+    """The prose under the first heading that contains ``title``, up to the next heading of that level; else ""."""
     found = re.search(rf"^(#{{2,6}}) [^\n]*{title}.*?(?=^\1 |\Z)", prose(nb), flags=re.M | re.S | re.I)
     return found[0] if found else ""
 
@@ -86,7 +86,7 @@ def section(nb, title):
 
 
 def is_valid(nb):
-    """nbformat's own schema, which asks for cells' ids from 4.5 on."""
+    """The notebook is valid by nbformat's schema, and its format is 4.5, which asks for cells' ids."""
     if (nb.nbformat, nb.nbformat_minor) != (4, 5):
         yield f"format {nb.nbformat}.{nb.nbformat_minor} instead of 4.5"
     for error in nbformat.validator.iter_validate(nb):
@@ -97,7 +97,7 @@ def is_valid(nb):
 
 
 def is_executed_in_order(nb):
-    """nbval passes a cell that was never run without comparing it."""
+    """All cells were run, in order. nbval passes a cell without an execution count and does not compare it."""
     for count, (name, cell) in enumerate(code_cells(nb), 1):
         if cell.execution_count != count:
             yield f"{name} has the execution count {cell.execution_count} instead of {count}"
@@ -106,7 +106,7 @@ def is_executed_in_order(nb):
 
 
 def is_normalised(nb):
-    """No widget state, timings, versions, collapsed cells or machine's paths: what `make outputs` stores."""
+    """It is stored as `make outputs` does: no widget state, timings, versions, collapsed cells or machine's paths."""
     clean = normalised(nb)
     if nb.metadata != clean.metadata:
         yield "the notebook's metadata differ from what `make outputs` stores"
@@ -122,7 +122,7 @@ def has_no_attachments(nb):
 
 
 def has_known_magics(nb):
-    """An unknown magic prints an error that nbval can pass over; a shell line that fails raises nothing."""
+    """It uses known magics alone, and no shell lines: nbval may pass an unknown magic's error, or a shell's."""
     for name, cell in code_cells(nb):
         python = TransformerManager().transform_cell(cell.source)
         for magic in re.findall(r"get_ipython\(\)\.run_(?:line|cell)_magic\('([^']*)'", python):
@@ -135,7 +135,7 @@ def has_known_magics(nb):
 
 
 def raises_what_it_announces(nb):
-    """nbval passes a cell tagged as raising that does not raise, unless its stored output holds the error."""
+    """A cell has the tag raises-exception if and only if it stores an error: nbval checks the tag by that error."""
     for name, cell in code_cells(nb):
         stored = any(output.output_type == "error" for output in cell.outputs)
         if stored and not marks(cell) & RAISES:
@@ -145,7 +145,7 @@ def raises_what_it_announces(nb):
 
 
 def compares_every_output(nb):
-    """An output may go uncompared only where the cell says why and something is asserted in its place."""
+    """A cell whose output is not compared says why, and it or the next code cell asserts something in its place."""
     cells = code_cells(nb)
     for place, (name, cell) in enumerate(cells):
         if marks(cell) & SKIPS:
@@ -158,7 +158,7 @@ def compares_every_output(nb):
 
 
 def has_no_warnings(nb):
-    """A warning under nbval is an output that is not stored, so it fails; hence none may be stored either."""
+    """It stores no warning: a warning that is not stored fails under nbval, and that is how it is noticed."""
     for name, cell in code_cells(nb):
         for output in cell.outputs:
             if output.get("name") == "stderr":
@@ -176,7 +176,7 @@ def names_no_machine(nb):
 
 
 def describes_its_images(nb):
-    """The page gives a stored image its path as alternative text, unless the cell's metadata has a better one."""
+    """Images have an alt text in the cell's metadata; without it the page would use the image's path."""
     for name, cell in code_cells(nb):
         if any(mime.startswith("image/") for output in cell.outputs for mime in output.get("data", {})):
             if not cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "").strip():
@@ -184,7 +184,7 @@ def describes_its_images(nb):
 
 
 def ends_no_cell_with_a_semicolon(nb):
-    """Under nbval a trailing semicolon hides nothing, so the outputs would differ."""
+    """No cell ends with a semicolon: it hides an output in a notebook, but not under nbval."""
     for name, cell in code_cells(nb):
         if last_code_line(cell).endswith(";"):
             yield f"{name} ends with a semicolon"
@@ -211,13 +211,13 @@ def is_small(nb):
 
 
 def starts_with_helpers(nb):
-    """The extension starts importing torch for the ranks, so it comes before everything else."""
+    """The first cell loads the extension, which begins to import torch for the ranks in the background."""
     if not code_cells(nb)[0][1].source.startswith("%load_ext helpers"):
         yield "the first code cell does not start with `%load_ext helpers`"
 
 
 def promises_what_it_proves(nb):
-    """Under "What you will prove": three to six invariants, each a link to the cell that asserts it."""
+    """The list 'What you will prove' has three to six invariants, each with a link to the cell that asserts it."""
     promise = re.search(r"^(?:#+ |\*\*)What you will prove.*?(?=^#|\Z)", prose(nb), flags=re.M | re.S)
     promises = re.split(r"^(?:[-*]|\d+\.) ", promise[0] if promise else "", flags=re.M)[1:]
     if not 3 <= len(promises) <= 6:
@@ -228,7 +228,7 @@ def promises_what_it_proves(nb):
 
 
 def has_one_parameters_cell(nb):
-    """The exporter makes flags of it."""
+    """One cell has the tag parameters, with a line ``name: type = value  # what it does`` for each flag."""
     cells = [cell for _, cell in code_cells(nb) if "parameters" in marks(cell)]
     if len(cells) != 1:
         yield f"{len(cells)} cells are tagged parameters, not one"
@@ -248,7 +248,7 @@ def asks_for_a_prediction(nb):
 
 
 def hides_its_answers(nb):
-    """A cell that answers a prediction shows its result when the reader asks, and so does the prose that tells why."""
+    """After a prediction, the cell with the answer and the prose that explains it are folded."""
     for place, (name, cell) in enumerate(named_cells(nb)):
         if cell.cell_type == "markdown" and re.search(r"^[:`]{3,}\{admonition\} *Predict", cell.source, flags=re.M):
             below = nb.cells[place + 1 :]
@@ -270,7 +270,7 @@ def is_short(nb):
 
 
 def hands_over_its_script(nb):
-    """Downloads of the notebook and of the script, the script's listing, and how to start it."""
+    """'Take it to your GPUs' has downloads of the notebook and the script, the script's listing and commands."""
     text = section(nb, "Take it to your GPUs")
     least = {"{download}": 2, ".ipynb>": 1, "../scripts/": 2, "{literalinclude}": 1, "torchrun": 1}
     for wanted, times in least.items():
@@ -279,7 +279,7 @@ def hands_over_its_script(nb):
 
 
 def has_solved_exercises(nb):
-    """Exercises, with solutions that are checked on every run and folded on the page."""
+    """It has exercises, with solutions that assert something and are folded on the page."""
     if not section(nb, "Exercises"):
         yield "there is no section 'Exercises'"
     solutions = [(name, cell) for name, cell in code_cells(nb) if "solution" in marks(cell)]
@@ -293,7 +293,7 @@ def has_solved_exercises(nb):
 
 
 def has_several_exercises(nb):
-    """Two to four, each under a heading or a number of its own in bold: ``**1. Name.**``."""
+    """It has two to four exercises, each with a heading, or with a number in bold: ``**1. Name.**``."""
     exercises = re.findall(r"^(?:###+ |\*\*\d)", section(nb, "Exercises"), flags=re.M)
     if not 2 <= len(exercises) <= 4:
         yield f"there are {len(exercises)} exercises, not two to four"
@@ -311,12 +311,12 @@ def glossary():
 
 
 def running_text(source):
-    """A markdown cell in which all but its sentences is blank: same length, so that places in it are the cell's."""
+    """A markdown cell's source with blanks in place of all that is not a sentence, so that positions stay the same."""
     return BESIDE_SENTENCES.sub(lambda found: found[0] if "{term}" in found[0][:6] else " " * len(found[0]), source)
 
 
 def first_uses(nb):
-    """(term, name of the cell, match) of each glossary term's first use in the running text, linked or not."""
+    """Yields (term, the cell's name, match) for the first use of each glossary term in the prose, linked or not."""
     texts = [(name, running_text(cell.source)) for name, cell in named_cells(nb) if cell.cell_type == "markdown"]
     for term in glossary():
         word = re.escape(term) + ("s?" if term.islower() else "")

@@ -21,7 +21,7 @@ cells = itertools.count()
 
 @pytest.fixture(scope="module", autouse=True)
 def warmed_up():
-    """The forkserver runs, and this process has used OpenMP, as a notebook's kernel has."""
+    """Start the forkserver, and use OpenMP in this process, as a notebook's kernel has done."""
     torch.set_num_threads(2)
     torch.ones(512, 512) @ torch.ones(512, 512)
     launch(lambda: torch.ones(512, 512).sum(), nproc=1)
@@ -29,13 +29,13 @@ def warmed_up():
 
 @pytest.fixture(autouse=True)
 def nothing_left(request, warmed_up):
-    """Every test leaves this process as it was; a kernel's test counts what the kernel leaves."""
+    """Check that each test leaves this process as it was; tests of a kernel check the kernel instead."""
     with contextlib.nullcontext() if "kernel" in request.fixturenames else leftovers.unchanged():
         yield
 
 
 def cell(source):
-    """The names that a notebook has after a cell with this source, in ``__main__`` as there."""
+    """{name: value} after a cell with this source has run in ``__main__``, as a notebook's cells do."""
     source, file = textwrap.dedent(source).lstrip(), f"/somewhere/ipykernel_12345/{next(cells)}.py"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names = {"__name__": "__main__"}
@@ -45,12 +45,12 @@ def cell(source):
 
 
 def without_carets(story):
-    """A traceback without the lines that underline its code: each version of Python has its own."""
+    """A traceback without the lines that underline code, which differ between versions of Python."""
     return re.sub(r"^ *[~^]+\n", "", story, flags=re.M)
 
 
 def failure(fn, *args, **options):
-    """The RankError of a launch that must fail, well before its timeout of ten minutes where none is given."""
+    """The RankError of a launch that has to fail. Its default timeout is ten minutes, which must not be reached."""
     start, options = time.monotonic(), {"timeout": 600, **options}
     with pytest.raises(RankError) as caught:
         launch(fn, *args, **options)

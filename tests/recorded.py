@@ -1,7 +1,7 @@
-"""Transcripts that the book's pages show: what a test saw, compared with ``book/recorded/NAME.txt``.
+"""Transcripts that the book's pages show: a test compares what it sees with ``book/recorded/NAME.txt``.
 
-A file begins with comment lines, the command that makes it and the versions that it was made with, and an empty line.
-With ``UPDATE_RECORDED=1`` in the environment a test writes its file instead of comparing it.
+A file begins with two comment lines, the command that makes the file and the versions of the programs, and an empty
+line. With ``UPDATE_RECORDED=1`` in the environment a test writes its file and compares nothing.
 """
 
 import difflib
@@ -15,11 +15,11 @@ FOLDER = Path(__file__).parents[1] / "book" / "recorded"
 
 
 def compare(name, text, command, varying=(), **versions):
-    """Fail with a difference where a transcript is not the recorded one, but for what ``varying`` matches in both.
+    """Compare a transcript with the recorded one. Fails with a difference, apart from what ``varying`` matches in both.
 
-    The caller puts words in the place of what must not be on a page: folders, process ids, names of this machine. What
-    may be there and differs from run to run (times, ports, job ids) is named by the regular expressions ``varying``.
-    ``versions`` are of other programs than torch: ``slurm="22.05.8"``.
+    The caller replaces what must not be on a page: folders, process ids, names of this machine. The regular
+    expressions ``varying`` match what may be on a page and changes from run to run: times, ports, job ids.
+    ``versions`` are those of other programs than torch: ``slurm="22.05.8"``.
     """
     path = FOLDER / f"{name}.txt"
     text = "\n".join(line.rstrip() for line in text.strip("\n").splitlines()) + "\n"
@@ -40,12 +40,12 @@ def compare(name, text, command, varying=(), **versions):
 
 
 def body(path):
-    """What is recorded in a file, without the comment lines at its head."""
+    """The transcript in a file, without the comment lines at its beginning."""
     return path.read_text().partition("\n\n")[2]
 
 
 def masked(text, varying):
-    """The text with ``#`` for whatever one of the regular expressions matches."""
+    """The text with ``#`` in place of whatever one of the regular expressions matches."""
     for pattern in varying:
         text = re.sub(pattern, "#", text)
     return text

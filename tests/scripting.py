@@ -1,4 +1,4 @@
-"""What the tests of scripts share: an export, a machine without this project, torchrun, a rehearsal, a result."""
+"""What the tests of scripts share: exporting, hiding this project, torchrun, rehearsals, and reading results."""
 
 import atexit
 import contextlib
@@ -22,9 +22,9 @@ from helpers.export import chapters
 from helpers.ranks.launch import launch
 
 ROOT = Path(__file__).parents[1]
-TOLERANCE = 0.002  # of every number in a result: they are rounded to three digits
+TOLERANCE = 0.002  # for numbers in a result, which are rounded to three digits
 
-# Put before everything else on a rank's path, this hides the project however it is installed.
+# As a module that comes first on a rank's path, this text hides the project, however it is installed.
 SITECUSTOMIZE = """\
 import sys
 
@@ -40,7 +40,7 @@ sys.meta_path.insert(0, Hidden)
 
 
 def write_notebook(folder, source, parameters="steps: int = 10\nfail: int = -1"):
-    """A notebook of three cells, as folder/sample.ipynb."""
+    """Write a notebook of three cells to folder/sample.ipynb; return its path."""
     cells = [
         new_markdown_cell("# Sample"),
         new_code_cell(parameters, metadata={"tags": ["parameters"]}),
@@ -52,7 +52,7 @@ def write_notebook(folder, source, parameters="steps: int = 10\nfail: int = -1")
 
 
 def stand_alone(folder):
-    """The environment of a machine that does not have this project; ``folder`` is for what that takes."""
+    """Environment variables that hide this project from scripts; ``folder`` takes the file that does it."""
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -67,9 +67,10 @@ def export(notebook, folder):
 
 
 def torchrun(script, nproc, environment, *flags, agent=TORCHRUN, timeout=240):
-    """Run a script under torchrun in its own folder, as (exit status, stdout, stderr, processes that it left).
+    """Run a script under torchrun in its own folder. Returns (exit status, stdout, stderr, processes that it left).
 
-    The status is None when it hung for ``timeout`` seconds and was killed. With the agent FORKING, ranks start warm.
+    The status is None if the script hung for ``timeout`` seconds and was killed. With the agent FORKING, the ranks
+    have torch imported when they start.
     """
     mark = uuid.uuid4().hex
     where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
@@ -97,7 +98,7 @@ def torchrun(script, nproc, environment, *flags, agent=TORCHRUN, timeout=240):
 
 
 def rehearse(script, *options, flags=(), timeout=240):
-    """Run ``python -m helpers rehearse``; return the finished process. It must leave no process behind."""
+    """Run ``python -m helpers rehearse``; return the finished process. Fails if it leaves a process behind."""
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "helpers", "rehearse", str(script), *map(str, options), "--", *map(str, flags)]
     environment = {**os.environ, leftovers.MARK: mark}
@@ -107,11 +108,11 @@ def rehearse(script, *options, flags=(), timeout=240):
 
 
 class Left(BaseException):
-    """In the place of os._exit: a rehearsed script has ended."""
+    """Raised in place of os._exit: a rehearsed script has ended."""
 
 
 def rehearse_rank(port, script, gpus, flags, folder):
-    """This rank of ``launch`` becomes one of a rehearsal; return its exit status."""
+    """Turn this rank of ``launch`` into one of a rehearsal and run the script; return its exit status."""
     from helpers.rehearsal import rank
 
     def leave(status):
@@ -131,9 +132,9 @@ def rehearse_rank(port, script, gpus, flags, folder):
 
 
 def rehearse_here(script, gpus, flags, folder):
-    """(exit statuses, what was printed) of a rehearsal on ranks that are forked where torch is loaded already.
+    """Rehearse without torchrun, on ranks that are forked with torch imported. Returns (exit statuses, output).
 
-    It is what ``python -m helpers rehearse`` does, without torchrun; the counts go to folder/report.json.
+    Otherwise it does what ``python -m helpers rehearse`` does. The counts go to folder/report.json.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -142,6 +143,6 @@ def rehearse_here(script, gpus, flags, folder):
 
 
 def result(out):
-    """The numbers of a script's line ``result {json}``, which it prints once."""
+    """The numbers in the line ``result {json}``, which a script prints once."""
     [numbers] = re.findall(r"^result (.*)$", out, flags=re.MULTILINE)
     return json.loads(numbers)

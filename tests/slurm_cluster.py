@@ -1,11 +1,11 @@
-"""A real Slurm on one Linux machine: a controller, and nodes that are namespaces and have GPUs in name only.
+"""A real Slurm on one Linux machine: a controller and nodes, which are namespaces and have files in place of GPUs.
 
     with slurm(folder) as cluster:
         job = cluster.submit("job.sbatch", cwd=folder)
         cluster.wait(job)
 
-Nothing of it is seen outside, and it ends with the block, or with this process: every daemon and every job's process
-lives on one of the hosts of hosts.py.
+Every daemon and every job's process runs on one of the hosts of hosts.py. So nothing of it is seen outside, and it ends
+with the block, or with this process.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ PartitionName=urgent Nodes=n[1-{nodes}] PriorityTier=10 PreemptMode=OFF
 
 
 class Cluster:
-    """A controller's host, ``head``, and the nodes' hosts by name, all of them on one switch."""
+    """The controller's host, ``head``, and the nodes' hosts by name, all connected to one switch."""
 
     def __init__(self, folder, nodes):
         self.folder = folder
@@ -73,8 +73,8 @@ class Cluster:
         self.nodes = {f"n{number}": None for number in range(1, nodes + 1)}
 
     def start(self, stack):
-        """Start the hosts and the daemons; what ends them goes to the stack."""
-        # As on some clusters, nobody can look up a node's name in Slurm: the host of n1 is called compute1.
+        """Start the hosts and the daemons; the exit stack ends them."""
+        # The host of n1 is called compute1. So a node's name in Slurm has no address, as on some clusters.
         addresses = {name: f"10.88.0.{number}" for number, name in enumerate(["head", *self.nodes], 10)}
         called = {name: name.replace("n", "compute") if name in self.nodes else name for name in addresses}
         names = [("localhost", "127.0.0.1"), *((called[name], address) for name, address in addresses.items())]
@@ -114,12 +114,11 @@ class Cluster:
         self.run("slurmd", "-N", name, on=self.nodes[name])
 
     def on_switch(self, *command):
-        """Run a command in the controller's network, where the processes have the numbers that they have outside."""
+        """Run a command in the controller's network, but with the process numbers of this machine."""
         subprocess.run(["nsenter", f"--target={self.head.pid}", "--net", "--", *command], check=True, timeout=60)
 
     def run(self, *command, on=None, cwd="/", check=True):
-        """What a command prints on the controller's host, or on another; CalledProcessError where it fails."""
-        # not through pipes: a daemon would keep them open
+        """Run a command on the controller's host, or on ``on``; return its output. Fails with the status and output."""
         enter = (on or self.head).enter(command)
         enter[enter.index("--") - 1] = f"--wd={cwd}"
         done = subprocess.run(enter, env=self.environment, capture_output=True, text=True, timeout=60)
@@ -128,11 +127,11 @@ class Cluster:
         return done.stdout
 
     def submit(self, *command, cwd):
-        """The number of the job that sbatch makes."""
+        """Run sbatch; return the job's number."""
         return int(self.run("sbatch", "--parsable", *command, cwd=cwd))
 
     def state(self, job):
-        """A job's state, such as RUNNING; None once it is over and forgotten."""
+        """A job's state, such as RUNNING; None after its end, when Slurm has forgotten it."""
         return self.run("squeue", "--noheader", "--format=%T", f"--job={job}", check=False).strip() or None
 
     def wait(self, condition, seconds=90):
@@ -144,20 +143,20 @@ class Cluster:
             time.sleep(0.2)
 
     def until_limits_are_checked(self):
-        """Seconds until the controller looks for jobs whose time is up: it does so every 30 s."""
+        """Seconds until the controller next looks for jobs whose time is up, which it does every 30 s."""
         return 30 - (time.monotonic() - self.started) % 30
 
     def requeue_soon(self, job):
-        """Wait for a job to be queued again, and let it start soon: Slurm would wait for longer.
+        """Wait until a job is queued again, then let it start soon: by itself, Slurm would wait much longer.
 
-        Not at once: the permission to run of the last start was withdrawn, and its times are in whole seconds.
+        It cannot start at once: Slurm counts whole seconds since it has withdrawn the last start's credential.
         """
         self.wait(lambda: self.state(job) == "PENDING")
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
 
 
 def missing():
-    """Why this machine cannot have a Slurm, or None."""
+    """The reason why this machine cannot have a Slurm, or None."""
     lacking = [program for program in PROGRAMS if not shutil.which(program)]
     if lacking:
         return f"no {', '.join(lacking)} on this machine"
@@ -166,7 +165,7 @@ def missing():
 
 @contextlib.contextmanager
 def slurm(folder, nodes=3):
-    """A Slurm whose files are in an existing folder, with nodes n1, n2, ... that are ready for jobs."""
+    """A context with a Cluster whose nodes n1, n2, ... are ready for jobs. ``folder`` exists and takes its files."""
     with contextlib.ExitStack() as stack:
         cluster = Cluster(folder, nodes)
         cluster.start(stack)

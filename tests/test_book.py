@@ -1,4 +1,4 @@
-"""The built book: a quiet build, links, nothing fetched from outside, downloads; and the commands that prose names."""
+"""The built book: a build without warnings, links, no requests to other hosts, downloads; and the prose's commands."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def parsed(path):
 
 
 def pages(html):
-    """(path below the book's folder, parsed page) of each page."""
+    """Yields (path below the book's folder, parsed page) for each page."""
     found = [(path.relative_to(html).as_posix(), parsed(path)) for path in sorted(html.rglob("*.html"))]
     return [(name, page) for name, page in found if not name.startswith("_")]
 
@@ -84,7 +84,7 @@ def badly_formed(page):
 
 
 def images_without_text(page):
-    """The theme gives its logo none: the book's title stands beside it."""
+    """Images without an alt text. The theme's logo has none, because the book's title stands beside it."""
     pictures = [tag for tag in page("img") if "logo__image" not in tag.get("class", [])]
     return [tag.get("src") for tag in pictures if not tag.get("alt", "").strip() or is_file_name(tag["alt"])]
 
@@ -140,7 +140,7 @@ def test_nothing_comes_from_outside(book):
 
 
 def test_pages_and_their_drawing_carry_the_fonts(book):
-    """The five files, at most 200 kB in all; a licence beside each family. An image cannot use the page's."""
+    """The five font files have at most 200 kB, and each family has its licence. An image has its own copy of a font."""
     sheet, drawing = (book.html / "_static" / "fonts.css", book.html / "_images" / "three_places.svg")
     faces = {path: re.findall(r"@font-face.*?}", path.read_text(encoding="utf-8")) for path in (sheet, drawing)}
     assert [len(faces[path]) for path in (sheet, drawing)] == [5, 3]
@@ -155,7 +155,7 @@ def test_pages_and_their_drawing_carry_the_fonts(book):
 
 
 def test_outside_links_are_well_formed(book):
-    """They are not fetched; `pytest -rP` shows the list."""
+    """The links are not fetched; `pytest -rP` shows their list."""
     links = {tag["href"] for _, page in pages(book.html) for tag in page("a", href=True) if is_outside(tag["href"])}
     print("\n".join(sorted(links)))
     bad = [f"{name}: {link}" for name, page in pages(book.html) for link in badly_formed(page)]
@@ -246,7 +246,7 @@ def test_every_page_names_the_mark_and_the_version(book):
     ids=["readme", "intro"],
 )
 def test_the_front_shows_what_a_notebook_holds(page, kinds):
-    """Each block of text is an output of the first chapter, each block of Python is in one of its cells."""
+    """Each block of text is an output of the first chapter; each block of Python is in one of its cells."""
     cells = [cell for cell in nbformat.read(ROOT / f"{CHAPTERS[0]}.ipynb", 4).cells if cell.cell_type == "code"]
     outputs = "".join(
         f"{one.get('text', '')}{one.get('ename', '')}: {one.get('evalue', '')}"
@@ -261,7 +261,7 @@ def test_the_front_shows_what_a_notebook_holds(page, kinds):
 
 
 def test_the_intro_lists_the_parts_as_the_toc_has_them():
-    """The parts as headings, their pages below them in the same order, the chapters with their own titles."""
+    """Its headings are the parts. Below each are the part's pages, in order, with the titles that the pages have."""
     parts = re.split(r"(?m)^### ", (ROOT / "book" / "intro.md").read_text())[1:]
     listed = {part.splitlines()[0]: re.findall(r"(?m)^\|(?: \d+ \|)? \[([^]]+)\]\(([^)]+)\)", part) for part in parts}
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text())["parts"]
@@ -289,7 +289,7 @@ PROSE = [path for path in [*ROOT.glob("*.md"), *(ROOT / "book").glob("*.md")] if
 
 
 def commands(text):
-    """The lines of the text's shell listings, without prompts and comments, and commands that stand in a sentence."""
+    """The commands in a text: the lines of shell listings, without prompts and comments, and code in sentences."""
     fence = r"^(?:```+|:::+)(?:\{code-block\} )?(?:bash|console|shell|sh)\n(.*?)^(?:```|:::)"
     for listing in re.findall(fence, text, flags=re.M | re.S):
         for line in re.sub(r"\\\n\s*", "", listing).splitlines():
@@ -313,13 +313,13 @@ def test_readme_starts_with_the_two_commands():
 
 
 def with_ranks(command):
-    """The same, marked where it starts ranks."""
+    """The command as a parameter of a test, with a mark if it starts ranks."""
     return pytest.param(command, marks=[pytest.mark.ranks] if "helpers doctor" in command else [])
 
 
 @pytest.mark.parametrize("command", [with_ranks(command) for command in all_commands()])
 def test_command_in_the_prose_works(command, tmp_path, helpers):
-    """A make target exists; a command of this project is run, or its help is; others are among the known ones."""
+    """A make target exists. A command of this project, or its help, is run. Others are among the known commands."""
     words = shlex.split(command)
     while "=" in words[0]:
         words.pop(0)  # VARIABLE=value before the command
@@ -359,7 +359,7 @@ def run(*command):
 
 
 def flags_of_chapters():
-    """``--epochs`` and whatever else the parameters cells of the chapters define."""
+    """All flags that the chapters' parameters cells define, such as ``--epochs``."""
     cells = [cell for name in CHAPTERS for cell in json.loads((ROOT / f"{name}.ipynb").read_text())["cells"]]
     sources = ["".join(cell["source"]) for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
     return {f"--{name.replace('_', '-')}" for name in re.findall(r"^(\w+):", "\n".join(sources), flags=re.M)}

@@ -1,4 +1,4 @@
-"""The built book in a real browser, each page visited once: errors, requests, width, fonts, sliders, axe; dark mode."""
+"""The built book in a real browser, which visits each page once: errors, requests, width, fonts, sliders, axe, dark."""
 
 import io
 import re
@@ -19,14 +19,14 @@ OWN = re.compile("Inter-|JetBrainsMono-")
 
 WIDE = {"width": 1280, "height": 900}
 NARROW = {"width": 360, "height": 740}
-PATIENCE = 120_000  # milliseconds: a busy machine is slow, and no test is about how fast a page is
+PATIENCE = 120_000  # milliseconds: a busy machine is slow, and no test here measures speed
 VISIBLE_PICTURE = """figure => [...figure.querySelectorAll('.wso-view')]
     .filter(view => view.checkVisibility())
     .map(view => view.outerHTML)"""
 
 
 class Visit:
-    """A page of the book, opened, with everything that its browser complained about or asked of another host."""
+    """An open page of the book, with what the browser complained about and what it requested from other hosts."""
 
     def __init__(self, context, url, page):
         self.complaints = []
@@ -51,7 +51,7 @@ class Visit:
 
 @pytest.fixture(scope="module")
 def shared_context(browser):
-    """One for all pages, so that what they share is loaded once. No address resolves to another host."""
+    """One browser context for all pages, which loads shared files once. No host's name resolves in it."""
     context = browser.new_context(viewport=WIDE)
     yield context
     context.close()
@@ -59,7 +59,7 @@ def shared_context(browser):
 
 @pytest.fixture
 def visit(shared_context, book_url):
-    """visit(page) opens a page of the book."""
+    """A function that opens a page of the book and returns the Visit."""
     visits = []
 
     def open_page(page):
@@ -77,7 +77,7 @@ def figures(page):
 
 
 def unfold(page):
-    """Open what is folded, so that it is looked at too, and let it fade in."""
+    """Open all folds, so that their contents are checked too, and wait until they have faded in."""
     page.evaluate("""() => {
         for (const fold of document.querySelectorAll('details')) fold.open = true;
         return Promise.allSettled(document.getAnimations().map(animation => animation.finished));
@@ -85,14 +85,14 @@ def unfold(page):
 
 
 def turn(page, scheme):
-    """Turn a page light or dark, as the system's own setting does; what is folded is opened."""
+    """Turn a page light or dark, as the system's setting would, and open its folds."""
     page.emulate_media(color_scheme=scheme)
     page.locator(f"html[data-theme={scheme}]").wait_for()
     unfold(page)
 
 
-# A page's listings have 13,000 coloured words. Of those whose classes and ancestors' classes are the same axe is shown
-# the first; the others join the text around them.
+# A page's listings have up to 13,000 coloured words. Of the words with equal classes and ancestors' classes, axe gets
+# the first one. The others lose their element and become a part of the text around them.
 ONE_OF_A_KIND = """() => {
     const seen = new Set();
     for (const word of [...document.querySelectorAll('pre span[class]:not(:has(*))')]) {
@@ -102,9 +102,9 @@ ONE_OF_A_KIND = """() => {
     }
 }"""
 
-# Axe takes 5 ms for the contrast of a text. It depends on the text's own style and on what its ancestors paint behind
-# it: of the visible texts in which those are the same the first is marked, and looked at, if it is longer than a
-# letter, of which axe says nothing.
+# Axe takes 5 ms for the contrast of a text. The contrast depends on the text's style and on what its ancestors paint
+# behind it. So of the visible texts for which all of that is equal, only the first is marked and checked. Texts of one
+# letter are left out, because axe says nothing about them.
 ONE_OF_A_LOOK = """() => {
     const seen = new Set(), behind = new Map([[null, '']]);
     const look = (tag, ...names) => names.map(name => getComputedStyle(tag)[name]).join();
@@ -126,7 +126,7 @@ AXE = Axe(AXE_SCRIPT + ";axe.configure({rules: [{id: 'color-contrast', selector:
 
 
 def violations(page, **options):
-    """What axe finds on a page, by (rule, HTML), but for what the theme brings."""
+    """[(rule, HTML)] of axe's findings on a page, without those about the theme."""
     page.evaluate(ONE_OF_A_KIND)
     page.evaluate(ONE_OF_A_LOOK)
     found = AXE.run(page, options={"resultTypes": ["violations"], **options}).response["violations"]
@@ -156,7 +156,7 @@ SAMPLES = """looks => Promise.all(Object.entries(looks).map(([look, characters])
 
 
 def last_font(characters):
-    """A font with blanks for all of these, as a style sheet: what no other font has would be drawn in any of them."""
+    """A style sheet with a font of blanks for these characters, which is used only where no other font has them."""
     names = {ord(character): f"u{ord(character):X}" for character in characters}
     font = FontBuilder(1000)
     font.setupGlyphOrder([".notdef", *names.values()])
@@ -173,7 +173,7 @@ def last_font(characters):
 
 
 def foreign_characters(page):
-    """The characters that a page does not take from the book's own fonts."""
+    """Yields a problem for each character of a page that is not drawn in one of the book's fonts."""
     looks = page.evaluate(LOOKS)
     style = page.add_style_tag(content=last_font(set("".join(looks.values()))))
     page.evaluate(SAMPLES, looks)
@@ -199,7 +199,7 @@ def foreign_characters(page):
 
 
 def too_wide(page):
-    """At 360 pixels nothing makes the page itself scroll sideways."""
+    """Yields a problem where a page that is 360 pixels wide scrolls sideways."""
     page.set_viewport_size(NARROW)
     width = page.evaluate("document.documentElement.scrollWidth")
     if width > NARROW["width"] or page.evaluate("window.scrollTo(200, 0), window.scrollX"):
@@ -208,7 +208,7 @@ def too_wide(page):
 
 
 def not_drawn(page):
-    """Formulas that are not set, and images that the browser cannot read."""
+    """Yields formulas that MathJax has not set, and images that the browser cannot read."""
     for formula in page.locator(".math:not(:has(mjx-container))").all():
         yield f"not set: {formula.inner_text()}"
     for address in page.evaluate("[...document.images].filter(image => !image.naturalWidth).map(image => image.src)"):
@@ -216,7 +216,7 @@ def not_drawn(page):
 
 
 def sliders_that_fail(page):
-    """Each slider of a chapter has a label, and moves its figure by mouse and by keyboard."""
+    """Yields a problem for each slider without a label, or that does not move its figure by mouse and by keyboard."""
     for figure in figures(page).all():
         for slider in figure.locator("input[type=range]").all():
             name = slider.evaluate("input => ((input.labels[0]?.innerText ?? '') + (input.ariaLabel ?? '')).trim()")
@@ -244,7 +244,7 @@ def sliders_that_fail(page):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_page_has_no_problem(visit, name):
-    """In light nothing for axe but what the theme brings, nor in dark for those of its rules that look at colours."""
+    """Axe finds nothing but the theme's own problems, light or dark. In dark, only rules on colours are checked."""
     seen = visit(name)
     unfold(seen.page)
     problems = [*too_wide(seen.page), *not_drawn(seen.page), *foreign_characters(seen.page)]
@@ -272,7 +272,7 @@ def test_figures_show_their_first_frame_and_no_dead_slider_without_javascript(br
 
 
 def test_a_text_that_is_hard_to_read_is_found(visit):
-    """In paragraphs, in a listing's keywords and below figures."""
+    """It is found in paragraphs, in a listing's keywords and in captions."""
     page = visit(CHAPTERS[0]).page
     for scheme, colour in {"light": "#bbb", "dark": "#555"}.items():
         turn(page, scheme)
@@ -296,7 +296,7 @@ def test_a_character_that_the_fonts_lack_is_found(visit):
 
 
 def test_dark_mode_toggles(browser, book_url):
-    """The button goes through the system's choice, light and dark; the page and its figures' ink follow."""
+    """The button cycles through the system's setting, light and dark. The page and the ink of its figures follow."""
     page = Visit(browser, book_url, CHAPTERS[0]).page
     unfold(page)  # in a closed fold a colour's transition never ends
     colours = (
@@ -314,7 +314,7 @@ def test_dark_mode_toggles(browser, book_url):
 
 
 def test_cheat_sheet_prints_on_one_page(visit):
-    """As the book promises; another page takes several, so the count counts."""
+    """The book promises one page. Another of its pages needs several, so the count can fail."""
 
     def printed(page):
         return visit(page).page.pdf(format="A4").count(b"/Type /Page\n")

@@ -1,4 +1,4 @@
-"""Checkpoints: killed at every operation, damaged in every file, hostile, resharded, and agreed on by all ranks."""
+"""Checkpoints: a kill at every operation, damage in every file, hostile files, another world size, several ranks."""
 
 import contextlib
 import dataclasses
@@ -54,18 +54,18 @@ from helpers.runtime.untrusted import check_metadata, load_untrusted
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
 
 
 def write(folder, step, size=10_000, keep=3):
-    """A checkpoint of two files whose content tells the step."""
+    """Write a checkpoint of two files, each of which holds the step."""
     with new_checkpoint(folder, step, keep) as path:
         save_file({"weights": torch.full((size,), float(step)), "step": step}, path / "weights.pt")
         save_file({"plain": [step, 0.1, "text", None, (1, 2)]}, path / "plain.pt")
 
 
 def step_of(path):
-    """The step that a checkpoint's files tell, which must agree with each other and with its name."""
+    """The step in a checkpoint's files. Fails if the files and the folder's name do not agree."""
     verify(path)
     step = load_file(path / "weights.pt")["step"]
     assert torch.equal(load_file(path / "weights.pt")["weights"], torch.full((10_000,), float(step)))
@@ -75,7 +75,7 @@ def step_of(path):
 
 
 def message(call, *arguments):
-    """What a call that must fail says."""
+    """The message of the CheckpointError that a call has to raise."""
     with pytest.raises(CheckpointError) as caught:
         call(*arguments)
     text = str(caught.value)
@@ -177,7 +177,7 @@ def test_what_is_missing_is_named(tmp_path):
     write(tmp_path, 1)
     (tmp_path / "step_00000001" / "plain.pt").unlink()
     assert "step_00000001/plain.pt is missing" in message(verify, tmp_path / "step_00000001")
-    assert "No checkpoint in" in message(latest_good, tmp_path)
+    assert "No good checkpoint in" in message(latest_good, tmp_path)
 
 
 # ---- Damage
@@ -201,7 +201,7 @@ def test_damage_is_found_in_every_file(tmp_path, name):
         damaged = bytearray(whole)
         damaged[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
         (path / name).write_bytes(damaged)
-        if name == MANIFEST:  # a flip between the words of a JSON text can be harmless; it must not hide a file
+        if name == MANIFEST:  # a changed blank in a JSON text does no harm, but the list of files has to stay complete
             try:
                 verify(path)
             except CheckpointError:
@@ -361,7 +361,7 @@ fork = multiprocessing.get_context("fork")
 
 
 def killed_at_operation(number, folder, work):
-    """In a child: call ``work`` and die before the folder's ``number``-th operation (see sys.audit)."""
+    """Fork a child that calls ``work`` and dies before the ``number``-th operation on the folder (see sys.audit)."""
     count = 0
 
     def hook(event, arguments):
@@ -377,7 +377,7 @@ def killed_at_operation(number, folder, work):
 
 
 def kill_everywhere(folder, keep):
-    """(states that were found after a kill at each operation of a save, operations)."""
+    """([the state after a kill at each operation of a save], the number of operations)."""
     dist.destroy_process_group()  # a forked child must not use this rank's
     found = []
     for number in range(1000):
@@ -407,7 +407,7 @@ def test_a_kill_at_every_operation_loses_nothing(tmp_path, keep):
 
 
 def written(folder):
-    """Bytes in a folder's files, some of which may vanish while it looks."""
+    """The number of bytes in a folder's files, some of which may vanish while they are counted."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:
@@ -555,7 +555,7 @@ def test_saved_here_loaded_there(tmp_path, saved_on, saved_sharded):
 
 
 def committed(saves, steps=10_000):
-    """(the step at which a save was told to be there, its folder's name), of at most this many steps."""
+    """(the step at which finished() returned a checkpoint, the checkpoint's name), within ``steps`` steps."""
     for step in range(steps):
         is_done = saves.saving.done()
         if saved := saves.finished():
@@ -638,7 +638,7 @@ def write_on_rank0(folder, step):
 
 
 def watch_files(folder):
-    """A list that grows by (name, mode) of each file in a folder that this process opens from now on."""
+    """A list to which (name, mode) is added for each file of the folder that this process opens from now on."""
     opened = []
 
     def hook(event, arguments):
@@ -747,7 +747,7 @@ def test_what_cannot_be_read_is_an_error_on_all_ranks(tmp_path, kind):
 
 @contextlib.contextmanager
 def full_disk_after(operations):
-    """A disk that is full after so many writes, syncs, new folders and renames; yields how many there were."""
+    """A context in which the disk is full after ``operations`` writes, syncs, new folders and renames: a counter."""
     count = itertools.count()
 
     def full(function):
@@ -771,7 +771,7 @@ def full_disk_after(operations):
 
 
 def fill_the_disk(folder, victim, save):
-    """What this rank was told at each operation after which the victim's disk was full."""
+    """[what this rank heard of a save] with the victim's disk full after 0, 1, 2, … operations."""
     said = []
     for operations in range(200):
         full = full_disk_after(operations) if dist.get_rank() == victim else contextlib.nullcontext()
@@ -849,7 +849,7 @@ def test_a_full_disk_leaves_no_half_file_beside_another(tmp_path):
 
 
 def kill_a_rank(script, environment, flags, folder, name):
-    """Start a script on two ranks, and kill one of them when the folder holds that checkpoint."""
+    """Start a script on two ranks, and kill one of them when the folder holds the checkpoint ``name``."""
     where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     command = [sys.executable, *FORKING, "--nproc-per-node=2", *where, script, *flags]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}

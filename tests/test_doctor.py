@@ -1,4 +1,4 @@
-"""``python -m helpers doctor``: alone, under real torchrun, and on worlds in which something is broken."""
+"""``python -m helpers doctor``: alone, under real torchrun, and on ranks of which something is broken."""
 
 import os
 import re
@@ -31,7 +31,7 @@ COLLECTIVES = ["broadcast", "scatter", "gather", "reduce", "all_gather", "all_re
 
 @pytest.fixture
 def surroundings():
-    """The environment of a machine without a launcher; what a test starts in it must be gone at its end."""
+    """Environment variables without a launcher's. At the end, processes that a test has started must be gone."""
     with leftovers.surroundings() as environment:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS"):
             environment.pop(name, None)
@@ -48,7 +48,7 @@ def run(environment, *command):
 
 
 def check_report(out, count):
-    """What every report of a sound world of ``count`` local ranks has."""
+    """Check what every report on ``count`` healthy local ranks has."""
     lines = out.partition("\n\nThat was this machine alone.")[0].splitlines()
     assert max(map(len, lines)) <= 80 and not re.search(r"/\w+/", out.replace("/dev/shm", "")), out
     assert lines[0] == f"{count} rank{'s' * (count > 1)} on 1 host, gloo" and lines[-1] == "Nothing is wrong here."
@@ -62,7 +62,7 @@ def check_report(out, count):
         assert row and (count == 1 or float(row[2]) > 0), name
 
 
-@pytest.mark.parametrize("count", [1, 4])  # and 2 by itself, below
+@pytest.mark.parametrize("count", [1, 4])  # test_alone has 2
 @pytest.mark.ranks
 def test_under_torchrun(count, surroundings):
     command = [*TORCHRUN, f"--nproc-per-node={count}", "-m", "helpers", "doctor"]
@@ -102,7 +102,7 @@ def test_what_is_wrong_ends_torchrun_with_a_status(surroundings, tmp_path):
 
 @pytest.mark.ranks
 def test_interrupted(surroundings):
-    """Ctrl-C while rank 1, which a signal has stopped, is waited for."""
+    """Ctrl-C comes while the others wait for rank 1, which SIGSTOP has stopped."""
     command = [sys.executable, "-m", "helpers", "doctor", "--nproc", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=surroundings, process_group=0, **pipes) as process:
@@ -116,9 +116,9 @@ def test_interrupted(surroundings):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--timeout", "soon"], "'soon' is no number of seconds"),
-        (["--timeout", "-1"], "'-1' is no number"),
-        (["--nproc", "0"], "'0' is no number of processes"),
+        (["--timeout", "soon"], "'soon' is not a number of seconds"),
+        (["--timeout", "-1"], "'-1' is not a number"),
+        (["--nproc", "0"], "'0' is not a number of processes"),
         (["--backend", "mpi"], "invalid choice: 'mpi'"),
         (["--master", "node1"], "--master is for srun or torchrun"),
     ],
@@ -155,7 +155,7 @@ def test_a_variable_that_is_missing_or_wrong_is_named(change, told, capsys, monk
 
 
 def raises(error):
-    """A function that raises the error, whatever it is called with."""
+    """A function that raises the error, with any arguments."""
 
     def function(*args, **options):
         raise error
@@ -173,9 +173,10 @@ def flat(text):
 
 @pytest.fixture
 def world(capsys):
-    """A call that starts the doctor on local ranks, each after ``prepare()`` there; (statuses, what they printed).
+    """A function that starts the doctor on local ranks and returns (statuses, output).
 
-    A rank for which ``prepare`` returns "absent" does not come. The store is this process's, as with torchrun.
+    Each rank first calls ``prepare()``; if that returns "absent", the rank does not come. As with torchrun, the store
+    is not a rank's: this process serves it.
     """
 
     def start(count, prepare, timeout=4):
@@ -283,7 +284,7 @@ def test_a_wrong_link_is_named(world):
 
     statuses, out = world(3, prepare)
     assert statuses == [1, 1, 1] and "2 of 3 pairs right" in out
-    assert "What ranks 1 and 2 send each other arrives wrong" in flat(out) and "1 problem found" in out
+    assert "Data between ranks 1 and 2 arrives changed" in flat(out) and "1 problem found" in out
 
 
 @pytest.mark.ranks
@@ -340,7 +341,7 @@ def test_an_address_that_takes_no_connection_is_named(world):
     def prepare(rank):
         if rank == 1:
             facts = doctor.facts_of_rank
-            silent = socket.socket()  # has a port and does not listen
+            silent = socket.socket()  # it has a port and does not listen there
             silent.bind(("127.0.0.1", 0))
             socket.create_server = raises(OSError("no more files"))
             doctor.facts_of_rank = lambda *args: {**facts(*args), "port": silent.getsockname()[1]}
@@ -354,7 +355,7 @@ def test_an_address_that_takes_no_connection_is_named(world):
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.ranks
 def test_rank_0_without_an_address_does_not_prevent_the_others(count, world):
-    """With 2 ranks, one is left."""
+    """Of 2 ranks, one is left, and of 3, two."""
 
     def prepare(rank):
         if rank == 0:
@@ -367,7 +368,7 @@ def test_rank_0_without_an_address_does_not_prevent_the_others(count, world):
 
 
 def test_store_that_nobody_serves(capsys):
-    with socket.socket() as silent:  # has the port, so that nobody else gets it, and does not listen
+    with socket.socket() as silent:  # it keeps the port from others, and does not listen there
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
         place = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -406,7 +407,7 @@ STEP = {
 
 @pytest.fixture
 def step(monkeypatch):
-    """A task of a Slurm step."""
+    """Set the environment variables of a task in a Slurm step."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in STEP.items():
@@ -456,8 +457,8 @@ def test_first_host_of_a_node_list(nodes, first):
 
 @pytest.mark.ranks
 def test_two_tasks_of_a_slurm_step(surroundings):
-    """Slurm's variables, without Slurm: rank 0 serves the store, and the other finds it."""
-    held = socket.socket()  # until rank 0 listens there too, nobody else gets the port
+    """With Slurm's variables and without Slurm: rank 0 serves the store, and the other rank finds it."""
+    held = socket.socket()  # it keeps the port from others until rank 0 listens there
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
     port = held.getsockname()[1]
@@ -480,7 +481,7 @@ def test_two_tasks_of_a_slurm_step(surroundings):
 
 
 def findings(count=4, hosts=1, gpus=False, **changes):
-    """What a sound world finds; ``changes`` are of its parts, and of one rank's facts as rank2={...}."""
+    """The findings of healthy ranks, with ``changes``: of its entries, or of one rank's facts, as in rank2={...}."""
     local = count // hosts
     infos = {
         rank: {
@@ -565,7 +566,7 @@ def test_reports_fit_a_screen(count, hosts, gpus):
     ],
 )
 def test_a_problem_in_plain_words(changes, told):
-    """With two ranks on each of two hosts; one problem each, which has a remedy."""
+    """With two ranks on each of two hosts, each change makes one problem, which has a remedy."""
     found = findings(4, 2, **changes)
     assert len(list(problems(found))) == 1
     text, status = report(found)

@@ -1,4 +1,4 @@
-"""Notebooks to scripts: every rule and every refusal, on notebooks of a few cells."""
+"""From notebooks to scripts: every rule and every refusal, on notebooks of a few cells."""
 
 import ast
 import json
@@ -33,7 +33,7 @@ def code(source, *tags):
 
 
 def notebook(*cells):
-    """A notebook: code cells as they are, strings as cells tagged export, strings that begin with # as markdown."""
+    """A notebook of these cells. A string becomes a cell tagged export, or markdown if it begins with #."""
     made = []
     for cell in cells:
         if isinstance(cell, str):
@@ -43,7 +43,7 @@ def notebook(*cells):
 
 
 def exported(*cells, allow_single=True):
-    """The exported script and its notes; the script compiles, and ruff finds no undefined or misused name in it."""
+    """(the exported script, its notes). Checks that the script compiles and that ruff finds no undefined name in it."""
     text, notes = script_and_notes(notebook(*cells), "05_test", allow_single)
     compile(text, "05_test.py", "exec")
     ruff("check", "--select=E501,F7,F82", text=text)
@@ -62,7 +62,7 @@ def ruff(*command, text):
 
 
 def refusal(*cells):
-    """The message with which the notebook is refused: one or two lines."""
+    """The message with which a notebook of these cells is refused. Checks that it has one or two lines."""
     with pytest.raises(ExportError) as caught:
         script_from_notebook(notebook(*cells), "05_test", allow_single=True)
     message = str(caught.value)
@@ -262,7 +262,7 @@ guess = 0.5"""
 
 
 def run_script(text, tmp_path, *flags):
-    """What a script that needs no torchrun prints, its exit status and its errors."""
+    """Run a script without torchrun. Returns (stdout, exit status, stderr)."""
     path = tmp_path / "script.py"
     path.write_text(text)
     done = subprocess.run([sys.executable, path, *flags], capture_output=True, text=True, cwd=tmp_path, timeout=120)
@@ -329,11 +329,11 @@ def test_parameters_in_main(source, expected, tmp_path):
         ("x: bool = 1", "does not fit its type"),
         ("x: str = None", "does not fit its type"),
         ("x: Literal['a', 'b'] = 'c'", "does not fit its type"),
-        ("x: int = len('a')", "is no literal"),
+        ("x: int = len('a')", "is not a literal"),
         ("x = None", "Write x: type = None"),
-        ("x: int", "`x: int` is no parameter"),
-        ("x = y = 1", "is no parameter"),
-        ("print(1)", "is no parameter"),
+        ("x: int", "`x: int` is not a parameter"),
+        ("x = y = 1", "is not a parameter"),
+        ("print(1)", "is not a parameter"),
         ("x: int = 1\nx: int = 2", "the parameter x twice"),
         ("help: int = 1", "needs the flag --help"),
     ],
@@ -411,11 +411,11 @@ def test_a_function_that_main_does_not_call_keeps_its_end_of_the_group():
         ("from helpers.runtime import process_group\nprint(process_group)", "takes a whole module"),
         ("import helpers.runtime.data\nprint(helpers.runtime.data.digits())", "takes a whole module"),
         ("import helpers\nprint(helpers)", "takes a whole module"),
-        ("from helpers.runtime.data import nothing\nprint(nothing)", "there is no such name"),
-        ("from helpers.runtime.data import digits as d\nprint(d())", "renames it"),
-        ("from helpers.runtime.data import *\nprint(1)", "hides what it imports"),
-        ("from math import *\nprint(pi)", "hides what it imports"),
-        ("from . import x\nprint(x)", "hides what it imports"),
+        ("from helpers.runtime.data import nothing\nprint(nothing)", "imports a name that is not there"),
+        ("from helpers.runtime.data import digits as d\nprint(d())", "renames what it imports"),
+        ("from helpers.runtime.data import *\nprint(1)", "does not say what it imports"),
+        ("from math import *\nprint(pi)", "does not say what it imports"),
+        ("from . import x\nprint(x)", "does not say what it imports"),
         ("def f():\n    from helpers.runtime.data import digits\n    return digits()\nprint(f())", "in a block"),
         ("if True:\n    import helpers.runtime.data", "in a block"),
         (
@@ -517,10 +517,10 @@ def test_entangled_with_the_notebook(source, expected):
         ("print(nowhere)", "it reads nowhere, which no exported cell binds before"),
         ("print(soon)\nsoon = 1", "reads soon, which no exported cell binds before"),
         ("print([nowhere for i in range(2)])", "reads nowhere"),
-        ("exec('x = 1')", "is for a notebook's global names"),
-        ("print(locals())", "is for a notebook's global names"),
-        ("print(vars()['epochs'])", "is for a notebook's global names"),
-        ("print(1)\ncompile(len(print('a')))\nlen = 1\nfrom helpers.runtime.process_group import *", "hides"),
+        ("exec('x = 1')", "works on a notebook's global names"),
+        ("print(locals())", "works on a notebook's global names"),
+        ("print(vars()['epochs'])", "works on a notebook's global names"),
+        ("print(1)\ncompile(len(print('a')))\nlen = 1\nfrom helpers.runtime.process_group import *", "does not say"),
     ],
 )
 def test_names_refused(source, expected):
@@ -528,7 +528,7 @@ def test_names_refused(source, expected):
     assert expected in message and "05_test, cell " in message
 
 
-# A notebook's cells, and which names its script declares global. The script prints what the cells print.
+# Notebooks, and the names that their scripts declare global. Each script has to print what the notebook's cells print.
 GLOBAL = {
     "read by a function": (["model = 1\ndef f():\n    return model\nprint(f())", "model = 2\nprint(f())"], "model"),
     "nested": (["def f():\n    return [(lambda: a)() for _ in 'x']\na = 1\nprint(f())"], "a"),
@@ -727,7 +727,7 @@ def test_a_group_whose_ranks_do_not_work_together_is_told_so():
     ],
 )
 def test_launchers_inside_of_torchrun_are_refused(source):
-    assert "starts ranks, and torchrun starts the script's" in refusal(source)
+    assert "starts ranks, but torchrun starts the script's" in refusal(source)
     script("import multiprocessing\nmultiprocessing.Process(target=print).start()", "rng = dict\nrng.spawn(3)")
 
 
@@ -790,7 +790,7 @@ def test_a_moved_import_is_told():
 
 
 BUDGET = {"11_trainer": 450}  # lines; 500 for the others
-SHORT = {"04_ddp": (130, 45)}  # lines that are not blank, and how many of them are the process group's
+SHORT = {"04_ddp": (130, 45)}  # lines that are not blank: of the script, and of its part for the process group
 
 
 def test_the_chapters_scripts_are_short_and_nothing_is_told_of_them(capsys):
@@ -810,7 +810,7 @@ def test_the_chapters_scripts_are_short_and_nothing_is_told_of_them(capsys):
 
 
 def group_starts(written):
-    """Where the last part of a script begins: what starts and stops its process group, and calls main."""
+    """The number of the line where a script's last part begins, which starts and stops the process group."""
     return next(number for number, line in enumerate(written) if line.startswith("def start_process_group("))
 
 
@@ -823,7 +823,7 @@ def group_starts(written):
     ],
     ids=["constants", "idle assignments", "classes"],
 )
-@pytest.mark.timeout(60)  # seconds: twice the cells of a first that took 51 and a second that took 15
+@pytest.mark.timeout(60)  # seconds: 51 and 15 were once needed for half as many constants and assignments
 def test_long_notebooks(source):
     script(source)
 
@@ -928,7 +928,7 @@ def test_export_command(helpers, sample, tmp_path, monkeypatch):
 
     written = script.stat().st_mtime_ns
     assert helpers("export", sample, "--out", "scripts")[0] == 0
-    assert script.stat().st_mtime_ns == written  # the same text is not written again
+    assert script.stat().st_mtime_ns == written  # a file with the same text is not written again
 
     script.write_text("mine")
     status, _, errors = helpers("export", sample)
@@ -954,7 +954,7 @@ def test_a_write_that_fails_leaves_nothing(helpers, sample, tmp_path, monkeypatc
     def full(source, target):
         raise OSError(28, "No space left on device", str(target))
 
-    monkeypatch.setattr(os, "replace", full)  # root may write everywhere, so no folder's mode would do
+    monkeypatch.setattr(os, "replace", full)  # a folder's mode would not stop root
     status, _, errors = helpers("export", sample, "--out", tmp_path / "out")
     assert status == 1 and "07_sample.py cannot be written: No space left on device" in errors
     assert os.listdir(tmp_path / "out") == []
@@ -990,8 +990,8 @@ def test_chapters_are_found_by_number_and_name(helpers, tmp_path, monkeypatch):
         (["export"], 2, "CHAPTER --all is required"),
         (["export", "nothing-like-it"], 1, "no chapter or notebook 'nothing-like-it'.\nChapters: "),
         (["export", "notebooks"], 1, "no chapter or notebook 'notebooks'"),
-        (["run", "04", "--nproc", "0"], 2, "'0' is no number of processes"),
-        (["run", "04", "--nproc", "x"], 2, "'x' is no number of processes"),
+        (["run", "04", "--nproc", "0"], 2, "'0' is not a number of processes"),
+        (["run", "04", "--nproc", "x"], 2, "'x' is not a number of processes"),
         (["run", "04", "--nproc", "-1"], 2, "--nproc"),
         (["run", "04", "stray"], 2, "put two dashes before"),
     ],

@@ -37,7 +37,7 @@ def notebook(*sources):
 
 
 def refusal(*sources):
-    """The message with which a notebook is refused: one or two lines."""
+    """The message with which a notebook of these cells is refused. Checks that it has one or two lines."""
     with pytest.raises(ExportError) as caught:
         script_from_notebook(notebook(*sources), "mine")
     assert 1 <= len(str(caught.value).splitlines()) <= 2
@@ -45,7 +45,7 @@ def refusal(*sources):
 
 
 def notes(*sources):
-    """What is noted of a notebook that can be exported, less where it is."""
+    """The notes on a notebook that can be exported, without the places that they name."""
     script_from_notebook(notebook(*sources), "mine")
     found = sort_cells(notebook(*sources), "mine").notes
     assert all(note.startswith("mine, cell ") and len(note.splitlines()) == 1 for note in found)
@@ -53,11 +53,11 @@ def notes(*sources):
 
 
 class TooLong(Exception):
-    """A call was still running at its limit."""
+    """A call was still running when its time was over."""
 
 
 def no_longer_than(seconds, call, *args):
-    """What the call returns; TooLong when it takes longer."""
+    """What the call returns. Raises TooLong if it takes more than ``seconds``."""
 
     def stop(number, frame):
         raise TooLong(f"still running after {seconds} s")
@@ -188,7 +188,7 @@ def test_a_surrogate_in_a_title_is_replaced():
 
 
 def test_the_deepest_that_is_accepted_can_be_exported():
-    """In the middle of a deep stack, as under Jupyter, and for each way in which the export walks a tree."""
+    """Also when the stack is deep, as under Jupyter, and for each way in which the export walks a tree."""
     deep = DEEPEST - 8
     listed, added = "[" * deep + "x" + "]" * deep, " + ".join(["x"] * deep)
     attributes, calls = "x" + ".y" * deep, "f(" * (deep // 2) + "x" + ")" * (deep // 2)
@@ -339,7 +339,7 @@ def test_a_file_that_the_notebook_writes_and_starts_is_the_script_already(start)
     [
         ("x = 1\npip install x", "`pip install x` is not Python; IPython takes it for the magic %pip.\nWrite %pip"),
         ("cd data", "the magic %cd"),
-        ("x = await f()", "`await` and `return` belong into a function"),
+        ("x = await f()", "put `await` and `return` into a function"),
         ("!ls\nx = = 1", "has a syntax error in line 2: invalid syntax.\nCorrect it"),
         ("cd = = 1", "has a syntax error in line 1"),
         ("name = input('who?')\nprint(name)", "asks with input(), and ranks have no keyboard"),
@@ -375,7 +375,7 @@ def test_all_cells_that_are_wrong_are_told_at_once():
 
 
 def damaged(text, rng):
-    """A notebook's text with one thing wrong with it, or a few."""
+    """A notebook's text with one random damage, or a few."""
     kind = rng.choice(["cut", "bytes", "tree", "tree", "source", "source", "source", "source"])
     if kind == "cut":
         return text[: rng.randrange(len(text))].encode()
@@ -427,7 +427,7 @@ def damaged(text, rng):
 
 
 def test_damaged_notebooks_are_refused_or_exported(tmp_path):
-    """No other exception, no script that does not compile, no hang."""
+    """Either ExportError is raised or the script compiles, and nothing hangs."""
     rng, counts = random.Random(11), {True: 0, False: 0}
     cells = [new_markdown_cell("# Title\n\nA promise. And {term}`more <More>`.")]
     cells.append(new_code_cell("rate: float = 0.1  # how fast", metadata={"tags": ["parameters"]}))
@@ -506,7 +506,7 @@ def test_the_package_has_all_folders():
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A call of ``python -m`` where the project is installed from its wheel, as (status, stdout, stderr)."""
+    """A function that runs ``python -m`` with the project installed from its wheel: (status, stdout, stderr)."""
     folder = tmp_path_factory.mktemp("installed")
     source = folder / "source"
     source.mkdir()
@@ -522,7 +522,7 @@ def installed(tmp_path_factory):
     [site] = (folder / "venv" / "lib").glob("python*/site-packages")
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(site)
-    (site / "others.pth").write_text(sysconfig.get_path("purelib"))  # what it depends on, but not this project
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))  # the dependencies, without this project
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
     def call(*arguments):

@@ -1,4 +1,4 @@
-"""Chapter 13's job under kills from outside (kills.py), and under a scheduler's signal."""
+"""Chapter 13's job when tools/kills.py kills its ranks, and when a scheduler sends a signal."""
 
 import random
 import re
@@ -27,7 +27,7 @@ if os.environ["RANK"] == "0":
 
 @pytest.fixture
 def job(tmp_path):
-    """A call that starts chapter 13's job on two ranks; it is ended with the test."""
+    """A function that starts chapter 13's job on two ranks. The job ends with the test."""
     jobs = []
 
     def start(*flags):

@@ -1,4 +1,4 @@
-"""The book's figures: one look, the same bytes every time, and what nbval sees of them."""
+"""The book's figures: one style, the same bytes every time, and what nbval compares of them."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ from helpers.figures.drawing import RANK_COLORS, rank_color, rank_hatch, show
 
 ROOT = Path(__file__).parents[1]
 
-# Linear RGB as dichromats see it: Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of
+# How dichromats see linear RGB, from Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of
 # color vision deficiency", 2009, severity 1.
 SIGHT = {
     "usual": np.eye(3),
@@ -40,7 +40,7 @@ OKLAB = (  # Ottosson, "A perceptual color space for image processing", 2020
 
 
 def linear(color):
-    """A ``#rrggbb`` as linear RGB, 0 to 1."""
+    """A colour ``#rrggbb`` as linear RGB, with values from 0 to 1."""
     rgb = np.array([int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)])
     return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
 
@@ -51,7 +51,7 @@ def contrast(one, other):
     return lighter / darker
 
 
-@pytest.mark.parametrize("background", ["#ffffff", "#121212"])  # the theme's two pages
+@pytest.mark.parametrize("background", ["#ffffff", "#121212"])  # the theme's light and dark page
 @pytest.mark.parametrize("color", RANK_COLORS)
 def test_a_rank_color_stands_out_on_both_pages(color, background):
     assert contrast(color, background) >= 3
@@ -62,7 +62,7 @@ def test_two_rank_colors_differ_for_every_kind_of_sight(sight):
     seen = [np.clip(linear(color) @ np.array(SIGHT[sight]).T, 0, 1) for color in RANK_COLORS]
     lab = [np.cbrt(rgb @ np.array(OKLAB[0]).T) @ np.array(OKLAB[1]).T for rgb in seen]
     nearest = min(np.linalg.norm(one - other) for one, other in itertools.combinations(lab, 2))
-    assert nearest > 0.065  # in OKLab; CSS Color 4 takes 0.02 for a difference that is barely seen
+    assert nearest > 0.065  # in OKLab, where CSS Color 4 calls 0.02 just noticeable
 
 
 def test_a_rank_keeps_its_color_and_takes_a_hatch_when_colors_repeat():
@@ -221,7 +221,8 @@ def test_two_buckets_hide_the_first_all_reduce():
 
 
 def test_many_buckets_queue_for_the_network_and_each_pays_the_latency():
-    # 16 of 1 + 2 * 3/4 * 6.25 / 10 = 1.9375 ms one after the other from 11.25 ms on, 12.25 ms past the backward's end
+    # 16 all-reduces of 1 + 2 * 3/4 * 6.25 / 10 = 1.9375 ms, one after the other from 11.25 ms on: the last one ends
+    # 12.25 ms after backward
     network = [span for span in overlap_schedule(4, 16) if span[0] == "network"]
     assert network[0][1:3] == (11.25, 13.1875)
     assert network[-1][2] == pytest.approx(42.25)
@@ -266,7 +267,7 @@ CELLS = {
 
 
 def nbval(path):
-    """Run nbval on a notebook with the project's sanitising; the outcome of each cell, "." or "F"."""
+    """Run nbval on a notebook, with the project's sanitising. Returns each cell's outcome, "." or "F"."""
     command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "-q"]
     command += [f"--nbval-sanitize-with={ROOT / 'tests' / 'nbval_sanitize.cfg'}", path.name]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
@@ -277,7 +278,7 @@ def nbval(path):
 
 
 def stored(path, cells):
-    """Write a notebook of these cells with the outputs that they have now."""
+    """Write a notebook of these cells, with their present outputs."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     client = NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}})
     client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -286,7 +287,7 @@ def stored(path, cells):
 
 
 def test_nbval_masks_the_drawing_of_a_measured_figure_and_nothing_else(tmp_path):
-    """And sliders are equal on every run, with the stored widget and without; a page that differs is noticed."""
+    """Sliders are equal on every run, with a stored widget and without one. A page that differs is noticed."""
     path = tmp_path / "figures.ipynb"
     (tmp_path / "value").write_text("3")
     notebook = stored(path, CELLS.values())

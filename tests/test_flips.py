@@ -5,7 +5,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 from sabotage import flips
 
-CELLS = {  # each by its verdict; "" where the assert is as it should be
+CELLS = {  # {verdict: a cell}; the verdict is "" for an assert that can fail
     "setup": ("%load_ext helpers\nfrom helpers.ranks.launch import launch\nloss, empty = 2.0, []", None),
     "equal": ("assert loss == 2 and [loss] == [2.0]\nassert abs(loss - 2.01) < 0.02 and not empty", ""),
     "constants": ("assert 2 < 3", "compares constants alone"),
@@ -37,7 +37,7 @@ def test_asserts_that_cannot_fail_are_named(tmp_path, monkeypatch):
     rows = flips.survey([path])
     for name, (_, expected) in CELLS.items():
         found = [verdict for _, cell, _, verdict in rows if cell == name]
-        if name == "flipped":  # its third branch is never evaluated either
+        if name == "flipped":  # nor is its third branch ever evaluated
             found.remove("never evaluated: loss == 4")
         assert len(found) == bool(expected) and (expected or "") in "".join(found), (name, found)
 

@@ -1,7 +1,7 @@
 """Chapters in JupyterLab, in a real browser: run all, no error, the sliders live, nothing left running.
 
-nbval runs the same cells of all chapters; what JupyterLab adds to them is the same for each. So one chapter stands for
-all, and ``make test ARGS=tests/test_lab.py`` with LAB=all in the environment takes every one.
+nbval runs the cells of all chapters, and what JupyterLab adds is the same for each chapter. So one chapter is enough
+here. With LAB=all in the environment, ``make test ARGS=tests/test_lab.py`` runs them all.
 """
 
 import json
@@ -20,7 +20,7 @@ from conftest import CHAPTERS, ROOT
 ALL = [chapter.split("/")[1] for chapter in CHAPTERS]
 NAMES = ALL if os.environ.get("LAB") == "all" else ["04_ddp"]
 
-# In the page: `jupyterapp` is JupyterLab itself (--LabApp.expose_app_in_browser).
+# With --LabApp.expose_app_in_browser, JupyterLab is `jupyterapp` in the page.
 NOTEBOOK = "jupyterapp.shell.currentWidget"
 STATE = f"""() => {{
     const cells = [...{NOTEBOOK}.content.widgets].map(widget => widget.model).filter(model => model.type === 'code');
@@ -40,12 +40,12 @@ WIDGET_CELLS = f"""() => [...{NOTEBOOK}.content.widgets].flatMap((widget, place)
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """The address of a JupyterLab, token included, on a copy of the notebooks; nothing of it runs afterwards."""
+    """The address, with its token, of a JupyterLab on a copy of the notebooks. It ends with the test."""
     folder = tmp_path_factory.mktemp("lab")
     shutil.copytree(ROOT / "notebooks", folder / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     token = secrets.token_hex(16)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "PYTEST"))}
-    for name in ["CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"]:  # not those of the person who runs the tests
+    for name in ["CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"]:  # leave the user's own alone
         env[f"JUPYTER_{name}"] = str(folder / name)
     command = [
         sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0",
@@ -68,11 +68,11 @@ def lab(tmp_path_factory):
             process.kill()
         assert not alive, f"left running: {alive}"
     finally:
-        server.kill()  # does nothing where it has ended
+        server.kill()  # if it has not ended by itself
 
 
 def wait_for(condition, seconds):
-    """The first true value of ``condition()``; an AssertionError after so many seconds."""
+    """Wait for ``condition()`` to be true and return its value. Raises AssertionError after ``seconds``."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = condition()
@@ -84,7 +84,7 @@ def wait_for(condition, seconds):
 
 @pytest.fixture
 def run_all(browser, lab):
-    """run_all(chapter) opens the chapter in JupyterLab, runs all its cells and returns the browser's page."""
+    """A function that opens a chapter in JupyterLab, runs all its cells and returns the browser's page."""
     url, token = lab
     context = browser.new_context(viewport={"width": 1280, "height": 900})
 

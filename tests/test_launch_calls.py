@@ -1,4 +1,4 @@
-"""``launch``: what it returns, what the ranks find around them, and what can travel to them and back."""
+"""``launch``: what it returns, the ranks' environment, and what can be sent to ranks and back."""
 
 import functools
 import os
@@ -156,7 +156,7 @@ def test_any_callable(fn):
 
 
 def names_modules_of_torch():
-    """Functions that name what cloudpickle refuses: modules of torch with a type of their own, and its operators."""
+    """Functions that use what cloudpickle cannot send: torch's operators, and modules of torch with other types."""
     import torch._dynamo
 
     config, namespace, packet, overload = (
@@ -315,7 +315,7 @@ def test_two_calls_at_once_do_not_meet():
 
 
 def test_every_socket_of_the_ranks_is_on_loopback(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # the kernel's choice is for other things
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # the kernel's variable must not reach the ranks
 
     def sockets():
         dist.barrier()
@@ -368,7 +368,7 @@ def test_subprocesses_end_with_their_rank(end):
 
 
 def refused(*args, **options):
-    """The text of the LaunchError; nothing may have been started for it."""
+    """The message of the LaunchError that a call has to raise before it starts anything."""
     with pytest.raises(LaunchError) as caught:
         launch(*args, **options)
     text = str(caught.value)
@@ -448,7 +448,7 @@ def test_result_that_cannot_be_unpacked_here():
     ],
 )
 def test_rank_that_ends_or_stops_while_it_writes_its_result(end, told):
-    """The file holds 1000 bytes of 2000, and a child of the rank keeps the rank's end of the pipe open."""
+    """The file has 1000 of 2000 bytes, and a child of the rank keeps the rank's end of the pipe open."""
     page = cell("""
         def step(end):
             import resource

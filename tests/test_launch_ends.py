@@ -1,4 +1,4 @@
-"""``launch``: it leaves nothing behind, whatever ends it: a return, an interrupt, the end of its script or kernel."""
+"""``launch`` leaves nothing behind, whether a return, an interrupt, or the end of its script or kernel ends it."""
 
 import gc
 import os
@@ -63,7 +63,7 @@ def test_helper_process_that_was_killed_between_calls(victim):
     os.kill(pid, signal.SIGKILL)
     assert leftovers.soon(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "resource_tracker")  # the standard library tells of its own
+        warnings.filterwarnings("ignore", "resource_tracker")  # the standard library's own warning
         assert launch(dist.get_rank, nproc=2) == [0, 1]
 
 
@@ -81,7 +81,7 @@ def test_forkserver_that_is_killed_during_a_call():
 
 
 def test_interrupt_that_another_thread_takes():
-    """The system gives a signal to any thread; the one that waits for the ranks is not woken by it."""
+    """The system may deliver a signal to any thread, which does not wake the thread that waits for the ranks."""
     timer = threading.Timer(0.5, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT))
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
@@ -91,7 +91,7 @@ def test_interrupt_that_another_thread_takes():
 
 
 def test_interrupt_in_the_middle_of_a_call():
-    """A Ctrl-C at any moment of a call ends it, and leaves nothing."""
+    """A Ctrl-C ends a call at any moment, and nothing is left."""
 
     def step():
         dist.barrier()
@@ -137,7 +137,7 @@ print(launch(lambda x: x + dist.get_rank(), 1, nproc=2))
 
 
 def run_script(path, last_line):
-    """The finished process of a plain script, which has no ``if __name__ == "__main__"``."""
+    """Run a script that has no ``if __name__ == "__main__"``; return the finished process."""
     path.write_text(f"{SCRIPT}{last_line}\n")
     with leftovers.surroundings() as environment:
         command = [sys.executable, "-W", "error", path.name]
@@ -156,7 +156,7 @@ def test_script_that_is_killed_leaves_nothing(tmp_path):
 
 
 def test_process_group_that_is_killed_right_after_the_forkservers_start_leaves_nothing():
-    """As nbval ends the kernel of a short notebook: the forkserver still imports torch then."""
+    """nbval ends the kernel of a short notebook like this, while the forkserver still imports torch."""
     source = "import os\nfrom helpers.ranks.launch import warm\nwarm()\nos.killpg(0, 9)"
     with leftovers.surroundings() as environment:
         done = subprocess.run([sys.executable, "-c", source], env=environment, start_new_session=True, timeout=60)
@@ -191,7 +191,7 @@ def own_kernel():
 
 @pytest.fixture
 def kernel(own_kernel):
-    """The kernel, whatever the test before did to it, with helpers loaded and a launch behind it."""
+    """A kernel that has loaded helpers and made a launch, whatever the test before has done to it."""
     reply, printed = own_kernel.run(WARM)
     assert (reply["status"], printed) == ("ok", "[0, 1]\n"), reply
     return own_kernel
@@ -203,7 +203,7 @@ def test_interrupt_of_the_kernel(kernel):
     kernel.manager.interrupt_kernel()
     reply = kernel.client.get_shell_msg(timeout=60)["content"]
     assert (reply["status"], reply["ename"]) == ("error", "KeyboardInterrupt")
-    assert kernel.ranks() == 0  # at once: the cell ends after them
+    assert kernel.ranks() == 0  # no wait here: ranks end before their cell
     assert kernel.run("print(launch(dist.get_rank, nproc=2))")[1] == "[0, 1]\n"
 
 
@@ -230,7 +230,7 @@ def sigkill(kernel):
 
 @pytest.mark.parametrize("end", [restart_now, restart_politely, sigkill])
 def test_end_of_the_kernel_leaves_nothing(kernel, end):
-    """With ranks that hang, and idle: no process and no file is left of the old kernel."""
+    """With hanging ranks or without any: the old kernel leaves no process and no file."""
     for hangs in (True, False):
         if hangs:
             kernel.start("launch(hang, nproc=2)")

@@ -1,4 +1,4 @@
-"""``launch``: what it says about every way to fail, and to hang."""
+"""``launch``: what its errors say about each way to fail or to hang."""
 
 import contextlib
 import itertools
@@ -71,7 +71,7 @@ def test_rank_that_raises_is_named_with_its_own_line(nproc):
 DEATHS = {
     "os._exit(3)": "ended by itself with exit code 3",
     "os._exit(0)": "ended by itself with exit code 0",
-    "os.kill(os.getpid(), signal.SIGKILL)": "killed by SIGKILL (by another process)",
+    "os.kill(os.getpid(), signal.SIGKILL)": "killed by SIGKILL (the system reports no out-of-memory kill)",
     "os.kill(os.getpid(), signal.SIGSEGV)": "killed by SIGSEGV",
     "os.abort()": "killed by SIGABRT",
     "os.kill(os.getpid(), signal.SIGTERM)": "killed by SIGTERM",
@@ -98,7 +98,7 @@ def test_killed_rank_is_told_without_a_wait_for_peers(monkeypatch):
 
 @linux
 def test_last_lines_of_a_killed_ranks_peers_are_shown(monkeypatch, capsys):
-    """A peer that still works when a rank is killed, as on a loaded machine, gets to its next wait."""
+    """A peer that still computes when a rank is killed, as on a busy machine, goes on until it waits."""
     monkeypatch.setattr(launcher, "PEERS_WITHIN", 1000)
     page = cell("""
         def step():
@@ -172,7 +172,7 @@ def test_cause_of_an_exception_is_told_too():
 @pytest.mark.parametrize("nproc", [2, 4])
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(1)", "1 / 0"])
 def test_cause_is_named_and_not_the_echo(nproc, how):
-    """The peers are inside the collective when the rank goes, so that they report lost connections."""
+    """The peers are in a collective when the rank fails, so they report lost connections."""
     page = cell("""
         def step(how):
             x = torch.ones(200_000)
@@ -187,7 +187,7 @@ def test_cause_is_named_and_not_the_echo(nproc, how):
 
 
 def test_cause_that_comes_after_its_echo(tmp_path):
-    """Rank 1 closes its connections, waits until its peer has failed of that, and then tells why."""
+    """Rank 1 closes its connections, waits until its peer has failed for that reason, and then raises the cause."""
     page = cell("""
         def step(echo):
             x = torch.ones(1)
@@ -220,7 +220,7 @@ def test_first_of_two_failures_is_named():
 
 
 def one_after_the_other():
-    """A page whose step fails on both of two ranks, on rank 1 after ``do(seconds)``."""
+    """A function that fails on both of two ranks, but on rank 1 only after ``do(seconds)``."""
     return cell("""
         def step(do, seconds):
             dist.barrier()
@@ -238,7 +238,7 @@ def one_after_the_other():
 
 @linux
 def test_late_peer_that_fails_in_the_same_way_is_named_too(capsys):
-    """A loaded machine, as a rank sees it: a peer that still works is waited for."""
+    """A peer that still computes is waited for, because a busy machine slows it."""
     page = one_after_the_other()
     assert str(failure(page.step, page.work, 0.8, nproc=2)).startswith("ranks 0-1 failed: ValueError: no data")
     assert capsys.readouterr().out == "[ranks 0-1] here\n"
@@ -252,7 +252,7 @@ def test_peer_that_sleeps_or_never_ends_its_work_does_not_hide_a_failure(do):
 
 
 def memory_group():
-    """A folder of this process's memory cgroup where a smaller one can be made, or None."""
+    """The folder of this process's memory cgroup, if smaller groups can be made in it, or None."""
     for line in Path("/proc/self/cgroup").read_text().splitlines() if sys.platform == "linux" else ():
         _, kinds, path = line.split(":", 2)
         for root in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup"):
@@ -349,7 +349,7 @@ def test_hang_of_any_kind_ends_at_the_timeout(hang):
 
 
 def test_slow_start_does_not_count(tmp_path):
-    """A call's time runs from the moment that its ranks have met: this rank needs twice as long until then."""
+    """A call's time begins when its ranks have met. Here one rank needs twice that time before they meet."""
     here, there = multiprocessing.Pipe(duplex=False)
     alive, _ = multiprocessing.Pipe()
     late = threading.Timer(1, os.write, (there.fileno(), MET + RETURNED))
@@ -370,7 +370,7 @@ def test_hang_before_the_function_is_told():
 
 @pytest.mark.parametrize("hang", ["time.sleep(99)", "sum(range(10**12))"])
 def test_every_signal_is_the_readers(hang, capsys):
-    """A rank with handlers of its own, or with all signals blocked, is told with its line; and it gets no signal."""
+    """A rank that has handlers, or blocks all signals, is reported with its line, and gets no signal."""
     page = cell(f"""
         NUMBERS = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGQUIT
 
@@ -407,8 +407,8 @@ def test_stopped_rank_is_ended():
 
 
 def test_rank_that_tells_its_line_late_is_waited_for(monkeypatch):
-    """It is stopped when the time is over, and goes on a little later."""
-    monkeypatch.setattr(launcher, "LATE_WITHIN", 60)  # it tells as soon as it runs again, on a busy machine too
+    """The rank is stopped when the time is over, and goes on a little later."""
+    monkeypatch.setattr(launcher, "LATE_WITHIN", 60)  # a busy machine may need long to let the rank run again
 
     def stop():
         if dist.get_rank() == 1:

@@ -24,7 +24,7 @@ BACKEND = 'parser.add_argument("--backend", choices=["nccl", "gloo"])\n'
 
 
 def files(script=STOPS, name="11_trainer", nodes=2, gpus=8, time="04:00:00"):
-    """The launch files by their suffix."""
+    """{suffix: text} of the launch files."""
     return {file.removeprefix(name): text for file, text in launch_files(name, script, nodes, gpus, time).items()}
 
 
@@ -69,11 +69,11 @@ def test_all_chapters(helpers, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "status", "expected"),
     [
-        (["--slurm", "--nodes", "0"], 2, "argument --nodes: '0' is no number above 0; give 1, 2, 3, …"),
-        (["--slurm", "--nodes", "two"], 2, "argument --nodes: 'two' is no number above 0"),
+        (["--slurm", "--nodes", "0"], 2, "argument --nodes: '0' is not a whole number above 0; give 1, 2, 3, …"),
+        (["--slurm", "--nodes", "two"], 2, "argument --nodes: 'two' is not a whole number above 0"),
         (["--slurm", "--gpus-per-node", "-1"], 2, "--gpus-per-node"),
-        (["--slurm", "--time", "tomorrow"], 1, "--time tomorrow is no time limit.\nGive hours, minutes and seconds"),
-        (["--slurm", "--time", "0"], 1, "--time 0 is no time limit"),
+        (["--slurm", "--time", "tomorrow"], 1, "--time tomorrow is not a time limit.\nGive hours, minutes and seconds"),
+        (["--slurm", "--time", "0"], 1, "--time 0 is not a time limit"),
         (
             ["--slurm", "--time", "5"],
             1,
@@ -94,7 +94,7 @@ def test_times_are_read_as_slurm_reads_them():
     times = ["90", "90:30", "1:30:30", "2-12", "2-12:30", "2-0:0:30", "00:10:00"]
     assert [minutes(time) for time in times] == [90, 90.5, 90.5, 3600, 3630, 2880.5, 10]
     for limit in ("", "-1", "1:", "1::2", "1:2:3:4", "0-0", "4h", "٤", "1.5", "1-2-3"):
-        with pytest.raises(ExportError, match="is no time limit"):
+        with pytest.raises(ExportError, match="is not a time limit"):
             minutes(limit)
 
 
@@ -125,11 +125,11 @@ def test_what_a_script_can_do_decides_what_slurm_does():
             assert (part in text) == (resumes if part == "scontrol requeue" else stops)
         assert ("#SBATCH --requeue" in text) == resumes and ("#SBATCH --no-requeue" in text) == (not resumes)
         assert ('--checkpoint-dir "$WORK" --resume' in text) == resumes
-    assert files(PLAIN, time="5")  # nothing that must be told in time
+    assert files(PLAIN, time="5")  # a script that is not warned may have a short limit
 
 
 def test_a_script_that_can_is_told_to_take_the_gpus():
-    """A node without its GPUs fails then, and does not train on its CPU; a reader's own flag comes later, and wins."""
+    """So a node without GPUs fails and does not train on its CPU. A reader's own flag comes later, and wins."""
     for suffix, times, first in ((".sbatch", 1, True), (".nodes.sh", 2, True), (".k8s.yaml", 1, False)):
         text = files(STOPS + BACKEND)[suffix]
         assert text.count("11_trainer.py --backend nccl") == times
@@ -138,7 +138,7 @@ def test_a_script_that_can_is_told_to_take_the_gpus():
 
 
 def test_your_cluster():
-    """Its lines do something once their "# " is gone; all of Slurm's options still come before the first command."""
+    """Its lines work without their "# ", and Slurm's options still stand before the first command."""
     text = files()[".sbatch"]
     before, block, after = re.split(r"^# ----.*\n", text, flags=re.MULTILINE)
     assert all(line.startswith("# ") for line in block.splitlines())
@@ -159,7 +159,7 @@ def test_your_cluster():
     assert "PREFLIGHT" not in files(name="12_multi_node")[".sbatch"]  # it is the preflight
 
 
-# In the place of Slurm's commands, and of torchrun: it runs what stands in `script`, with the script's name and flags.
+# A stand-in for Slurm's commands and for torchrun: it runs the file `script`, with the real script's name and flags.
 STAND_INS = {
     "scontrol": """[ "$1" = requeue ] && echo requeued || printf "NodeName=%s NodeAddr=10.0.0.1 Port=1\\n" n1 n2""",
     "srun": 'while [ "$1" != bash ] && [ "$1" != apptainer ]; do shift; done; exec "$@"',
@@ -171,7 +171,7 @@ STAND_INS = {
 
 
 def run_batch(folder, script, text=None, work=(), **variables):
-    """(status, what is printed) of a batch file, with stand-ins for Slurm and torchrun."""
+    """Run a batch file with stand-ins for Slurm and torchrun. Returns (status, output)."""
     for name, line in STAND_INS.items():
         (folder / name).write_text(f"#!/bin/bash\n{line}\n")
         (folder / name).chmod(0o755)
@@ -199,12 +199,12 @@ def run_batch(folder, script, text=None, work=(), **variables):
         ("mkdir work/step_30; exit 1", "1", True),  # a checkpoint that is a folder
         ("touch work/step_100000000.pt; exit 1", "1", True),  # more digits
         ("touch work/step_00000030.pt; exit 1", "100", False),
-        ("touch work/step_00000030.pt.part work/step_40.tmp; exit 1", "0", False),  # not all of it is written
+        ("touch work/step_00000030.pt.part work/step_40.tmp; exit 1", "0", False),  # half written checkpoints
         ("touch work/step_00000030.pt; exit 0", "0", False),
     ],
 )
 def test_when_a_job_starts_again(tmp_path, script, start, again):
-    """After a stop, and after a failure that comes later than a new checkpoint; never for ever."""
+    """It does after a stop, and after a failure if there is a new checkpoint, but not more than 100 times."""
     status, text = run_batch(tmp_path, script, work=["step_00000010.pt"], SLURM_RESTART_COUNT=start)
     assert status == ("exit 1" in script)
     assert ("requeued" in text) == again, text
@@ -239,7 +239,7 @@ def test_the_preflight(tmp_path, preflight):
 
 @pytest.mark.parametrize(("seconds", "told"), [(0, False), (8, True)])
 def test_a_long_save_is_asked_for_early(tmp_path, seconds, told):
-    """85 s are left: more than a minute and three times nothing, less than a minute and three times 8 s."""
+    """85 s are left: that is more than a minute plus 3 x 0 s, and less than a minute plus 3 x 8 s."""
     save = f"touch work/unfinished.part; sleep {seconds}; mv work/unfinished.part work/step_00000001.pt"
     run_batch(tmp_path, f"{save}; sleep {12 - seconds}", ENDS=str(int(time.time()) + 60 + 25))
     assert (tmp_path / "told").exists() == told
@@ -286,7 +286,7 @@ def test_an_indexed_job_and_its_names():
 
 
 def test_what_a_cluster_may_need():
-    """The lines that begin with "# " say what they mean once that is gone."""
+    """The lines that begin with "# " are valid without it."""
     text = re.sub(r"^( +)# ", r"\1", files()[".k8s.yaml"], flags=re.MULTILINE)
     _, job = yaml.safe_load_all(text)
     pod = job["spec"]["template"]["spec"]
@@ -344,9 +344,9 @@ print(" ".join(["here", *(os.environ[name] for name in names), *sys.argv[1:]]), 
 
 
 def on_both(pair, folder, *commands, **variables):
-    """What a command prints on each of two hosts, once both have ended; ``variables`` are of its environment."""
+    """Run a command on each of two hosts, with these environment variables; return [(output, status)]."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **variables}
-    environment.pop("GLOO_SOCKET_IFNAME", None)  # the loopback, where a test before this one has started a group
+    environment.pop("GLOO_SOCKET_IFNAME", None)  # an earlier test may have set it to the loopback interface
     options = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     running = []
     try:
@@ -363,7 +363,7 @@ def on_both(pair, folder, *commands, **variables):
 
 
 def told(done):
-    """Whole, since pytest shortens what it shows of a list."""
+    """What both commands printed, as one text: pytest would shorten a list."""
     return "\n".join(f"--- node{index}, status {status}\n{text}" for index, (text, status) in enumerate(done))
 
 
@@ -387,7 +387,7 @@ def test_the_plain_lines_on_two_hosts(tmp_path):
 @pytest.mark.hosts
 @pytest.mark.timeout(600)
 def test_the_pods_command_on_two_hosts(tmp_path):
-    """The container's own command, with the variables, names and folder that Kubernetes would give it."""
+    """The container's command runs, with the variables, names and folder that Kubernetes would give it."""
     script = tmp_path / "script"
     status = main(["export", "11", "--slurm", "--gpus-per-node=1", f"--out={script}"])
     assert status == 0

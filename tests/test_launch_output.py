@@ -1,4 +1,4 @@
-"""``launch``: what the ranks print, and how it is shown."""
+"""``launch``: how it shows what the ranks print."""
 
 import os
 import re

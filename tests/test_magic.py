@@ -65,7 +65,7 @@ from helpers.ranks.magic import free_names
 def test_free_names(cell, names):
     found = free_names(cell)
     assert set(names) <= set(found), "a name is missing"
-    bound_in_part = {"last", "i", "y", "z", "e", "x", "b"}  # in a block: sending the notebook's as well does no harm
+    bound_in_part = {"last", "i", "y", "z", "e", "x", "b"}  # bound in a block: the notebook's values do no harm
     assert set(found) - set(names) <= bound_in_part, "a name too many"
     assert len(set(found)) == len(found)
 
@@ -117,7 +117,7 @@ def kernel():
 
 
 def run(kernel, *cells):
-    """What the last of the cells printed; each must succeed."""
+    """Run cells, each of which has to succeed; return what the last one printed."""
     for cell in cells:
         reply, printed = kernel.run(cell)
         assert reply["status"] == "ok", reply
@@ -125,7 +125,7 @@ def run(kernel, *cells):
 
 
 def error(kernel, cell):
-    """(name, message, shown traceback) of a cell that must fail."""
+    """Run a cell that has to fail; return (the error's name, its message, the traceback that is shown)."""
     reply, _ = kernel.run(cell)
     assert reply["status"] == "error"
     return reply["ename"], reply["evalue"], "\n".join(reply["traceback"])
@@ -267,7 +267,7 @@ def test_what_cannot_work_is_told_shortly(kernel, cell, name, message):
     run(kernel, "import threading\nlock = threading.Lock()")
     ename, evalue, shown = error(kernel, cell)
     assert ename == name and message in evalue
-    assert len([line for line in shown.splitlines() if line.strip(" ~^")]) <= 12  # from 3.13 on more are underlined
+    assert len([line for line in shown.splitlines() if line.strip(" ~^")]) <= 12  # Python 3.13 underlines more of them
 
 
 @pytest.mark.ranks
@@ -306,7 +306,7 @@ FAILING = [
 
 @pytest.mark.ranks
 def test_nbval_compares_ranks(tmp_path):
-    """The outputs of one run equal those of the next, and hold nothing of this machine."""
+    """Two runs have equal outputs, and no output names this machine."""
     cells = [nbformat.v4.new_code_cell(source) for source in CELLS]
     cells += [nbformat.v4.new_code_cell(cell, metadata={"tags": ["raises-exception"]}) for cell in FAILING]
     notebook = NotebookClient(

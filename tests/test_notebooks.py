@@ -74,7 +74,7 @@ def prints(text, name="stdout"):
 
 
 def change(cell, **new):
-    """A change to the good notebook: attributes of one of its cells."""
+    """A change of the good notebook: new attributes for one of its cells."""
     return lambda nb: nb.cells[cell].update(nbformat.from_dict(new))
 
 
@@ -196,7 +196,7 @@ WARNING_CELLS = {
 
 @pytest.mark.ranks
 def test_warning_of_a_chapters_own_line_fails_under_nbval(tmp_path):
-    """In the kernel and on a rank: a line of the notebook that draws a warning prints what is not stored."""
+    """In the kernel and on a rank, a warning about a line of the notebook prints text that is not stored."""
     for name, source in WARNING_CELLS.items():
         sources = [source.format(category=category) for category in ["FutureWarning", "DeprecationWarning"]]
         sources.insert(0, "%load_ext helpers")

@@ -1,4 +1,4 @@
-"""The book as one PDF: whole, in order, with links that lead somewhere, and linked from the intro."""
+"""The book as one PDF: all pages in order, links that lead somewhere, and a link from the intro."""
 
 import json
 import re
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(1800)  # the first test prints the book: half a
 
 @pytest.fixture(scope="module")
 def pdf(book, browser, tmp_path_factory):
-    """What the tool of ``make pdf`` makes of the built book: ``.html``, ``.file``, ``.reader``, ``.said``."""
+    """The PDF of the built book: its ``.file`` and ``.reader``, ``.html``, the book's folder, ``.said``, the output."""
     folder = tmp_path_factory.mktemp("pdf")
     html, file = folder / "html", folder / "book.pdf"
     shutil.copytree(book.html, html)
@@ -44,7 +44,7 @@ def test_it_is_a_book_of_a_size_that_one_can_download(pdf):
 
 
 def test_every_page_of_the_toc_is_there_under_its_title_and_number(pdf):
-    """The bookmarks, the contents with their page numbers and the pages themselves agree."""
+    """The bookmarks, the page numbers in the table of contents and the pages agree."""
     reader, titles = pdf.reader, [title_of(pdf.html, docname) for docname in toc_files()]
     assert [mark.title for mark in reader.outline] == titles
     numbers = [reader.get_destination_page_number(mark) + 1 for mark in reader.outline]
@@ -72,7 +72,7 @@ def test_links_lead_to_a_place_in_the_book_or_to_the_web(pdf):
     assert [address for address in outside if not address.startswith(("https://", "http://"))] == []
 
 
-# The text's and the code's of book/fonts; the theme's signs; MathJax's, whose glyphs are drawings in the file itself.
+# Fonts of book/fonts for text and code; the theme's for icons; MathJax's, whose glyphs are drawings in the file.
 FONTS = r"/[A-Z]{6}\+(Inter-(Regular|Italic|SemiBold)|JetBrainsMono-(Regular|Bold)|FontAwesome6.*|MathJax_.*)"
 
 
@@ -90,7 +90,7 @@ def test_fonts_are_the_books_own_and_embedded(pdf):
 
 
 def test_what_the_screen_folds_is_printed(pdf):
-    """Answers, solutions and script of a chapter; which picture a figure with sliders shows; formulas are set."""
+    """A chapter's answers, solutions and script; one frame of a figure with sliders, and its values; set formulas."""
     marks = {mark.title: mark for mark in pdf.reader.outline}
     docnames = toc_files()
     chapter = CHAPTERS[2]
@@ -108,7 +108,7 @@ def test_what_the_screen_folds_is_printed(pdf):
 
 
 def test_intro_links_it_once_it_is_there(book, pdf):
-    """`make book` alone says how to make it; `make pdf` puts file and link there together."""
+    """After `make book` alone, the intro says how to make the PDF. `make pdf` adds the file and the link together."""
     before = (book.html / f"{INTRO}.html").read_text()
     assert NAME not in before and not (book.html / NAME).exists()
     assert "make pdf" in BeautifulSoup(before, "html.parser").select_one("p.pdf").get_text()
@@ -116,7 +116,7 @@ def test_intro_links_it_once_it_is_there(book, pdf):
     link = BeautifulSoup((pdf.html / f"{INTRO}.html").read_text(), "html.parser").select_one("p.pdf a")
     assert ((pdf.html / INTRO).parent / link["href"]).resolve().read_bytes() == pdf.file.read_bytes()
     assert not (pdf.html / "print.html").exists()
-    link_from_intro(pdf.html, pdf.file, 7)  # a second `make pdf` finds its place again
+    link_from_intro(pdf.html, pdf.file, 7)  # a second `make pdf` replaces the link
     assert "7 pages" in (pdf.html / f"{INTRO}.html").read_text()
 
 

@@ -1,4 +1,4 @@
-"""The process group: one rank in this process, plain Python, real ranks with pretended GPUs, and who is named."""
+"""The process group: one rank here or in plain Python, real ranks with pretended GPUs, and errors that name ranks."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ import helpers
 from helpers.ranks.launch import launch
 from helpers.runtime.process_group import print0, start_process_group, stop_process_group
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
 pytestmark = pytest.mark.ranks
 
 LAUNCHER = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
@@ -32,7 +32,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 @pytest.fixture(scope="module", autouse=True)
 def warmed_up():
-    """What the first use of a group, of the ranks and of gloo's threads changes for good."""
+    """Use a group, ranks and gloo's threads once: what that changes stays, and must not count as left behind."""
     start_process_group()
     stop_process_group()
     launch(print, nproc=1)
@@ -41,7 +41,7 @@ def warmed_up():
 
 @pytest.fixture(autouse=True)
 def no_group_left(warmed_up, monkeypatch):
-    """Every test starts without a launcher's variables, GPUs and a group, and leaves nothing."""
+    """Each test starts without a launcher's variables, without GPUs and without a group, and leaves nothing."""
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -52,7 +52,7 @@ def no_group_left(warmed_up, monkeypatch):
 
 
 def total():
-    """The sum over the ranks of 1: their number, by a collective that really runs."""
+    """The number of ranks, as the sum of 1 over all ranks: so a collective runs."""
     one = torch.ones(1)
     dist.all_reduce(one)
     return one.item()
@@ -94,7 +94,7 @@ def test_subgroups():
 
 def test_no_socket_of_a_notebook_that_another_machine_can_reach(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")  # and it goes again, or comes back, when the test ends
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")  # the test's end restores it
     monkeypatch.setattr("helpers.ranks.magic.load", lambda shell: None)
     helpers.load_ipython_extension(None)
     before = set(psutil.Process().net_connections(kind="inet"))
@@ -147,7 +147,7 @@ PLAIN = """
 
 @contextlib.contextmanager
 def plain_python(environment, *flags):
-    """``python script.py``, without a launcher; at the end it must have ended well, and without a warning."""
+    """Run ``python script.py`` without a launcher. Fails unless its status is 0 and it has not warned."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(PLAIN), *flags]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, **pipes) as process:
@@ -160,7 +160,7 @@ def plain_python(environment, *flags):
 
 
 def test_folder_of_another_process_stays_usable(monkeypatch):
-    with leftovers.surroundings() as environment:  # which must be empty at the end
+    with leftovers.surroundings() as environment:  # its folder has to be empty at the end
         environment |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": LOOPBACK}
         monkeypatch.setattr(tempfile, "tempdir", environment["TMPDIR"])
         monkeypatch.setattr("atexit.register", lambda remove, folder, **how: folders.append(folder))
@@ -168,7 +168,7 @@ def test_folder_of_another_process_stays_usable(monkeypatch):
         with plain_python(environment, "wait") as other:
             assert other.stdout.readline() == "1 rank(s), gloo on cpu\n" and other.stdout.readline() == "cpu\n"
             (theirs,) = leftovers.listing(environment["TMPDIR"])
-            for _ in range(2):  # in this process, and in one that ends meanwhile
+            for _ in range(2):  # two groups in this process, and below one in a process that ends
                 start_process_group()
                 stop_process_group()
             with plain_python(environment) as third:
@@ -182,11 +182,11 @@ def test_folder_of_another_process_stays_usable(monkeypatch):
             shutil.rmtree(folder)
 
 
-# --- which backend, on machines with GPUs that this one may not have --------------------------------------------------
+# --- which backend, on machines with pretended GPUs -------------------------------------------------------------------
 
 
 def pretend(gpus):
-    """``gpus`` GPUs, and a group that is not started; what it would have been started with."""
+    """Pretend ``gpus`` GPUs, and start no group; return what the group would have been started with."""
     seen = SimpleNamespace(current=None)
     torch.cuda.device_count = lambda: gpus
     torch.cuda.set_device = lambda device: setattr(seen, "current", None if device == -1 else device)  # -1: no change
@@ -195,14 +195,14 @@ def pretend(gpus):
 
 
 def start_as(settings, backend, agent):
-    """In a rank of launch: (backend, device) of a start with these settings, or the error's text.
+    """In a rank of ``launch``: (backend, device) of a start with these settings, or the error's text.
 
     A setting is a list of one value a rank. ``agent`` is the port of a store, None where rank 0 is to serve it.
     """
     rank = dist.get_rank()
     mine = {name: values[rank] for name, values in settings.items()}
     server = None
-    if agent is None and rank == 0:  # torch's own server then shares this one's port
+    if agent is None and rank == 0:  # so that torch's server can share the port
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     port = [agent or (server.port if server else None)]
     dist.broadcast_object_list(port, src=0)
@@ -227,7 +227,7 @@ def start_as(settings, backend, agent):
 
 @pytest.fixture(params=["an agent serves the store", "rank 0 serves the store"])
 def agent(request):
-    """The port of a store that outlives the ranks, as torchrun's agent has one, or None."""
+    """The port of a store that outlives the ranks, as torchrun's agent serves one, or None."""
     if request.param.startswith("rank 0"):
         yield None
         return
@@ -264,7 +264,7 @@ def test_local_rank_without_a_gpu_of_that_number(agent):
 
 
 def test_nodes_that_differ_raise_at_once_and_are_named(agent):
-    """One sick GPU: its node would be on gloo, the other on NCCL, and both would wait for each other."""
+    """With one broken GPU, its node would start gloo and the other NCCL, and each would wait for the other."""
     settings = {"gpus": [8, 0], "LOCAL_RANK": [0, 0], "LOCAL_WORLD_SIZE": [1, 1], "host": ["gpu07", "gpu08"]}
     first, second = launch(start_as, settings, None, agent, nproc=2)
     assert first == second == "No common backend: gloo on gpu08, nccl on gpu07. On CPUs: --backend gloo."
@@ -274,7 +274,7 @@ def test_nodes_that_differ_raise_at_once_and_are_named(agent):
 def test_plain_python_uses_the_gpu(gpus, given, started, monkeypatch):
     for name in ("device_count", "set_device"):
         monkeypatch.setattr(torch.cuda, name, None)
-    monkeypatch.setattr(dist, "init_process_group", None)  # pretend() sets them; the test's end sets them back
+    monkeypatch.setattr(dist, "init_process_group", None)  # pretend() sets them; the test's end restores them
     seen = pretend(gpus)
     assert start_process_group(given) == torch.device(started)
     assert (seen.rank, seen.world_size) == (0, 1)
@@ -299,7 +299,7 @@ def test_missing_variable_is_named(missing, monkeypatch):
 
 
 def test_address_alone_makes_no_rank(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "gpu07")  # a shell often exports it
+    monkeypatch.setenv("MASTER_ADDR", "gpu07")  # people export it in their shells
     assert start_process_group() == CPU and dist.get_world_size() == 1
 
 

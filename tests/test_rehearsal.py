@@ -1,4 +1,4 @@
-"""Rehearsals on pretended GPUs: every planted mistake seen, counts by line, an end without leftovers."""
+"""Rehearsals on pretended GPUs: each planted mistake is caught, lines have the right counts, and nothing is left."""
 
 import json
 import os
@@ -20,13 +20,13 @@ HERE = Path(__file__).parent
 
 
 def counts(path, kind):
-    """The events of a kind in a report's JSON, by line and name."""
+    """{(line, name): row} of the events of one kind in a report's JSON."""
     rows = json.loads(path.read_text())["lines"]
     return {(int(row["line"].partition(":")[2]), row["what"]): row for row in rows if row["kind"] == kind}
 
 
 def line_of(script, words):
-    """The number of the only line of a script that contains these words."""
+    """The number of the one line of a script that contains these words."""
     [number] = [number for number, line in enumerate(script.read_text().splitlines(), 1) if words in line]
     return number
 
@@ -44,9 +44,9 @@ def test_every_planted_mistake_is_seen_with_its_line(tmp_path):
     told = {row["line"] for row in json.loads(report.read_text())["refused"]}
     lines = script.read_text().splitlines()
     for number, line in enumerate(lines, 1):
-        if re.match(r'    \(".*lambda', line) and "hooked" not in line:  # the hook is a line of its own
+        if re.match(r'    \(".*lambda', line) and "hooked" not in line:  # the hook has its own line
             assert f"{script.name}:{number}" in told, line
-    # The last mistake is caught by nobody.
+    # The script does not catch its last mistake.
     assert done.returncode == 1
     last = f"{script.name}:{len(lines)}: RuntimeError: No backend type associated with device type cpu"
     assert done.stderr.strip().splitlines()[-1].startswith(last)

@@ -1,4 +1,4 @@
-"""Sabotage: the record against the lies and the notebooks, and three lies that are really told."""
+"""Sabotage: the record agrees with the lies and the notebooks, and three lies are really told."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from sabotage import run
 from sabotage.lies import LIES
 
-# In the kernel, in the ranks that launch starts, in the processes of a torchrun that a cell starts.
+# One lie in the kernel, one in the ranks of launch, one in the processes of a torchrun that a cell starts.
 TOLD = {"autocast_is_off": "05", "all_reduce_sums_where_it_should_average": "02", "local_rank_is_the_rank": "01"}
 ROWS = {run.key(row): row for row in run.recorded()}
 

@@ -1,4 +1,4 @@
-"""Every notebook's script: alone in an empty folder, under real torchrun, and rehearsed, with equal results.
+"""Every notebook's script: alone in an empty folder, under real torchrun and in a rehearsal, with equal results.
 
 A chapter's runs on one rank by itself, on 4 ranks that torchrun's agent forks, and on pretended GPUs; the template's
 runs under torchrun on 1, 2 and 4. A script's last line is ``result {json}``, printed by rank 0. Its ``world_size`` must
@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.scripts, pytest.mark.timeout(900)]
 
 CHAPTERS = sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))
 TEMPLATE = ROOT / "notebooks" / "template.ipynb"
-GPUS = {"11_trainer": 8}  # pretended ones; 2 for the others
-BY_COMMAND = {"04_ddp": "04", "11_trainer": "11"}  # rehearsed through the command line, as its user writes it
+GPUS = {"11_trainer": 8}  # how many pretended GPUs; the other scripts have 2
+BY_COMMAND = {"04_ddp": "04", "11_trainer": "11"}  # rehearsed by the command that a reader types
 REHEARSAL_FLAGS = {"05_amp": ["--bench-width", "64", "--bench-batch", "64", "--bench-steps", "2"]}
 GOOD_ENOUGH = {
     "00_first_run": lambda result: result["val_accuracy"] > 0.94,
@@ -52,7 +52,7 @@ def alone(tmp_path):
 
 
 def written(notebook, folder):
-    """A notebook's script, alone in its folder, and as ruff would have written it."""
+    """Write a notebook's script, alone in its folder, and check that ruff has nothing to change; return its path."""
     script = export(notebook, folder)
     assert os.listdir(folder) == [f"{notebook.stem}.py"]
     for command in (["check", "--select=E,F,I,B,UP"], ["format", "--check"]):
@@ -71,7 +71,7 @@ def on_ranks(script, nproc, environment, agent=TORCHRUN):
 
 
 def numbers(out, world_size, group):
-    """What does not depend on the number of ranks; ``group`` is what the script says of its process group."""
+    """The numbers that do not depend on how many ranks there are. ``group`` is the first line of the process group."""
     assert group in out
     found = result(out)
     assert found.pop("world_size") == world_size
@@ -108,7 +108,7 @@ def test_chapter(notebook, alone, tmp_path):
     rehearsed = numbers(out, gpus, f"{gpus} rank(s), nccl on cuda")
     assert rehearsed == pytest.approx(expected, abs=TOLERANCE)
     assert out.count(f"Rehearsal on {gpus} pretended GPUs") == 1
-    # Nothing went by the GPUs: all collectives of the default group were NCCL's.
+    # All collectives of the default group used the GPUs, so they are NCCL's.
     assert re.search(r"\((NCCL|C\+\+)\)|by DDP", out)
     if notebook.stem == "04_ddp":
         report = out[out.index("Rehearsal on") :]
@@ -118,7 +118,7 @@ def test_chapter(notebook, alone, tmp_path):
 
 
 def no_step_waits(report):
-    """No line of a training step waits for the GPU. Every tenth step logs, an evaluation or a checkpoint waits once."""
+    """Check that no line of a training step waits for the GPU. Logging, evaluation and checkpoints may, rarely."""
     assert report["steps"] > 10
     waits = [row for row in report["lines"] if row["kind"] in ("wait", "upload") and row["per_step"] > 1 / 3]
     assert not waits, waits

@@ -1,4 +1,4 @@
-"""The book's search: what it knows of the pages, how it ranks, what it answers to readers, how it is used."""
+"""The book's search: what is in its index, how it ranks, what it answers to readers' questions, how it is used."""
 
 import base64
 import gzip
@@ -16,7 +16,7 @@ FIRST = 3  # results that a reader looks at
 MOST_BYTES = 300_000
 PATTERN = r"(?m)^(\S.*)\n((?: {4}.*\n)+)"  # a question and its answers
 
-# In a page: the ranking of other sections than the book's, each its title and its text.
+# JavaScript for a page: rank these sections, (title, text), in place of the book's.
 RANK = """([titles, texts, queries]) => {
     const find = bookSearch.build(titles.map((title, k) => ['page', title, ['Page', title], texts[k], '']));
     return queries.map(query => find(query).map(result => result.anchor));
@@ -28,7 +28,7 @@ ANSWER = """async queries => {
 
 
 def questions():
-    """{question: {page: pattern of the heading}}, from the file of questions."""
+    """{question: {page: pattern of the heading that answers it}}, from tests/search_questions.txt."""
     text = re.sub(r"(?m)^#.*\n", "", QUESTIONS.read_text(encoding="utf-8"))
     found = {}
     for question, answers in re.findall(PATTERN, text):
@@ -39,7 +39,7 @@ def questions():
 
 @pytest.fixture(scope="module")
 def entries(book):
-    """What the search knows: (page, anchor, headings, text, code) of each section."""
+    """The search's index: (page, anchor, headings, text, code) of each section."""
     script = (book.html / "_static" / "search_entries.js").read_text(encoding="utf-8")
     return json.loads(gzip.decompress(base64.b64decode(script.split('"')[1])))
 
@@ -57,7 +57,7 @@ def words(html):
 
 
 def test_every_heading_can_be_found(book, entries):
-    """And every result leads to its heading, or to its term in the glossary."""
+    """Each result leads to its heading, or to its term in the glossary."""
     headings = {}
     for page in toc_files():
         html = (book.html / f"{page}.html").read_text(encoding="utf-8")
@@ -72,7 +72,7 @@ def test_every_heading_can_be_found(book, entries):
 
 
 def test_what_is_folded_can_be_found_but_no_script(book, entries):
-    """A chapter's script is listed on its page, and its cells have the same lines."""
+    """Folded cells and answers are found. The listing of a script is not: the page's cells have the same lines."""
     solutions = 0
     for page in CHAPTERS:
         known = " ".join(
@@ -102,7 +102,7 @@ def test_sphinx_has_no_search_beside_it(book):
 
 @pytest.fixture(scope="module")
 def searched(browser, book_url):
-    """The book's first page, in which a reader has opened the search."""
+    """The book's first page, with the search opened."""
     seen = Visit(browser, book_url, toc_files()[0])
     seen.page.keyboard.press("Control+k")
     seen.page.wait_for_function("window.MiniSearch && window.bookSearch && window.searchEntries")
@@ -156,7 +156,7 @@ def test_questions_lead_to_every_page():
 
 
 def test_questions_are_answered(searched, entries):
-    """The right section comes first for 70 of 100 questions and among the first three for 95; each finds some."""
+    """For 70 % of the questions the right section is first, for 95 % among the first three. None finds nothing."""
     asked = questions()
     missed, empty, first = [], [], 0
     headings_alone = {(page, anchor) for page, anchor, _, text, code in entries if not text and not code}
@@ -182,7 +182,7 @@ def test_questions_are_answered(searched, entries):
 
 
 def type_query(page, query):
-    """Search for it in the dialog; its results."""
+    """Type a query into the dialog; return the results."""
     page.keyboard.press("Control+k")
     page.keyboard.type(query)
     page.locator(f'dialog [role=listbox][data-query="{query}"]').wait_for()
@@ -190,7 +190,7 @@ def type_query(page, query):
 
 
 def chosen(page):
-    """The address of the result that Enter would open, as a screen reader is told."""
+    """The address of the result that Enter would open, by the attributes that a screen reader uses."""
     field = page.locator("dialog input[role=combobox]")
     return page.locator(f"#{field.get_attribute('aria-activedescendant')}[aria-selected=true]").evaluate("a => a.href")
 
@@ -204,7 +204,7 @@ def heading_is_seen(page):
 
 
 def test_search_works_from_the_keyboard(browser, book_url):
-    """Ctrl+K opens it, arrows walk through the results, Enter opens one, Escape closes it."""
+    """Ctrl+K opens the search, arrows move through the results, Enter opens one, Escape closes the search."""
     seen = Visit(browser, book_url, toc_files()[0])
     dialog = seen.page.locator("#pst-search-dialog")
     results = type_query(seen.page, "gradient accumulation")
@@ -220,10 +220,10 @@ def test_search_works_from_the_keyboard(browser, book_url):
     heading_is_seen(seen.page)
 
     type_query(seen.page, "gradient accumulation")
-    for _ in range(2):  # the first may clear the field
+    for _ in range(2):  # the first Escape may only clear the field
         seen.page.keyboard.press("Escape")
     assert not dialog.is_visible()
-    type_query(seen.page, "optimizer fully_shard")  # the results are on this page, which is not loaded anew
+    type_query(seen.page, "optimizer fully_shard")  # its results are on the open page, which is not loaded again
     seen.page.keyboard.press("Enter")
     dialog.wait_for(state="hidden")
     heading_is_seen(seen.page)
@@ -285,7 +285,7 @@ def test_results_are_legible_and_named(browser, book_url, place):
 
 
 def test_a_query_of_the_address_is_answered(browser, book_url):
-    """As when somebody pressed Enter before the search was there, or kept the address."""
+    """Readers get there by pressing Enter before the search has loaded, or by a bookmark."""
     seen = Visit(browser, book_url, "search")
     seen.page.goto(f"{book_url}/search.html?q=busbw")
     seen.page.locator("main [role=option]").first.click(timeout=PATIENCE)

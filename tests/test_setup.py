@@ -1,4 +1,4 @@
-"""make's set-up: once, again when the requirements change, repaired when it was interrupted. A stand-in for Python
+"""make's set-up: it runs once, again after a change of the requirements or an interruption. A stand-in for Python
 counts the calls, so nothing is installed.
 """
 
@@ -13,7 +13,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-# Acts as `python3` and as `.venv/bin/python`: writes down what is asked of it, and fails where the test says so.
+# It is run as `python3` and as `.venv/bin/python`: it writes down its arguments, and fails where the test says so.
 STAND_IN = """#!/bin/sh
 echo "$*" >> "{folder}/calls"
 case "$*" in
@@ -29,7 +29,7 @@ esac
 
 
 class Project:
-    """A folder with the Makefile and what set-up reads."""
+    """A folder with the Makefile and the files that the set-up reads."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -43,7 +43,7 @@ class Project:
         path.chmod(0o755)
 
     def make(self, *arguments):
-        """Run make and return it with ``.calls``, what was asked of Python meanwhile."""
+        """Run make; return the finished process, with Python's arguments as ``.calls``."""
         calls = self.folder / "calls"
         calls.write_text("")
         env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
@@ -111,7 +111,7 @@ def test_an_index_that_does_not_answer_is_no_obstacle(project, monkeypatch):
 
 
 def test_the_lock_has_what_is_pinned():
-    """`make lock` was run after the last change of a pin. It writes names in small letters, and with dashes."""
+    """`make lock` was run after the last change of a pin. It writes names in lower case and with dashes."""
     pins, locked = (
         {line.lower().replace("_", "-") for line in (ROOT / name).read_text().splitlines() if "==" in line}
         for name in ("requirements.txt", "requirements.lock")

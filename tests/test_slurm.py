@@ -1,4 +1,4 @@
-"""The batch file that `python -m helpers export --slurm` writes, as it is, on a real Slurm."""
+"""The batch file that `python -m helpers export --slurm` writes, unchanged, on a real Slurm."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from leftovers import unchanged
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 FLAGS = ["--epochs", "8", "--batch-size", "8", "--lr", "0.02", "--log-every", "15", "--save-every", "90"]
-FLAGS += ["--backend", "gloo"]  # the batch file asks for NCCL, and the last one wins
+FLAGS += ["--backend", "gloo"]  # the batch file asks for NCCL, and the last flag wins
 KEPT = r"start \d|.*(rank\(s\)|starting anew|going on from|stopped by|result \{|Node failure on)"
 PROGRESS = r"\[default0\]:(step|epoch) \d+: "
 VARYING = [r"step_\d+", r"at step \d+", r"(step|epoch) \d+: .*", r"job \d+", r"-\d+\.out"]
@@ -31,7 +31,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with chapter 11's script and what starts it on two nodes of one GPU.
+    """A folder with chapter 11's script and its launch files for two nodes with one GPU each.
 
     Two ranks, because the sum of two gradients has one value; that of more depends, in its last bits, on their order,
     which DDP changes after the first step of a run and of a resumed run.
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 
 class Job:
-    """A submitted batch file, and the file that it writes."""
+    """A submitted job, and the file that it writes."""
 
     def __init__(self, cluster, folder, *options, flags=(), script="11_trainer.sbatch"):
         self.cluster, self.folder = cluster, folder
@@ -53,7 +53,7 @@ class Job:
         self.work = folder / f"11_trainer-{self.number}"
 
     def starts(self):
-        """What was written after each start of the job."""
+        """[what the job wrote] after each of its starts."""
         text = self.output.read_text() if self.output.exists() else ""
         return re.split(r"^(?=start \d+ on )", text, flags=re.MULTILINE)[1:]
 
@@ -62,14 +62,14 @@ class Job:
         return len(self.starts()) > start and re.search(PROGRESS, self.starts()[start]) is not None
 
     def wait_for(self, condition):
-        """Wait for a condition; where it never holds, show what the job wrote."""
+        """Wait for a condition. If it does not come true, the error shows what the job wrote."""
         try:
             self.cluster.wait(condition)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output.read_text() if self.output.exists() else ''}") from None
 
     def ranks(self):
-        """The processes of the script, without torchrun's own."""
+        """The processes of the script, without torchrun's."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -79,12 +79,12 @@ class Job:
         return found
 
     def result(self):
-        """What the script says at its end, and its last checkpoint."""
+        """(the numbers that the script prints at its end, its last checkpoint)."""
         last = json.loads(re.search(r"result (\{.*\})", self.starts()[-1])[1])
         return last, torch.load(self.work / f"step_{last['step']:08}.pt", weights_only=True)
 
     def record(self, name, first):
-        """Compare with what the book shows: one start of the job, and the next until it trains, or to the job's end.
+        """Compare two starts of the job with what the book shows: one, and the next until it trains or ends.
 
         Most lines of the training are left out.
         """
@@ -108,8 +108,8 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
     undisturbed = Job(cluster, folder, flags=FLAGS)
     job = Job(cluster, folder, flags=FLAGS)
 
-    # The time limit, which is cut to what the signal comes early. The controller looks every 30 s; until then the ranks
-    # sleep, or a fast machine would have ended the job.
+    # The time limit is cut so that the signal is due at once. The controller looks every 30 s. Until then the ranks are
+    # stopped, because a fast machine would end the job before.
     job.wait_for(lambda: job.trains(0))
     ranks = job.ranks()
     assert len(ranks) == 2
@@ -118,14 +118,14 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=3")
     time.sleep(max(0, cluster.until_limits_are_checked() - 0.5))
     for rank in ranks:
-        with contextlib.suppress(psutil.NoSuchProcess):  # Slurm has looked already: its signal woke and ended them
+        with contextlib.suppress(psutil.NoSuchProcess):  # Slurm's signal has already woken and ended them
             rank.resume()
     job.wait_for(lambda: cluster.state(job.number) == "PENDING")
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
     assert re.search(r"stopped by SIGUSR1 at step \d+: go on with --resume\n", job.starts()[0])
     assert "result" not in job.starts()[0]
 
-    # A job of a partition that may take this one's nodes.
+    # A job in a partition that may take this job's nodes.
     cluster.requeue_soon(job.number)
     job.wait_for(lambda: job.trains(1))
     options = ["--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
@@ -133,7 +133,7 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
     cluster.requeue_soon(job.number)
     assert re.search(r"stopped by SIGTERM at step \d+: go on with --resume\n", job.starts()[1])
 
-    # A node's power fails.
+    # A node loses its power.
     job.wait_for(lambda: job.trains(2))
     assert job.starts()[2].startswith("start 2 on n[1-2]\n")
     cluster.nodes["n2"].end()
@@ -145,7 +145,7 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
     assert [found[0] == "starting anew" for found in begun] == [True, False, False, False]
     steps = [int(found[1]) for found in begun[1:]]
     assert 0 < steps[0] < steps[1] <= steps[2] < 1440
-    for number in (0, 1):  # it went on from the very step at which it was told to stop
+    for number in (0, 1):  # it went on from the step at which it was told to stop
         assert f"at step {steps[number]}:" in job.starts()[number]
     assert job.starts()[3].startswith("start 3 on n[1,3]\n")
     assert len(undisturbed.starts()) == 1
@@ -180,7 +180,7 @@ DEAF = "import time\nprint('epoch 1: ready', flush=True)\ntime.sleep(60)\n"
 
 
 def in_place_of_the_script(folder, tmp_path, text):
-    """A folder with the exported batch file, and with a short script in the place of chapter 11's."""
+    """A folder with the exported batch file, and with a short script in place of chapter 11's."""
     (tmp_path / "11_trainer.sbatch").write_bytes((folder / "11_trainer.sbatch").read_bytes())
     (tmp_path / "11_trainer.py").write_text(text)
     return tmp_path
@@ -203,7 +203,7 @@ def test_a_rank_that_does_not_train_yet_outlives_the_signal_and_the_job_comes_ba
     cluster.run("scontrol", "update", "PartitionName=main", "GraceTime=1")
     options = ["--partition=urgent", "--nodelist=n1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
     cluster.submit(*options, cwd=tmp_path)
-    cluster.wait(lambda: cluster.state(job.number) == "PENDING")  # by Slurm itself, after the time of grace
+    cluster.wait(lambda: cluster.state(job.number) == "PENDING")  # Slurm does it, after the grace time
     assert not (job.work / "stopped").exists()
     assert "Restarts=1 " in cluster.run("scontrol", "show", "job", str(job.number))
     cluster.run("scancel", str(job.number))
@@ -248,7 +248,7 @@ time.sleep(200)
 
 
 def test_a_job_whose_saves_take_long_is_told_earlier(cluster, folder, tmp_path):
-    """Of three minutes: a minute and three times 35 s before their end, where Slurm was asked for a second."""
+    """With three minutes, the signal comes 60 s + 3 x 35 s before the end, though Slurm was asked for one second."""
     begun = time.monotonic()
     options = ["--nodes=1", "--time=3", "--signal=USR1@1"]
     job = Job(cluster, in_place_of_the_script(folder, tmp_path, SLOW_TO_SAVE), *options)
@@ -257,7 +257,7 @@ def test_a_job_whose_saves_take_long_is_told_earlier(cluster, folder, tmp_path):
 
 
 def test_the_preflight_of_chapter_12(cluster, folder, tmp_path):
-    """It checks every link before the script begins; where a check fails, the script does not begin."""
+    """It checks every link before the script begins. If a check fails, the script does not begin."""
     place = in_place_of_the_script(folder, tmp_path, "print('epoch 1: trained')")
     export = ["export", "12", f"--out={place}"]
     subprocess.run([sys.executable, "-m", "helpers", *export], check=True, stdout=subprocess.DEVNULL)
@@ -290,7 +290,7 @@ def test_slurm_accepts_the_file(cluster, folder, tmp_path):
 
 
 def test_doctor_under_srun(cluster, folder):
-    """Where the node's name in Slurm has no address, it says what it needs."""
+    """If a node's name in Slurm has no address, the doctor says what it needs."""
     doctor = [sys.executable, "-m", "helpers", "doctor", "--backend=gloo"]
     line = ["srun", "--nodes=2", "--nodelist=n[1,3]", "--ntasks-per-node=2", "--time=5", *doctor]
     with pytest.raises(AssertionError, match="The host name n1 has no address here.* give an address in MASTER_ADDR"):

@@ -1,4 +1,4 @@
-"""A signal to one rank stops all of them at one step; a rank that is stuck ends; nothing of it is left behind."""
+"""A signal to one rank stops all ranks at one step, a rank that hangs is ended, and nothing is left behind."""
 
 import contextlib
 import os
@@ -18,13 +18,13 @@ from helpers.ranks.launch import launch
 from helpers.runtime.process_group import start_process_group, stop_process_group
 from helpers.runtime.stop_request import StopRequest, outlive_signals
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
 pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[1]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-# In the first start rank 1 dies, and rank 0 sits in C where no Python handler runs, as in a collective of NCCL's.
+# In the first start rank 1 dies. Rank 0 waits in C code, where no Python handler runs, as in a collective of NCCL.
 STUCK = """\
 import ctypes, os, sys
 import torch.distributed as dist
@@ -45,7 +45,7 @@ os._exit(0)
 
 
 def steps_until_stopped(number, who, at):
-    """After how many steps this rank stopped, and why; ``who`` gets a signal in the step ``at``."""
+    """(after how many steps this rank stopped, the signal's name). The rank ``who`` gets a signal in step ``at``."""
     with StopRequest() as stop:
         for step in range(1, 50):
             if dist.get_rank() == who and step == at:
@@ -105,7 +105,7 @@ def test_what_was_there_before_is_there_afterwards(group, fails):
 
 
 def fail_while_the_peer_is_busy(failed):
-    """Rank 0's question is not answered before it has left the block: rank 1 waits for that."""
+    """On each rank: rank 0 leaves the block with an exception, while its question is open because rank 1 waits."""
     with contextlib.suppress(ZeroDivisionError), StopRequest() as stop:
         if dist.get_rank() == 0:
             stop.agreed()
@@ -144,4 +144,4 @@ def test_a_rank_that_is_stuck_in_c_ends_and_the_job_goes_on(tmp_path):
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == ["", "rank 0 went on", "rank 1 went on"]
     assert "no step in 1 s after SIGTERM" in done.stderr
-    assert "SIGKILL" not in done.stderr  # what torchrun sends after 30 s to a rank that has not ended
+    assert "SIGKILL" not in done.stderr  # which torchrun sends to a rank that has not ended after 30 s

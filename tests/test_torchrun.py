@@ -1,4 +1,4 @@
-"""Scripts from their start to their end: alone, under torchrun and under ``helpers run``, failing and interrupted."""
+"""Scripts from start to end: alone, under torchrun and under ``helpers run``, when they fail or are interrupted."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ for step in range(steps):
 stop_process_group()
 """
 
-# A script whose group is quick to start: it never starts.
+# A script that starts no group, so that its start takes little time.
 GROUPLESS = """\
 import os
 
@@ -64,7 +64,7 @@ def test_a_rank_that_raises_ends_the_job_and_is_named(alone, tmp_path):
     assert 'raise ValueError(f"rank {args.fail} cannot go on")' in errors  # the rank's own traceback, with its line
     assert "ValueError: rank 2 cannot go on" in errors
     summary = errors.partition("sample.py FAILED\n")[2]
-    assert re.search(r"rank      : 2 \(local_rank: 2\)\n +exitcode  : 1 ", summary)  # its own, not SIGABRT's
+    assert re.search(r"rank      : 2 \(local_rank: 2\)\n +exitcode  : 1 ", summary)  # not the status of SIGABRT
 
 
 ENDING = """\
@@ -104,11 +104,11 @@ def test_a_scripts_status_is_its_own_and_its_handlers_run(end, status, alone, tm
 def test_a_ranks_status_is_its_own_and_its_handlers_run(end, alone, tmp_path):
     script = export(write_notebook(tmp_path, ENDING, parameters='end: str = ""'), tmp_path / "empty")
     status, out, errors, left = torchrun(script, 2, alone, "--end", end)
-    assert status == (1 if end else 0) and not left  # torchrun's own
+    assert status == (1 if end else 0) and not left  # the status is torchrun's
     assert "exitcode  : 3 " in errors if end else out.count("handler\n") == 2
 
 
-# The ranks that come do so together: how long their imports take is not counted as patience.
+# The ranks that come meet before they wait, so the time that their imports take does not count.
 MISSING = """\
 import os
 import runpy
@@ -139,7 +139,7 @@ def test_chapter_1_names_a_rank_that_is_missing(own_store, alone, tmp_path):
 
 @pytest.fixture
 def running(tmp_path):
-    """A call that starts ``python -m helpers run`` as a terminal does; at the end, check how it was interrupted."""
+    """``python -m helpers run``, started as by a terminal, for a test to interrupt. At the end nothing may be left."""
     mark = uuid.uuid4().hex
     notebook = write_notebook(tmp_path, FAILING)
     command = [sys.executable, "-m", "helpers", "run", notebook, "--nproc", "2", "--", "--steps", "100000000"]
@@ -150,7 +150,7 @@ def running(tmp_path):
             yield process
             _, errors = process.communicate(timeout=60)
         finally:
-            for pid in leftovers.processes(mark):  # where the interruption failed
+            for pid in leftovers.processes(mark):  # only if the interruption has failed
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     assert (process.returncode, errors) == (130, "Interrupted; all ranks are stopped.\n")
@@ -205,7 +205,7 @@ def test_run_passes_flags_and_status(tmp_path):
         assert done.returncode == status, done.stderr
         assert set(done.stdout.splitlines()) == {f"{steps} {threads}"}  # one rank can end the other before it prints
         assert ("Root Cause" in done.stderr) == (status == 1)
-        assert "distributed/run.py" not in done.stderr  # torchrun's own traceback
+        assert "distributed/run.py" not in done.stderr  # as in a traceback of torchrun
 
 
 def test_nbconvert_writes_the_same_script_and_refuses_with_the_reason_and_no_file(tmp_path):

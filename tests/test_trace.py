@@ -1,4 +1,4 @@
-"""Chapter 14's reading of a GPU's trace: a trace made by hand, as the profiler writes one beside CUDA."""
+"""How chapter 14 reads a GPU's trace: on a trace made by hand, as the profiler writes it with CUDA."""
 
 import copy
 import runpy
@@ -16,7 +16,7 @@ def complete(cat, name, ts, dur, pid, tid):
 
 
 def step_of_a_gpu(number, begin, gpu):
-    """A step of 1000 us: kernels over 100-500 and 700-900, an all-reduce over 400-800, half of it hidden.
+    """A step of 1000 us: kernels at 100-500 and 700-900, an all-reduce at 400-800, which they hide by half.
 
     The CPU is ahead: it launches everything in the step's first 90 us, under names that a CPU's trace has too.
     """
@@ -53,7 +53,7 @@ def step_of_a_gpu(number, begin, gpu):
 
 
 def trace(gpu, ahead=0.0):
-    """A rank's trace of two steps on a GPU, its clock ``ahead`` us ahead."""
+    """A rank's trace of two steps on a GPU, by a clock that is ``ahead`` us ahead."""
     names = {"ph": "M", "name": "process_name", "pid": gpu, "tid": 0, "ts": ahead, "args": {"name": "python"}}
     spans = complete("Trace", "PyTorch Profiler (0)", ahead, 2100, "Spans", "PyTorch Profiler")
     events = [event for number in (0, 1) for event in step_of_a_gpu(number, ahead + 50 + 1000 * number, gpu)]

@@ -1,4 +1,4 @@
-"""Chapter 11's script, taken away: another model on other data in two functions, and what its pages only say."""
+"""Chapter 11's script in a reader's hands: another model on other data, and claims that the page does not run."""
 
 import ast
 import importlib.util
@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from helpers.ranks.launch import RankError, launch
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
 
 pytestmark = pytest.mark.ranks
 
@@ -36,7 +36,7 @@ def alone(tmp_path_factory):
 
 
 def loaded(path):
-    """The script as a module; ``path`` is text, as it travels to ranks."""
+    """The script as a module. ``path`` is text, which can be sent to ranks."""
     spec = importlib.util.spec_from_file_location("trainer", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -44,7 +44,7 @@ def loaded(path):
 
 
 def settings(script, *flags):
-    """The script's ``args``."""
+    """The script's ``args`` with these flags."""
     with mock.patch("sys.argv", [str(script), *flags]):
         return loaded(script).parse_args()
 
@@ -53,14 +53,14 @@ def settings(script, *flags):
 
 
 def definitions(source):
-    """{name: text} of the functions and classes of some code."""
+    """{name: source} of the functions and classes in some code."""
     nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     return {node.name: ast.get_source_segment(source, node) for node in nodes}
 
 
 @pytest.fixture(scope="module")
 def language_model(script, tmp_path_factory):
-    """The script with the page's language model in the place of its two functions."""
+    """The script with the page's language model in place of its two functions."""
     cells = nbformat.read(NOTEBOOK, as_version=nbformat.NO_CONVERT).cells
     [source] = [cell.source for cell in cells if cell.id == "own-model"]
     new, text = definitions(source), script.read_text()
@@ -99,7 +99,7 @@ def test_a_language_model_on_text_takes_two_functions(language_model, alone, on_
 
 
 def test_a_compiled_model_has_the_same_losses(language_model, alone, on_two_ranks, tmp_path):
-    """With a backend that needs no C++ compiler: all of torch.compile but inductor's code."""
+    """The backend needs no C++ compiler, so all of torch.compile runs, except for inductor's code."""
     flags = ["--compile-with", "aot_eager", "--checkpoint-dir", str(tmp_path / "runs")]
     status, out, errors, _ = torchrun(language_model, 2, alone, *FEW, *flags, agent=FORKING)
     assert status == 0, errors
@@ -142,13 +142,13 @@ def test_checkpoints_are_in_the_order_of_their_steps(script, tmp_path):
 
 
 def save_on_a_full_disk(path, args):
-    """What a folder holds after a save that ends in the middle, and what the save raised."""
+    """(what a folder holds after a save that ends in the middle, what the save raised)."""
     trainer = loaded(path)
     parts = {"model": torch.nn.Linear(64, 64)}
     trainer.save_run(parts, 1, args, torch.device("cpu"))
     write = torch.save
 
-    def full(state, file, **options):  # all_gather_object pickles tensors with it too
+    def full(state, file, **options):  # all_gather_object uses it too
         write(state, file, **options)
         if "model" in state:
             raise OSError(28, "No space left on device")
@@ -170,7 +170,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_no_half_file(script, tmp_pat
 
 
 def speeds_by_a_slow_clock(path, args):
-    """The speeds that a run tells of, where a step takes a second, and a validation or a save an hour."""
+    """The speeds that a run prints if a step takes a second, and a validation or a save an hour."""
     trainer, now, told = loaded(path), [0], []
 
     def taking(seconds, function):

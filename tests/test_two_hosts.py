@@ -1,4 +1,4 @@
-"""Two hosts, as network namespaces: they meet or do not, and lose each other."""
+"""Two hosts, which are network namespaces: they meet or fail to meet, and they lose each other."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ STATIC = [
 ]
 C10D = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-endpoint=node0:29500"]
 
-# A rank that reduces for ever and writes down how often; once all are there it waits `patience` seconds for the others.
+# A rank that all-reduces for ever, and writes down how often. Once all have met, it waits `patience` seconds for peers.
 BEATING = """\
 import os, sys, time, traceback
 from datetime import timedelta
@@ -59,18 +59,18 @@ except BaseException:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """The environment of what a test starts, in an empty folder; all of it must be gone at the end."""
+    """Environment variables for processes of a test, which starts in an empty folder. At its end all must be gone."""
     monkeypatch.chdir(tmp_path)
     with leftovers.surroundings() as environment:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "PET_NNODES"):
             environment.pop(name, None)
         environment |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "CUDA_VISIBLE_DEVICES": ""}
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or a restart may read the addresses of the dead
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a restart may read dead ranks' addresses
         yield environment | {"PYTHONPATH": str(ROOT)}
 
 
 class Job:
-    """One torchrun on each host; ``flags`` has a list for each."""
+    """One torchrun on each host. ``flags`` has a list of flags for each host."""
 
     def __init__(self, both, flags, program, environment):
         self.both, self.program = both, [str(word) for word in program]
@@ -82,7 +82,7 @@ class Job:
                 self.processes.append(host.start(command, env=environment, stdout=out, stderr=err))
 
     def statuses(self, seconds=120):
-        """The exit statuses, None for an agent that still runs after so many seconds."""
+        """[exit status] of the agents; None for an agent that still runs after ``seconds``."""
         leftovers.soon(lambda: None not in [process.poll() for process in self.processes], seconds)
         return [process.poll() for process in self.processes]
 
@@ -93,7 +93,7 @@ class Job:
         return Path(f"node{node}.err").read_text()
 
     def told(self):
-        """What both hosts said, for a message."""
+        """The output of both hosts, for an assertion's message."""
         return "\n".join(self.out(node) + self.err(node)[-3000:] for node in (0, 1))
 
     def lines(self):
@@ -102,20 +102,20 @@ class Job:
         return "".join(f"node{node}$ torchrun {line}\n" for node, line in enumerate(words))
 
     def agent(self, node):
-        """The agent's process, below nsenter's."""
+        """The agent's process, which is a child of nsenter's."""
         return psutil.Process(self.processes[node].pid).children()[0]
 
     def end(self):
         for process in self.processes:
             if process.poll() is None:
-                with contextlib.suppress(psutil.NoSuchProcess):  # it ends by itself at this moment
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
                     for child in psutil.Process(process.pid).children(recursive=True):
                         child.kill()
             process.wait()
 
 
 def both_flags(common, *own):
-    """Flags for Job: those that both hosts have, and then each its own."""
+    """Flags for Job: [both hosts' flags and the host's own] for each host."""
     return [[*common, *flags] for flags in own or ([], [])]
 
 
@@ -133,14 +133,14 @@ def beating():
 
 
 def beats(rank):
-    """How often a rank has reduced so far, and the last sum: the number of ranks."""
+    """(how often a rank has all-reduced so far, the last sum, which is the number of ranks)."""
     path = Path(f"beats{rank}")
     counts = path.read_text().splitlines() if path.exists() else []
     return len(counts), int(counts[-1]) if counts else 0
 
 
 def all_beat(job, ranks=(0, 1, 2), seconds=60):
-    """Wait until each rank has reduced five times more."""
+    """Wait until each rank has all-reduced five more times."""
     before = [beats(rank)[0] for rank in ranks]
     more = leftovers.soon(
         lambda: all(beats(rank)[0] >= old + 5 for rank, old in zip(ranks, before, strict=True)), seconds
@@ -152,7 +152,7 @@ def all_beat(job, ranks=(0, 1, 2), seconds=60):
 
 
 def test_two_kinds_of_rendezvous(place):
-    """The chapter's own script on 2 + 1 ranks."""
+    """They run the chapter's own script on 2 + 1 ranks."""
     script = chapter("12_multi_node")
     text = ""
     with hosts.two_hosts() as both:
@@ -179,7 +179,7 @@ def test_two_kinds_of_rendezvous(place):
 
 
 def test_a_name_that_means_the_loopback(place):
-    """Debian's line `127.0.1.1 node0`: nobody hosts the store, then nobody reaches rank 0."""
+    """With Debian's line `127.0.1.1 node0`, no host serves the store; with a flag for that, none reaches rank 0."""
     script = chapter("12_multi_node")
     c10d = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-endpoint=10.88.0.1:29500"]
     text = ""
@@ -278,7 +278,7 @@ def test_a_worker_an_agent_a_link_are_lost(place):
 
 
 def test_elastic_goes_on_with_one_host(place):
-    """1 to 2 nodes; the one that does not host the store is switched off."""
+    """With --nnodes=1:2, the job goes on when the node that does not serve the store is switched off."""
     fast = "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
     common = ["--nnodes=1:2", *C10D[1:], fast, "--monitor-interval=0.5", "--max-restarts=3"]
     with hosts.two_hosts() as both:

@@ -1,4 +1,4 @@
-"""``explore``: the same frames for a live kernel and for a static page."""
+"""``explore`` shows the same frames in a live kernel and on a static page."""
 
 import functools
 import html
@@ -23,7 +23,7 @@ def word(text="a", size=1, **other):
 
 
 def words_of(page):
-    """What the frames of a page say, in order."""
+    """The words in a page's frames, in order."""
     return re.findall(r"<text[^>]*>([^<]*)</text>", page)
 
 
@@ -99,10 +99,10 @@ def test_the_widget_is_in_the_bundle_only_where_a_kernel_is_live(monkeypatch):
 @pytest.mark.parametrize(
     "error, match, fn, sliders",
     [
-        (ValueError, "needs a slider", word, {}),
+        (ValueError, "has no slider", word, {}),
         (ValueError, "no values", word, {"size": []}),
         (ValueError, "repeats a value", word, {"size": [1, "1"]}),
-        (ValueError, "at most 64 frames, these are 66", word, {"size": range(11), "text": range(6)}),
+        (ValueError, "at most 64 frames, not 66", word, {"size": range(11), "text": range(6)}),
         (TypeError, "Figure was expected, not str", str, {"object": [1]}),
         (ValueError, "alt text is empty", word, {"size": [1], "alt": ""}),
     ],
@@ -123,7 +123,7 @@ def two_explorers():
 
 
 def shown(page):
-    """The alt texts of the frames that can be seen."""
+    """The alt texts of the visible frames."""
     return [view.get_attribute("aria-label") for view in page.locator(".wso-view").all() if view.is_visible()]
 
 
@@ -165,7 +165,7 @@ def test_without_javascript_the_first_frame_shows_and_no_dead_slider(browser):
 
 def test_a_notebook_that_is_not_trusted_asks_to_run_the_cell_and_shows_no_stray_words(browser):
     page = browser.new_page()
-    kept = re.sub(r"(?s)<(script|style)>.*?</\1>", "", two_explorers())  # as JupyterLab's sanitizer does
+    kept = re.sub(r"(?s)<(script|style)>.*?</\1>", "", two_explorers())  # JupyterLab's sanitizer removes these
     kept = re.sub(r"</?(svg|g|path|text|defs|clipPath|rect|use|pattern)\b[^>]*>", "", kept)
     kept = re.sub(r' (role|tabindex|aria-label)="[^"]*"| hidden(?=[ >])', "", kept)  # hidden="hidden" stays
     page.set_content(kept + show(word(), "a").page.replace("<svg", "<svg class='trusted'"))

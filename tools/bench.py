@@ -1,7 +1,7 @@
-"""Measure this project beside other ways to do the same; `make bench` runs it.
+"""Measure this project beside other ways to do the same work; `make bench` runs it.
 
-Every round runs every contender once, each in an interpreter of its own, so that a slow minute of the machine is shared
-by all. The table shows medians and the spread; the numbers behind it go to a JSON file.
+Every round runs every contender once, each in an interpreter of its own, so that a slow minute of the machine slows all
+of them. The table shows medians and spreads; all numbers go to a JSON file.
 """
 
 import argparse
@@ -25,15 +25,15 @@ from bench_jobs import exported, loaded
 
 ROOT = Path(__file__).parents[1]
 SIZES = (2, 4, 8)
-CALLS = {"launch": 8, "mp.spawn": 2, "accelerate": 4, "torchrun": 2}  # in one interpreter: the first, and later ones
-IPYPARALLEL = 4  # its engines: each takes as long to start as a rank of mp.spawn
+CALLS = {"launch": 8, "mp.spawn": 2, "accelerate": 4, "torchrun": 2}  # calls in one interpreter, the first one apart
+IPYPARALLEL = 4  # engines: each takes as long to start as a rank of mp.spawn
 
 
 # --- the same work for all: an all-reduce of a small tensor, its result brought back ----------------------------------
 
 
 def all_reduce():
-    """On a rank whose group runs: the sum of 1, 2, …, N."""
+    """All-reduce [1] of rank + 1 on a rank whose process group runs: returns 1 + 2 + … + N."""
     import torch
     import torch.distributed as dist
 
@@ -43,7 +43,7 @@ def all_reduce():
 
 
 def with_group(rank, world_size, store):
-    """The same on a process that has no group yet, all of them told of one file for the rendezvous."""
+    """``all_reduce`` in a process without a group. ``store`` is the file by which the N processes meet."""
     import torch.distributed as dist
 
     start_group(rank, world_size, store)
@@ -64,7 +64,7 @@ def check(results, nproc):
 
 
 def use_openmp():
-    """What a notebook's kernel has done by then: two threads have multiplied matrices."""
+    """Multiply matrices on two threads, as a notebook's kernel has done by the time it starts ranks."""
     import torch
 
     torch.set_num_threads(2)
@@ -106,7 +106,7 @@ def by_spawn(nproc):
 
 @contextlib.contextmanager
 def by_accelerate(nproc):
-    """It forks, and hangs where the kernel has used OpenMP: here it must not have."""
+    """accelerate's notebook_launcher. It forks, and the ranks hang if the caller has used OpenMP: here it has not."""
     import torch.multiprocessing as mp
     from accelerate import notebook_launcher
 
@@ -142,7 +142,7 @@ def by_torchrun(nproc):
 
 
 def torchrun(nproc, *command):
-    """Run a script on nproc ranks of this machine."""
+    """Run a script under torchrun on ``nproc`` ranks of this machine."""
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
     start += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()}
@@ -159,7 +159,7 @@ def free_port():
 
 
 def time_calls(contender, nproc):
-    """The seconds of every call in this interpreter, the first one first."""
+    """[seconds] of every call in this interpreter, in order."""
     by = {"launch": by_launch, "mp.spawn": by_spawn, "accelerate": by_accelerate, "torchrun": by_torchrun}
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
     seconds = []
@@ -172,7 +172,7 @@ def time_calls(contender, nproc):
 
 
 def time_ipyparallel(calls=8):
-    """Its engines: their start, warm calls that make a group as a launch does, and calls on a group that they keep."""
+    """{what: [seconds]} of ipyparallel: the engines' start, calls that make a group, calls on a group that is kept."""
     import ipyparallel
 
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
@@ -180,7 +180,7 @@ def time_ipyparallel(calls=8):
     nproc = IPYPARALLEL
 
     def on_engines(code):
-        """What each engine's ``code`` evaluates to; RANK stands for the engine's own number."""
+        """What ``code`` evaluates to on each engine; RANK in it stands for the engine's number."""
         pending = [engine.apply_async(eval, code.replace("RANK", str(rank))) for rank, engine in enumerate(engines)]
         return [one.get(timeout=60) for one in pending]
 
@@ -209,7 +209,7 @@ def time_ipyparallel(calls=8):
 
 
 def fail(how, path):
-    """Rank 1 fails while its peers wait in a collective; it notes the time before."""
+    """On a rank: rank 1 writes the time to ``path`` and fails, while its peers wait in a collective."""
     import torch
     import torch.distributed as dist
 
@@ -229,7 +229,7 @@ def fail_spawned(rank, nproc, store, how, path):
 
 
 def time_failures(contender, nproc=4):
-    """{how: [seconds]} until the caller has its exception, and its ranks are gone."""
+    """{how a rank fails: [seconds]} from the failure until the caller has its exception and the ranks are gone."""
     import torch.multiprocessing as mp
 
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
@@ -255,7 +255,7 @@ def time_failures(contender, nproc=4):
 
 
 def time_notebook(runner, notebook):
-    """{runner: [seconds]} to run a copy of the notebook: compared cell by cell, or only executed."""
+    """{runner: [seconds]} to run a copy of the notebook. nbval compares the outputs; nbconvert only executes cells."""
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copy(notebook, folder)
         if runner == "nbval":
@@ -275,7 +275,7 @@ def time_notebook(runner, notebook):
 
 
 def hand_written(script, train_set, val_set, epochs, batch_size, lr, seed, device):
-    """The shortest DDP loop that does the same: the script's model and data, training, and validation every epoch."""
+    """The shortest DDP loop that does the script's work: same model and data, and validation after every epoch."""
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
@@ -305,9 +305,9 @@ def hand_written(script, train_set, val_set, epochs, batch_size, lr, seed, devic
 
 
 def compare_script(path, results, pairs=200, epochs=4):
-    """Under torchrun: train by the exported script's own function and by hand, in turn, in the same processes.
+    """Under torchrun: train by the exported script's function and by hand, in turn, in the same processes.
 
-    One pair's ratio varies by 13 %: it takes hundreds to see 2 %.
+    The ratio of one pair varies by 13 %, so it takes hundreds of pairs to see 2 %.
     """
     import torch.distributed as dist
 
@@ -328,12 +328,12 @@ def compare_script(path, results, pairs=200, epochs=4):
                 dist.barrier()
                 rates[name].append(epochs * len(settings["train_set"]) / (time.perf_counter() - start))
     if dist.get_rank() == 0:
-        Path(results).write_text(json.dumps({name: values[1:] for name, values in rates.items()}))  # the first: warm-up
+        Path(results).write_text(json.dumps({name: values[1:] for name, values in rates.items()}))  # no warm-up
     os._exit(0)
 
 
 def time_script():
-    """{way: samples per second, [one number for each repetition]} at two ranks."""
+    """{way: [samples per second of each repetition]} on two ranks."""
     with exported("04") as script:
         results = script.with_name("results")
         torchrun(2, __file__, "--child", json.dumps(["compare_script", str(script), str(results)]))
@@ -344,7 +344,7 @@ def time_script():
 
 
 def child(name, *args):
-    """What a function of this file, or of bench_jobs, returns, called in an interpreter of its own."""
+    """Call a function of this file or of bench_jobs in a new interpreter; return its result."""
     command = [sys.executable, __file__, "--child", json.dumps([name, *args])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     if done.returncode:
@@ -353,11 +353,11 @@ def child(name, *args):
 
 
 def measure(rounds, notebook, only):
-    """{measure: {row: [number, …]}} of all rounds; a contender that is not installed or fails is told and left out."""
+    """{measure: {row: [numbers]}} of all rounds. A contender that fails or is not installed is named and left out."""
     found = {}
 
     def attempt(measure, row, function, *args):
-        """Add what the function returns, {kind: numbers}; the kind takes the place of {} in a measure or a row."""
+        """Add the numbers that the function returns, {kind: [numbers]}. A {} in a measure or a row becomes the kind."""
         if only not in measure:
             return
         try:
@@ -387,7 +387,7 @@ def measure(rounds, notebook, only):
 
 
 def table(found):
-    """The lines to print: each row's median, spread, and ratio to the first row of its group."""
+    """The lines of the table: each row's median, its spread, and its ratio to the first row of the measure."""
     for measure, rows in found.items():
         unit = "1/s" if "per second" in measure else "s"
         yield f"\n{measure + f' [{unit}]':32}{'median':>10}{'from':>10}{'to':>10}{'ratio':>9}{'n':>5}"
@@ -403,7 +403,7 @@ def spread(numbers):
 
 
 def targets(found):
-    """(text, met or None where it was not measured) for each target."""
+    """Yields (target in words, measured value, limit, whether it is met) for each target; None if not measured."""
 
     def middle(measure, row):
         numbers = found.get(measure, {}).get(row)

@@ -1,4 +1,4 @@
-"""What whole jobs cost, for tools/bench.py: checkpoints, a pipeline's schedules, a restart."""
+"""What complete jobs cost, for tools/bench.py: checkpoints, a pipeline's schedules, a restart."""
 
 import contextlib
 import importlib.util
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 @contextlib.contextmanager
 def exported(chapter):
-    """The path of a chapter's script, in a folder that is removed afterwards."""
+    """A context with the path of a chapter's script; at its end the script's folder is removed."""
     with tempfile.TemporaryDirectory() as folder:
         export = [sys.executable, "-m", "helpers", "export", chapter, "--out", folder]
         subprocess.run(export, cwd=ROOT, check=True, capture_output=True)
@@ -25,7 +25,7 @@ def exported(chapter):
 
 
 def loaded(path):
-    """A script as a module: its functions, without its main."""
+    """A script as a module, so that its functions can be called."""
     spec = importlib.util.spec_from_file_location("script", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -36,7 +36,7 @@ def loaded(path):
 
 
 def seconds_of_steps(path, folder, rounds, save_every):
-    """On a rank: {way: [seconds per step, one number for each round]} of the trainer's script."""
+    """On a rank: {way: [seconds per step in each round]} of the trainer's script, with and without checkpoints."""
     import torch
     import torch.distributed as dist
 
@@ -68,7 +68,7 @@ def time_checkpoints(rounds=5, nproc=2):
 
 
 def seconds_of_schedules(path, rounds, micro_batches):
-    """On a rank: {schedule: [seconds of one step, forward and backward]}."""
+    """On a rank: {schedule: [seconds of one step in each round]}; a step is forward and backward."""
     import torch
     import torch.distributed as dist
 
@@ -121,7 +121,7 @@ if __name__ == "__main__":
 
 
 def time_restarts(kills=3, nproc=2):
-    """{way: [seconds]} of chapter 11's trainer, which saves every step and is killed again and again."""
+    """{way: [seconds from a kill to the next step]} of chapter 11's trainer, which saves every step."""
     found = {}
     with exported("11") as script:
         preloaded = script.with_name("preloaded.py")
@@ -142,9 +142,9 @@ def time_restarts(kills=3, nproc=2):
 
 
 def restarts(command, folder, kills):
-    """Kill the job's last rank so many times, each after ten steps; the seconds to the next step that it tells of."""
+    """Kill the job's last rank ``kills`` times, each after ten steps. Returns [seconds to the next printed step]."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or new ranks may read dead ranks' addresses
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else new ranks may read dead ranks' addresses
     job = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -154,7 +154,7 @@ def restarts(command, folder, kills):
             if killed is None and line.startswith("step "):
                 steps += 1
             if killed is not None and line.startswith("going on from"):
-                steps = -1  # what is told from here on is the new ranks'
+                steps = -1  # from here on, the new ranks print the steps
             elif steps == -1 and line.startswith("step "):
                 yield time.monotonic() - killed
                 killed, steps, kills = None, 0, kills - 1
@@ -162,7 +162,7 @@ def restarts(command, folder, kills):
                 if not kills:
                     return
                 started = psutil.Process(job.pid).children(recursive=True)
-                victim = max(started, key=lambda one: one.create_time())  # a rank: they start last
+                victim = max(started, key=lambda one: one.create_time())  # ranks start after all other processes
                 killed = time.monotonic()
                 victim.kill()
         raise RuntimeError(f"the job ended: {command}")

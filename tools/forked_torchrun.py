@@ -1,7 +1,7 @@
-"""torchrun whose ranks are forked from its agent, which has imported torch: ``python tools/forked_torchrun.py ...``.
+"""torchrun with ranks that are forked from its agent, which has imported torch: ``python tools/forked_torchrun.py …``.
 
-Arguments, agent, rendezvous, restarts and variables are torchrun's own. Each start of a rank saves the processor's two
-seconds that its imports take. It is for tests of what ranks do after their start and before their end: a forked rank
+Arguments, agent, rendezvous, restarts and variables are torchrun's own. A forked rank has its imports done, which saves
+two seconds of a processor at each start. Use it to test what ranks do between their start and their end: a forked rank
 leaves by os._exit, without atexit handlers.
 """
 
@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-import torch._dynamo  # an optimizer's constructor imports it
+import torch._dynamo  # else every rank would: an optimizer's constructor imports it
 import torch.utils.data
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
@@ -17,9 +17,9 @@ from torch.distributed.run import config_from_args, parse_args
 
 
 def be_a_rank(script, *flags):
-    """Become what ``python script flags`` is."""
+    """Run the script in this process as ``python script flags`` would."""
     sys.argv, sys.path[0] = [script, *flags], str(Path(script).parent)
-    torch.distributed.set_debug_level_from_env()  # torch read it when the agent imported it
+    torch.distributed.set_debug_level_from_env()  # torch read the variable in the agent
     runpy.run_path(script, run_name="__main__")
 
 

@@ -1,8 +1,9 @@
 """Kill ranks of chapter 13's job at random moments, and compare its last weights bit by bit (``make soak N=200``).
 
-Real torchrun, real SIGKILL, any rank. One half of the moments is drawn evenly from the seconds of a start-up, the other
-from the first second of training, and half of these wait for the next write of a snapshot. What is left must be the
-undisturbed job's weights, to the last bit, and nothing else: no process, no half snapshot, no job that hangs.
+The torchrun and the SIGKILL are real, and any rank may be the victim. Half of the moments are drawn evenly from the
+seconds of a start-up, the others from the first second of training. Half of those wait for the next snapshot's write.
+At the end the weights must equal the undisturbed job's to the last bit, and no process, no half written snapshot and no
+hanging job may be left.
 """
 
 import argparse
@@ -26,9 +27,9 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 CHAPTER = ROOT / "notebooks" / "13_fault_tolerance.ipynb"
-WINDOW = 1.0  # seconds of training in which half of the kills come
-LENGTH = ["--epochs", "32"]  # 480 steps: enough for some twenty kills
-PATIENCE = 180  # seconds for a restart, or for a job's end, before it counts as a hang
+WINDOW = 1.0  # seconds of training from which half of the moments are drawn
+LENGTH = ["--epochs", "32"]  # 480 steps, long enough for some twenty kills
+PATIENCE = 180  # seconds: a restart or a job's end that takes longer counts as a hang
 TORCHRUN, FORKING = ["-m", "torch.distributed.run"], [Path(__file__).with_name("forked_torchrun.py")]
 TUNED = ["--monitor-interval=0.02"]
 AT_ADDRESS = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
@@ -41,18 +42,18 @@ def export(folder):
 
 
 def alone(folder):
-    """An environment for the jobs, whose temporary files are in the folder."""
+    """Environment variables for the jobs, which make them put temporary files into the folder."""
     found = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return found | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
 
 
 class Failure(Exception):
-    """What went wrong with a job."""
+    """A job hangs, fails or leaves something behind; the message says which."""
 
 
 class Job:
-    """A job under torchrun: its ranks, and what rank 0 prints, line by line with the time."""
+    """A job under torchrun, with its ranks and the time of each line that rank 0 prints."""
 
     def __init__(self, script, nproc, environment, flags, agent=TORCHRUN):
         self.nproc, self.mark = nproc, uuid.uuid4().hex
@@ -75,17 +76,17 @@ class Job:
             self.lines.append((time.monotonic(), line.rstrip()))
 
     def said(self, word, since=0.0):
-        """The last line since a time that starts with a word, as (when, line), or None."""
+        """(when, line) of the last line that starts with the word and came after ``since``, or None."""
         return next((pair for pair in reversed(self.lines) if pair[0] >= since and pair[1].startswith(word)), None)
 
     def ranks(self):
-        """The processes of the ranks that run now, in order."""
+        """The processes of the ranks that run now, by rank."""
         with contextlib.suppress(psutil.Error):
             return sorted(psutil.Process(self.process.pid).children(), key=lambda child: child.pid)
         return []
 
     def next_ranks(self, before):
-        """Wait for ranks that are none of those before; an empty list when the job ends instead."""
+        """Wait for new ranks; return their processes, or [] if the job ends. Raises Failure if neither comes."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             if self.process.poll() is not None:
@@ -102,7 +103,7 @@ class Job:
         return self.process.returncode is not None
 
     def outcome(self):
-        """(weights, result) of a job that has ended well. Raises Failure for another one."""
+        """(weights, result) that the job printed. Raises Failure if it ended with another status than 0."""
         self.reader.join(5)
         left = leftovers.soon(lambda: not leftovers.processes(self.mark)) or leftovers.processes(self.mark)
         weights, result = self.said("weights "), self.said("result ")
@@ -113,7 +114,7 @@ class Job:
         return weights[1], result[1]
 
     def close(self):
-        if self.process.poll() is None:  # or its number may be another's by now
+        if self.process.poll() is None:  # after its end, the system may give its number to another process
             self.process.kill()
         for pid in leftovers.processes(self.mark):
             with contextlib.suppress(ProcessLookupError):
@@ -125,14 +126,14 @@ class Job:
 
 
 def is_writing(folder, since):
-    """Whether a snapshot that was begun after a time of the system's clock is being written."""
+    """Whether a snapshot is being written whose file was made after ``since``, a time of time.time()."""
     with contextlib.suppress(FileNotFoundError):
         return any(path.stat().st_mtime > since for path in folder.glob(".step_*.part"))
-    return False  # it has got its name between the two looks
+    return False  # the file was renamed after glob had found it
 
 
 def trains(job, folder, born, clock):
-    """Whether the ranks that were started at a time have begun to train: they have loaded a snapshot, or saved one."""
+    """Whether the ranks of a start have begun to train: they have loaded a snapshot, or saved one."""
     with contextlib.suppress(FileNotFoundError):
         saved = any(path.stat().st_mtime > clock for path in folder.glob("step_*"))
         return saved or job.said("going on", born) is not None
@@ -140,7 +141,7 @@ def trains(job, folder, born, clock):
 
 
 def undisturbed(script, nproc, environment, flags, agent):
-    """(weights, result, seconds from the ranks' start to their first line) of a job that nobody kills."""
+    """(weights, result, seconds from the ranks' start to their first line) of a job without a kill."""
     job = Job(script, nproc, environment, flags, agent)
     try:
         job.next_ranks([])
@@ -153,7 +154,10 @@ def undisturbed(script, nproc, environment, flags, agent):
 
 
 def disturbed(script, nproc, environment, flags, agent, folder, kills, start_up, luck, hits):
-    """Kill at up to ``kills`` moments, and add (when, where) to ``hits`` each time: (weights, result, job's lines)."""
+    """Run a job and kill its ranks up to ``kills`` times. Returns (weights, result, the job's lines).
+
+    Each kill is added to ``hits`` as (when, where). Raises Failure if the job fails, hangs or leaves something behind.
+    """
     job = Job(script, nproc, environment, [*flags, "--checkpoint-dir", str(folder)], agent)
     try:
         ranks = job.next_ranks([])
@@ -168,11 +172,11 @@ def disturbed(script, nproc, environment, flags, agent, folder, kills, start_up,
                 moment = luck.uniform(0, WINDOW)
             if job.ended_within(moment):
                 break
-            if luck.random() < 0.5 and trains(job, folder, born, clock):  # not before the next write
+            if luck.random() < 0.5 and trains(job, folder, born, clock):  # then the kill waits for the next write
                 end = time.monotonic() + 0.3
                 while not is_writing(folder, clock) and time.monotonic() < end:
                     time.sleep(0.001)
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
+            with contextlib.suppress(psutil.NoSuchProcess):  # the rank has ended by itself
                 luck.choice(ranks).kill()
                 writing = is_writing(folder, clock)
                 began, ends = trains(job, folder, born, clock), job.said("weights ", born)
@@ -193,7 +197,7 @@ def disturbed(script, nproc, environment, flags, agent, folder, kills, start_up,
 
 
 def back_after(hits, lines):
-    """Seconds from each kill of a rank that trained to the next start's first line, where no other kill came before."""
+    """[seconds from a kill to the next start's first line], for kills of training ranks that no other kill follows."""
     for (when, where), (end, _) in itertools.pairwise([*hits, (float("inf"), "")]):
         again = next((at for at, line in lines if at > when and line.startswith("start ")), float("inf"))
         if where in ("training", "a write") and again < end:
@@ -201,7 +205,7 @@ def back_after(hits, lines):
 
 
 def kill_many(kills, nproc, seed, folder, script, agent=TORCHRUN):
-    """Jobs under kills until there were as many; how many jobs went wrong."""
+    """Run jobs until ``kills`` ranks have been killed; print a line for each. Returns how many jobs went wrong."""
     luck, environment = random.Random(seed), alone(folder)
     seed_is = f"seed {seed}: python tools/kills.py --kills {kills} --nproc {nproc} --seed {seed}"
     print(seed_is, flush=True)
@@ -249,7 +253,7 @@ def main():
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the moments and the ranks")
     parser.add_argument("--forked", action="store_true", help="fork the ranks where torch is imported already")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave nothing then either
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that SIGTERM also cleans up
     with tempfile.TemporaryDirectory() as folder:
         script = export(Path(folder) / "script")
         return kill_many(args.kills, args.nproc, args.seed, Path(folder), script, FORKING if args.forked else TORCHRUN)

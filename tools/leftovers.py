@@ -1,4 +1,4 @@
-"""What a test may leave behind: processes, files, descriptors, threads and sockets, counted before and after."""
+"""Count what a test may leave behind: processes, files, descriptors, threads and sockets."""
 
 import contextlib
 import gc
@@ -18,13 +18,13 @@ from pathlib import Path
 import psutil
 from jupyter_client import KernelManager
 
-MARK = "WORLD_SIZE_ONE_CENSUS"  # in the environment of what a test starts, so that orphans are found too
+MARK = "WORLD_SIZE_ONE_CENSUS"  # a variable for processes that a test starts: by it, orphans are found too
 os.environ.setdefault(MARK, uuid.uuid4().hex)
 numbers = itertools.count()
 
 
 def processes(mark=None):
-    """{pid: name} of every process that carries ``mark``; without one, of this process's descendants too."""
+    """{pid: name} of every process with ``mark`` in its environment, or without ``mark`` of this one's descendants."""
     found = {} if mark else {child.pid: child for child in psutil.Process().children(recursive=True)}
     mark = mark or os.environ[MARK]
     for process in psutil.process_iter():
@@ -32,7 +32,7 @@ def processes(mark=None):
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
                 found[process.pid] = process
     for pid in (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid):
-        found.pop(pid, None)  # the two that this process keeps; one that was replaced counts
+        found.pop(pid, None)  # this process keeps these two
     names = {}
     for pid, process in found.items():
         with contextlib.suppress(psutil.Error):
@@ -41,12 +41,12 @@ def processes(mark=None):
 
 
 def files():
-    """Everything in the folder of this process's launches, but for the forkserver's own socket."""
+    """All files in the folder of this process's launches, except for the forkserver's socket."""
     return {str(path) for path in Path(util.get_temp_dir()).rglob("*") if not path.is_socket()}
 
 
 def now():
-    """All of it; each value can be subtracted from a later one."""
+    """{kind: a set or a count of what exists now}, each of which can be subtracted from a later one."""
     mine = psutil.Process()
     return {
         "processes": set(processes().items()),
@@ -58,14 +58,14 @@ def now():
 
 
 def more_than(before):
-    """{kind: what there is now that was not there before}, empty where that is nothing."""
+    """{kind: what exists now and did not before}, without kinds of which nothing is new."""
     return {kind: more for kind, value in now().items() if (more := value - before[kind])}
 
 
 def soon(condition, seconds=60):
-    """The condition's value once it is true, or its last one: a killed process takes a moment to be gone.
+    """Wait until ``condition()`` is true, at most ``seconds``; return its last value.
 
-    On a busy machine that moment is long, so ``seconds`` is a time in which only what never comes does not come.
+    A killed process takes a moment to be gone, and on a busy machine a long one: so ``seconds`` is generous.
     """
     end = time.monotonic() + seconds
     while not (value := condition()) and time.monotonic() < end:
@@ -75,7 +75,7 @@ def soon(condition, seconds=60):
 
 @contextlib.contextmanager
 def unchanged():
-    """Fail where the block leaves anything behind."""
+    """A context that fails with an AssertionError where its block leaves anything behind."""
     before = now()
     yield
     soon(lambda: not more_than(before))
@@ -84,7 +84,10 @@ def unchanged():
 
 @contextlib.contextmanager
 def surroundings():
-    """(environment, mark): a private temporary folder and a mark for what is started; nothing of either may stay."""
+    """A context with (environment, mark) for processes to start: the environment has a temporary folder and the mark.
+
+    Raises AssertionError where the processes or their files are still there at its end.
+    """
     folder, mark = tempfile.mkdtemp(prefix="one-"), f"{os.environ[MARK]}-{next(numbers)}"
     try:
         yield {**os.environ, "TMPDIR": folder, "IPYTHONDIR": f"{folder}-ipython", MARK: mark}
@@ -98,19 +101,19 @@ def surroundings():
 
 
 def listing(folder):
-    """What is in a temporary folder, but for the caches of torch and matplotlib for each user and torchrun's logs."""
+    """What is in a temporary folder, without torchrun's logs and the users' caches of torch and matplotlib."""
     caches = ("torchinductor_", "torchelastic_", "matplotlib-")
     return [name for name in os.listdir(folder) if not name.startswith(caches)]
 
 
 def assert_gone(folder, mark):
     """Wait for the processes with this mark to be gone and for the folder to be empty."""
-    if not soon(lambda: not processes(mark) and not listing(folder), 60):  # a forkserver imports torch to its end first
+    if not soon(lambda: not processes(mark) and not listing(folder), 60):  # a forkserver ends only after its imports
         raise AssertionError(f"left: {processes(mark)}, {listing(folder)}")
 
 
 class Kernel:
-    """A real kernel with a private temporary folder and a mark of its own, and a client."""
+    """A real Jupyter kernel with a client, a temporary folder and a mark of its own."""
 
     def __init__(self, environment):
         self.folder, self.mark = environment["TMPDIR"], environment[MARK]
@@ -131,26 +134,26 @@ class Kernel:
             self.client.context.destroy(linger=0)
 
     def run(self, source):
-        """(reply, what it printed) of one cell."""
+        """Run a cell; return (the kernel's reply, what the cell printed)."""
         printed = []
 
         def show(message):
             if message["msg_type"] == "stream":
                 printed.append(message["content"]["text"])
 
-        # The error of the cell before must not abort this one (stop_on_error): ipykernel drops what is already waiting.
+        # With stop_on_error, ipykernel would drop this cell if it were waiting while the one before fails.
         reply = self.client.execute_interactive(
             textwrap.dedent(source), stop_on_error=False, output_hook=show, timeout=60
         )
         return reply["content"], "".join(printed)
 
     def start(self, source):
-        """Run a cell without waiting for its end, but until its ranks have written that they are in it."""
+        """Start a cell, and wait until its ranks have written that they are in it. The cell goes on."""
         self.client.execute(textwrap.dedent(source), stop_on_error=False)
         assert soon(lambda: len(list(Path(self.folder).rglob("inside*"))) == 2)
 
     def ranks(self):
-        """How many processes there are beside the kernel, its forkserver and its resource tracker."""
+        """How many ranks there are: processes of the kernel without its forkserver and its resource tracker."""
         return len(processes(self.mark)) - 3
 
     def close(self):
@@ -159,4 +162,4 @@ class Kernel:
             self.manager.shutdown_kernel(now=True)
         self.manager.cleanup_resources()
         self.manager.context.destroy(linger=0)
-        gc.collect()  # its threads and descriptors go now, not in the middle of a later test
+        gc.collect()  # so that the client's threads and descriptors end now, and not during a later test

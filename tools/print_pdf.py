@@ -1,7 +1,7 @@
 """Print the built book as one PDF, and link it from the intro (``make pdf``).
 
-The pages of _build/html become one long page with a title, contents and links of its own, which a headless browser
-prints; its table of contents is printed once more, when it is known on which page each heading stands.
+The pages of _build/html become one long page with a title, a table of contents and its own links. A headless browser
+prints it twice: after the first print it is known on which page each heading stands.
 """
 
 import argparse
@@ -27,7 +27,7 @@ INTRO = "book/intro"
 PAPER_WIDTH = 665  # pixels between the margins of A4: 210 mm - 2 * 17 mm, at 96 to the inch
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
-# What a page needs on the screen alone. Links to downloads stay as text: on paper there is no file beside the page.
+# Elements that only a screen needs. Links to downloads are kept as text, because paper has no file beside it.
 ON_SCREEN_ONLY = "a.headerlink, .wso-note, .wso-view:not(.wso-on), p.pdf, figure.wso script"
 
 LOOK = """
@@ -45,7 +45,7 @@ p, li { orphans: 2; widows: 2; }
 article.page { break-before: page; }
 a { color: #0d4fae; text-decoration: none; }
 
-/* Long lines wrap: paper does not scroll. */
+/* Paper does not scroll, so long lines wrap. */
 pre, .bd-content div.cell pre, .bd-content div.highlight pre {
   font-size: 7.6pt; line-height: 1.35; white-space: pre-wrap; overflow-wrap: anywhere; overflow: visible;
   break-inside: auto; margin: 0; padding: 0 .6rem; orphans: 3; widows: 3; border: 0;
@@ -60,7 +60,7 @@ pre::after { content: ''; display: block; height: .35rem; break-before: avoid; }
 .bd-content div.cell_input { border-left: .5mm solid #3c9a4e; }
 .bd-content .fold { border: 0; margin: 0; padding: 0; background: none; }
 table { width: auto; max-width: 100%; font-size: 8.6pt; break-inside: auto; }
-/* What scrolls cannot be divided between pages. */
+/* An element that scrolls cannot be divided between pages. */
 .bd-content :is(div.highlight, [class*=highlight-], .cell_input, .cell_output, .output),
 .pst-scrollable-table-container, .wso-on[role=img] { overflow: visible; max-height: none; break-inside: auto; }
 td, th { white-space: normal; overflow-wrap: break-word; padding: .2rem .4rem; vertical-align: top; }
@@ -90,19 +90,19 @@ mjx-container { max-width: 100%; }
 
 
 def table_of_contents():
-    """[(caption of the part or "", [file without suffix, …]), …], as _toc.yml has them."""
+    """[(the part's caption or "", [files without suffix])], in the order of _toc.yml."""
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
     parts = [(part.get("caption", ""), [page["file"] for page in part["chapters"]]) for part in toc["parts"]]
     return [("", [toc["root"]]), *parts]
 
 
 def name_of(docname, anchor=""):
-    """The id in the one long page of a page, or of an anchor on it."""
+    """The id that a page, or an anchor on it, has in the one long page."""
     return re.sub(r"\W", "-", docname) + (f"--{anchor}" if anchor else "")
 
 
 def article(html, docname, docnames):
-    """The content of one built page, ready to stand in one document with all others."""
+    """The content of one built page, ready for the one document that holds all pages."""
     page = BeautifulSoup((html / f"{docname}.html").read_text(encoding="utf-8"), "html.parser")
     content = page.select_one("article.bd-article")
     for tag in content.select(ON_SCREEN_ONLY):
@@ -113,7 +113,7 @@ def article(html, docname, docnames):
     for fold in content("details"):
         listing, solution = fold.select_one(".sd-summary-text"), fold.find_parent(class_="tag_solution")
         title = page.new_tag("p", attrs={"class": "folded"})
-        own = fold.summary.get_text() if not fold.get("class") else ""  # a chapter's, and not the theme's "Show …"
+        own = fold.summary.get_text() if not fold.get("class") else ""  # the theme's own folds have a class
         title.string = listing.get_text() if listing else "Solution" if solution else own
         fold.summary.replace_with(title)
         fold.name, fold.attrs = "div", {"class": "fold solution" if solution else "fold"}
@@ -129,13 +129,13 @@ def article(html, docname, docnames):
 
 
 def resolved(html, docname, address):
-    """A relative address on a page as one below the folder of the HTML."""
+    """A relative address on a page, as an address relative to the folder of the HTML."""
     target = ((html / docname).parent / unquote(urlsplit(address).path)).resolve()
     return target.relative_to(html.resolve()).as_posix()
 
 
 def redirect(link, html, docname, docnames):
-    """Let a link lead to the same place in the one document; a link that would lead out of it becomes text."""
+    """Make a link lead to the same place in the one document. A link to a file outside of it becomes text."""
     if urlsplit(link["href"]).scheme:
         return
     path, _, anchor = link["href"].partition("#")
@@ -148,7 +148,7 @@ def redirect(link, html, docname, docnames):
 
 
 def contents(parts, articles, numbers):
-    """The lines of the table of contents; ``numbers`` maps an id to its page."""
+    """The lines of the table of contents, as HTML. ``numbers`` is {id: page number}."""
 
     def line(kind, target, text):
         page = f' data-page="{numbers[target]}"' if target in numbers else ""
@@ -166,7 +166,7 @@ def contents(parts, articles, numbers):
 
 
 def front(parts, articles, numbers):
-    """The title page and the table of contents."""
+    """The title page and the table of contents, as HTML."""
     config = yaml.safe_load((ROOT / "_config.yml").read_text())
     return (
         f'<div id="title"><h1>{config["title"]}</h1><p>Distributed training with PyTorch, in a book whose code '
@@ -177,7 +177,7 @@ def front(parts, articles, numbers):
 
 
 def document(html, body, articles):
-    """An HTML text with the look of the book on paper, to be opened in the folder ``html``."""
+    """The complete HTML document, with the style for paper. Its addresses count from the folder ``html``."""
     first = BeautifulSoup((html / f"{INTRO}.html").read_text(encoding="utf-8"), "html.parser")
     styles = [resolved(html, INTRO, tag["href"]) for tag in first("link", rel="stylesheet")]
     mathjax = next(tag["src"] for tag in first("script", src=True) if "mathjax" in tag["src"])
@@ -197,7 +197,7 @@ def document(html, body, articles):
 
 
 def print_pdf(html, out):
-    """Print the book in the folder ``html`` to the file ``out``; returns the number of pages."""
+    """Print the book in the folder ``html`` to the file ``out``; return the number of pages."""
     parts = table_of_contents()
     docnames = [docname for _, names in parts for docname in names]
     articles = {docname: article(html, docname, docnames) for docname in docnames}
@@ -210,8 +210,8 @@ def print_pdf(html, out):
         }
         numbered = PdfReader(printed(document(html, front(parts, articles, numbers), articles)))
     if len(numbered.pages) != numbers[name_of(docnames[0])] - 1:
-        raise SystemExit("With its page numbers the table of contents takes more pages than without.")
-    for unnumbered, page in zip(book.pages, numbered.pages, strict=False):  # the links stay, the text is page's
+        raise SystemExit("Page numbers make the table of contents longer. Give its lines room for them.")
+    for unnumbered, page in zip(book.pages, numbered.pages, strict=False):  # keep the links, replace the text
         del unnumbered["/Contents"]
         unnumbered.merge_page(page)
     for docname, content in articles.items():
@@ -222,10 +222,10 @@ def print_pdf(html, out):
 
 @contextmanager
 def printer(html):
-    """A function that prints a document, opened in the folder ``html``, and returns the PDF as a file in memory."""
+    """A context with a function that prints an HTML document of the folder ``html``: it returns the PDF in memory."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        raise SystemExit("No chromium or Chrome on this machine, and the PDF is printed by one.\nTry `make system`.")
+        raise SystemExit("The PDF is printed by chromium or Chrome, and neither is here.\nTry `make system`.")
     file = html.resolve() / "print.html"
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=FLAGS)
@@ -233,13 +233,13 @@ def printer(html):
         def printed(text):
             file.write_text(text, encoding="utf-8")
             page = chromium.new_page(color_scheme="light", viewport={"width": PAPER_WIDTH, "height": 1000})
-            page.set_default_timeout(300_000)  # milliseconds, for a machine that is busy with other things
+            page.set_default_timeout(300_000)  # milliseconds: a busy machine is slow
             page.emulate_media(media="print")
             page.goto(file.as_uri())
             page.evaluate("MathJax.startup.promise.then(() => document.fonts.ready).then(() => null)")
             if page.evaluate("document.documentElement.scrollWidth") > page.viewport_size["width"]:
                 raise SystemExit(
-                    "Something is wider than the paper: see `make pdf`'s style sheet, and its last change."
+                    "An element is wider than the paper. Look at tools/print_pdf.py's styles and at your last change."
                 )
             return io.BytesIO(page.pdf(prefer_css_page_size=True, print_background=True))
 
@@ -251,7 +251,7 @@ def printer(html):
 
 
 def link_from_intro(html, pdf, pages):
-    """Put the PDF into the book's folder, and the link to it where the intro says how to make one."""
+    """Put the PDF into the book's folder, and a link to it into the intro, in place of the hint how to make it."""
     shutil.copy(pdf, html / NAME)
     intro = html / f"{INTRO}.html"
     link = f'<p class="pdf"><a href="../{NAME}">The whole book as one PDF</a>, {pages} pages.</p>'

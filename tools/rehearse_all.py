@@ -22,11 +22,11 @@ RUNS = [
 ]
 TOLERANCE = 0.002  # as in tests/scripting.py
 TIMEOUT = 900  # seconds for one rehearsal: 16 ranks may share two cores
-OF_THE_LAUNCH = ("world_size", "nodes")  # what a result says of how it was started
+OF_THE_LAUNCH = ("world_size", "nodes")  # keys of a result that depend on how the script was started
 
 
 def equal(found, expected):
-    """Whether two results have the same numbers, but for how they were started."""
+    """Whether two results have the same numbers, within TOLERANCE and without OF_THE_LAUNCH."""
     names = (found.keys() | expected.keys()) - set(OF_THE_LAUNCH)
     return all(name in found and abs(found[name] - expected.get(name, float("nan"))) <= TOLERANCE for name in names)
 

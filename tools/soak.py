@@ -1,7 +1,7 @@
 """Run a script many times on 2 and on 4 ranks, and count how its runs end (``make soak``).
 
-It is a chapter's script; or with ``--ends`` a small DDP script that ends with and without what stop_process_group
-does, with an exception on one rank, and with ``sys.exit(3)`` on one rank.
+The script is a chapter's. With ``--ends`` it is a small DDP script that ends in several ways: with stop_process_group
+and without, with an exception on one rank, and with ``sys.exit(3)`` on one rank.
 """
 
 import argparse
@@ -23,9 +23,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 TIMEOUT = 120  # seconds for one run
 WELL = "ended well"
 
-# What it takes to see a hang: gradients in several buckets, a model that a function still holds, and an end that comes
-# at once after a backward (pytorch#190489). Twenty groups live in each run, for the first seldom hangs. A hang ends
-# with SIGALRM.
+# A hang needs gradients in several buckets, a model that a function still holds, and a group that ends at once after
+# backward (pytorch#190489). Each run makes twenty groups, because the first one seldom hangs. SIGALRM ends a hang.
 JOB = """
     import os
     import signal
@@ -67,7 +66,7 @@ JOB = """
         live(number, *sys.argv[1:])
     signal.alarm(15)
 """
-ENDS = {  # the script's arguments: how its first rank to end badly may end, None where all is only counted
+ENDS = {  # {the script's arguments: how the first failed rank may end; None where ends are only counted}
     ("stop", "no-fault"): {WELL},
     ("stop", "raise"): {"rank 1: 1", "a peer: 1"},
     ("stop", "exit"): {"rank 1: 3", "a peer: 1"},
@@ -82,7 +81,7 @@ def hung(*_):
 
 
 def run(script, nproc, flags, logs):
-    """Run a script under torchrun's agent, which is this process: how its first rank to end badly ended, or WELL."""
+    """Run a script with this process as torchrun's agent. Returns how the first failed rank ended, or WELL."""
     config = LaunchConfig(
         *(1, 1, nproc),
         run_id="soak",
@@ -110,7 +109,7 @@ def run(script, nproc, flags, logs):
 
 
 def soak(script, nproc, runs, flags=(), expected=frozenset({WELL})):
-    """Run the script ``runs`` times; return how many ended in another way than expected."""
+    """Run the script ``runs`` times; return how many runs ended in a way that is not in ``expected``."""
     counts, wrong, start = Counter(), 0, time.monotonic()
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as logs:

@@ -1,7 +1,7 @@
-"""Run notebooks and store their outputs as the book and nbval read them: ``make outputs NOTEBOOK=…``.
+"""Run notebooks and store their outputs, which the book shows and nbval compares: ``make outputs NOTEBOOK=…``.
 
-What differs from run to run or from machine to machine is left out, so that a notebook changes only where its
-cells or what they print changed.
+It leaves out what differs from run to run or from machine to machine. So a notebook's file changes only where a cell
+or its output has changed.
 """
 
 import re
@@ -20,13 +20,13 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 CELL_METADATA = {"tags", "mystnb", "jupyter"}
-# What a page folds, JupyterLab folds too.
+# A cell that is folded on the page is folded in JupyterLab too.
 FOLDED = {
     "hide-cell": ["source_hidden", "outputs_hidden"],
     "hide-input": ["source_hidden"],
     "hide-output": ["outputs_hidden"],
 }
-WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"  # names a model of a kernel that is gone
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"  # it names a widget of a kernel that has ended
 
 
 def normalised(nb):
@@ -40,28 +40,28 @@ def normalised(nb):
             cell.metadata["jupyter"] = dict.fromkeys(folded, True)
         for output in cell.get("outputs", []):
             output.get("data", {}).pop(WIDGET_VIEW, None)
-            if "traceback" in output:  # nbval does not compare it
+            if "traceback" in output:  # nbval does not compare tracebacks
                 output.traceback = [without_machine_paths(line) for line in output.traceback]
     return nb
 
 
 def without_machine_paths(text):
-    """The text with paths told from the packages' folder or the project's, wherever these are."""
+    """The text with paths that begin at the packages' folder or at the project's, wherever these two are."""
     home = str(Path.home())
     for folder in [sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(NOTEBOOKS.parent), home]:
         text = text.replace(f"{folder}/", "")
-        if folder.startswith(f"{home}/"):  # IPython writes ~ for it
+        if folder.startswith(f"{home}/"):  # IPython writes ~ for the home folder
             text = text.replace(folder.replace(home, "~", 1) + "/", "")
     return re.sub(r"ipykernel_\d+", "ipykernel", text)
 
 
 def text_of(nb):
-    """The notebook's file, as this project stores it."""
+    """The text of a notebook's file, in the format in which this project stores notebooks."""
     return nbformat.writes(nb, version=4, indent=1, ensure_ascii=False) + "\n"
 
 
 def run(path):
-    """Run the notebook in a fresh kernel, in its own folder, and return it with the new outputs."""
+    """Run the notebook in a new kernel, in the notebook's folder; return the notebook with its new outputs."""
     nb = nbformat.read(path, as_version=4)
     client = NotebookClient(
         nb, timeout=600, kernel_name="python3", coalesce_streams=True, store_widget_state=False,

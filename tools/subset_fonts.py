@@ -1,6 +1,6 @@
-"""Make the fonts of book/fonts anew: two families from npm, cut down to the characters that a page may need.
+"""Make the fonts of book/fonts again: two families from npm, reduced to the characters that a page may need.
 
-It needs npm and two packages that the book does without:
+It needs npm, and two Python packages that nothing else in this project needs:
 
     pip install fonttools==4.68.0 brotli==1.2.1 && python tools/subset_fonts.py
 """
@@ -24,7 +24,7 @@ PACKAGES = {  # npm package: (its licence, {its file: ours})
 LATIN, GREEK, PUNCTUATION, DIGITS = "20-7E,A0-17F,218-21B,1E9E", "391-3A9,3B1-3C9", "2010-2044,20AC,2122", "2070-209C"
 ARROWS_MATHEMATICS_BOXES_TICKS = "2190-21FF,2200-22FF,27E8-27E9,2500-25FF,2713,2717"
 CHARACTERS = ",".join([LATIN, GREEK, PUNCTUATION, DIGITS, ARROWS_MATHEMATICS_BOXES_TICKS])
-FEATURES = "kern,mark,mkmk,ccmp,locl,tnum"  # no ligature: a search would not find what stands behind one
+FEATURES = "kern,mark,mkmk,ccmp,locl,tnum"  # no ligatures: a browser's search does not find their letters
 
 for package, (licence, files) in PACKAGES.items():
     with tempfile.TemporaryDirectory() as folder:

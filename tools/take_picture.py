@@ -1,4 +1,4 @@
-"""Take the picture of a page that README.md and the cards of shared links show: ``make picture``."""
+"""Take the picture of a page that README.md and the previews of shared links show: ``make picture``."""
 
 import shutil
 import sys
@@ -12,7 +12,7 @@ PAGE = "notebooks/04_ddp.html"
 
 
 def take(html, file):
-    """Write the built book's first figure, with what stands above it, to a PNG file of 1200 x 630 pixels."""
+    """Write the book's first figure, with the text above it, to a PNG file of 1200 x 630 pixels."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         sys.exit("There is no chromium. Install it with: make system")

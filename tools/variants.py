@@ -1,10 +1,11 @@
-"""Run some of the tests as on other machines: another locale, time zone, home, user, folder; and print a table.
+"""Run some of the tests as they would run on other machines, and print a table: other locales, homes, users, folders.
 
     python tools/variants.py tests/test_process_group.py -k plain
     python tools/variants.py --only Turkish,nohup --nbval notebooks/01_process_groups.ipynb
 
-What is not an option of this file goes to pytest. Needs Linux; root for another user, who must be allowed to read the
-interpreter; and the package locales for Turkish. A variant that cannot run here has no line in the table.
+Arguments that are not options of this file go to pytest. It needs Linux. For another user it needs to be root, and that
+user has to be able to read the interpreter. For Turkish it needs the package locales. The table has no line for a
+variant that cannot run here.
 """
 
 import os
@@ -20,17 +21,17 @@ NOBODY = 65534
 
 
 def under(command):
-    """The words that run what follows them after a shell's command."""
+    """The words to put before a command line, so that a shell's command runs first."""
     return ["sh", "-c", f'{command} && exec "$@"', "sh"]
 
 
 def apart(namespace, command):
-    """The words that run what follows them in a namespace of its own, after a shell's command there."""
+    """The words to put before a command line, so that it runs in new namespaces, after a shell's command there."""
     return ["unshare", *([] if IS_ROOT else ["--map-root-user"]), f"--{namespace}", *under(command)]
 
 
 def variants(folder):
-    """{name: (words before the command, environment variables, working folder)}; None unsets a variable."""
+    """{name: (words before the command, environment variables, working folder)}. A variable that is None is unset."""
     turkish = ["localedef", "-i", "tr_TR", "-f", "UTF-8", folder / "tr_TR.UTF-8"]
     locale = shutil.which("localedef") and subprocess.run(turkish, capture_output=True).returncode == 0
     elsewhere, spaced, others = (folder / name for name in ("an é space", "a b", "other"))

@@ -1,4 +1,4 @@
-"""``python -m helpers doctor`` in each rank: try everything that a training run will need, and say what is wrong."""
+"""``python -m helpers doctor`` in each rank: try what a training run will need, and say what is wrong."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ CONNECT_SECONDS = 5  # seconds to wait for another rank's address to answer
 
 
 def unreachable(addresses):
-    """(rank, why) for each of {rank: (address, port)} that takes no connection."""
+    """[(rank, the reason)] for each rank of {rank: (address, port)} that accepts no connection."""
 
     def answers(address):
         try:
@@ -35,7 +35,10 @@ def unreachable(addresses):
 
 
 def mutually_reachable(members, addresses, unreached):
-    """The ranks that all reach each other, taken in order. A group with others would hang in its start."""
+    """The members that all reach each other, taken in order: a group with an unreachable rank would hang at its start.
+
+    ``addresses`` is {rank: (address, port)}, ``unreached`` is {rank: {a rank that it cannot reach: the reason}}.
+    """
     chosen = []
     for rank in members:
         if addresses[rank][0] and not any(rank in unreached[other] or other in unreached[rank] for other in chosen):
@@ -44,7 +47,10 @@ def mutually_reachable(members, addresses, unreached):
 
 
 def try_links(membership):
-    """{(rank, rank): [right, seconds, bytes per second]} of every pair of members, by the slower of its two."""
+    """{(rank, rank): [right, seconds, bytes per second]} of every pair of members.
+
+    ``right`` says whether both got the right data; the numbers are those of the slower rank of the two.
+    """
     links, members = {}, membership.members
     for number, pairs in enumerate(rounds_of_pairs(len(members)), 1):
         pairs = [(members[a], members[b]) for a, b in pairs if {members[a], members[b]} <= set(membership.members)]
@@ -52,7 +58,7 @@ def try_links(membership):
 
         def talk(peer):
             if peer is None:
-                return None  # this rank sits out
+                return None  # of an odd number of members, one has no peer in each round
             try:
                 return try_link(membership.members.index(peer), membership.device)
             except Exception as error:
@@ -69,10 +75,10 @@ def try_links(membership):
 
 
 def examine(membership, place, backend):
-    """Try everything with the other ranks and return what was found, for ``report``; the same on every rank."""
+    """Try everything with the other ranks. Returns the findings for ``report``: one dict, the same on every rank."""
     known = facts_of_rank(place, backend)
     with contextlib.ExitStack() as listeners:
-        with contextlib.suppress(OSError, TypeError):  # no address of this host: the others will not reach it
+        with contextlib.suppress(OSError, TypeError):  # this host lacks the address: the others will report that
             family = socket.AF_INET6 if ":" in known["address"] else socket.AF_INET
             listener = socket.create_server((known["address"], 0), family=family, backlog=4096)
             known["port"] = listeners.enter_context(listener).getsockname()[1]
@@ -114,8 +120,11 @@ def examine(membership, place, backend):
 
 
 def run_rank(place, backend=None, timeout=60):
-    """Examine this rank's world; the leader prints the report. The exit status: 0 where nothing is wrong, or 1."""
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout is an exception then, and no abort
+    """Examine the ranks, as one of them; the leader prints the report. Returns the exit status: 0, or 1 for a problem.
+
+    ``place`` is from ``find_place``; ``backend`` is "gloo" or None; ``timeout`` is in seconds.
+    """
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # with it a timeout raises and does not end the process
     rank, server = place["RANK"], f"{place['MASTER_ADDR']}:{place['MASTER_PORT']}"
     status, reason = 1, None
     try:
@@ -129,7 +138,7 @@ def run_rank(place, backend=None, timeout=60):
         except MembershipError as error:
             reason = error
         store.set(f"gone/{rank}", "")
-        if serves:  # until the last has left
+        if serves:  # the store has to live until the last rank has left
             membership.wait_for(["goodbye/all"], time.monotonic() + 5 * timeout)
             membership.wait_for([f"gone/{member}" for member in membership.members], time.monotonic() + REPORT_SECONDS)
     except MembershipError as error:
@@ -140,7 +149,7 @@ def run_rank(place, backend=None, timeout=60):
         print(f"rank {rank} on {socket.gethostname()}: {reason}", file=sys.stderr, flush=True)
         return 1
     if status and "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun tells a long reason of each rank that fails or is stopped: one for each host is enough.
+        # torchrun prints a long report for each rank that fails or is stopped: one rank of each host is enough.
         status = int(place["LOCAL_RANK"] == 0)
         time.sleep(0.5 * status)
     return status
@@ -165,7 +174,7 @@ def start_local(nproc, flags):
     for rank in range(nproc):
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [sys.executable, "-m", "helpers", "doctor", *flags]
-        started.append(subprocess.Popen(command, env=environment, process_group=0))  # Ctrl-C is for this process alone
+        started.append(subprocess.Popen(command, env=environment, process_group=0))  # Ctrl-C reaches this process alone
     failed = [rank for rank, process in enumerate(started) if process.wait()]
     print("\nThat was this machine alone. On a cluster, start it in every rank:")
     print("  torchrun ... -m helpers doctor    or    srun python -m helpers doctor")

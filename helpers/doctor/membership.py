@@ -1,6 +1,6 @@
-"""Ranks that examine their own process group: how they find each other, agree, and go on without one that is lost.
+"""How the doctor's ranks find each other, agree on what they saw, and go on without a rank that is lost.
 
-They agree through a store and never through the group that they examine. The store is torchrun's, or rank 0 serves it.
+They agree through a store, never through the process group that they examine. torchrun or rank 0 serves the store.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-REPORT_SECONDS = 5  # seconds beyond a collective's own timeout, for the rank that reports it
+REPORT_SECONDS = 5  # seconds that a rank has, after a collective's timeout, to report that timeout
 
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -27,17 +27,17 @@ class MembershipError(Exception):
 
 
 def first_host(nodes):
-    """The first host of a Slurm node list: ``gpu[03-05,9]`` is gpu03 and so on."""
+    """The first host of a Slurm node list: gpu03 for ``gpu[03-05,9]``."""
     prefix, first, suffix = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^\[,]*)", nodes).groups()
     return f"{prefix}{first or ''}{suffix}"
 
 
 def launcher_variables():
-    """LAUNCHER_VARIABLES as a dict, numbers as int; {} where no launcher set them. Else RuntimeError."""
+    """LAUNCHER_VARIABLES as a dict, numbers as int; {} where none is set. RuntimeError if some are missing or wrong."""
     given = {name: os.environ.get(name) for name in LAUNCHER_VARIABLES}
     present = [name for name in LAUNCHER_VARIABLES[:3] if given[name]]
     if not present:
-        return {}  # MASTER_ADDR alone is often exported by a shell
+        return {}  # MASTER_ADDR alone means nothing: people export it in their shells
     remedy = "Start the ranks with torchrun or srun; for this machine alone, unset RANK, WORLD_SIZE and LOCAL_RANK."
     if missing := [name for name in LAUNCHER_VARIABLES if not given[name]]:
         are = "is" if len(missing) == 1 else "are"
@@ -56,8 +56,8 @@ def launcher_variables():
 def find_place(master=None):
     """This rank's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as a dict; {} where no launcher set them.
 
-    ``master`` is HOST or HOST:PORT, and goes before what the environment says. A Slurm step of one task is no world:
-    it may be a shell. Raises RuntimeError for variables that are missing or wrong.
+    ``master`` is HOST or HOST:PORT, and overrides the environment. A Slurm step of one task counts as no launcher: it
+    may be a shell. Raises RuntimeError for variables that are missing or wrong, ValueError for a wrong ``master``.
     """
     slurm, given = os.environ, {}
     if not slurm.get("RANK") and "SLURM_STEP_ID" in slurm and int(slurm.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
@@ -66,7 +66,7 @@ def find_place(master=None):
             "WORLD_SIZE": int(slurm["SLURM_STEP_NUM_TASKS"]),
             "LOCAL_RANK": int(slurm["SLURM_LOCALID"]),
             "MASTER_ADDR": slurm.get("MASTER_ADDR") or first_host(slurm["SLURM_STEP_NODELIST"]),
-            # a port of this step's own, so that two jobs that share a node do not meet
+            # each step has its own port, so that two jobs that share a node do not meet
             "MASTER_PORT": int(slurm.get("MASTER_PORT") or 20000 + int(slurm["SLURM_JOB_ID"]) % 10000),
         }
     else:
@@ -80,7 +80,10 @@ def find_place(master=None):
 
 
 def open_store(place, timeout):
-    """The store that all ranks reach, and whether this process serves it. Raises MembershipError."""
+    """(the store that all ranks reach, whether this process serves it).
+
+    ``timeout`` is in seconds. Raises MembershipError where the store cannot be served or reached.
+    """
     rank, host, port = place["RANK"], place["MASTER_ADDR"], place["MASTER_PORT"]
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -104,7 +107,7 @@ def open_store(place, timeout):
 
 
 def plain(error):
-    """An exception's first line, without the places in C++ that it was thrown from."""
+    """An exception's first line, without the C++ file and line that torch puts before it."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     text = re.sub(r"\[[^\]]*:\d+\]:?|\S*/\S+:\d+:?", "", lines[0])
     return " ".join(text.split()).rstrip(".")[:200]
@@ -113,8 +116,8 @@ def plain(error):
 class Membership:
     """The ranks that are here, as each of them knows them.
 
-    ``members`` are the ranks that still answer, ``lost`` is {rank: the step that it did not come to}, ``errors`` is
-    {step: {rank: what went wrong}}, ``skew`` how far this rank's clock is ahead of the leader's, in seconds.
+    ``members`` are the ranks that still answer; ``lost`` is {rank: the step at which it stopped answering}; ``errors``
+    is {step: {rank: what went wrong}}; ``skew`` is how far this rank's clock is ahead of the leader's, in seconds.
     """
 
     def __init__(self, store, rank, world_size, timeout):
@@ -125,7 +128,7 @@ class Membership:
         self.ready = False  # whether all members have a process group
 
     def wait_for(self, keys, deadline):
-        """Wait for keys of the store until the deadline: whether they came."""
+        """Wait for the store's keys until the deadline (in time.monotonic()); return whether all of them are there."""
         try:
             self.store.wait(keys, timedelta(seconds=max(0.5, deadline - time.monotonic())))
         except dist.DistStoreError:
@@ -133,9 +136,10 @@ class Membership:
         return True
 
     def gather(self, step, mine, patience=None):
-        """{rank: answer} of all members, the same for all; one that does not answer in time is a member no more.
+        """{rank: answer} of all members, the same dict on every rank. Who does not answer in time is removed.
 
-        The leader collects the answers. The first to give up on the leader takes its place.
+        The leader collects the answers. The first rank that gives up waiting for the leader takes its place.
+        ``patience`` is in seconds. Raises MembershipError on a rank that was removed, or whose leader is silent.
         """
         deadline = time.monotonic() + (patience or self.timeout + REPORT_SECONDS)
         self.store.set(f"{step}/{self.rank}", json.dumps(mine))
@@ -146,30 +150,30 @@ class Membership:
             here = [rank for rank in self.members if self.store.check([f"{step}/{rank}"])]
             answers = {rank: json.loads(self.store.get(f"{step}/{rank}")) for rank in here}
             agreed = json.dumps({"leader": self.rank, "answers": answers, "at": time.time()})
-            self.store.compare_set(f"{step}/all", "", agreed)  # the first word counts
+            self.store.compare_set(f"{step}/all", "", agreed)  # the first rank that writes the key decides
         if not self.wait_for([f"{step}/all"], deadline + self.timeout + 2 * REPORT_SECONDS):
             raise MembershipError(f"Rank {self.leader} has stopped answering. Look at its own output.")
         now, agreed = time.time(), json.loads(self.store.get(f"{step}/all"))
         answers = {int(rank): answer for rank, answer in agreed["answers"].items()}
         if self.rank not in answers:
             raise MembershipError("The others went on without this rank: it was too slow. Try a longer --timeout.")
-        # The word travels for some time, and this rank may come late to it: the least of many is the best.
+        # The leader's time takes a moment to arrive, or is read late. So the smallest of many differences is best.
         self.skew = now - agreed["at"] if agreed["leader"] != self.leader else min(self.skew, now - agreed["at"])
         self.lost |= {rank: step for rank in self.members if rank not in answers}
         self.members, self.leader = sorted(answers), agreed["leader"]
         return answers
 
     def restrict_to(self, members):
-        """Go on with these members alone, which all of them do at this point; MembershipError for the others."""
+        """Go on with these members alone; every rank calls this. Raises MembershipError on a rank that is left out."""
         if members != self.members:
             self.members, self.leader, self.skew = members, members[0], float("inf")
         if self.rank not in members:
             raise MembershipError(
-                "No way by TCP between this rank and others, which go on without it; see their report."
+                "This rank has no TCP connection to some others, which go on without it. See their report."
             )
 
     def attempt(self, step, work):
-        """{rank: what work() returned, None where it raised}; after an error or a loss there is a new group."""
+        """{rank: what ``work()`` returned, or None where it raised}. After an error or a loss it starts a new group."""
         before, answer = self.members, {}
         with self.no_longer_than(2 * self.timeout + REPORT_SECONDS):
             try:
@@ -214,7 +218,7 @@ class Membership:
 
     @contextlib.contextmanager
     def no_longer_than(self, seconds):
-        """End this process where the block hangs for good, as no timeout of torch's would; its peers go on then."""
+        """End this process if the block takes longer, because no timeout of torch ends some hangs. Its peers go on."""
 
         def leave():
             print(f"rank {self.rank} hangs; it leaves, and the others go on", file=sys.stderr, flush=True)

@@ -1,4 +1,7 @@
-"""What the doctor's findings mean: the problems, each with the next thing to try, and a report of 80 columns. Pure."""
+"""What the doctor's findings mean: the problems, each with the next thing to try, in a report of 80 columns.
+
+Every function here only computes: it reads no file and no clock, and prints nothing.
+"""
 
 import textwrap
 from statistics import harmonic_mean, mean, median
@@ -8,7 +11,7 @@ SLOW_RANK, SLOW_LINK = 2, 4  # times the median
 
 
 def span(numbers):
-    """Whole numbers in order as text: ``0-3, 6``."""
+    """Sorted numbers as text: ``0-3, 6`` for [0, 1, 2, 3, 6]."""
     runs = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:
@@ -25,7 +28,7 @@ def ranks(numbers):
 
 
 def by_value(answers):
-    """{answer: the ranks that gave it} of {rank: answer}."""
+    """{answer: the ranks that gave it} from {rank: answer}."""
     groups = {}
     for rank, answer in answers.items():
         groups.setdefault(answer, []).append(rank)
@@ -33,7 +36,7 @@ def by_value(answers):
 
 
 def problems(found):
-    """What is wrong, as (what, the next thing to try)."""
+    """Yields what is wrong, as (the problem, the next thing to try). ``found`` is what ``examine`` returns."""
     infos = found["infos"]
     hosts = {rank: info["host"] for rank, info in infos.items()}
 
@@ -112,13 +115,13 @@ def problems(found):
 
     for step, errors in found["errors"].items():
         if step in found["lost"].values():
-            continue  # the echo of it
+            continue  # this error only follows from the loss of a rank, which is told already
         told = "; ".join(f"on {ranks(raising)}: {text}" for text, raising in by_value(errors).items())
         yield (
             f"{step} failed {told}.",
-            "--backend gloo tells the network from NCCL; NCCL_DEBUG=INFO has NCCL's own story."
+            "Try --backend gloo: if that works, the fault is NCCL's. NCCL_DEBUG=INFO prints its log."
             if found["backend"] == "nccl"
-            else "Is the interface right on every host? Try GLOO_SOCKET_IFNAME; TORCH_DISTRIBUTED_DEBUG=DETAIL.",
+            else "Name the hosts' common interface in GLOO_SOCKET_IFNAME; TORCH_DISTRIBUTED_DEBUG=DETAIL says more.",
         )
     for name, answers in found["collectives"].items():
         wrong = [rank for rank, answer in answers.items() if answer and not answer[0]]
@@ -130,7 +133,7 @@ def problems(found):
     for (a, b), (right, *_) in found["links"].items():
         if not right and not any({a, b} & set(errors) for errors in found["errors"].values()):
             yield (
-                f"What ranks {a} and {b} send each other arrives wrong ({hosts[a]}, {hosts[b]}).",
+                f"Data between ranks {a} and {b} arrives changed ({hosts[a]}, {hosts[b]}).",
                 "Take one of the two hosts out and repeat; then look at its GPU and its link.",
             )
     if found["backend"] == "nccl":
@@ -138,7 +141,7 @@ def problems(found):
 
 
 def notes(found):
-    """What is not wrong but may explain something, as (what, the next thing to try)."""
+    """Yields what is not wrong but may explain slowness, as (the observation, the next thing to try)."""
     if found["backend"] != "nccl":
         yield from scarce_memory(found)
     for rank, info in found["infos"].items():
@@ -161,7 +164,7 @@ def notes(found):
 
 
 def scarce_memory(found):
-    """Too little shared memory, as (what, the next thing to try)."""
+    """Yields each host with too little shared memory, as (the problem, the next thing to try)."""
     little = {info["host"]: info["memory"] for info in found["infos"].values() if info["memory"] is not None}
     for host, free in little.items():
         if free < 1e9:
@@ -172,7 +175,7 @@ def scarce_memory(found):
 
 
 def aligned(rows, left=()):
-    """Rows of text as lines of aligned columns; those whose number is in ``left`` start at the left."""
+    """Rows of text as lines with aligned columns: flush left if a column's number is in ``left``, else flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -184,12 +187,12 @@ def aligned(rows, left=()):
 
 
 def short(number):
-    """A number with three digits or so: ``0.0123``, ``1.23``, ``1234``."""
+    """A number as text with three digits, or with all digits before the point: ``0.0123``, ``1.23``, ``1234``."""
     return f"{number:.3g}" if number < 100 else f"{number:.0f}"
 
 
 def who_is_where(infos):
-    """The ranks' places; neighbours of one host on one line."""
+    """A table of the ranks' hosts, devices and interfaces; neighbouring ranks that share all three share a line."""
     groups = []
     for rank, info in sorted(infos.items()):
         kind = info["device"] and info["device"].partition(":")[0]
@@ -208,10 +211,13 @@ def who_is_where(infos):
 
 
 def table_of_collectives(found):
-    """Latency and bus bandwidth of each collective, over all ranks."""
+    """A table of each collective: right or not, latency in microseconds, bus bandwidth in GB/s.
+
+    The bus bandwidth is that of nccl-tests, doc/PERFORMANCE.md: it does not depend on the number of ranks.
+    """
     count = len(found["members"])
     share = (count - 1) / count
-    factors = {"all_reduce": 2 * share, "broadcast": 1, "reduce": 1}  # busbw / algbw, as nccl-tests defines them
+    factors = {"all_reduce": 2 * share, "broadcast": 1, "reduce": 1}  # bus bandwidth / algorithm bandwidth
     rows = [["collective", "right", "us (4 KiB)", f"GB/s busbw ({'64' if found['device'] == 'cuda' else '4'} MiB)"]]
     for name, answers in found["collectives"].items():
         given = [answer for answer in answers.values() if answer]
@@ -219,13 +225,13 @@ def table_of_collectives(found):
         rows.append([name, right, "", ""])
         if given and count > 1:
             rows[-1][2] = f"{1e6 * mean(answer[1] for answer in given):.0f}"
-            algbw = harmonic_mean([answer[2] for answer in given])  # bytes over the mean of the ranks' times
+            algbw = harmonic_mean([answer[2] for answer in given])  # as bytes divided by the mean of the ranks' times
             rows[-1][3] = short(algbw * factors.get(name, share) / 1e9)
     return aligned(rows, left=[0, 1])
 
 
 def table_of_links(found):
-    """Every pair's bandwidth and latency, for as many ranks as fit a screen."""
+    """A table of every pair's bandwidth and latency; [] for more ranks than a screen has room for."""
     members, links = found["members"], found["links"]
     if len(members) > 8:
         return []
@@ -241,7 +247,7 @@ def table_of_links(found):
 
 
 def slowest(found):
-    """The slowest rank and the slowest pair, as (label, text)."""
+    """Yields lines on the slowest rank and the slowest pair, as (label, text)."""
     alone = {rank: time for rank, time in found["alone"].items() if time}
     if len(alone) > 1:
         rank = max(alone, key=alone.get)
@@ -254,7 +260,7 @@ def slowest(found):
 
 
 def report(found):
-    """(the report, the exit status: 0 where nothing is wrong, or 1)."""
+    """(the report's text, the exit status: 0 if nothing is wrong, or 1) of what ``examine`` found."""
     infos, members = found["infos"], found["members"]
     hosts = len({info["host"] for info in infos.values()})
     free = [info["memory"] for info in infos.values() if info["memory"] is not None]

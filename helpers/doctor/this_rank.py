@@ -14,9 +14,10 @@ from helpers.doctor.membership import plain
 
 
 def choose_interface(device, master):
-    """(interface, its address) that the backend will use: the one in its variable, or what it would pick itself.
+    """(the interface that the backend will use, its address or None).
 
-    gloo takes the address of the host's own name; for NCCL, which ranks them, this is the one that leads to ``master``.
+    It is the one that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names. Without the variable, gloo takes the address of
+    the host's own name. NCCL ranks interfaces by their kind; this function guesses the one that leads to ``master``.
     """
     addresses = {}
     for name, entries in psutil.net_if_addrs().items():
@@ -45,7 +46,10 @@ def choose_interface(device, master):
 
 
 def facts_of_rank(place, backend):
-    """What this rank knows about itself, for JSON; what could not be found out is None."""
+    """What this rank knows about itself, as a dict for JSON.
+
+    A fact that could not be found out is None, and the dict under "unknown" has the reason. ``memory`` is in bytes.
+    """
     gpus = 0 if backend == "gloo" else torch.cuda.device_count()
     device = torch.device("cuda", place["LOCAL_RANK"] % gpus) if gpus else torch.device("cpu")
     on_gpu = device.type == "cuda"

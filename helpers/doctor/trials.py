@@ -1,15 +1,15 @@
-"""What the ranks try in their process group: each collective, each pair's link, and a rank's own speed; timed."""
+"""What the ranks try and time in their process group: each collective, each pair's link, and a rank's own speed."""
 
 import time
 
 import torch
 import torch.distributed as dist
 
-SMALL, LARGE = 1 << 10, {"cpu": 1 << 20, "cuda": 1 << 24}  # numbers of 4 bytes: 4 KiB; 4 MiB, on GPUs 64 MiB
+SMALL, LARGE = 1 << 10, {"cpu": 1 << 20, "cuda": 1 << 24}  # counts of float32: 4 KiB; 4 MiB on CPUs, 64 MiB on GPUs
 
 
 def seconds(call, rounds, device, together):
-    """Seconds of one call: the mean of ``rounds`` in a row, best of 3."""
+    """Seconds of one call: the best of 3 means over ``rounds`` calls. ``together`` runs before each, to align ranks."""
     tries = []
     for _ in range(3):
         together()
@@ -25,14 +25,18 @@ def seconds(call, rounds, device, together):
 
 
 def finish(works, device):
-    """Wait for what a call has started. On a GPU the clock waits instead, for all calls: they run in order."""
+    """Wait for what a call has started; not on a GPU, where ``seconds`` synchronizes once after all calls."""
     for work in works if isinstance(works, list) else [works]:
         if device.type != "cuda" and work is not None:
             work.wait()
 
 
 def collectives(part, device):
-    """{name: (call, output, expected)} with ``part`` float32 numbers for each rank; output None: no result here."""
+    """{name: (call, output, expected)}: what starts each collective, the tensor that it fills, and its right values.
+
+    Each rank's part has ``part`` float32 numbers: ``output`` is [part] or [world_size * part], and None on a rank that
+    gets no result. ``call()`` returns the Work to wait for.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pattern = torch.arange(world_size * part, device=device).view(world_size, part) % 7 + 1.0  # exact in float32
     factors = torch.arange(1.0, world_size + 1, device=device)[:, None]
@@ -43,7 +47,7 @@ def collectives(part, device):
     gathered, everything, swapped = (torch.zeros_like(mine) for _ in range(3))
     scattered, own_sum = torch.zeros_like(own), torch.zeros_like(own)
     outbox, inbox = (list(x.chunk(world_size)) if rank == 0 else None for x in (mine, gathered))
-    # The names that torch had before 2.13, for the cluster that is behind.
+    # A cluster may have an older torch: before 2.13 these two had other names.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     alone = {"async_op": True}
@@ -64,7 +68,7 @@ def collectives(part, device):
 
 
 def try_collective(name, device):
-    """(right, seconds with 4 KiB, bytes per second with 4 MiB or 64 MiB on a rank) of one collective."""
+    """(right, seconds with 4 KiB, bytes per second with 4 MiB, or 64 MiB on GPUs) of one collective on this rank."""
     right, times, world_size = True, [], dist.get_world_size()
     for numbers, rounds in ((SMALL, 5), (LARGE[device.type], 2)):
         part = -(-numbers // world_size)
@@ -76,7 +80,10 @@ def try_collective(name, device):
 
 
 def rounds_of_pairs(count):
-    """Each pair of range(count) once, in rounds of pairs that share nobody: the circle method of tournaments."""
+    """Yields rounds of pairs: no two pairs of a round share a rank, and each pair of range(count) comes once.
+
+    It is the circle method, by which round-robin tournaments are planned.
+    """
     seats = list(range(count + count % 2))
     for _ in seats[1:]:
         pairs = [tuple(sorted((seats[k], seats[-1 - k]))) for k in range(len(seats) // 2)]
@@ -85,7 +92,10 @@ def rounds_of_pairs(count):
 
 
 def try_link(peer, device):
-    """(right, seconds with 4 KiB, bytes per second each way) of an exchange with one peer, both ways at once."""
+    """(right, seconds with 4 KiB, bytes per second in each direction) of an exchange with one peer.
+
+    Both ranks send and receive at once. The speed is that of 4 MiB, or of 64 MiB on GPUs.
+    """
     right, times = True, []
     for numbers, rounds in ((SMALL, 5), (LARGE[device.type], 2)):
         pattern = torch.arange(numbers, device=device) % 7 + 1.0
@@ -102,7 +112,7 @@ def try_link(peer, device):
 
 
 def try_alone(device):
-    """Seconds of one matrix product, which every rank computes for itself: best of 15."""
+    """Seconds of one matrix product, [384, 384] or [4096, 4096] on a GPU, on this rank alone: the best of 15."""
     size = 4096 if device.type == "cuda" else 384
     x = torch.ones(size, size, device=device)
 

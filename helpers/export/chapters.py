@@ -1,4 +1,4 @@
-"""What the command line does with chapters: find them, name them, export them, write their scripts."""
+"""What the command line does with chapters: find their notebooks, list their titles, write their scripts."""
 
 import os
 import sys
@@ -9,12 +9,12 @@ from helpers.export.notebook import ExportError, read_notebook, script_name, tit
 from helpers.export.script import script_and_notes
 
 HELPERS = Path(__file__).resolve().parents[1]
-# Where the notebooks are: inside an installed package, or beside it in a copy of the repository.
+# An installed package holds the notebooks; in a copy of the repository they are beside it.
 NOTEBOOKS = HELPERS / "chapters" if (HELPERS / "chapters").is_dir() else HELPERS.parent / "notebooks"
 
 
 def chapters():
-    """The chapters' notebooks, in order; the template is not one of them. Raises ExportError when they are not here."""
+    """The paths of the chapters' notebooks, in order, without the template. Raises ExportError where there are none."""
     if found := sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")):
         return found
     raise ExportError(
@@ -24,8 +24,11 @@ def chapters():
 
 
 def find_notebook(chapter):
-    """The notebook of a chapter: its number, its name with or without the number, or any notebook's path."""
-    if os.path.isfile(chapter):  # False too for a name that no file can have
+    """The path of a chapter's notebook. Raises ExportError for a chapter that does not exist.
+
+    ``chapter`` is its number, its name with or without the number, or the path of any notebook.
+    """
+    if os.path.isfile(chapter):  # which is False, too, for a text that cannot be a path
         return Path(chapter)
     for path in chapters():
         number, _, topic = path.stem.partition("_")
@@ -41,12 +44,12 @@ def titles():
 
 
 def export(chapter, folder, force=False, cluster=None, allow_single=False):
-    """Write a chapter's script, or with None every chapter's, into the folder; return the paths.
+    """Write the script of a chapter, or of every chapter where that is None, into the folder; return the files' paths.
 
-    With ``cluster``, {"nodes": 2, "gpus": 8, "time": "04:00:00"}, what starts it there stands beside it.
-    ``allow_single`` exports a notebook that starts no process group. What a script lacks or changes is told on stderr.
-    Raises ExportError, before it writes anything, when a file is there that differs and ``force`` is not given.
-    Each file is written at once or not at all.
+    With ``cluster``, such as {"nodes": 2, "gpus": 8, "time": "04:00:00"}, the launch files are written too.
+    ``allow_single`` exports a notebook that starts no process group as well. Notes on what a script leaves out or
+    changes go to stderr. Raises ExportError where a notebook cannot be exported, a file cannot be written, or one
+    exists and differs, unless ``force`` is given: in that case nothing is written. No file is ever half written.
     """
     notebooks = chapters() if chapter is None else [find_notebook(chapter)]
     targets = {}

@@ -1,4 +1,7 @@
-"""What makes a notebook one distributed job: a group, a wrapper or a collective, no fixed rank, no own launcher."""
+"""Whether N ranks of a notebook's script would train one model together, and what to change where they would not.
+
+They do with a process group and a wrapper or a collective, and without a fixed rank or a launcher of the notebook's.
+"""
 
 import ast
 import re
@@ -8,12 +11,12 @@ from helpers.export.source import IMPORT
 
 RANK_NAMES = ("rank", "local_rank", "world_size", "num_replicas")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-IN_ORDER = {  # the arguments that fix a rank, by their place in a call
+IN_ORDER = {  # {function: {position: the name of an argument that fixes a rank}}
     "init_process_group": {3: "world_size", 4: "rank", 5: "store"},
     "DistributedSampler": {1: "num_replicas", 2: "rank"},
 }
 STARTS = {"init_process_group", "start_process_group", "init_device_mesh", "init_distributed"}
-FRAMEWORKS = {"accelerate", "colossalai", "composer", "deepspeed", "horovod"}  # each does all of it itself
+FRAMEWORKS = {"accelerate", "colossalai", "composer", "deepspeed", "horovod"}  # each has its own group and wrapper
 FRAMEWORKS |= {"lightning", "lightning_fabric", "pytorch_lightning"}
 AVERAGES = re.compile(  # what makes N ranks train one model
     r"DDP|FSDP|DistributedDataParallel|FullyShardedDataParallel|fully_shard|replicate|parallelize_module|Pipe\w*|"
@@ -29,8 +32,8 @@ LAUNCHERS = re.compile(
 
 
 def fixed_ranks(exported):
-    """The problems of cells that fix the rank or the world size, or start the group with a file of their own."""
-    fixed, moving = {}, set()  # by (function, name)
+    """Yields a problem for each cell that fixes the rank or the world size, or starts the group with its own file."""
+    fixed, moving = {}, set()  # names with a fixed number and names with another value, as (function, name)
     starts_group = any("init_process_group" in statement.code for statement in exported)
     for statement in exported:
         tree = ast.Module([statement.node] if statement.node else [], [])
@@ -49,12 +52,15 @@ def fixed_ranks(exported):
             elif starts_group and isinstance(node, ast.Constant) and str(node.value).startswith("file://"):
                 yield worlds_of_one(statement, f"{node.value}")
     for key, (statement, text) in fixed.items():
-        if key not in moving:  # `rank = 0` before `rank = dist.get_rank()` is a default
+        if key not in moving:  # in `rank = 0` before `rank = dist.get_rank()`, the 0 is only a default
             yield worlds_of_one(statement, text)
 
 
 def fixed_by_call(call):
-    """What of a rank's place a call fixes, as texts. ``os.environ.setdefault`` fixes nothing: torchrun comes first."""
+    """Yields, as text, what a call fixes: a rank, a world size, a store or a launcher's variable.
+
+    ``os.environ.setdefault`` fixes nothing: torchrun has set the variable before.
+    """
     function = ast.unparse(call.func)
     called = function.rpartition(".")[2]
     given = {IN_ORDER.get(called, {}).get(place): value for place, value in enumerate(call.args)}
@@ -85,7 +91,7 @@ def worlds_of_one(statement, text):
 
 
 def bindings(tree, function=None):
-    """Every (function, target, value) of an assignment, a loop, or a default in a function that starts the group."""
+    """Yields (function, target, value) for each assignment and loop, and for the defaults of what starts the group."""
     for node in ast.iter_child_nodes(tree):
         inside = function
         if isinstance(node, ast.Assign):
@@ -108,7 +114,7 @@ def bindings(tree, function=None):
 
 
 def one_by_one(target, value):
-    """The (target, value) pairs of an assignment, whose sides may be tuples."""
+    """The (target, value) pairs of an assignment; tuples on both sides are taken apart."""
     if not isinstance(target, ast.Tuple | ast.List):
         return [(target, value)]
     values = value.elts if isinstance(value, ast.Tuple | ast.List) else [value] * len(target.elts)
@@ -124,7 +130,7 @@ def is_none(node):
 
 
 def launchers(exported):
-    """The problems of statements that start ranks themselves."""
+    """Yields a problem for each statement that starts ranks itself."""
     for statement, call in calls(exported):
         function = ast.unparse(call.func)
         strategy = " ".join(str(word.value.value) for word in call.keywords if is_word(word, "strategy"))
@@ -133,9 +139,9 @@ def launchers(exported):
         )
         if LAUNCHERS.fullmatch(function) or re.search("notebook|spawn|fork", strategy) or process:
             yield (
-                f"{statement.where}: `{first_line(ast.unparse(call))}` starts ranks, and torchrun starts the "
-                "script's: each of those would start its own.\n"
-                "Call the function that it is given, with start_process_group()."
+                f"{statement.where}: `{first_line(ast.unparse(call))}` starts ranks, but torchrun starts the "
+                "script's ranks already, and each would start more.\n"
+                "Call its function itself, after start_process_group()."
             )
 
 
@@ -144,12 +150,12 @@ def is_word(keyword, name):
 
 
 def reads_target(call, statement):
-    """Whether the statement defines the function that a call of Process is given."""
+    """Whether the statement defines the function that the call of Process has as its target."""
     return any(word.arg == "target" and ast.unparse(word.value) in statement.binds for word in call.keywords)
 
 
 def calls(exported):
-    """Every call of the statements, as (statement, call), in order."""
+    """Yields (statement, call) for each call in the statements, in order."""
     for statement in exported:
         for node in ast.walk(statement.node) if statement.node else []:
             if isinstance(node, ast.Call):
@@ -160,7 +166,7 @@ def calls(exported):
 
 
 def worlds(exported, name):
-    """The problem of a notebook whose ranks would not work together, as a list of one or none."""
+    """[the problem] of a notebook whose N ranks would train N models, or []."""
     words = set()
     for statement in exported:
         if isinstance(statement.node, IMPORT):
@@ -186,7 +192,7 @@ def worlds(exported, name):
 
 
 def what_changes(statement, call):
-    """What a line needs so that ranks train one model, as lines of a message."""
+    """Yields, as a line of a message, what to change in a call so that the ranks train one model."""
     function = ast.unparse(call.func)
     called = function.rpartition(".")[2]
     given = {keyword.arg for keyword in call.keywords}

@@ -1,4 +1,4 @@
-"""A notebook's parameters cell as the flags of a script: ``name: type = value  # help`` to ``add("--name", …)``."""
+"""From a notebook's parameters cell to the flags of a script: ``name: type = value  # help`` becomes ``--name``."""
 
 import ast
 import json
@@ -9,9 +9,9 @@ from helpers.export.source import IMPORT
 
 
 def read_flags(parameters):
-    """The parameters cell as {name: (where, lines of parse_args)}; a comment on a line of its own begins a group.
+    """{name: (the place in the notebook, the lines of code that add the flag)} of the parameters cell.
 
-    Raises ExportError with the problems of all lines.
+    A comment on a line of its own begins a group of flags. Raises ExportError with the problems of all lines.
     """
     flags, problems = {}, []
     for statement in parameters:
@@ -33,7 +33,7 @@ def read_flags(parameters):
 
 
 def parse_args_text(flags, name, usage):
-    """The function of the script that reads the flags, under the name that it has there."""
+    """The source of the script's function that reads the flags; ``name`` is what the script calls that function."""
     calls = "\n    ".join(call for _, call in flags.values())
     head = f"""\
 def {name}():
@@ -55,11 +55,12 @@ def {name}():
 
 
 def flag(statement):
-    """One line of the parameters cell, ``name: type = value  # help``, as (name, call that adds the flag)."""
+    """(name, the call that adds its flag) from one line of the parameters cell. Raises ExportError for another line."""
     node, where = ast.parse(statement.code).body[0], statement.where
     target = node.targets[0] if isinstance(node, ast.Assign) else isinstance(node, ast.AnnAssign) and node.target
     if not isinstance(target, ast.Name) or len(getattr(node, "targets", [1])) > 1 or not getattr(node, "value", None):
-        raise ExportError(f"{where}: `{first_line(statement.code)}` is no parameter.\nWrite name: type = value  # help")
+        wrong = f"`{first_line(statement.code)}` is not a parameter"
+        raise ExportError(f"{where}: {wrong}.\nWrite name: type = value  # help")
     name, value = target.id, ast.get_source_segment(statement.code, node.value)
     if name == "help":
         raise ExportError(
@@ -69,7 +70,8 @@ def flag(statement):
         default = ast.literal_eval(node.value)
     except ValueError:
         raise ExportError(
-            f"{where}: the default of {name}, {value}, is no literal.\nWrite a number, a string, True, False or None."
+            f"{where}: the default of {name}, {value}, is not a literal.\n"
+            "Write a number, a string, True, False or None."
         ) from None
     kind, choices, optional = flag_type(node, default, name, where)
     fits = type(default) is kind or (kind is float and type(default) is int) or (optional and default is None)
@@ -77,7 +79,7 @@ def flag(statement):
         raise ExportError(f"{where}: the default of {name}, {value}, does not fit its type.\nChange one of the two.")
     words = statement.comment.lstrip("# ") or name.replace("_", " ")
     options = [quoted(f"--{name.replace('_', '-')}"), value]
-    options.append(quoted(words.replace("%", "%%")))  # argparse formats it with %
+    options.append(quoted(words.replace("%", "%%")))  # argparse formats help texts with the % operator
     if kind is bool:
         options.append("action=switch")
     elif choices:
@@ -88,7 +90,7 @@ def flag(statement):
 
 
 def flag_type(node, default, name, where):
-    """A parameter's type: (int, float, str or bool; its choices or None; whether it may be None)."""
+    """A parameter's (type: int, float, str or bool; choices or None; whether it may be None). Raises ExportError."""
     if isinstance(node, ast.Assign):
         if type(default) in (int, float, str, bool):
             return type(default), None, False

@@ -1,4 +1,4 @@
-"""helpers' run-time modules, copied into a script: what of them it uses, and where in the script it stands."""
+"""What a script uses of helpers/runtime is copied into it: which statements, and where in the script they stand."""
 
 import ast
 import functools
@@ -8,15 +8,15 @@ from pathlib import Path
 
 from helpers.export.source import IMPORT, each_import, imported_name, split
 
-# What a script may use of helpers; each imports only from those before.
+# The modules of helpers that a script may use. Each imports only from those that stand before it here.
 RUNTIME = ("process_group", "data", "models", "checkpoint", "stop_request")
 PACKAGE = "helpers.runtime"
-NOTEBOOK_PACKAGES = ("helpers", "IPython", "ipywidgets")  # all else of these lives in a notebook only
+NOTEBOOK_PACKAGES = ("helpers", "IPython", "ipywidgets")  # everything else in these packages is for notebooks
 TOUCHING = re.compile(r"(?:^#.*\n?)*\Z", re.MULTILINE)  # the comment right above a statement
 
 
 def belongs(node):
-    """Where an import of one name belongs: "script", "inline", "notebook", or "refused" for a run-time module whole."""
+    """Where an import of one name belongs: "script", "inline", "notebook"; "refused" if it takes a whole module."""
     imported = node.names[0].name if isinstance(node, ast.Import) else node.module or "."
     if imported.split(".")[0] not in NOTEBOOK_PACKAGES:
         return "script"
@@ -34,7 +34,7 @@ def runtime_module_of(node):
 
 @functools.cache
 def runtime_module(module):
-    """A run-time module's statements by the names that they bind, in order: {name: [Statement, ...]}."""
+    """{name: [the statements of the run-time module that bind it]}, in the order of the module."""
     found = {}
     source = Path(__file__).parents[1].joinpath("runtime", f"{module}.py").read_text(encoding="utf-8")
     for statement in split(source, f"{PACKAGE}.{module}"):
@@ -49,7 +49,7 @@ def runtime_module(module):
 
 
 def inlined(wanted):
-    """What the names [(module, name)] of run-time modules need, themselves included: (imports, other statements)."""
+    """(imports, other statements) that define the names [(module, name)] and all that these use in turn."""
     taken = set()
 
     def take(module, name):
@@ -78,7 +78,11 @@ def inlined(wanted):
 
 
 def in_reading_order(constants, copied, definitions):
-    """What a script defines above main, each behind what it needs to be executed; and the rest, the process group."""
+    """(what a script defines above main, what it defines below main).
+
+    Above stand constants, copied statements and definitions, each after what its definition needs. Below stands the
+    code of the process group, which a reader wants to see last.
+    """
     own = [*constants, *(statement for statement in copied if not is_plumbing(statement)), *definitions]
     readers = by_name([*copied, *own])
     plumbing = by_name([statement for statement in copied if is_plumbing(statement)])
@@ -96,7 +100,7 @@ def is_plumbing(statement):
 
 
 def by_name(statements):
-    """{name: the statements that bind it}."""
+    """{name: [the statements that bind it]}."""
     found = {}
     for statement in statements:
         for name in statement.binds:
@@ -105,7 +109,10 @@ def by_name(statements):
 
 
 def reached(names, readers, seen):
-    """The names, and what the statements which bind them read, and so on; without those in ``seen``, which grows."""
+    """The names, all that their definitions read, what those definitions read, and so on.
+
+    Names in ``seen`` are left out, and the found names are added to it. ``readers`` is {name: [statements]}.
+    """
     found, todo = set(), [*names]
     while todo:
         name = todo.pop()

@@ -1,6 +1,6 @@
 """What starts an exported script on many nodes: a batch file for Slurm, plain torchrun lines, a Job for Kubernetes.
 
-``launch_files(name, script, nodes, gpus, time)`` gives them as text: short files, to be read and changed.
+``launch_files(name, script, nodes, gpus, time)`` returns the texts. They are short, so that readers can change them.
 """
 
 import re
@@ -8,12 +8,12 @@ from string import Template
 
 from helpers.export.notebook import ExportError
 
-STOP_BEFORE = 180  # seconds before the time limit, when Slurm tells the ranks; it may do so a minute earlier
-SHORTEST = 10  # minutes
+STOP_BEFORE = 180  # seconds before the time limit at which Slurm warns the ranks; it may be a minute early
+SHORTEST = 10  # minutes: the least time limit for a script that is warned
 CPUS_PER_GPU = 4  # for a rank and the processes that load its data
 CHECK = "12_multi_node"  # the chapter whose script checks every link
 
-# In these texts $name is filled in here, and what follows $$ is the shell's.
+# In these texts, $name is filled in by this module, and $$name becomes the shell's own $name.
 SLURM = """\
 #!/bin/bash
 # In a folder that all nodes see:  sbatch $name.sbatch [flags of the script]
@@ -199,14 +199,15 @@ STOPPED = """\
 
 
 def launch_files(name, script, nodes, gpus, time):
-    """{file name: text} of what starts ``script``, the text of NAME.py, on ``nodes`` nodes of ``gpus`` ranks each.
+    """{file name: text} of the files that start a script on ``nodes`` nodes with ``gpus`` ranks each.
 
-    ``time`` is Slurm's limit, such as "04:00:00". Raises ExportError for one that is none, or too short to stop in.
+    ``script`` is the text of NAME.py. ``time`` is Slurm's limit, such as "04:00:00". Raises ExportError for a text
+    that is not a time limit, for one that is too short to stop in, and for a name that a shell would split.
     """
     if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
         raise ExportError(f"{name!r} has characters that a shell reads in its own way.\nRename it for --slurm.")
     resumes = all(f'"--{flag}"' in script for flag in ("checkpoint-dir", "resume"))
-    stops = resumes and "StopRequest(" in script  # it saves at a signal, and leaves the file `stopped`
+    stops = resumes and "StopRequest(" in script  # at a signal such a script saves, and writes the file `stopped`
     if minutes(time) < SHORTEST and stops:
         raise ExportError(
             f"--time {time} is too short: {STOP_BEFORE // 60} minutes before its end the ranks are told to stop.\n"
@@ -223,7 +224,7 @@ def launch_files(name, script, nodes, gpus, time):
         "cpus": gpus * CPUS_PER_GPU,
         "time": time,
         "stop_before": STOP_BEFORE,
-        # So that a node without its GPUs fails at once; a flag that you add comes later, and wins: --backend gloo
+        # With this flag a node without its GPUs fails at once. A later flag wins, so the reader can add --backend gloo.
         "backend": " --backend nccl" if '"--backend"' in script else "",
     }
     slurm = {
@@ -258,12 +259,14 @@ def launch_files(name, script, nodes, gpus, time):
 
 
 def minutes(time):
-    """A time limit as Slurm writes it, in minutes. Raises ExportError for another text, and for none at all."""
+    """The minutes of a time limit in one of Slurm's formats. Raises ExportError for other texts and for zero."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time, re.ASCII)
     days, *clock = found.groups("") if found else [""]
     clock = [int(part) for part in clock if part]
-    units = [60, 1, 1 / 60] if days or len(clock) == 3 else [1, 1 / 60]  # "90" and "90:00" are minutes
+    units = [60, 1, 1 / 60] if days or len(clock) == 3 else [1, 1 / 60]  # Slurm reads "90" and "90:00" as minutes
     limit = int(days or 0) * 24 * 60 + sum(number * unit for number, unit in zip(clock, units, strict=False))
     if not limit:
-        raise ExportError(f"--time {time} is no time limit.\nGive hours, minutes and seconds: 04:00:00, or 2-12:00:00")
+        raise ExportError(
+            f"--time {time} is not a time limit.\nGive hours, minutes and seconds: 04:00:00, or 2-12:00:00"
+        )
     return limit

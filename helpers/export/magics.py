@@ -1,19 +1,19 @@
-"""IPython's own syntax in a cell: which lines are not Python, what they become, and what a script's reader is told."""
+"""IPython's syntax in a cell: which lines are not Python, what Python they become, and what their notes say."""
 
 import ast
 import re
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-ESCAPED = re.compile(r"(?:[\w.,* ]+=\s*)?[%!]")  # how a line begins that is a magic or a command of the shell
+ESCAPED = re.compile(r"(?:[\w.,* ]+=\s*)?[%!]")  # the beginning of a magic or of a shell's command
 INSIDE = re.compile(r"#.*|\"\"\"|'''|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[][(){}]")
 CLOSING = {'"""': re.compile(r"(?:\\.|[^\\\"]|\"(?!\"\"))*\"\"\""), "'''": re.compile(r"(?:\\.|[^\\']|'(?!''))*'''")}
 TIMED = re.compile(r"(\s*)%time\s+(?=\S)")
 
-# What IPython takes for a magic without its percent sign, and people write so.
+# Magics that people often write without the percent sign, which IPython allows.
 AUTOMAGICS = "pip conda mamba uv cd ls ll cat cp mv rm mkdir rmdir env set_env run".split()
 AUTOMAGICS += "load_ext matplotlib time timeit".split()
-QUIET = "matplotlib load_ext reload_ext autoreload config pinfo pinfo2 psearch".split()  # a script does not miss them
+QUIET = "matplotlib load_ext reload_ext autoreload config pinfo pinfo2 psearch".split()  # no script needs these
 INSTALLERS = ("pip", "pip3", "conda", "mamba", "micromamba", "uv")
 INSTALL = "install it where the script runs"
 IN_SHELL = "run it in a shell before the script, on every node"
@@ -32,7 +32,10 @@ STARTS_RANKS = re.compile(r"\b(?:torchrun|torch\.distributed\.(run|launch)|accel
 
 
 def as_python(source):
-    """The source with its magics as Python, line by line; `%time f(x)` becomes `f(x)`. RuntimeError: too many."""
+    """The source with its magics as Python, with as many lines; `%time f(x)` becomes `f(x)`.
+
+    Raises SyntaxError as IPython does, and RuntimeError where there are more magics than IPython can translate.
+    """
     manager, lines = TransformerManager(), [f"{line}\n" for line in source.split("\n")]
     for cleanup in manager.cleanup_transforms:
         lines = cleanup(lines)
@@ -43,13 +46,13 @@ def as_python(source):
             text = timed[1] + text[timed.end() :]
         elif re.search(r"[%!?,;/]", text):
             made = "".join(manager.do_token_transforms([f"{line}\n" for line in group])).removesuffix("\n")
-            text = made + "\n" * (len(group) - 1 - made.count("\n"))  # no line below it moves
+            text = made + "\n" * (len(group) - 1 - made.count("\n"))  # so that the lines below keep their numbers
         python.append(text)
     return "\n".join(python)
 
 
 def logical_lines(lines):
-    """Lines in groups: a magic or a command with the lines that continue it, or the lines of a Python statement."""
+    """Yields groups of lines: one magic or command with its continuation lines, or the lines of a Python statement."""
     group, brackets, quote, escaped = [], 0, "", False
     for line in lines:
         if not group:
@@ -65,7 +68,7 @@ def logical_lines(lines):
 
 
 def still_open(line, brackets, quote):
-    """How many brackets, and which triple quote, are open behind a line that begins with these open."""
+    """(how many brackets are open after a line, which triple quote is open or ""); the arguments hold before it."""
     at = 0
     while True:
         if quote:
@@ -86,7 +89,7 @@ def still_open(line, brackets, quote):
 
 
 def automagic(line):
-    """The first word of a line that IPython would take for a magic, though it has no percent sign; or None."""
+    """The line's first word, if IPython would run it as a magic without a percent sign; else None."""
     word = re.match(r"\s*(\w+)\s+[^\s=(.]", line)
     return word[1] if word and word[1] in AUTOMAGICS else None
 
@@ -95,7 +98,7 @@ def automagic(line):
 
 
 def magic_of(node):
-    """(magic's name, its text) of a statement that is one, ("cd", "..") or for the shell ("!", "ls"); else None."""
+    """(name, text) of a statement that calls a magic, such as ("cd", ".."), or a shell: ("!", "ls"). Else None."""
     for call in ast.walk(node):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
             if ast.unparse(call.func.value) == "get_ipython()":
@@ -108,7 +111,7 @@ def magic_of(node):
 
 
 def instead(magic, text):
-    """What to do in place of a magic that a script does not have; "" where nothing is missed."""
+    """What a reader should do in place of a magic that the script leaves out; "" where nothing is to be done."""
     if magic in QUIET:
         return ""
     if magic in ("!", "sx", "system", "bash", "sh"):

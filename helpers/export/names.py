@@ -1,4 +1,4 @@
-"""A script's names: which of them main declares global, which of the script's own make way, which nothing binds."""
+"""A script's names: which ones main declares global, which helpers are renamed, which ones are never defined."""
 
 import ast
 import builtins
@@ -8,12 +8,12 @@ from helpers.export.notebook import first_line
 from helpers.export.source import DEFINITION, IMPORT, each_import, imported_name
 
 BUILTINS = {*dir(builtins), "__name__", "__file__", "__doc__"}
-OWN = {"argparse": "argparse", "main": "main", "parse_args": "parse_args"}  # what every script binds, and to what
+OWN = {"argparse": "argparse", "main": "main", "parse_args": "parse_args"}  # names that every script defines
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 def meaning(statement, name):
-    """What a statement binds a name to: equal for two imports of the same thing, and for equal definitions."""
+    """A value for what a statement binds a name to: equal for imports of one thing, and for equal definitions."""
     node = statement.node
     if isinstance(node, IMPORT):
         one = next(one.node for one in each_import(statement) if imported_name(one.node) == name)
@@ -25,7 +25,7 @@ def meaning(statement, name):
 
 
 def fixed_names(statements, flags):
-    """The names that all the statements bind to one and the same thing, and no flag."""
+    """The names that mean one thing in all the statements that bind them, and that are not flags."""
     meanings = {}
     for statement in statements:
         for name in statement.binds:
@@ -37,7 +37,7 @@ def fixed_names(statements, flags):
 
 
 def in_this_scope(node):
-    """The nodes that are executed with a statement, not later with a function of it."""
+    """Yields the nodes that run when the statement runs: not those of a function's body, which runs later."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, FUNCTION):
@@ -59,20 +59,20 @@ def looks_up_names(node):
 
 
 def impossible_lookups(body):
-    """The problems of statements in main that ask for the names of a notebook's top level."""
+    """Yields a problem for each statement of main that asks for the global names, which in main are not at hand."""
     for statement in body:
         for node in in_this_scope(statement.node) if statement.node else []:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 called, given = node.func.id, len(node.args)
                 if (called in ("locals", "vars", "dir") and not given) or (called == "exec" and given < 2):
                     yield (
-                        f"{statement.where}: `{first_line(ast.unparse(node))}` is for a notebook's global names; "
-                        "in a script it would have the names of main.\nName what it is for, or give it globals()."
+                        f"{statement.where}: `{first_line(ast.unparse(node))}` works on a notebook's global names, "
+                        "but in the script on the local names of main.\nUse the names themselves, or pass globals()."
                     )
 
 
 def global_names(parts, dynamic):
-    """The names that main binds and declares global, {name: why}, and all that it binds.
+    """({name that main must declare global: the reason}, all names that main binds).
 
     ``dynamic`` says that some code looks names up by their text.
     """
@@ -111,7 +111,7 @@ def global_names(parts, dynamic):
 
 
 def made_room(conflicts, taken):
-    """{name: the name with underscores behind it} for those of the script's own names that the notebook binds too."""
+    """{name: the same name with underscores at its end} for the conflicts; no new name is in ``taken``."""
     found = {}
     for name in conflicts:
         found[name] = f"{name}_"
@@ -121,8 +121,8 @@ def made_room(conflicts, taken):
 
 
 def edited(code, changes):
-    """The code with each (node, text) of ``changes`` in the node's place; a node is in one line."""
-    lines = code.encode().split(b"\n")  # ast counts bytes
+    """The code in which each (node, text) of ``changes`` puts the text in the node's place. No node spans lines."""
+    lines = code.encode().split(b"\n")  # ast's columns count bytes
     for node, text in sorted(changes, key=lambda change: (change[0].lineno, change[0].col_offset), reverse=True):
         line = lines[node.lineno - 1]
         lines[node.lineno - 1] = line[: node.col_offset] + text.encode() + line[node.end_col_offset :]
@@ -130,7 +130,7 @@ def edited(code, changes):
 
 
 def renamed(statement, names):
-    """A statement of a run-time module with other names, {old: new}, for what it binds and reads at its top level."""
+    """A statement of a run-time module in which the names {old: new} are changed, where it binds or reads them."""
     code, [node] = statement.code, ast.parse(statement.code).body
     if isinstance(node, IMPORT):
         if imported_name(node) not in names:
@@ -158,10 +158,10 @@ class AsArgument(ast.NodeTransformer):
 
 
 def with_arguments(code, names, args):
-    """The code with ``args.NAME`` for each of the names; None where the text would then say something else."""
+    """The code with ``args.NAME`` for each of the names; None where the replaced text would mean something else."""
     found = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name) and node.id in names]
     new = edited(code, [(node, f"{args}.{node.id}") for node in found])
-    try:  # f"{lr=}" shows its own text, and some positions inside f-strings are wrong before Python 3.12
+    try:  # f"{lr=}" prints its own text; and before Python 3.12 some positions inside f-strings are wrong
         same = ast.dump(ast.parse(new)) == ast.dump(AsArgument(names, args).visit(ast.parse(code)))
     except SyntaxError:
         same = False
@@ -169,7 +169,7 @@ def with_arguments(code, names, args):
 
 
 def bound_anywhere(node):
-    """Every name that a statement binds in any scope: its own, a function's, a comprehension's."""
+    """Yields every name that a statement binds in any scope: its own, a function's, a comprehension's."""
     for part in ast.walk(node):
         if isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load):
             yield part.id
@@ -187,14 +187,14 @@ def bound_anywhere(node):
 
 
 def missing_names(parts, top, in_main, cells):
-    """The problems of statements that read a name which nothing binds, or nothing before them."""
+    """Yields a problem for each statement that reads a name that nothing defines, or that is defined only later."""
     known = {*top, *in_main, *BUILTINS}
     for statement in parts.above():
         for name, by in statement.reads.items():
             if name not in known:
                 by = f"{by}()" if by else f"the head of {getattr(statement.node, 'name', 'it')}"
                 yield nothing_binds(name, by, statement.where, parts, cells)
-    so_far = {*top, *BUILTINS, *parts.flags, "args"}  # args: what main takes, the parameters in one
+    so_far = {*top, *BUILTINS, *parts.flags, "args"}  # args is main's argument
     for statement in parts.body:
         so_far |= statement.binds
         for name, by in statement.reads.items():
@@ -203,7 +203,7 @@ def missing_names(parts, top, in_main, cells):
 
 
 def nothing_binds(name, by, where, parts, cells):
-    """The problem of a name that no exported statement binds before it is read."""
+    """The problem, as text, of a name that no exported statement defines before ``by`` reads it."""
     why = "no exported cell binds before"
     if name in parts.dropped:
         why = f"is bound by a line that only a notebook can run, in {parts.dropped[name]}"

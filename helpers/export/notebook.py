@@ -19,16 +19,16 @@ from helpers.export.inline import belongs
 from helpers.export.magics import as_python, automagic, instead, magic_of
 from helpers.export.source import IMPORT, SIMPLE, Statement, check_syntax, each_import, imported_name, split
 
-BODY_MAGICS = ("time", "capture", "prun")  # cell magics that run the cell's body as it stands
-LONGEST = 2000  # characters of a paragraph that are read: a script quotes its first sentence
+BODY_MAGICS = ("time", "capture", "prun")  # cell magics that run the cell's body unchanged
+LONGEST = 2000  # characters: a script quotes one sentence of a paragraph, so no more of it is parsed
 SHELLS = ("bash", "sh", "script", "!")
 COLAB = "google.colab"
 IMPORTED_BY_TORCH = "torch functorch torchgen numpy sympy mpmath networkx jinja2 markupsafe filelock fsspec".split()
-IMPORTED_BY_TORCH += "triton typing_extensions sklearn scipy joblib threadpoolctl".split()  # the last four: by the data
+IMPORTED_BY_TORCH += "triton typing_extensions sklearn scipy joblib threadpoolctl".split()  # the last 4: by the digits
 
 
 class ExportError(ConversionException):
-    """A notebook that cannot become a script: ``problems``, each of which says where, why and what to change."""
+    """A notebook that cannot become a script. Each of its ``problems`` says where it is, why, and what to change."""
 
     def __init__(self, *problems):
         super().__init__("\n".join(problems))
@@ -36,7 +36,7 @@ class ExportError(ConversionException):
 
 
 def plain_refusal(convert):
-    """Under ``jupyter nbconvert`` a refusal is its message and status 1; nbconvert itself would show a traceback."""
+    """Under ``jupyter nbconvert``, print an ExportError's message and exit with 1; nbconvert would show a traceback."""
 
     @functools.wraps(convert)
     def converted(*args, **kwargs):
@@ -57,12 +57,12 @@ class Cells:
 
     parameters: list = field(default_factory=list)
     exported: list = field(default_factory=list)
-    # names that a script cannot have
+    # names that only a notebook has
     kernel_only: set = field(default_factory=lambda: {"get_ipython", "display", "notebook_login"})
     elsewhere: dict = field(default_factory=dict)  # what the other cells bind: {name: where}
     read_elsewhere: set = field(default_factory=set)  # what the other cells read
-    notes: list = field(default_factory=list)  # a line for each thing that is left out and may be missed
-    other_files: list = field(default_factory=list)  # `%run x.py` and where: it may bind any name
+    notes: list = field(default_factory=list)  # one line for each thing that the script lacks and a reader may miss
+    other_files: list = field(default_factory=list)  # each `%run x.py` with its place: it may bind any name
 
 
 # ---- Reading a notebook
@@ -72,7 +72,7 @@ def read_notebook(path):
     """The notebook at ``path`` as a NotebookNode. Raises ExportError unless it is a valid notebook of format 4."""
     try:
         if Path(path).exists() and not Path(path).is_file():
-            raise OSError(0, "it is not a regular file")  # to read a named pipe may take for ever
+            raise OSError(0, "it is not a regular file")  # reading a named pipe could wait for ever
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not a text file"
@@ -90,10 +90,10 @@ def read_notebook(path):
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about cells without ids, which a script does not need
-            notebook = nbformat.v4.reads(text)  # nbformat.reads would also log what is wrong, in ten lines
+            warnings.simplefilter("ignore")  # nbformat warns of cells without ids, and a script needs no ids
+            notebook = nbformat.v4.reads(text)  # nbformat.reads would also log ten lines on what is wrong
             nbformat.validate(notebook)
-    except Exception as error:  # from a damaged file nbformat raises anything
+    except Exception as error:  # on a damaged file nbformat raises errors of any type
         reason = first_line(str(error)) or type(error).__name__
         raise ExportError(f"{path} is not a valid notebook: {reason}\nOpen it in Jupyter and save it.") from None
     return notebook
@@ -112,13 +112,13 @@ def check_language(notebook, name):
 
 
 def check_name(name):
-    """Raise ExportError for a file name that cannot stand in a script's own text."""
+    """Raise ExportError for a notebook's name that cannot be quoted in the script's text."""
     if not name.isprintable() or '"' in name or "\\" in name:
         raise ExportError(f"{name!r} is not a name for a script.\nRename the notebook: letters, digits, _ and -.")
 
 
 def script_name(notebook, name):
-    """The script's name: the notebook's, unless Python would then import the script in place of a module."""
+    """The script's name: the notebook's, with _script behind it if Python would import the script for a module."""
     imported = {*sys.stdlib_module_names, *IMPORTED_BY_TORCH}
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -128,9 +128,9 @@ def script_name(notebook, name):
 
 
 def headings_and_paragraphs(markdown):
-    """A markdown cell's headings [(level, text)] and paragraphs [text], without their markup."""
+    """([(level, text)] of the headings, [text] of the paragraphs) of a markdown cell, without markup."""
     parser, links = MarkdownIt(), {}
-    text = markdown.encode(errors="replace").decode()  # a script is UTF-8
+    text = markdown.encode(errors="replace").decode()  # without what UTF-8, the script's encoding, cannot have
     headings, paragraphs = [], []
     tokens = parser.disable("inline").parse(text, links)
     parser.enable("inline")
@@ -146,7 +146,7 @@ def headings_and_paragraphs(markdown):
 
 
 def plain(inline):
-    """The words of a line of markdown: no emphasis, no link targets, and of {term}`rank <Rank>` only: rank."""
+    """The words of a line of markdown without emphasis, link targets and roles: {term}`rank <Rank>` becomes rank."""
     words = ""
     for token in inline.children:
         if token.type == "code_inline" and re.fullmatch(r"\{[\w:-]+\}", words[words.rfind("{") :]):
@@ -160,7 +160,7 @@ def plain(inline):
 
 
 def title_and_purpose(notebook, name):
-    """The title without its number, and what the script does: the sentence "The script of this chapter …", or ""."""
+    """(the title without its number, the sentence "The script of this chapter …" as "This script …", or "")."""
     title, purpose = None, ""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -176,7 +176,7 @@ def title_and_purpose(notebook, name):
 
 
 def sort_cells(notebook, name):
-    """The code cells: the parameters, the exported ones (tagged ``export``; without such a tag, all), the rest.
+    """The notebook's Cells. The cells tagged ``export`` make the script, or all cells where none has the tag.
 
     Raises ExportError, with all its problems, when the notebook is not in Python, or a cell of the script is not.
     """
@@ -209,7 +209,7 @@ def sort_cells(notebook, name):
                 try:
                     found = cell_statements(cell.source, where, tagged=False)
                 except ExportError:
-                    continue  # what is not exported may be anything
+                    continue  # a cell that is not exported need not be Python
                 for bound in (bound for statement in found for bound in statement.binds):
                     cells.elsewhere.setdefault(bound, where)
                 cells.read_elsewhere.update(read for statement in found for read in statement.reads)
@@ -236,7 +236,7 @@ def tags_of(cell):
 
 
 def first_line(source):
-    """The first line of a source text that is not blank, shortened to 60 characters."""
+    """The first line of a source that is not blank, cut to 60 characters."""
     line = next((line.strip() for line in source.splitlines() if line.strip()), "")
     return line if len(line) <= 60 else f"{line[:59]}…"
 
@@ -250,18 +250,21 @@ def check_text(source, where):
 
 
 def left_out(text, where, above=""):
-    """What stands in the script for what is left out of it: the comment above that is not about it."""
+    """A statement without code in the place of one that is left out; it keeps the comment ``above``."""
     return Statement(None, "", above, "", where)
 
 
 def cell_magic(source):
-    """(its name, the rest of its line, the cell's other lines) of the magic that a cell begins with, or None."""
+    """(name, the rest of its line, the cell's other lines) of the cell magic that a cell begins with, or None."""
     magic = re.match(r"\s*%%(\w+|!)(.*)", source)
     return magic and (magic[1], magic[2].strip(), source[magic.end() :].strip("\r\n"))
 
 
 def cell_statements(source, where, tagged):
-    """The statements of a code cell; a magic is what IPython makes of it, a call of get_ipython()."""
+    """The statements of a code cell. Magics become calls of get_ipython(), as IPython translates them.
+
+    Raises ExportError where the cell is not Python, or where a tagged cell begins with a cell magic.
+    """
     source = source.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
     above = []
     if found := cell_magic(source):
@@ -284,7 +287,7 @@ def cell_statements(source, where, tagged):
 
 
 def checked(source, where):
-    """The source, its magics translated if it has any. Raises ExportError for what a module may not contain."""
+    """The source, with its magics translated. Raises ExportError for syntax that a module may not contain."""
     try:
         check_syntax(source)
         return source
@@ -308,7 +311,7 @@ def checked(source, where):
     line = f" in line {error.lineno}" if error.lineno else ""
     remedy = "Correct it, or do not export the cell."
     if re.search("'(await|return|yield)|asynchronous", error.msg):
-        remedy = "A script's cells are plain Python; `await` and `return` belong into a function."
+        remedy = "A script's cells are plain Python: put `await` and `return` into a function."
     raise ExportError(f"{where} has a syntax error{line}: {error.msg}.\n{remedy}")
 
 
@@ -316,7 +319,7 @@ def checked(source, where):
 
 
 def note_cell_magic(magic, words, body, where, written, notes):
-    """Note a cell magic that is left out; ``written`` collects the files that such cells write: {name: where}."""
+    """Add a note on a cell magic that is left out; add a file that it writes to ``written``, {name: where}."""
     if magic in ("writefile", "file"):
         file = words.split()[-1].strip("\"'") if words else ""
         written[Path(file).name] = where
@@ -327,7 +330,7 @@ def note_cell_magic(magic, words, body, where, written, notes):
 
 
 def check_written(command, where, written):
-    """Raise ExportError where a shell starts a Python file that another cell writes: that file is the script."""
+    """Raise ExportError if a shell's command starts a Python file that another cell wrote: that file is the script."""
     for file in written:
         if file.endswith(".py") and re.search(rf"(?:^|[\s/\"']){re.escape(file)}(?:$|[\s\"';&|])", command):
             raise ExportError(
@@ -337,7 +340,7 @@ def check_written(command, where, written):
 
 
 def without_notebook(statement, cells, written):
-    """The statement as a script can have it; what is left out or changed is noted. Raises ExportError."""
+    """The statement as a script can have it, with notes on what changes. Raises ExportError for what needs a reader."""
     node, where = statement.node, statement.where
     shown = f"`{first_line(statement.written or statement.code)}`"
     if magic := magic_of(node) if "get_ipython" in statement.reads else None:
@@ -366,7 +369,7 @@ def without_notebook(statement, cells, written):
 
 
 def without_notebook_imports(statement, cells):
-    """An import as a script can have it: without Colab's own modules, with tqdm.auto for tqdm.notebook."""
+    """An import as a script can have it: without Colab's modules, and with tqdm.auto in place of tqdm.notebook."""
     node, where = statement.node, statement.where
     if all(is_colab(one.node) for one in each_import(statement)):
         cells.notes.append(f"{where}: `{first_line(statement.code)}` is left out: only Colab has it.")
@@ -389,7 +392,7 @@ def without_notebook_imports(statement, cells):
 
 
 def is_colab(node):
-    """Whether an import of one name takes something of Colab's own package."""
+    """Whether an import of one name is from Colab's own package."""
     if isinstance(node, ast.Import):
         return f"{node.names[0].name}.".startswith(f"{COLAB}.")
     return f"{node.module}.{node.names[0].name}.".startswith(f"{COLAB}.")

@@ -1,7 +1,7 @@
 """Where each statement of a notebook goes in its script, so that the script does the same in the same order.
 
-What may stand above main: imports, constants that are literals, functions and classes whose definition has no effect.
-All else is main's body, in the notebook's order.
+Above main stand imports, constants that are literals, and functions and classes whose definition has no effect.
+Everything else becomes main's body, in the notebook's order.
 """
 
 import ast
@@ -16,7 +16,7 @@ from helpers.export.notebook import first_line
 from helpers.export.source import DEFINITION, IMPORT, SIMPLE, Statement, each_import, imported_name
 
 PLAIN = {"torch", "torchvision", "numpy", "sklearn", "matplotlib"}  # libraries that can be imported in any order
-SETTINGS = re.compile(  # calls that an import below them may depend on
+SETTINGS = re.compile(  # calls that can change what a later import does
     r"sys\.path\.\w+|(os\.)?environ\.(update|setdefault|pop)|os\.(putenv|unsetenv|chdir)|site\.addsitedir|"
     r"warnings\.\w+|(matplotlib|mpl)\.use"
 )
@@ -34,9 +34,9 @@ class Parts:
     constants: list = field(default_factory=list)
     definitions: list = field(default_factory=list)
     body: list = field(default_factory=list)
-    dropped: dict = field(default_factory=dict)  # names that only statements bind that are left out: {name: where}
-    wanted: dict = field(default_factory=dict)  # names of run-time modules: {(module, name): where}
-    read_elsewhere: set = field(default_factory=set)  # names that only code reads that is left out
+    dropped: dict = field(default_factory=dict)  # {name: where}, for names that left-out statements bind
+    wanted: dict = field(default_factory=dict)  # {(run-time module, name): where it is imported}
+    read_elsewhere: set = field(default_factory=set)  # names that left-out statements read
     notes: list = field(default_factory=list)
     problems: list = field(default_factory=list)
 
@@ -50,7 +50,7 @@ class Parts:
 
 
 def sort_statements(cells, flags):
-    """The notebook's statements as Parts, with notes and problems."""
+    """The Parts into which the notebook's statements are sorted, with their notes and problems."""
     parts, pyplot, shown = Parts(flags), {"plt", "matplotlib.pyplot"}, []
     statements = [*(found for found in cells.parameters if isinstance(found.node, IMPORT)), *cells.exported]
     for statement in cells.parameters:
@@ -59,7 +59,7 @@ def sort_statements(cells, flags):
     early = settings(statements, fixed, flags, parts.problems)
     readers, in_main, changed = by_name(statements), set(flags), set()
     defined, constants = set(), set()
-    last = parts.body  # the list that the statement before went to
+    last = parts.body  # the list to which the previous statement was added
     for place, statement in enumerate(statements):
         node = statement.node
         if node is None:  # comments at the end of a cell
@@ -78,7 +78,7 @@ def sort_statements(cells, flags):
         elif only_notebook and isinstance(node, SIMPLE):
             leave_out(statement, parts)
             parts.dropped.update(dict.fromkeys(statement.binds, statement.where))
-            if only_notebook != "a magic":  # those have their notes
+            if only_notebook != "a magic":  # magics have notes already
                 parts.notes.append(f"{statement.where}: `{first_line(statement.code)}` is left out.")
         elif only_notebook and not only_notebook.endswith(".show()"):
             parts.problems.append(
@@ -86,10 +86,10 @@ def sort_statements(cells, flags):
                 "which only a notebook has.\nMove that to a cell that is not exported."
             )
         elif isinstance(node, ast.Global):
-            leave_out(statement, parts)  # at a notebook's top level it says nothing
+            leave_out(statement, parts)  # at a notebook's top level `global` does nothing
         elif isinstance(node, DEFINITION) and node.name in fixed and is_still(statement, readers, in_main, changed):
             last = parts.definitions
-            if node.name not in defined:  # else it is there, word by word
+            if node.name not in defined:  # a repeated definition is equal word by word, so once is enough
                 last.append(statement)
             defined.add(node.name)
         elif is_constant(node, constants) and node.targets[0].id in fixed:
@@ -104,7 +104,7 @@ def sort_statements(cells, flags):
             changed |= {ast.unparse(part) for part in ast.walk(node) if is_stored(part)}
         if only_notebook and only_notebook.endswith(".show()") and not isinstance(node, SIMPLE):
             parts.notes.append(
-                f"{statement.where}: {only_notebook} stays; it needs a display, and waits for its window."
+                f"{statement.where}: {only_notebook} stays; it needs a display, and waits until you close its window."
             )
     if shown:
         parts.notes.append(f"What only shows a value in a notebook is left out: {', '.join(shown)}.")
@@ -112,7 +112,7 @@ def sort_statements(cells, flags):
 
 
 def cell_of(statement):
-    """ "cell 3" of the statement's whole place."""
+    """The cell's number in a statement's place: "cell 3"."""
     return statement.where.partition(", ")[2].partition(" (")[0] or statement.where
 
 
@@ -120,10 +120,10 @@ def cell_of(statement):
 
 
 def sort_import(statement, parts, fixed):
-    """Put an import where it belongs: to the top, into main, as names to inline, or out."""
+    """Put an import where it belongs: at the top, in main, among the names to copy, or nowhere."""
     node, kept = statement.node, []
     if getattr(node, "level", 0) or node.names[0].name == "*":
-        parts.problems.append(f"{statement.where}: `{statement.code}` hides what it imports.\nName module and names.")
+        parts.problems.append(f"{statement.where}: `{statement.code}` does not say what it imports.\nList the names.")
         return
     for one in each_import(statement):
         place, name = belongs(one.node), one.node.names[0]
@@ -139,9 +139,9 @@ def sort_import(statement, parts, fixed):
         else:
             module = runtime_module_of(one.node)
             if name.name not in runtime_module(module) or name.asname not in (None, name.name):
-                wrong = "renames it" if name.asname else "but there is no such name"
+                wrong = "renames what it imports" if name.asname else "imports a name that is not there"
                 parts.problems.append(
-                    f"{statement.where}: `{one.code}`, {wrong}.\nImport a name of helpers/runtime/{module}.py as it is."
+                    f"{statement.where}: `{one.code}` {wrong}.\nImport a name of helpers/runtime/{module}.py unchanged."
                 )
             elif name.name not in fixed:
                 parts.problems.append(
@@ -161,7 +161,7 @@ def sort_import(statement, parts, fixed):
 
 
 def root_of(node):
-    """The package that an import of one name takes something of."""
+    """The top-level package of an import of one name."""
     return (getattr(node, "module", None) or node.names[0].name).partition(".")[0]
 
 
@@ -170,10 +170,13 @@ def is_library(node):
 
 
 def settings(statements, fixed, flags, problems):
-    """The places of the statements that an import below depends on, such as ``sys.path.insert``, and what they read."""
+    """The numbers of the statements on which a later import may depend, such as ``sys.path.insert``.
+
+    Statements that define what those read are among them. Where that is impossible, a problem is added.
+    """
     modules = {name for statement in statements if isinstance(statement.node, IMPORT) for name in statement.binds}
     binders = {name: place for place, statement in enumerate(statements) for name in statement.binds}
-    last = [-1, -1]  # where the last import of a library is, and of one that is not plain
+    last = [-1, -1]  # the numbers of the last import of a library, and of a library that is not in PLAIN
     for place, statement in enumerate(statements):
         for one in each_import(statement) if isinstance(statement.node, IMPORT) else []:
             if is_library(one.node) and belongs(one.node) == "script":
@@ -207,7 +210,7 @@ def settings(statements, fixed, flags, problems):
 
 
 def setting(node, modules):
-    """0 where libraries' imports may depend on a statement, 1 where plain libraries do not, else None."""
+    """0 if any library's import may depend on the statement, 1 if any but one in PLAIN may, None if none does."""
     found = None
     for part in ast.walk(node) if node and not isinstance(node, DEFINITION) else []:
         if isinstance(part, ast.Call) and SETTINGS.fullmatch(ast.unparse(part.func)):
@@ -227,7 +230,7 @@ def setting(node, modules):
 
 
 def notebook_use(statement, kernel_only, pyplot):
-    """What of a notebook's own a statement uses, as words for a message, or None."""
+    """What a statement uses that only a notebook has, in words for a message, or None."""
     show = None
     for node in ast.walk(statement.node):
         if isinstance(node, IMPORT) and any(belongs(one.node) != "script" for one in each_import(Statement(node, ""))):
@@ -241,14 +244,14 @@ def notebook_use(statement, kernel_only, pyplot):
 
 
 def leave_out(statement, parts):
-    """Leave a statement out, with the comment right above it; an earlier comment stays."""
+    """Leave a statement out, with the comment that touches it; a comment before a blank line stays."""
     parts.read_elsewhere.update(statement.reads)
     if (above := TOUCHING.sub("", statement.above)).strip():
         parts.body.append(Statement(None, "", above, "", statement.where))
 
 
 def is_constant(node, constants):
-    """Whether a statement is ``NAME = value``, the value made of literals and of other constants."""
+    """Whether a statement is ``NAME = value`` with a value of literals and of other constants."""
     if not isinstance(node, ast.Assign) or len(node.targets) > 1 or not isinstance(node.targets[0], ast.Name):
         return False
     allowed = ast.Constant | ast.Tuple | ast.List | ast.Set | ast.Dict | ast.BinOp | ast.UnaryOp
@@ -260,7 +263,7 @@ def is_constant(node, constants):
 
 
 def has_effect(node):
-    """Whether a statement does more than to name a literal."""
+    """Whether a statement does more than give a literal a name."""
     return node is not None and not (
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Constant)
@@ -269,7 +272,7 @@ def has_effect(node):
 
 
 def is_shown(node):
-    """Whether a statement has no effect but that a notebook shows a value: a name, a literal, a tuple of these."""
+    """Whether a statement only makes a notebook show a value: a name, a literal, or a tuple of these."""
     parts = ast.walk(node.value) if isinstance(node, ast.Expr) else [node]
     return all(isinstance(part, ast.Constant | ast.Name | ast.Tuple | ast.expr_context) for part in parts)
 
@@ -280,7 +283,7 @@ def is_stored(node):
 
 
 def is_still(statement, readers, in_main, changed):
-    """Whether to define it has no effect and needs nothing that main binds or changes: it may stand above main."""
+    """Whether a definition may stand above main: defining it has no effect, and needs nothing from main."""
     for node in executed(statement.node):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] not in PURE:
             return False
@@ -290,7 +293,7 @@ def is_still(statement, readers, in_main, changed):
 
 
 def executed(node):
-    """The nodes that are executed when a function or class is defined; a decorator counts as no call of its own."""
+    """Yields the nodes that run when a function or a class is defined: defaults, bases, a class's body."""
     if isinstance(node, FUNCTION):
         heads = [*node.args.defaults, *(value for value in node.args.kw_defaults if value)]
     elif isinstance(node, ast.ClassDef):

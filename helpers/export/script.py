@@ -48,11 +48,11 @@ from helpers.export.parts import PLAIN, has_effect, is_library, root_of, sort_st
 from helpers.export.source import IMPORT, SIMPLE, Statement, check_syntax, each_import
 
 WIDTH = 88
-PRAGMA = re.compile(r"# *(noqa|type|pragma|ruff|pylint|mypy)\b")  # a comment that is about its own line
+PRAGMA = re.compile(r"# *(noqa|type|pragma|ruff|pylint|mypy)\b")  # such a comment must stay in its line
 
 
 def script_from_notebook(notebook, name, allow_single=False):
-    """The text of the torchrun script that a notebook node makes; ``name`` is the file's, without its extension.
+    """The text of the torchrun script of a notebook node. ``name`` is the script's file name without .py.
 
     Raises ExportError when the notebook is not in Python, or a cell cannot be a part of a script.
     """
@@ -60,9 +60,9 @@ def script_from_notebook(notebook, name, allow_single=False):
 
 
 def script_and_notes(notebook, name, allow_single=False):
-    """The script's text, and what its reader is told: lines on what is left out, changed or moved.
+    """(the script's text, notes on what is left out, changed or moved).
 
-    ``allow_single`` exports a notebook whose ranks would train a model each. Raises ExportError with all problems.
+    ``allow_single`` exports a notebook whose ranks would train one model each. Raises ExportError with all problems.
     """
     cells, flags, problems = sort_cells(notebook, name), {}, []
     try:
@@ -85,7 +85,7 @@ def script_and_notes(notebook, name, allow_single=False):
 
 
 def written(parts, cells, title, purpose, name):
-    """The script that the parts make, and its notes."""
+    """(the script's text, its notes), made from the sorted parts. Raises ExportError for names that nothing defines."""
     drop_unread_imports(parts, cells)
     starts = any(re.search(r"\b(start|init)_process_group\(", statement.code) for statement in parts.statements())
     if starts:
@@ -95,7 +95,7 @@ def written(parts, cells, title, purpose, name):
     dynamic = any(looks_up_names(statement.node) for statement in cells.exported if statement.node)
     declared, in_main = global_names(parts, dynamic)
 
-    # The notebook keeps its names; the script's own make way.
+    # Where a notebook's name is also a helper's, the helper is renamed.
     theirs = {name: meaning(one, name) for one in parts.above() for name in one.binds} | dict.fromkeys(declared)
     ours = OWN | {name: meaning(one, name) for one in [*copied_imports, *copied] for name in one.binds}
     wanted = {name for _, name in parts.wanted if theirs.get(name) is None}
@@ -108,7 +108,7 @@ def written(parts, cells, title, purpose, name):
 
     problems = list(missing_names(parts, {*theirs, *wanted}, in_main, cells))
     for name in declared.keys() & BUILTINS & {read for one in copied for read in one.reads}:
-        problems.append(f"{name} is Python's own, and the script needs it.\nGive the notebook's {name} another name.")
+        problems.append(f"{name} is a built-in that the script needs.\nGive the notebook's {name} another name.")
     if problems:
         raise ExportError(*dict.fromkeys(problems))
     if declared:
@@ -118,7 +118,7 @@ def written(parts, cells, title, purpose, name):
     end_safely(parts, starts, own["stop_process_group"])
     definitions, plumbing = in_reading_order(parts.constants, copied, parts.definitions)
     about = docstring(title, purpose, name)
-    usage = "usage=__doc__.replace('%', '%%')" if "%" in about else "usage=__doc__"  # argparse formats it with %
+    usage = "usage=__doc__.replace('%', '%%')" if "%" in about else "usage=__doc__"  # argparse uses the % operator
     sections = [
         about,
         *imports_text(parts.top, copied_imports, own["argparse"]),
@@ -131,8 +131,10 @@ def written(parts, cells, title, purpose, name):
     script = tidy("\n\n\n".join(section for section in sections if section) + "\n", name, in_any_order(parts.top))
     try:
         check_syntax(script)
-    except SyntaxError as error:  # such as a `global` that is right in a cell and wrong in a function
-        raise ExportError(f"{name}: in a function, this is a syntax error: {error.msg}.\nSee {error.text}") from None
+    except SyntaxError as error:  # such as a `global` that is valid in a cell and not in a function
+        raise ExportError(
+            f"{name}: cells become the function main, where this is a syntax error: {error.msg}.\nChange {error.text}"
+        ) from None
     return script, [*cells.notes, *parts.notes]
 
 
@@ -140,7 +142,7 @@ def written(parts, cells, title, purpose, name):
 
 
 def drop_unread_imports(parts, cells):
-    """Drop an import whose name only code reads that is left out. One that nothing reads is there for its effect."""
+    """Drop imports that only left-out code reads. An import that nothing reads stays: it may have an effect."""
     read = {name for statement in parts.statements() for name in statement.reads}
     unread = (cells.read_elsewhere | parts.read_elsewhere) - read
     for place, statement in enumerate(parts.top):
@@ -152,9 +154,9 @@ def drop_unread_imports(parts, cells):
 
 
 def end_safely(parts, starts, stop):
-    """Make ``dist.destroy_process_group()``, which can hang behind DDP, a call of ``stop``; add one where none is.
+    """Replace ``dist.destroy_process_group()``, which can hang after DDP, by a call of ``stop``, or add that call.
 
-    In functions only where main calls them: another may be sent to where there is no such function.
+    A function that main does not call is left alone: it may run in a process that has no function ``stop``.
     """
     reached, todo = [], [*parts.body]
     by_name = {statement.node.name: statement for statement in parts.definitions if statement.node}
@@ -176,7 +178,7 @@ def end_safely(parts, starts, stop):
 
 
 def is_end(node):
-    """Whether a node is a call of destroy_process_group() for the default group, in one line."""
+    """Whether a node is a call of destroy_process_group() without arguments, in one line."""
     return (
         isinstance(node, ast.Call)
         and node.lineno == node.end_lineno
@@ -205,7 +207,7 @@ torchrun --nproc-per-node=gpu {file}
 
 
 def imports_text(top, copied, argparse):
-    """The texts of the imports and of what has to stand among them: the standard library, then all else in order."""
+    """The texts of the imports, and of settings among them: the standard library first, then the others in order."""
     there = {(name, meaning(statement, name)) for statement in top for name in statement.binds}
     added = [one for one in copied if not {(name, meaning(one, name)) for name in one.binds} <= there]
     if ("argparse", "argparse") not in there:
@@ -223,14 +225,14 @@ def is_library_statement(statement):
 
 
 def in_any_order(top):
-    """Whether the imports may be sorted: only plain libraries, and each for its names."""
+    """Whether the imports may be sorted: all are from the standard library or in PLAIN."""
     return all(isinstance(one.node, IMPORT) for one in top) and all(
         root_of(one.node) in PLAIN for statement in top for one in each_import(statement) if is_library(one.node)
     )
 
 
 def definitions_text(statements):
-    """What the script's top level defines."""
+    """The text of the definitions at the script's top level."""
     text, before = "", None
     for statement in statements:
         constants = before and isinstance(before.node, SIMPLE) and isinstance(statement.node, SIMPLE)
@@ -240,7 +242,7 @@ def definitions_text(statements):
 
 
 def main_text(parts, declared, own):
-    """The main function: its statements cell by cell, with args.NAME for a parameter where that is the same."""
+    """The text of main: its statements cell by cell, with args.NAME for a parameter where that means the same."""
     trees = [statement.node for statement in parts.body if statement.node]
     rebound = {name for tree in trees for name in bound_anywhere(tree)}
     passed = parts.flags.keys() - declared.keys() - rebound
@@ -267,7 +269,7 @@ def main_text(parts, declared, own):
 
 
 def without_annotation(statement, declared):
-    """The statement's code; a name that main declares global may have no annotation there."""
+    """The statement's code without an annotation, which Python forbids for a name that main declares global."""
     node = statement.node
     if not isinstance(node, ast.AnnAssign) or not statement.binds & declared.keys():
         return statement.code
@@ -280,7 +282,7 @@ def without_annotation(statement, declared):
 
 
 def indented(code):
-    """The code four spaces to the right, but for what stands inside of strings."""
+    """The code moved four spaces to the right, except for lines that begin inside a string."""
     inside = set()
     for node in outer_strings(ast.parse(code)):
         inside.update(range(node.lineno + 1, node.end_lineno + 1))
@@ -289,7 +291,7 @@ def indented(code):
 
 
 def outer_strings(tree):
-    """The string nodes of a tree, without those inside f-strings (whose line numbers Python 3.11 gets wrong)."""
+    """Yields the string nodes of a tree, but not those inside f-strings, whose lines Python 3.11 gets wrong."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)):
             yield node
@@ -298,7 +300,7 @@ def outer_strings(tree):
 
 
 def with_short_lines(script):
-    """The script without comments for formatters, and with a comment behind a line that is too long above it."""
+    """The script without formatters' comments; a comment at the end of a line that is too long goes above the line."""
     lines, depth = script.split("\n"), 0
     for token in tokenize.generate_tokens(io.StringIO(script).readline):
         row, column = token.start[0] - 1, token.start[1]
@@ -315,7 +317,7 @@ def with_short_lines(script):
 
 
 def tidy(script, name, sort):
-    """The script formatted by ruff; with ``sort`` its imports are merged and sorted."""
+    """The script formatted by ruff, its imports sorted if ``sort`` is true. Raises ExportError where ruff fails."""
     script = with_short_lines(script)
     style = ["--isolated", f"--line-length={WIDTH}", "--target-version=py311", "-"]
     commands = [["check", "--fix", "--exit-zero", "--quiet", "--select=I"], ["format"]]
@@ -330,7 +332,7 @@ def tidy(script, name, sort):
 
 
 class TorchrunExporter(Exporter):
-    """``jupyter nbconvert --to torchrun``: a notebook as a script for torchrun. No cell is ever executed."""
+    """``jupyter nbconvert --to torchrun``: a notebook as a script for torchrun. It executes no cell."""
 
     export_from_notebook = "Script for torchrun"
     file_extension = ".py"
@@ -339,14 +341,14 @@ class TorchrunExporter(Exporter):
 
     @plain_refusal
     def from_filename(self, filename, resources=None, **kwargs):
-        read_notebook(filename)  # nbconvert alone would upgrade other formats without a word
+        read_notebook(filename)  # which refuses old formats; nbconvert would upgrade them silently
         return super().from_filename(filename, resources, **kwargs)
 
     @plain_refusal
     def from_notebook_node(self, nb, resources=None, **kwargs):
-        resources = self._init_resources(resources)  # no preprocessor: one of them executes notebooks
+        resources = self._init_resources(resources)  # and no preprocessors: one of them executes notebooks
         name = script_name(nb, resources["metadata"].get("name") or "notebook")
-        resources["unique_key"] = name  # nbconvert's name for the file
+        resources["unique_key"] = name  # which nbconvert takes for the file's name
         script, notes = script_and_notes(nb, name, self.allow_single)
         for note in notes:
             self.log.warning(note)

@@ -1,6 +1,6 @@
-"""Python source as top-level statements: each with its comments, the names that it binds and those that it reads.
+"""Python source as top-level statements, each with its comments, the names that it binds and the names that it reads.
 
-The code is read with ast and symtable and is never executed; a statement keeps its own formatting.
+The code is parsed with ast and symtable, and never executed. A statement keeps its formatting.
 """
 
 import ast
@@ -14,23 +14,23 @@ from typing import NamedTuple
 
 from helpers.ranks.comprehensions import AsGenerators
 
-ANONYMOUS = ("lambda", "genexpr", "listcomp", "setcomp", "dictcomp")  # symtable's names of scopes without one
+ANONYMOUS = ("lambda", "genexpr", "listcomp", "setcomp", "dictcomp")  # symtable's names for nameless scopes
 IMPORT = ast.Import | ast.ImportFrom
 DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 SIMPLE = ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Assert | ast.Delete
-DEEPEST = 150  # levels of nesting, so that what walks a tree by recursion stays far from Python's limit
+DEEPEST = 150  # levels of nesting: functions that walk a tree by recursion stay far from Python's limit
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One top-level statement as it was written, and where. Without a node: comments at the end of a cell."""
+    """One top-level statement as it was written, and its place. ``node`` is None for comments at a cell's end."""
 
     node: ast.stmt | None
     code: str
     above: str = ""  # the comment and blank lines before it
-    comment: str = ""  # the comment behind it
+    comment: str = ""  # the comment at the end of its last line
     where: str = ""
-    written: str = ""  # what the notebook has, where a magic was translated
+    written: str = ""  # the notebook's own text, if the code is a translated magic
 
     @property
     def text(self):
@@ -44,12 +44,12 @@ class Statement:
 
     @property
     def reads(self):
-        """The globals that it reads, {name: the function that reads it, or ""}."""
+        """{global name that it reads: the function in it that reads the name, or ""}."""
         return names(self.code).read
 
     @property
     def needs(self):
-        """The globals that it reads when it is executed, not only when a function of it is called."""
+        """The global names that it reads when it runs, without those that its functions read when they are called."""
         return names(self.code).needed
 
 
@@ -63,7 +63,7 @@ def check_syntax(source):
         try:
             compile(source, "cell", "exec", dont_inherit=True)
             levels = depth(ast.parse(source))
-        except ValueError as error:  # a null byte, a lone surrogate
+        except ValueError as error:  # from a null byte or a lone surrogate
             raise SyntaxError(str(error)) from None
         except (RecursionError, MemoryError):  # the parser's own limits
             levels = float("inf")
@@ -72,7 +72,7 @@ def check_syntax(source):
 
 
 def depth(tree):
-    """How many levels of nodes a tree has; without recursion, which has the limit that this is about."""
+    """How many levels of nodes a tree has. It does not recurse: its caller asks because recursion has a limit."""
     levels, nodes = 0, [tree]
     while nodes:
         levels += 1
@@ -83,19 +83,19 @@ def depth(tree):
 def split(source, where=""):
     """The top-level statements of a source text, in order, each with its comments."""
     lines = source.split("\n")
-    in_bytes = [line.encode() for line in lines]  # ast counts bytes
-    found, done = [], 0  # `done`: the lines that are taken
+    in_bytes = [line.encode() for line in lines]  # ast's columns count bytes
+    found, done = [], 0  # `done` lines belong to statements already
     body = ast.parse(source).body
     for node, following in zip(body, [*body[1:], None], strict=True):
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
         last, end = node.end_lineno - 1, node.end_col_offset
-        start = node.col_offset if first == node.lineno else 0  # it may stand behind a semicolon
+        start = node.col_offset if first == node.lineno else 0  # a statement may follow a semicolon
         if first - 1 == last:
             code = in_bytes[last][start:end].decode()
         else:
             between = lines[first:last]
             code = "\n".join([in_bytes[first - 1][start:].decode(), *between, in_bytes[last][:end].decode()])
-        alone = following is None or following.lineno > node.end_lineno  # else what is behind is the next statement
+        alone = following is None or following.lineno > node.end_lineno  # or the rest is the next statement
         behind = in_bytes[last][end:].decode().strip().removeprefix(";").lstrip() if alone else ""
         above = lower_part(found, lines[done : first - 1])
         found.append(Statement(node, code, above, behind if behind.startswith("#") else "", where))
@@ -105,7 +105,7 @@ def split(source, where=""):
 
 
 def lower_part(found, lines):
-    """The comment lines above a statement, less the indented ones: these end the block before, and go to it."""
+    """The comment lines above a statement. Indented comments belong to the block before, and are added to it."""
     taken = 0
     if found and hasattr(found[-1].node, "body"):
         for number, line in enumerate(lines, 1):
@@ -122,7 +122,7 @@ def lower_part(found, lines):
 
 
 class Names(NamedTuple):
-    """The names of a statement, as its properties binds, reads and needs describe them."""
+    """The names of a statement: what Statement.binds, reads and needs return."""
 
     bound: set
     read: dict
@@ -131,8 +131,8 @@ class Names(NamedTuple):
 
 @functools.cache
 def names(code):
-    """What module-level code binds, what it reads ({name: the function that reads it, or ""}), and what it needs."""
-    if sys.version_info >= (3, 12):  # there symtable gives a comprehension's variables to the module (PEP 709)
+    """The Names of module-level code."""
+    if sys.version_info >= (3, 12):  # there symtable counts a comprehension's variables as the module's (PEP 709)
         code = ast.unparse(AsGenerators().visit(ast.parse(code)))
     table = symtable.symtable(code, "cell", "exec")
     bound = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
@@ -159,7 +159,7 @@ def names(code):
 
 
 def changed(tree):
-    """The names that module-level code deletes or adds to, which for symtable it only binds."""
+    """Yields names that module-level code deletes or augments. It reads them, but symtable says that it binds them."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.AugAssign | ast.Delete):
             targets = node.targets if isinstance(node, ast.Delete) else [node.target]
@@ -169,7 +169,7 @@ def changed(tree):
 
 
 def each_import(statement):
-    """An import statement as one statement for every name that it binds."""
+    """Yields, for each name that an import statement binds, a statement that imports that name alone."""
     for alias in statement.node.names:
         node = copy.copy(statement.node)
         node.names = [alias]
@@ -182,7 +182,7 @@ def imported_name(node):
 
 
 def import_key(node):
-    """What an import of one name binds its name to: equal for two imports of the same thing."""
+    """(module, name) of what an import of one name takes: equal for two imports of the same thing."""
     alias = node.names[0]
     if isinstance(node, ast.ImportFrom):
         return node.module, alias.name

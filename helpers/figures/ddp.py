@@ -1,4 +1,4 @@
-"""Chapter 4's figures: what DDP is on one picture, and when a step computes and when it waits."""
+"""Chapter 4's figures: a picture of what DDP is, and one of when a step computes and when it waits."""
 
 from matplotlib.patches import FancyArrowPatch
 from matplotlib.ticker import MaxNLocator
@@ -9,7 +9,7 @@ from helpers.figures.drawing import INK, boxes, canvas, rank_color, rank_hatch, 
 def overlap_schedule(
     world_size, buckets, *, megabytes=100, forward=10, backward=20, step=3, latency=1, gigabytes_per_second=10
 ):
-    """When each part of one DDP training step runs, on any one of the ranks: all do the same at the same time.
+    """When each part of one DDP training step runs, on any of the ranks: all do the same at the same time.
 
     A model, not a measurement. It assumes ``buckets`` buckets of ``megabytes / buckets`` each; backward time spread
     evenly over them, the last layers' bucket first; one all-reduce at a time, in the buckets' order, that does not
@@ -25,7 +25,7 @@ def overlap_schedule(
     share = 2 * (world_size - 1) / world_size
     all_reduce = latency + share * (megabytes / buckets) / gigabytes_per_second  # MB / (GB/s) = ms
     schedule = [("compute", 0, forward, "forward")]
-    free = 0  # when the network is
+    free = 0  # the time at which the network is free again
     for bucket in range(buckets):
         start, ready = (forward + backward * done / buckets for done in (bucket, bucket + 1))
         schedule.append(("compute", start, ready, "backward"))
@@ -42,16 +42,16 @@ def overlap_schedule(
 
 
 def exposed(schedule):
-    """The milliseconds of an ``overlap_schedule`` in which a rank only waits for the network."""
+    """The milliseconds in an ``overlap_schedule`` in which a rank only waits for the network."""
     return sum(end - start for _, start, end, label in schedule if label == "wait")
 
 
 @style()
 def ddp_overlap(world_size=4, buckets=4, **model):
-    """A timeline of one DDP step on every rank, and what it would wait with other numbers of buckets.
+    """A Figure: a timeline of one DDP step on every rank, and how long it waits with each number of buckets.
 
-    ``model`` goes to ``overlap_schedule``, which says what is assumed. The time axis is the same for any
-    ``world_size`` and ``buckets``, so that frames compare.
+    ``model`` goes to ``overlap_schedule``, whose docstring has the assumptions. The time axis is the same for any
+    ``world_size`` and ``buckets``, so that a reader can compare frames.
     """
     choices = sorted({1, 2, 4, 8, 16, buckets})
     slowest = max(end for n in choices for _, _, end, _ in overlap_schedule(10**6, n, **model))
@@ -119,7 +119,7 @@ def ddp_overlap(world_size=4, buckets=4, **model):
 
 @style()
 def replicas(world_size=4):
-    """The idea of DDP on one picture: each rank its shard and its gradient (in its colour), the same model (in ink)."""
+    """A Figure of DDP's idea: each rank has a shard and a gradient, in its colour, and the same model, in ink."""
     fig, ax = canvas(660, 352)
     left, right, gap = 128, 650, 14
     width = min((right - left + gap) / world_size - gap, 180)
@@ -151,7 +151,7 @@ def replicas(world_size=4):
         boxes(ax, [(x, 314, width, 28)], **same)
         if width > 105:
             ax.text(middle, 333, "equal weights", ha="center")
-    edge = min(first, 256)  # where the bar is wide enough for its words
+    edge = min(first, 256)  # here the bar is wide enough for its words
     boxes(ax, [(edge, 258, left + right - 2 * edge, 30)], **same)
     text = f"the mean of {world_size} gradients, on every rank" if world_size > 1 else "one gradient is its own mean"
     ax.text((left + right) / 2, 278, text, ha="center")

@@ -1,7 +1,7 @@
 """Figures in the book's style, and ``show``, which puts one on the page: for notebooks.
 
-A figure function takes what it draws as arguments and returns a matplotlib Figure; ``show`` makes it inline SVG whose
-ink is the page's own text colour, so that it reads on white, on the dark theme and in JupyterLab alike.
+A figure function takes what it draws as arguments and returns a matplotlib Figure. ``show`` turns that into inline SVG
+in the page's own text colour, so that it can be read on a white page, on a dark one and in JupyterLab.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from contextlib import contextmanager
 
-# Without a home folder to write to, matplotlib would complain in a reader's first cell.
+# Where the home folder cannot be written to, matplotlib would warn in a reader's first cell.
 if not os.access(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~"), os.W_OK):
     os.environ.setdefault("MPLCONFIGDIR", f"{tempfile.gettempdir()}/matplotlib-{os.getuid()}")
 
@@ -25,15 +25,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 
-# Rank k has the k-th colour everywhere. Each has a contrast of 3 to 1 or more on white and on the dark page, and any
-# two stay apart for readers with protanopia, deuteranopia and tritanopia (tests/test_figures.py computes both).
+# Rank k has the k-th colour everywhere. Each colour has a contrast of 3 to 1 or more with the white and the dark page.
+# Readers with protanopia, deuteranopia or tritanopia can tell any two apart (tests/test_figures.py computes both).
 RANK_COLORS = ["#3355ee", "#bb8800", "#ff4499", "#227755", "#cc2200", "#4499bb", "#aa77ff", "#994499"]
 HATCHES = ["", "///", "...", "xxx"]  # ranks 8 to 15 repeat the colours with the second hatch, and so on
 DASHES = ["-", "--", ":", "-."]  # the same for lines
-INK = "black"  # what is no rank's; show() turns black into the page's text colour
+INK = "black"  # for what belongs to no rank; show() turns black into the page's text colour
 
 STYLE = {
-    "font.family": "DejaVu Sans",  # measures the layout only: the page draws in its own, narrower, font
+    "font.family": "DejaVu Sans",  # only for the layout: the page draws in its own font, which is narrower
     "font.size": 13,
     "axes.prop_cycle": matplotlib.cycler(color=RANK_COLORS),
     "axes.spines.top": False,
@@ -57,8 +57,8 @@ STYLE = {
     "svg.hashsalt": "world-size-one",
 }
 
-# What a figure needs wherever it is shown: the book's own style sheet says more. The selectors ask for role=img
-# because JupyterLab strips it, and the SVG with it, from a notebook that it does not trust: that one shows the note.
+# The style that a figure needs outside of the book; the book's style sheet adds to it. JupyterLab removes role=img, and
+# the SVG too, from a notebook that it does not trust. So the selectors ask for role=img: without it, the note shows.
 STYLE_SHEET = (
     "figure.wso{margin:1em 0;color:inherit}"
     ".wso-on[role=img]{display:block!important;overflow-x:auto}"
@@ -77,25 +77,28 @@ STYLE_SHEET = (
 
 @contextmanager
 def style():
-    """The book's matplotlib style, for a ``with`` block or as a decorator: ``@style()`` on a figure function."""
+    """The book's matplotlib style, for a ``with`` block, or as a decorator of a figure function: ``@style()``."""
     with matplotlib.style.context(["default", STYLE]):
         yield
 
 
 def rank_color(rank):
-    """The colour of a rank, the same in every figure. From rank 8 on they repeat: add ``rank_hatch(rank)``."""
+    """The colour of a rank, such as "#3355ee", in every figure. Ranks 8 and above repeat colours: add ``rank_hatch``.
+
+    Raises ValueError for anything but a whole number from 0 on.
+    """
     if not isinstance(rank, int) or rank < 0:
         raise ValueError(f"rank_color({rank!r}): a rank is a whole number from 0 on.")
     return RANK_COLORS[rank % len(RANK_COLORS)]
 
 
 def rank_hatch(rank):
-    """The hatch that tells rank 8 from rank 0, rank 16 from rank 8, …; empty for ranks 0 to 7."""
+    """The hatch for a rank's areas, which tells rank 8 from rank 0; "" for ranks 0 to 7."""
     return HATCHES[rank // len(RANK_COLORS) % len(HATCHES)]
 
 
 def figure(width, height, **kwargs):
-    """An empty Figure of ``width`` times ``height`` pixels, as the page counts them."""
+    """An empty Figure, ``width`` by ``height`` CSS pixels large."""
     return Figure(figsize=(width / 72, height / 72), **kwargs)  # the SVG counts points, 72 to the inch
 
 
@@ -109,7 +112,7 @@ def canvas(width, height):
 
 
 def boxes(ax, rectangles, **look):
-    """Draw rectangles (x, y, width, height) of one look as one path, which keeps the SVG small."""
+    """Draw rectangles, [(x, y, width, height)], that look alike. They become one path, which keeps the SVG small."""
     paths = [Path([(x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y)], closed=True) for x, y, w, h in rectangles]
     ax.add_artist(PathPatch(Path.make_compound_path(*paths), **{"linewidth": 0, "clip_on": False, **look}))
 
@@ -121,8 +124,8 @@ def boxes(ax, rectangles, **look):
 def lines(series, x, xlabel, ylabel):
     """Curves over a shared x axis.
 
-    ``series`` maps a name to the y values, as many as ``x`` has. An int names a rank and takes its colour; other
-    names are drawn in ink, told apart by their dashes: four at most. Both labels carry their unit.
+    ``series`` is {name: y values}, each as long as ``x``. A name that is an int is a rank and has the rank's colour.
+    At most four other names are drawn in ink, with different dashes. ``xlabel`` and ``ylabel`` name their units.
     """
     fig = figure(440, 260, layout="constrained")
     ax = fig.add_subplot()
@@ -143,10 +146,10 @@ def lines(series, x, xlabel, ylabel):
 
 @style()
 def bars(values, xlabel, number="{:.3g}"):
-    """Horizontal bars, from the top down, each with its number.
+    """A Figure of horizontal bars, the first at the top, each with its number.
 
-    ``values`` maps a name to the bar's length; an int names a rank and takes its colour. ``xlabel`` carries the unit;
-    ``number`` formats the numbers.
+    ``values`` is {name: length}. A name that is an int is a rank and has the rank's colour. ``xlabel`` names the unit;
+    ``number`` is the format of the numbers.
     """
     fig = figure(440, 75 + 34 * len(values), layout="constrained")
     ax = fig.add_subplot()
@@ -166,10 +169,10 @@ def bars(values, xlabel, number="{:.3g}"):
 
 @style()
 def timeline(spans, xlabel):
-    """What each rank did when, its lanes one below the other.
+    """A Figure of what each rank did at which time, with a row for each of the rank's lanes.
 
-    ``spans`` maps a rank to a list of (lane, start, end, label); times are in the unit that ``xlabel`` names. Lanes are
-    drawn in the order in which they first appear, the first one filled, the others solid.
+    ``spans`` is {rank: [(lane, start, end, label)]}, with times in the unit that ``xlabel`` names. The lanes have the
+    order in which they first appear. Bars of the first lane are pale, and those of the others are dark.
     """
     lanes = list(dict.fromkeys(lane for events in spans.values() for lane, *_ in events))
     rows = [(rank, lane) for rank in spans for lane in lanes]
@@ -197,7 +200,7 @@ def timeline(spans, xlabel):
 
 
 class Shown:
-    """What a cell ends with to show HTML: ``text`` is what a terminal prints instead."""
+    """The value of a cell that shows HTML. In a terminal it prints ``text`` instead."""
 
     def __init__(self, page, text):
         self.page, self.text = page, text
@@ -210,11 +213,11 @@ class Shown:
 
 
 def show(fig, alt, caption="", measured=False):
-    """Put a Figure on the page, as the last line of a cell.
+    """Put a Figure on the page. The call is the last line of a cell.
 
-    ``alt`` says in words what the figure shows, for those who cannot see it; ``caption`` says its message under it
-    (`backticks` make code). The same figure gives the same bytes, so nbval compares it. ``measured=True`` is for one
-    drawn from times or other numbers of this machine: nbval then compares all but the drawing
+    ``alt`` says in words what the figure shows, for readers who cannot see it. ``caption`` is the message under the
+    figure; `backticks` make code. nbval compares the output, because equal figures have equal bytes. A figure of times
+    or of other numbers of this machine needs ``measured=True``: then nbval compares all but the drawing
     (tests/nbval_sanitize.cfg).
 
     Raises ValueError when ``alt`` is empty, and TypeError when ``fig`` is not a Figure.
@@ -223,7 +226,7 @@ def show(fig, alt, caption="", measured=False):
 
 
 def figure_html(views, caption="", controls="", script=""):
-    """A ``<figure>`` around what ``view`` made, once or several times, with the style it needs outside of the book."""
+    """A ``<figure>`` around one view or several, as HTML, with the style that it needs outside of the book."""
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(caption, quote=False))
     return (
         f'<figure class="wso"><style>{STYLE_SHEET}</style>{controls}{views}'
@@ -233,9 +236,12 @@ def figure_html(views, caption="", controls="", script=""):
 
 
 def view(fig, alt, measured=False, salt="", on=True):
-    """A Figure as the ``<div>`` that holds its SVG and says ``alt`` in its place; not ``on`` is hidden."""
+    """A Figure as a ``<div>`` with its SVG, which screen readers read as ``alt``. Without ``on`` it is hidden.
+
+    Raises TypeError where ``fig`` is not a Figure, and ValueError for an empty ``alt``.
+    """
     if not isinstance(fig, Figure):
-        raise TypeError(f"A matplotlib Figure was expected, not {type(fig).__name__}: give the figure, not its axes.")
+        raise TypeError(f"A matplotlib Figure was expected, not {type(fig).__name__}. Pass the figure, not its axes.")
     if not alt.strip():
         raise ValueError("The alt text is empty: say in one sentence what the figure shows.")
     drawing = svg(fig, salt=alt + salt, attributes={"class": "measured"} if measured else {})
@@ -246,9 +252,10 @@ def view(fig, alt, measured=False, salt="", on=True):
 
 
 def svg(fig, salt="", attributes=None):
-    """A Figure as one ``<svg>`` for the middle of a page: byte-stable, its ids its own, its ink currentColor.
+    """A Figure as the text of one ``<svg>``, the same bytes every time. Black becomes currentColor.
 
-    ``salt`` goes into the ids: a page may hold equal figures. Closes ``fig`` for pyplot, so that it shows once.
+    The ids are unique on a page: they are made of the drawing and of ``salt``, since a page may hold equal figures.
+    It closes ``fig`` in pyplot, which would show the figure once more.
     """
     buffer = io.BytesIO()
     with style():
@@ -271,9 +278,9 @@ def svg(fig, salt="", attributes=None):
         "viewBox": root.get("viewBox"),
         "width": f"{width:g}",
         "height": f"{height:g}",
-        # Never so narrow that the text falls under 9 pixels: the view scrolls sideways then.
+        # Below this width the text would be smaller than 9 pixels, so the view scrolls sideways.
         "style": f"max-width:{width:g}px;min-width:{round(width * 9 / STYLE['font.size'])}px",
-        "fill": "currentColor",  # matplotlib writes no fill that is black
+        "fill": "currentColor",  # matplotlib leaves out a fill that is black
         "stroke-linejoin": "round",
     }
     text = ElementTree.tostring(root, encoding="unicode").replace("#000000", "currentColor")
@@ -285,7 +292,7 @@ def svg(fig, salt="", attributes=None):
 
 
 def tidy(name, value):
-    """An SVG attribute's value with short numbers and the page's font; empty when it says nothing."""
+    """The value of an SVG attribute with rounded numbers and without a font, or "" for an attribute without effect."""
     if name == "style":
         rules = dict(re.split(r":\s*", rule, maxsplit=1) for rule in re.split(r";\s*", value) if rule)
         rules.pop("font-family", None)
@@ -301,7 +308,7 @@ def tidy(name, value):
 
 
 def clean(parent):
-    """Drop what the page has no use for below ``parent``: metadata, a style for all of the page, empty groups, ids."""
+    """Remove what the page does not need from ``parent``: metadata, page-wide styles, invisible paths, bare groups."""
     for child in list(parent):
         clean(child)
         look = child.get("style", "")

@@ -1,4 +1,4 @@
-"""``explore``: one call makes a figure function interactive, in a live kernel and on a static page: for notebooks."""
+"""``explore``, for notebooks: one call makes a figure function interactive, in a live kernel and on a static page."""
 
 import html
 import inspect
@@ -11,7 +11,7 @@ from helpers.figures.drawing import figure_html, view
 
 MOST_FRAMES = 64
 
-# The figures of one page do not know of each other: the script finds its own by where it stands, and uses no ids.
+# A page may have several such figures. Each script uses the figure around it, so that no ids can collide.
 SCRIPT = """<script>(function () {
   var script = document.currentScript, figure = script && script.closest("figure");
   if (!figure) return;
@@ -38,28 +38,29 @@ SCRIPT = """<script>(function () {
 
 
 def explore(fn, *, alt, caption="", **sliders):
-    """Show ``fn(**values)``, a Figure, with a slider for each keyword, as in ``explore(fn, alt="…", rank=[0, 1])``.
+    """Show the Figure ``fn(**values)`` with a slider for each keyword, as in ``explore(fn, alt="…", rank=[0, 1])``.
 
-    In a live kernel the sliders are ipywidgets; on a static page they move between frames drawn now, one for each
-    combination of values (at most 64). A slider starts at the function's own default where that is among its values,
-    else at the first. ``alt`` and ``caption`` are as in ``figures.show``; each frame's ``alt`` adds its values.
+    In a live kernel the sliders are ipywidgets. On a static page they choose one of the frames that this call draws,
+    one for each combination of values, at most 64. A slider starts at the function's default if that is among its
+    values, or else at the first value. ``alt`` and ``caption`` are as in ``drawing.show``; each frame's ``alt`` also
+    names its values.
 
-    Raises ValueError for no slider, a slider without values or with a repeated one, and too many frames; TypeError
-    when ``fn`` does not return a Figure.
+    Raises ValueError for no slider, for a slider without values or with repeated ones, and for too many frames, and
+    TypeError where ``fn`` does not return a Figure.
     """
     sliders = {name: list(values) for name, values in sliders.items()}
     if not sliders:
-        raise ValueError("explore() needs a slider: give an argument of the function its values, world_size=[1, 2, 4].")
+        raise ValueError("explore() has no slider. Name an argument and list its values: world_size=[1, 2, 4].")
     for name, values in sliders.items():
         if not values:
-            raise ValueError(f"explore({name}=[]) has no values: list the ones to show.")
+            raise ValueError(f"explore({name}=[]) has no values. List those to show.")
         if len(set(map(str, values))) < len(values):
-            raise ValueError(f"explore({name}={values}) repeats a value: list each once.")
+            raise ValueError(f"explore({name}={values}) repeats a value. List each value once.")
     return Explorer(fn, alt, caption, sliders)
 
 
 class Explorer:
-    """What ``explore`` returns: all frames, and two ways to show them."""
+    """What ``explore`` returns: all frames, shown by widgets or on a static page."""
 
     def __init__(self, fn, alt, caption, sliders):
         self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)  # a partial has a .func
@@ -67,7 +68,7 @@ class Explorer:
         self.start = [values.index(default) if default in values else 0 for default, values in defaults(fn, sliders)]
         combinations = list(itertools.product(*sliders.values()))
         if (count := len(combinations)) > MOST_FRAMES:
-            raise ValueError(f"explore() draws at most {MOST_FRAMES} frames, these are {count}: list fewer values.")
+            raise ValueError(f"explore() draws at most {MOST_FRAMES} frames, not {count}. List fewer values.")
         self.views = []
         for number, combination in enumerate(combinations):
             values = dict(zip(sliders, combination, strict=True))
@@ -77,7 +78,7 @@ class Explorer:
         self.widget = None
 
     def number(self, positions):
-        """Which frame belongs to these positions of the sliders."""
+        """The number of the frame for these positions of the sliders."""
         number = 0
         for position, values in zip(positions, self.sliders.values(), strict=True):
             number = number * len(values) + position
@@ -89,7 +90,7 @@ class Explorer:
         return figure_html(frame, self.caption)
 
     def live(self):
-        """The sliders and the figure as an ipywidget, made once."""
+        """The sliders and the figure as an ipywidget, which is made at the first call."""
         import ipywidgets
 
         if self.widget is None:
@@ -113,8 +114,8 @@ class Explorer:
         return self.widget
 
     def page(self):
-        """The sliders and all frames as HTML that needs nothing from outside."""
-        controls = ""  # data-lm-suppress-shortcuts leaves them the arrow keys in JupyterLab
+        """The sliders and all frames as HTML that loads nothing."""
+        controls = ""  # data-lm-suppress-shortcuts: in JupyterLab the arrow keys move the slider
         for start, (name, values) in zip(self.start, self.sliders.items(), strict=True):
             labels = [str(value) for value in values]
             first, data = html.escape(labels[start]), html.escape(json.dumps(labels))
@@ -124,7 +125,7 @@ class Explorer:
                 f'data-labels="{data}" data-lm-suppress-shortcuts></label>'
                 f'<output aria-live="off">{first}</output></div>'
             )
-        # Hidden until the script runs, without which they are dead.
+        # The script shows the sliders: where it does not run, they would do nothing.
         controls = f'<div class="wso-controls" hidden="hidden">{controls}</div>'
         return figure_html("".join(self.views), self.caption, controls, SCRIPT)
 
@@ -144,7 +145,7 @@ class Explorer:
 
 
 def defaults(fn, sliders):
-    """Each slider's (default in ``fn``'s signature, values)."""
+    """[(the default in ``fn``'s signature or None, values)] of the sliders."""
     try:
         parameters = inspect.signature(fn).parameters
     except ValueError:  # some builtins have none

@@ -1,10 +1,10 @@
-"""What symtable needs to tell a comprehension's names from those of the code around it."""
+"""Lets symtable tell a comprehension's names from those of the code around it, on every version of Python."""
 
 import ast
 
 
 class AsGenerators(ast.NodeTransformer):
-    """Every comprehension as a generator, which has a scope of its own in symtable on every Python."""
+    """Turns every comprehension into a generator expression: that has a scope of its own in every Python's symtable."""
 
     def visit_ListComp(self, node):
         self.generic_visit(node)

@@ -2,8 +2,8 @@
 
     results = launch(fn, *args, nproc=4)
 
-Each call gets fresh ranks, forked by a standard multiprocessing forkserver that has torch imported already, so a
-call costs a fork and a gloo rendezvous. The forkserver ends with this process; the ranks end with the call.
+Each call gets fresh ranks. They are forked by one of Python's forkservers, which has imported torch already, so a call
+costs a fork and a gloo rendezvous. The ranks end with the call, and the forkserver ends with this process.
 """
 
 import contextlib
@@ -29,42 +29,42 @@ from helpers.ranks.serialization import dumps
 
 MAX_RANKS = 64
 MAX_SECONDS = 1_000_000
-PEERS_WITHIN = 0.2  # seconds to wait after an exception, for its cause or for peers that fail in the same way
-LATE_WITHIN = 2  # seconds to wait for ranks that compute, or are kept from it on a loaded machine
-NOTICE_WITHIN = 0.2  # seconds: a Ctrl-C that the system gives to another thread does not end a wait of this one
+PEERS_WITHIN = 0.2  # seconds to wait after an exception for an earlier cause, or for peers that fail in the same way
+LATE_WITHIN = 2  # seconds to wait for ranks that still compute, or would on a machine that is less busy
+NOTICE_WITHIN = 0.2  # seconds of one wait: a Ctrl-C that another thread receives does not interrupt it
 context = multiprocessing.get_context("forkserver")
 launches = itertools.count()
-starting = threading.Lock()  # one thread at a time goes without its main module
+starting = threading.Lock()  # without_main changes sys.modules, so one thread at a time may be in it
 
 
 class LaunchError(ValueError):
-    """A call that cannot work; the message names the next thing to try. Nothing was started."""
+    """The call cannot work, and no rank was started. The message names the next thing to try."""
 
     def _render_traceback_(self):
-        """What IPython shows: the message, not the launcher's frames."""
+        """What IPython shows: the message, without the launcher's frames."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or hung.
+    """A rank raised an exception, died or hung.
 
-    ``rank`` is the one that failed first, or None after a hang; ``failures`` maps each rank that failed to its
-    story, as text with its traceback.
+    ``rank`` is the rank that failed first, or None after a hang. ``failures`` is {rank: text}, with each failed rank's
+    traceback, the signal that killed the rank, or the line in which it hung.
     """
 
     def __init__(self, message, rank=None, failures=None):
         super().__init__(message)
         self.rank, self.failures = rank, failures or {}
         if rank in self.failures:
-            self.add_note(self.failures[rank])  # a plain interpreter shows it under the message
+            self.add_note(self.failures[rank])  # Python prints notes under the message
 
     def _render_traceback_(self):
-        """What IPython shows: the traceback of the rank, not the launcher's."""
+        """What IPython shows: the rank's traceback in place of the launcher's."""
         return [*self.failures.get(self.rank, "").splitlines(), f"{type(self).__name__}: {self}"]
 
 
 def warm():
-    """Start the forkserver unless it runs. Returns before it has imported torch, which it does in the background."""
+    """Start the forkserver unless it runs. It imports torch in the background, after this function has returned."""
     os.environ["WORLD_SIZE_ONE_FOLDER"] = util.get_temp_dir()
     context.set_forkserver_preload(["helpers.ranks.preload"])
     with without_main():
@@ -72,7 +72,7 @@ def warm():
         forkserver.ensure_running()
     started, patience = forkserver._forkserver._forkserver_pid, time.monotonic() + 1
     with contextlib.suppress(ProcessLookupError):
-        # A kernel's restart kills its whole process group. The forkserver, which tidies up then, leaves it first.
+        # Restarting a kernel kills its process group. The forkserver has to leave it first: it tidies up afterwards.
         while started != running and os.getpgid(started) == os.getpgrp() and time.monotonic() < patience:
             time.sleep(0.002)
 
@@ -81,14 +81,14 @@ def launch(fn, *args, nproc=4, timeout=60, env=None):
     """Call ``fn(*args)`` on ``nproc`` fresh ranks and return their results, ``[rank 0's, rank 1's, …]``.
 
     In each rank the default process group runs (gloo, loopback only), and RANK, LOCAL_RANK, WORLD_SIZE and
-    LOCAL_WORLD_SIZE are set as torchrun sets them. ``fn``, its arguments and its results travel by cloudpickle. What
-    the ranks print appears here when they end, in rank order, a line that several ranks print folded into one.
-    ``timeout`` is in seconds, from the moment that all ranks have met, so that a busy machine's slow start does not
-    count; after it, ranks have LATE_WITHIN seconds to tell in which line they stand. ``env`` adds to the ranks'
-    environment variables.
+    LOCAL_WORLD_SIZE are set as torchrun sets them. cloudpickle carries ``fn``, its arguments and its results.
+    What the ranks print appears here when they end, in rank order; a line that several ranks print is shown once.
+    ``timeout`` is in seconds and begins when all ranks have met, so that a busy machine's slow start does not
+    count. After it, ranks have LATE_WITHIN more seconds to tell in which line they are. ``env`` is {name: text},
+    added to the ranks' environment variables.
 
-    Raises RankError when a rank raises, dies, or still runs at ``timeout``; LaunchError for an argument that cannot
-    work.
+    Raises RankError when a rank raises, dies, or still runs at ``timeout``, and LaunchError for an argument that
+    cannot work.
     """
     check(fn, nproc, timeout, env)
     payload = pack(fn, args)
@@ -133,7 +133,7 @@ def launch(fn, *args, nproc=4, timeout=60, env=None):
 
 
 def check(fn, nproc, timeout, env):
-    """Refuse what cannot work before anything is started."""
+    """Raise LaunchError for arguments that cannot work, before anything is started."""
     if not callable(fn):
         raise LaunchError(f"launch needs a function, and got {fn!r}.\nPass it uncalled: launch(fn, argument, nproc=4).")
     if isinstance(nproc, bool) or not isinstance(nproc, int):
@@ -153,7 +153,7 @@ def check(fn, nproc, timeout, env):
 
 
 def pack(fn, args):
-    """The function, its arguments and the sources of the notebook's cells, as bytes."""
+    """The function, its arguments and the sources of the notebook's cells as bytes. Raises LaunchError."""
     sources = {name: entry for name, entry in linecache.cache.items() if "ipykernel_" in name or name.startswith("<")}
     try:
         return dumps((fn, args, sources))
@@ -183,9 +183,9 @@ def collect(folder, ranks, timeout):
         patience = deadline - time.monotonic()
         if failures:
             waited = time.monotonic() - min(failure.when for failure in failures.values())
-            killed = any(failure.killed for failure in failures.values())  # a cause that no peer shares
+            killed = any(failure.killed for failure in failures.values())  # no peer is killed for the same reason
             within, late_within = (0, PEERS_WITHIN) if killed else (PEERS_WITHIN, LATE_WITHIN)
-            # All ranks count: one that has reported may still be sending what a peer waits for.
+            # Ranks that have reported count as well: a thread of theirs may still send what a peer waits for.
             if waited > within and (waited > late_within or not any(busy(process) for process, _ in ranks)):
                 break
             patience = min(patience, max(within - waited, 0.02))
@@ -194,7 +194,7 @@ def collect(folder, ranks, timeout):
         handles = [handle for process, here in waiting.values() for handle in (process.sentinel, here)]
         ready = connection.wait(handles, min(patience, NOTICE_WITHIN))
         for rank, (process, here) in waiting.items():
-            told = os.read(here.fileno(), 2) if here in ready else b""  # b"" too where its other end is closed
+            told = os.read(here.fileno(), 2) if here in ready else b""  # also b"" if the rank has closed its end
             if MET in told:
                 met.add(rank)
                 if len(met) == len(ranks):
@@ -209,10 +209,10 @@ def collect(folder, ranks, timeout):
 
 
 def busy(process):
-    """Whether a thread of a process runs, or would if it had a processor or its data; False where no /proc tells."""
+    """Whether a thread of a process runs, or waits for a processor or a disk. False on systems without /proc."""
     try:
         stats = [stat.read_text() for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")]
-    except (FileNotFoundError, ProcessLookupError):  # a thread that ended just now
+    except (FileNotFoundError, ProcessLookupError):  # a thread has ended since glob listed it
         return True
     return any(stat.rpartition(")")[2].split()[0] in "RD" for stat in stats)
 
@@ -226,10 +226,10 @@ def death(process):
 
 
 def end(ranks):
-    """Kill the ranks and whatever they started, all at once, and wait until they are gone."""
+    """Kill all ranks and the processes that they started; return when the ranks are gone."""
     started = [process for process, _ in ranks if process.pid is not None]
     for process in started:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no group of its own yet, or no more
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # no group of its own yet, or gone
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
     for process in started:
@@ -240,7 +240,7 @@ def end(ranks):
 
 
 def where_they_stand(folder, nproc):
-    """{rank: the innermost line of the reader's own code}, once the ranks have dumped their stacks at the timeout."""
+    """{rank: the innermost line of the reader's code} at the timeout. Waits for the ranks to dump their stacks."""
     patience, dumps, before = time.monotonic() + LATE_WITHIN, [], None
     while time.monotonic() < patience and not (dumps == before and all(map(main_thread, dumps))):
         time.sleep(0.1)
@@ -249,13 +249,13 @@ def where_they_stand(folder, nproc):
 
 
 def main_thread(dump):
-    """The main thread's part of a faulthandler dump that opens with that thread's id; "" where there is none yet."""
+    """The main thread's part of a faulthandler dump, or "". The dump's first line is the main thread's id."""
     main, _, dump = dump.partition("\n")
     return next((block for block in dump.split("\n\n") if f"Thread {main} " in block), "")
 
 
 def innermost(stack):
-    """The innermost line of the reader's own code in a thread's part of a dump."""
+    """The innermost line of the reader's code in one thread's part of a dump."""
     for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', stack):
         if not is_library(file):
             source = linecache.getline(file, int(line)).strip()
@@ -264,9 +264,12 @@ def innermost(stack):
 
 
 def first_failure(failures, out_of_memory):
-    """The RankError for what failed first: a cause before its peers' echo of it, equal failures as one."""
+    """The RankError for the first failure. A lost connection comes after its cause, and equal failures count as one.
 
-    def story(rank):  # without the rank's own number, which torch's messages carry
+    ``out_of_memory`` says whether the system has counted an out-of-memory kill during the call.
+    """
+
+    def story(rank):  # without the rank's own number, which torch puts into its messages
         return re.sub(rf"\brank {rank}\b", "rank", failures[rank].what), failures[rank].where
 
     first = min(failures, key=lambda rank: (failures[rank].echo, failures[rank].when))
@@ -274,14 +277,15 @@ def first_failure(failures, out_of_memory):
     cause = failures[alike[0]]
     what = cause.what.split("\n")[0]  # the traceback has the rest
     if what == "killed by SIGKILL":
-        what += " (the system's out-of-memory killer: use less memory)" if out_of_memory else " (by another process)"
+        by_system = "the system's out-of-memory killer: use less memory"
+        what += f" ({by_system if out_of_memory else 'the system reports no out-of-memory kill'})"
     how = ("failed" if cause.traceback else "died") + (" first" if len(alike) == 1 else "")
     message = f"{label(alike)} {how}: {what}" + (f"\n  at {cause.where}" if cause.where else "")
     return RankError(message, alike[0], {rank: failure.traceback or failure.what for rank, failure in failures.items()})
 
 
 def hang(stands, finished, timeout):
-    """The RankError that says in which line each rank stood when the time was over."""
+    """The RankError that says in which line each rank was when the time was over. ``finished`` are ranks."""
     lines = {rank: "finished" if rank in finished else f"at {line}" for rank, line in sorted(stands.items())}
     groups = {}
     for rank, line in lines.items():
@@ -292,17 +296,17 @@ def hang(stands, finished, timeout):
 
 
 def fold(outputs):
-    """Merge the ranks' outputs into labelled lines.
+    """Yields the ranks' outputs, a list of texts, as labelled lines.
 
-    Every rank's lines keep their order; a line that several ranks print at the same point is shown once, with the
-    ranks that printed it.
+    Every rank's lines keep their order. A line that several ranks print at the same point comes once, with the ranks
+    that printed it.
     """
     texts = [output.removesuffix("\n").split("\n") if output else [] for output in outputs]
     ahead = [Counter(lines) for lines in texts]
     at = [0] * len(texts)
     while unread := [rank for rank, lines in enumerate(texts) if at[rank] < len(lines)]:
         heads = {rank: texts[rank][at[rank]] for rank in unread}
-        # A line that a peer will also print, but not next, waits for that peer.
+        # A line waits while another rank has yet to print the same line after other lines.
         ready = (r for r in unread if all(heads[o] == heads[r] or not ahead[o][heads[r]] for o in unread))
         line = heads[next(ready, unread[0])]
         same = [rank for rank in unread if heads[rank] == line]
@@ -322,19 +326,19 @@ def label(ranks):
 
 
 def read(path):
-    """A file's text, or nothing where a rank ended before it wrote one."""
+    """A file's text, or "" where a rank ended before it wrote the file."""
     return path.read_text(errors="replace") if path.exists() else ""
 
 
 def tidy(text):
-    """A rank's output without what differs from run to run: the kernel's process id, the time of a C++ message."""
+    """A rank's output without what changes from run to run: the kernel's process id, the times of C++ messages."""
     text = re.sub(r"""(?<![^\s"'(])[^\s"'(]*ipykernel_\d+/\d+\.py""", NOTEBOOK, text)
     # [rank0]:[W1120 23:56:46.832225602 reducer.cpp:1529] … becomes [W reducer.cpp:1529] …
     return re.sub(r"^(?:\[rank\d+\]:)?\[([IWEF])\d{4} [\d:.]+ ", r"[\1 ", text, flags=re.MULTILINE)
 
 
 def count_oom_kills():
-    """How many processes Linux has killed for want of memory since it started; 0 on other systems."""
+    """How many processes Linux has killed since its start because memory ran out; 0 on other systems."""
     with contextlib.suppress(OSError):
         if found := re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE):
             return int(found[1])
@@ -343,7 +347,7 @@ def count_oom_kills():
 
 @contextlib.contextmanager
 def without_main():
-    """Keep multiprocessing from importing the caller's main module in the ranks: cloudpickle carries what they need."""
+    """Hide the caller's main module: multiprocessing would import it in the ranks. cloudpickle sends what they need."""
     with starting:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
@@ -355,7 +359,7 @@ def without_main():
 
 @contextlib.contextmanager
 def uninterrupted():
-    """Let a Ctrl-C wait until the ranks are gone."""
+    """Delay a Ctrl-C until the end of the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

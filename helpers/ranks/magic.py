@@ -1,4 +1,4 @@
-"""``%%ranks 4``: run a notebook cell's body, as it stands, on N real ranks."""
+"""``%%ranks 4``: run the body of a notebook's cell, unchanged, on N real ranks."""
 
 import ast
 import linecache
@@ -12,12 +12,12 @@ from helpers.ranks import launch
 from helpers.ranks.comprehensions import AsGenerators
 
 SOURCE = "<ranks cell>"
-OWN = ("rank", "local_rank", "world_size")  # a rank's own, whatever the notebook's names hold
+OWN = ("rank", "local_rank", "world_size")  # each rank gets values of its own, whatever these are in the notebook
 
 
 def load(shell):
-    """Warm the forkserver and register the magic; ``%load_ext helpers`` calls this."""
-    os.environ["PYTHON_COLORS"] = "0"  # the kernel asks for colours, which from 3.13 on tracebacks of its children have
+    """Start the forkserver and register the magic; ``%load_ext helpers`` calls this."""
+    os.environ["PYTHON_COLORS"] = "0"  # the kernel asks for colours; from Python 3.13 on its children's tracebacks obey
     launch.warm()
     shell.register_magics(RanksMagics)
 
@@ -34,9 +34,9 @@ class RanksMagics(Magics):
     def ranks(self, line, cell):
         """Run the cell's body on N real local processes, with the process group started.
 
-        The body gets the notebook's values of the names that it uses, and ``rank``, ``local_rank`` and
-        ``world_size`` of its own. What it assigns stays in the ranks. A last line that is an expression is shown as
-        in any cell.
+        Names that the body reads have the notebook's values; ``rank``, ``local_rank`` and ``world_size`` are each
+        rank's own. What the body assigns stays in the ranks. If the last line is an expression, each rank prints its
+        value. Raises RankError and LaunchError as ``launch`` does.
         """
         options = parse_argstring(self.ranks, line)
         wanted = {name: self.shell.user_ns[name] for name in free_names(cell) if name in self.shell.user_ns}
@@ -49,7 +49,7 @@ class RanksMagics(Magics):
 
 
 def free_names(cell):
-    """The names that a cell's body reads from the notebook: used before the body itself binds them.
+    """The names that a cell's body reads before it binds them, which the notebook has to supply.
 
     Raises LaunchError where the body is not plain Python.
     """
@@ -65,7 +65,7 @@ def free_names(cell):
         table = symtable.symtable(ast.unparse(AsGenerators().visit(statement)), SOURCE, "exec")
         read = read_names(table) + [node.target.id for node in ast.walk(statement) if augments(node)]
         free += [name for name in read if name not in bound and name not in free]
-        if not isinstance(statement, ast.If | ast.For | ast.While | ast.Try | ast.Match):  # those may bind or not
+        if not isinstance(statement, ast.If | ast.For | ast.While | ast.Try | ast.Match):  # a block may not run
             bound |= {
                 symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()
             }
@@ -73,7 +73,7 @@ def free_names(cell):
 
 
 def augments(node):
-    """Whether a node is ``name += value``, which reads the name too, though symtable does not say so."""
+    """Whether a node is ``name += value``. That reads the name as well, but symtable only says that it binds it."""
     return isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
 
 
@@ -89,7 +89,7 @@ def read_names(table):
 
 
 def run_body(cell, wanted):
-    """In a rank: run the body, show a last expression's value and return it."""
+    """In a rank: run the body with the names ``wanted``; print the value of a last expression and return it."""
     import torch.distributed as dist
 
     own = (dist.get_rank(), dist.get_rank(), dist.get_world_size())

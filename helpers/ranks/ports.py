@@ -6,11 +6,11 @@ import socket
 
 @contextlib.contextmanager
 def hold_port():
-    """A context that keeps a port of the loopback interface for a store, and gives its number.
+    """A context that reserves a port of the loopback interface for a store, and gives the port's number.
 
-    A port that was merely free a moment ago can be gone when the store asks for it. Here a socket is bound to the port
-    and does not listen, so the system gives the port to nobody else; a store may listen beside the socket, because
-    both set SO_REUSEADDR.
+    A port that was free a moment ago can be taken when the store asks for it. Here a socket is bound to the port and
+    does not listen, so the system gives the port to nobody else. A store can still listen on the port, because the
+    store and the socket both set SO_REUSEADDR.
     """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,6 +1,6 @@
-"""Imported once by the forkserver, so that the ranks it forks find their imports done.
+"""The forkserver imports this module once, so that the ranks that it forks have torch imported already.
 
-A ``torch.optim`` constructor imports torch._dynamo, which takes as long as torch itself: it belongs here too.
+A constructor of ``torch.optim`` imports torch._dynamo, which takes as long as torch itself, so this module does too.
 """
 
 import atexit
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def tidy_up(folder):
-    """After a kernel that was killed and so could not: end its ranks and remove its files."""
+    """End the ranks of a kernel that was killed, and remove its files: the kernel could not do so itself."""
     for file in Path(folder).glob("*/pid*"):
         with contextlib.suppress(OSError, ValueError):
             os.killpg(int(file.read_text()), signal.SIGKILL)
@@ -24,11 +24,11 @@ def tidy_up(folder):
 
 
 def use_huge_pages():
-    """Move this process's memory to huge pages, so that a fork copies a hundred table entries and not fifty thousand.
+    """Move this process's memory to huge pages, so that a fork copies about 100 page-table entries, not 50,000.
 
-    A call of four ranks takes a quarter less then. Linux does it from 6.1 on; elsewhere nothing changes.
+    With it, a call of four ranks takes a quarter less time. It works on Linux from 6.1 on, and does nothing elsewhere.
     """
-    collapse = 25  # MADV_COLLAPSE of <linux/mman.h>, which Python's mmap module does not name
+    collapse = 25  # MADV_COLLAPSE of <linux/mman.h>, a constant that Python's mmap module lacks
     anonymous = re.compile(r"^(\w+)-(\w+) rw-p \w+ 00:00 0 ", re.MULTILINE)
     with contextlib.suppress(OSError):
         for start, end in anonymous.findall(Path("/proc/self/maps").read_text()):
@@ -36,11 +36,11 @@ def use_huge_pages():
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), collapse)
 
 
-os.setsid()  # a Ctrl-C and a kernel's restart signal its whole process group; this process must outlive it by a moment
-gc.disable()  # nothing of this is garbage: to search it takes a fifth of the time
+os.setsid()  # Ctrl-C and a kernel's restart signal the kernel's process group, and this process has to outlive both
+gc.disable()  # the imports leave no garbage, and looking for some takes a fifth of the time
 for name in ("torch._dynamo", "torch.nn.parallel", "torch.optim", "torch.utils.data", "helpers.ranks.rank"):
     importlib.import_module(name)
-gc.freeze()  # a rank does not search it either
+gc.freeze()  # so that the ranks' garbage collection skips what is imported here
 gc.enable()
 atexit.register(tidy_up, os.environ["WORLD_SIZE_ONE_FOLDER"])
 use_huge_pages()

@@ -1,4 +1,4 @@
-"""The life of one rank that ``launch`` started: set up, call the function, report, wait for the end."""
+"""What each rank of ``launch`` does: set up, call the function, report, and wait until the launcher ends it."""
 
 import faulthandler
 import linecache
@@ -19,35 +19,35 @@ from multiprocessing import connection, forkserver, parent_process
 from helpers.ranks.serialization import dumps
 
 NOTEBOOK = "notebook cell"
-MET, RETURNED, RAISED = b"m", b"+", b"-"  # what a rank tells through its pipe: bytes, which no end can cut in two
-MEET_WITHIN = 60  # seconds that the ranks have to start and meet, beside the call's own timeout
+MET, RETURNED, RAISED = b"m", b"+", b"-"  # single bytes in the pipe: a rank that dies cannot leave half a message
+MEET_WITHIN = 60  # seconds that the ranks have to start and meet; they do not count for the call's timeout
 
 
 @dataclass
 class Failure:
-    """How one rank failed, as its owner or the launcher saw it."""
+    """How one rank failed, as the rank itself or the launcher saw it."""
 
-    when: float  # time.monotonic(), one clock for all processes of a machine
+    when: float  # time.monotonic(), which is one clock for all processes of a machine
     what: str  # "ValueError: too few samples", "killed by SIGKILL"
     where: str = ""  # "line 3 of step: loss = f(x)"
     traceback: str = ""
-    echo: bool = False  # a lost connection, which a peer's end explains
-    killed: bool = False  # by a signal, which no peer's failure explains
+    echo: bool = False  # the error is a lost connection, so the cause is a peer's end
+    killed: bool = False  # a signal ended the process, so no peer's failure is the cause
 
 
 def rank_main(conn, folder, rank, world_size, timeout, environment):
-    """Run in a process of its own, forked by the forkserver; never returns before the launcher ends it.
+    """The whole life of a rank, in a process that the forkserver has forked. It does not return: the launcher ends it.
 
-    Its result or its Failure goes to a file of the call's folder. Only then the pipe says which of both it is.
+    The rank writes its result or its Failure to a file of the call's folder, and then says through the pipe which.
     """
-    os.setsid()  # the kernel's Ctrl-C is for the launcher, and what this rank starts can be ended with it
+    os.setsid()  # Ctrl-C reaches the launcher alone, and one signal to this group ends all that the rank starts
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    multiprocessing.set_start_method(None, force=True)  # a DataLoader's workers are this rank's, as under torchrun
+    multiprocessing.set_start_method(None, force=True)  # this rank forks a DataLoader's workers, as under torchrun
     threading.Thread(target=end_with_parent, daemon=True).start()
-    (folder / f"pid{rank}").write_text(str(os.getpid()))  # for the forkserver: that thread needs the GIL
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # or it would not see the launcher's end before this rank's
+    (folder / f"pid{rank}").write_text(str(os.getpid()))  # the forkserver reads it if a rank that holds the GIL is left
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # open, it would hide the launcher's end
     output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)  # descriptors, not sys.stdout alone: C++ writes to them too
+    os.dup2(output, 1)  # C++ writes to the descriptors, so replacing sys.stdout is not enough
     os.dup2(output, 2)
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
     sys.stderr = open(2, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
@@ -55,7 +55,7 @@ def rank_main(conn, folder, rank, world_size, timeout, environment):
     print(f"{threading.main_thread().ident:#018x}", file=stacks)
 
     def met():
-        # No signal: those are the reader's; and it needs no GIL.
+        # A signal would need a handler, and handlers belong to the reader. faulthandler also works without the GIL.
         faulthandler.dump_traceback_later(timeout, file=stacks)
         os.write(conn.fileno(), MET)
 
@@ -64,18 +64,21 @@ def rank_main(conn, folder, rank, world_size, timeout, environment):
     try:
         report.write_bytes(run(folder, rank, world_size, timeout, environment, met))
         kind = RETURNED
-    except BaseException as error:  # SystemExit too, and dcp.CheckpointException is a BaseException
+    except BaseException as error:  # such as SystemExit and dcp.CheckpointException
         report.write_bytes(pickle.dumps(describe(error)))
         kind = RAISED
     sys.stdout.flush()
     sys.stderr.flush()
     os.write(conn.fileno(), kind)
-    threading.Event().wait()  # the launcher ends this process: peers may still need its connections
+    threading.Event().wait()  # peers may still need this rank's connections; the launcher ends the process later
 
 
 def run(folder, rank, world_size, timeout, environment, met):
-    """Start the process group, call ``met`` and the function in the call's folder, and return its pickled result."""
-    os.environ.clear()  # the forkserver's are those of its start
+    """Start the process group, call ``met``, then call the function that the folder holds; return its pickled result.
+
+    ``timeout`` is in seconds. Raises what the function raises, and TypeError for a result that cannot be sent back.
+    """
+    os.environ.clear()  # the forkserver has the variables of its own start, which may be old
     os.environ.update(
         environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
@@ -86,18 +89,18 @@ def run(folder, rank, world_size, timeout, environment, met):
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     threads = max(1, min(cores // world_size, int(asked) if asked.isdigit() else cores))
     torch.set_num_threads(threads)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the function imports
-    dist.set_debug_level_from_env()  # torch read it when the forkserver imported it
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for libraries that the function imports
+    dist.set_debug_level_from_env()  # torch read the variable in the forkserver, before it had its value
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # or every rank of every call would draw the forkserver's numbers
+        numpy.random.seed()  # a forked rank has the forkserver's state, so all ranks would draw the same numbers
     dist.init_process_group(
         "gloo",
         init_method=f"file://{environment['WORLD_SIZE_ONE_STORE']}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout + MEET_WITHIN),  # the launcher's own timeout comes first
+        timeout=timedelta(seconds=timeout + MEET_WITHIN),  # so that the launcher's timeout comes first
     )
-    dist.barrier()  # a rank that dies now cannot disturb its peers' rendezvous
+    dist.barrier()  # from here on a rank that dies cannot disturb its peers' rendezvous
     met()
     fn, args, sources = pickle.loads((folder / "call").read_bytes())
     linecache.cache.update(sources)  # so that a traceback shows the notebook's lines
@@ -112,13 +115,13 @@ def run(folder, rank, world_size, timeout, environment, met):
 
 
 def end_with_parent():
-    """End this rank and what it started as soon as the process that called ``launch`` is gone."""
+    """End this rank and all that it started as soon as the process that called ``launch`` is gone."""
     connection.wait([parent_process().sentinel])
     os.killpg(0, signal.SIGKILL)
 
 
 def describe(error):
-    """The Failure that tells an exception's story."""
+    """The Failure that describes an exception."""
     story, here = traceback.TracebackException.from_exception(error), os.path.dirname(__file__)
     chain, stories = [], [story]
     while stories:
@@ -128,7 +131,7 @@ def describe(error):
             stories += [one.__cause__, one.__context__]
     for one in chain:
         while len(one.stack) > 1 and os.path.dirname(one.stack[0].filename) == here:
-            one.stack.pop(0)  # the launcher's own frames
+            one.stack.pop(0)  # a reader does not look for the launcher's frames
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
     outside = [frame for frame in story.stack if os.path.dirname(frame.filename) != here]
     own = [frame for frame in outside if not is_library(frame.filename)] or outside
@@ -145,14 +148,14 @@ def describe(error):
 
 
 def place(frame):
-    """``line 3 of step: loss = f(x)`` for a frame of a traceback, with its file where that is not a cell."""
+    """``line 3 of step: loss = f(x)`` for a frame of a traceback; the file's name is added if it is not a cell."""
     scope = "" if frame.name == "<module>" else f" of {frame.name}"
     file = "" if short(frame.filename) == NOTEBOOK else f" in {short(frame.filename)}"
     return f"line {frame.lineno}{scope}{file}: {frame.line}"
 
 
 def short(filename):
-    """A file's name as a page can show it: no machine's folders, no kernel's process id."""
+    """A file's name without a machine's folders and a kernel's process id, so that a page can show it."""
     if filename.startswith("<") or "ipykernel_" in filename:
         return NOTEBOOK
     for folder in library_folders():
@@ -162,12 +165,12 @@ def short(filename):
 
 
 def is_library(filename):
-    """Whether a file is torch's, Python's or this package's rather than the reader's."""
+    """Whether a file belongs to an installed package, to Python or to this package, and not to the reader."""
     folders = [*library_folders(), os.path.dirname(os.path.dirname(__file__))]
     return filename.startswith("<frozen") or any(filename.startswith(folder + os.sep) for folder in folders)
 
 
 def library_folders():
-    """Where installed packages and the standard library live, the longest path first."""
+    """The folders of installed packages and of the standard library, the longest path first."""
     found = {*site.getsitepackages(), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
     return sorted(found, key=len, reverse=True)

@@ -1,4 +1,4 @@
-"""What travels between ``launch`` and its ranks: as cloudpickle packs it, and the modules of torch that it refuses."""
+"""How objects travel between ``launch`` and its ranks: by cloudpickle, and with some modules that it cannot send."""
 
 import importlib
 import io
@@ -12,10 +12,10 @@ OPERATORS = ("_OpNamespace", "OpOverloadPacket", "OpOverload")  # torch.ops.aten
 
 
 class Pickler(cloudpickle.Pickler):
-    """cloudpickle knows modules by their type; torch.ops, torch.backends and torch's settings have types of their own.
+    """cloudpickle recognises modules by their type, but torch.ops, torch.backends and others have types of their own.
 
-    A function names such a module more often than it shows: cloudpickle adds every loaded submodule of torch whose
-    name the function's code could mean.
+    A function that does not use these modules may still carry them: cloudpickle adds every loaded submodule of torch
+    whose name occurs in the function's code.
     """
 
     def reducer_override(self, obj):
@@ -28,7 +28,7 @@ class Pickler(cloudpickle.Pickler):
 
 
 def dumps(obj):
-    """An object as bytes, for ``pickle.loads``."""
+    """An object as bytes, for ``pickle.loads``. Raises what cloudpickle raises for objects that cannot be sent."""
     with io.BytesIO() as file:
         Pickler(file).dump(obj)
         return file.getvalue()

@@ -1,4 +1,4 @@
-"""A script on several ranks of this machine: torchrun in this process, and an end to all of it at Ctrl-C."""
+"""Run a script on several ranks of this machine: torchrun in this process, and a Ctrl-C that ends every process."""
 
 import contextlib
 import os
@@ -10,16 +10,16 @@ import psutil
 
 
 def stop_at_signals(folder):
-    """From now on, Ctrl-C, SIGTERM and SIGHUP end what this process started, its folder and itself, with status 130.
+    """From now on, Ctrl-C, SIGTERM and SIGHUP end all that this process started, remove the folder and exit with 130.
 
-    The handler raises nothing: torchrun and its imports have places where an exception is lost, or a new rank with it.
+    The handler does not raise: in some places of torchrun an exception would be lost, or a rank that has just started.
     """
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    signals = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    signals = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # as nohup sets SIGHUP
 
     def stop(number, frame):
         for other in signals:
-            signal.signal(other, signal.SIG_IGN)  # a second Ctrl-C would disturb this
+            signal.signal(other, signal.SIG_IGN)  # so that a second Ctrl-C does not interrupt this handler
         try:
             left = psutil.Process().children(recursive=True)
             for ending in (signal.SIGTERM, signal.SIGKILL):
@@ -30,7 +30,7 @@ def stop_at_signals(folder):
                         os.killpg(process.pid, ending)  # torchrun gives each rank a group of its own
                 left = psutil.wait_procs(left, timeout=3)[1]
             shutil.rmtree(folder, ignore_errors=True)
-            os.write(2, b"Interrupted; all ranks are stopped.\n")  # print may be what was interrupted
+            os.write(2, b"Interrupted; all ranks are stopped.\n")  # the signal may have interrupted print
         finally:
             os._exit(130)
 
@@ -39,17 +39,17 @@ def stop_at_signals(folder):
 
 
 def run(script, nproc, flags):
-    """Run the script at a path on ``nproc`` ranks, with torchrun's logs beside it; return the exit status, 0 or 1."""
+    """Run the script at a path on ``nproc`` ranks; return 0, or 1 if a rank failed. torchrun's logs go beside it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # hosts may lack a name
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # needs no host's name
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    # The store is at a port that the system picks, at an address without a name: --standalone asks for the host's.
+    # The system picks the store's port. The address is a number: --standalone would need the host's name to resolve.
     options = [f"--nproc-per-node={nproc}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     options += ["--local-addr=127.0.0.1", f"--log-dir={script.parent}"]
-    options += ["--signals-to-handle=SIGQUIT"]  # the others are for stop_at_signals
+    options += ["--signals-to-handle=SIGQUIT"]  # stop_at_signals handles the others
     try:
         torchrun([*options, str(script), *flags])
     except ChildFailedError as error:

@@ -1,4 +1,4 @@
-"""``python -m helpers rehearse``: a script on several ranks of this machine, each with a pretended GPU."""
+"""``python -m helpers rehearse``: run a script on several ranks of this machine, each with a pretended GPU."""
 
 import contextlib
 import json
@@ -13,11 +13,11 @@ import psutil
 from helpers.ranks.torchrun import stop_at_signals
 
 ROOT = Path(__file__).resolve().parents[2]
-GRACE = 3  # seconds that a node's ranks have to end by themselves, once another node has failed
+GRACE = 3  # seconds that a node's ranks have to end by themselves after another node has failed
 
 
 def add_arguments(command, whole, chapter):
-    """The arguments of ``rehearse``, for the command line's parser."""
+    """Add the arguments of ``rehearse`` to its parser. ``whole`` reads a number; ``chapter`` is CHAPTER's help."""
     command.add_argument("chapter", metavar="CHAPTER", help=f"{chapter}, or of any script")
     command.add_argument("--gpus", type=whole, default=2, metavar="N", help="pretended GPUs of a node (default: 2)")
     command.add_argument("--nodes", type=whole, default=1, metavar="N", help="pretended nodes (default: 1)")
@@ -46,7 +46,10 @@ def rehearse(args, flags):
 
 
 def run(script, gpus, nodes, flags, folder, counts=None):
-    """Run a script's ranks under one torchrun per node and wait for them; return 0, or 1 where a node failed."""
+    """Run a script under one torchrun for each node and wait; return 0, or 1 where a node failed.
+
+    ``folder`` takes logs and refusals, ``counts`` is the path for rank 0's counts, or None.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     environment = {
@@ -71,7 +74,7 @@ def run(script, gpus, nodes, flags, folder, counts=None):
 
 
 def meeting_point(nodes):
-    """(a store that this process keeps for several nodes, the address of it); one node's torchrun has its own."""
+    """(a store, its address). This process serves it for several nodes; the torchrun of one node serves its own."""
     if nodes == 1:
         return None, "127.0.0.1:0"
     import torch.distributed as dist
@@ -81,7 +84,7 @@ def meeting_point(nodes):
 
 
 def wait(agents):
-    """Wait for all agents; where one fails, give the others some seconds, then end them."""
+    """Wait for all agents; return 0, or 1 where one failed: the others are ended, GRACE seconds later at the latest."""
     failed = False
     while agents:
         for agent in list(agents):
@@ -96,9 +99,9 @@ def wait(agents):
 
 
 def end(agent):
-    """End a node's torchrun and its ranks, which each have a process group of their own."""
+    """End a node's torchrun and its ranks: each rank has its own process group, so one signal does not reach all."""
     ranks = psutil.Process(agent.pid).children(recursive=True)
-    agent.terminate()  # torchrun passes it on
+    agent.terminate()  # torchrun ends its ranks at it
     psutil.wait_procs(ranks, timeout=GRACE)
     for process in [psutil.Process(agent.pid), *ranks]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -107,7 +110,7 @@ def end(agent):
 
 
 def refusals(folder):
-    """A line for each place of the script that a GPU or NCCL would have refused, with the ranks that came there."""
+    """A line for each place in the script where GPUs or NCCL would have raised, with the ranks that came there."""
     ranks = {}
     for path in sorted(folder.glob("refused-*.json")):
         last = json.loads(path.read_text())[-1]

@@ -1,4 +1,4 @@
-"""What a rehearsal counts, per line of the script: waits for the GPU, copies, collectives; and the script's steps."""
+"""What a rehearsal counts for each line of the script: waits for the GPU, copies and collectives; and its steps."""
 
 import contextlib
 import os
@@ -14,12 +14,12 @@ LIBRARIES = tuple(
     | {*site.getsitepackages(), str(Path(__file__).parent)}
 )
 
-# What an event is. A wait stops the host until the GPU has done all its work; so does a blocking upload.
+# Kinds of events. At a wait, and at a blocking upload, the host stops until the GPU has done all its work.
 WAIT, UPLOAD, COPY, COLLECTIVE = "wait", "upload", "copy", "collective"
 
 
 class Counts:
-    """The events of one rank: how often, how many bytes, and which of them fell between two optimizer steps."""
+    """One rank's events: how often each came, how many bytes it moved, and how often between two optimizer steps."""
 
     def __init__(self):
         self.events = Counter()
@@ -39,7 +39,7 @@ class Counts:
 
     @contextlib.contextmanager
     def paused(self):
-        """Count nothing inside: the rehearsal's own work."""
+        """Count nothing inside the block, which is the rehearsal's own work."""
         self.quiet.depth = getattr(self.quiet, "depth", 0) + 1
         try:
             yield
@@ -47,18 +47,18 @@ class Counts:
             self.quiet.depth -= 1
 
     def count_step(self, optimizer, args, kwargs):
-        """A hook for every optimizer's step. With several optimizers, a step is one of the busiest."""
+        """A hook that every optimizer calls at a step. With several optimizers, the steps of the busiest one count."""
         self.steps[id(optimizer)] += 1
         if self.steps[id(optimizer)] == len(self.marks) + 1:
             self.marks.append(Counter(self.events))
 
     def refuse(self, error):
-        """Note an error that a GPU or NCCL would raise, with the script's line, and return it."""
+        """Note an error that a GPU or NCCL would raise, with the script's line; return the error, for ``raise``."""
         self.refusals.append({"line": script_line(), "error": f"{type(error).__name__}: {error}"})
         return error
 
     def table(self):
-        """All events as dictionaries, by line. ``per_step`` looks at what lies between two optimizer steps only."""
+        """All events as dicts, sorted by line. ``per_step`` is the mean from the first optimizer step to the last."""
         steady = max(len(self.marks) - 1, 0)
         rows = []
         for event, count in sorted(self.events.items()):
@@ -70,7 +70,7 @@ class Counts:
 
 
 def script_line():
-    """``name.py:LINE`` of the innermost running line that belongs to no library: the script, or a module of its own."""
+    """``name.py:LINE`` of the innermost running line outside of libraries: in the script or in a module of its own."""
     frame = sys._getframe(1)
     while frame:
         name = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""What makes a tensor on a device or moves one there, for pretended GPUs: factories, ``.to``, generators, load."""
+"""Functions of torch that make tensors on a device or move them, for pretended GPUs: factories, ``.to``, load, …"""
 
 import functools
 
@@ -18,7 +18,7 @@ from helpers.rehearsal.tensor import (
     move,
 )
 
-FROM_HOST = {"tensor", "as_tensor", "asarray"}  # these carry values from the host; the others compute on the GPU
+FROM_HOST = {"tensor", "as_tensor", "asarray"}  # these copy values from the host; other factories compute on the GPU
 
 
 def patch():
@@ -49,7 +49,7 @@ def default_device():
 
 
 def check_generator(generator, on_gpu):
-    """Refuse a generator of the CPU for a tensor on a GPU, and the other way round."""
+    """Raise torch's RuntimeError for a CPU generator with a tensor on a GPU, and for the reverse."""
     if generator is not None and (generator.device.type == "cuda") != on_gpu:
         wanted, found = ("cuda", "cpu") if on_gpu else ("cpu", "cuda")
         message = f"Expected a '{wanted}' device type for generator but found '{found}'"
@@ -57,7 +57,7 @@ def check_generator(generator, on_gpu):
 
 
 def on_any_device(factory):
-    """A factory such as torch.zeros that knows pretended GPUs."""
+    """A factory such as torch.zeros, wrapped so that it accepts pretended GPUs."""
     name = factory.__name__
 
     @functools.wraps(factory)
@@ -96,7 +96,7 @@ def on_any_device(factory):
 
 
 def like_on_any_device(function):
-    """torch.zeros_like and its kind, also to another device."""
+    """A function such as torch.zeros_like, wrapped so that ``device`` may be another device than the tensor's."""
 
     @functools.wraps(function)
     def make(tensor, *args, device=None, **kwargs):
@@ -117,7 +117,7 @@ ORIGINAL_CPU = torch.Tensor.cpu
 
 
 def to(self, *args, **kwargs):
-    """Tensor.to, in all its forms: (device, dtype, non_blocking, copy), (dtype, …), (other, …)."""
+    """Tensor.to, in all its forms: (device, dtype, non_blocking, copy), (dtype, …) and (other, …)."""
     device, rest = kwargs.pop("device", None), list(args)
     other = kwargs.pop("other", None)
     if rest and isinstance(rest[0], torch.Tensor):
@@ -148,7 +148,7 @@ def to(self, *args, **kwargs):
 
 
 def move_any(tensor, device, non_blocking):
-    """``move``, for a DTensor too: its local part moves."""
+    """``move``, also for a DTensor, whose local part is moved."""
     local = getattr(tensor, "_local_tensor", None)
     if local is None:
         return move(tensor, device, non_blocking)
@@ -175,7 +175,7 @@ def cpu(self, memory_format=torch.preserve_format):
 
 
 def pin_memory(self, device=None):
-    """A copy that counts as lying in pinned memory."""
+    """A copy that is marked as pinned; nothing is really pinned here."""
     if isinstance(self, CudaTensor):
         kind = self.type()
         raise COUNTS.refuse(RuntimeError(f"cannot pin '{kind}' only dense CPU tensors can be pinned"))
@@ -200,7 +200,7 @@ ORIGINAL_ONE_HOT = torch.nn.functional.one_hot
 
 
 def one_hot(tensor, num_classes=-1):
-    """As torch's, whose C++ allocates its result beside the tensor and so on the CPU."""
+    """torch's one_hot. Its C++ would allocate the result on the CPU, where the values of a pretended tensor are."""
     if not isinstance(tensor, CudaTensor):
         return ORIGINAL_ONE_HOT(tensor, num_classes)
     if num_classes < 0:
@@ -212,20 +212,20 @@ ORIGINAL_GENERATOR = torch.Generator
 
 
 class AnyGenerator(type(torch.Generator)):
-    """torch's own generators, such as the default one, are instances of the class below too."""
+    """Makes torch's own generators, such as the default one, instances of the class below as well."""
 
     def __instancecheck__(cls, instance):
         return isinstance(instance, ORIGINAL_GENERATOR)
 
 
 class Generator(torch.Generator, metaclass=AnyGenerator):
-    """torch.Generator, for pretended GPUs too: there it draws the CPU's numbers."""
+    """torch.Generator, also on pretended GPUs, where it draws the CPU's numbers."""
 
     def __new__(cls, device="cpu"):
         generator = super().__new__(cls, device="cpu")
         generator.place = torch.device("cuda", gpu_of(device)) if is_gpu(device) else torch.device("cpu")
         if is_gpu(device):
-            GPU_GENERATORS[generator._cdata] = generator  # kept, so that no other one gets its address
+            GPU_GENERATORS[generator._cdata] = generator  # kept alive, so that its address stays its own
         return generator
 
     def __init__(self, device="cpu"):
@@ -238,9 +238,9 @@ ORIGINAL_LOAD = torch.load
 
 
 def load(f, map_location=None, **kwargs):
-    """torch.load: what was saved on GPU k comes back there, unless map_location says where everything goes.
+    """torch.load: a tensor that was saved on GPU k comes back there, unless map_location names another place.
 
-    Of a dictionary the first value counts, and a function is taken for one that keeps tensors on the CPU.
+    Of a map_location that is a dict, the first value counts. A function is taken for one that returns CPU tensors.
     """
     target = next(iter(map_location.values())) if isinstance(map_location, dict) else map_location
     target = "cpu" if callable(target) else target
@@ -255,5 +255,5 @@ def load(f, map_location=None, **kwargs):
 
 
 def leave_eager(model=None, **kwargs):
-    """torch.compile, which cannot look through a pretended tensor: the model runs as it is."""
+    """torch.compile: it cannot trace a pretended tensor, so the model stays uncompiled."""
     return leave_eager if model is None else model

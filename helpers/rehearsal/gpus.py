@@ -1,4 +1,4 @@
-"""torch.cuda for pretended GPUs: their count and names, streams and events, memory, random numbers, autocast."""
+"""torch.cuda for pretended GPUs: their number and names, streams and events, memory, random numbers, autocast."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ MEMORY = 80 << 30  # bytes of each pretended GPU
 
 
 class Stream:
-    """A CUDA stream. Everything runs at once here, so a stream orders nothing."""
+    """A CUDA stream. Here every operation runs when it is called, so a stream has nothing to order."""
 
     def __new__(cls, *args, **kwargs):
         return object.__new__(cls)
@@ -53,7 +53,7 @@ class Stream:
 
 
 class Event:
-    """A CUDA event, which notes the host's time."""
+    """A CUDA event that notes the host's time."""
 
     def __init__(self, enable_timing=False, blocking=False, interprocess=False, **kwargs):
         self.time = None
@@ -71,7 +71,7 @@ class Event:
         COUNTS.add(WAIT, "event.synchronize")
 
     def elapsed_time(self, end):
-        """Milliseconds of the host between two records: of the CPU's work, not of a GPU's."""
+        """Milliseconds between two records by the host's clock: the CPU's work took them, not a GPU's."""
         return (end.time - self.time) * 1000
 
 
@@ -89,7 +89,7 @@ class Device:
 
 
 def properties(device=None):
-    """What torch.cuda.get_device_properties tells, of no GPU in particular."""
+    """Made-up answers for torch.cuda.get_device_properties."""
     index = State.current if device is None else gpu_of(device)
     node = os.environ.get("GROUP_RANK", "0")
     return types.SimpleNamespace(
@@ -114,7 +114,7 @@ def set_device(device):
 
 
 def device_index(device=None, optional=False, allow_cpu=False):
-    """torch.cuda's own reading of a device argument."""
+    """A device argument as the number of a GPU, read as torch.cuda reads it."""
     if device is None:
         return State.current
     if allow_cpu and not isinstance(device, int) and torch.device(device).type == "cpu":
@@ -132,12 +132,12 @@ def stream_context(stream):
 
 
 def returning(value):
-    """A function that always gives this value; a new one each time, because torch._dynamo wants them distinct."""
+    """A new function that always returns this value. torch._dynamo wants a different function for each name."""
     return lambda *args, **kwargs: value
 
 
 def graphless():
-    """A stub for CUDA graphs."""
+    """A function for CUDA graphs that raises RuntimeError."""
 
     def refuse(*args, **kwargs):
         raise RuntimeError("A rehearsal has no CUDA graphs: run this part on a GPU.")
@@ -185,7 +185,7 @@ def patch():
         "memory_summary": lambda *args, **kwargs: "A rehearsal has no CUDA memory.",
         "memory_snapshot": lambda *args: [],
         "utilization": returning(0),
-        # A GPU's random numbers are the CPU's here, so that results can be compared with gloo's: seeds are left alone.
+        # A pretended GPU draws the CPU's random numbers, so that results compare with gloo's. GPU seeds do nothing.
         "manual_seed": returning(None),
         "manual_seed_all": returning(None),
         "seed": returning(None),
@@ -235,7 +235,7 @@ def patch_accelerator():
 
 
 def patch_autocast():
-    """autocast("cuda") is the CPU's, in bfloat16 or float16, with the CPU's lists of operators."""
+    """Make autocast("cuda") the CPU's autocast, in bfloat16 or float16, with the CPU's lists of operators."""
     original = torch.autocast
 
     class autocast(original):
@@ -251,7 +251,7 @@ def patch_autocast():
 
 
 def patch_profiler():
-    """The profiler leaves its CUDA part out."""
+    """Make the profiler leave CUDA out of its activities."""
     original = torch.profiler.profile
 
     class profile(original):

@@ -1,6 +1,6 @@
-"""NCCL for pretended GPUs: gloo beneath, and what NCCL or torch refuses is refused.
+"""NCCL for pretended GPUs: gloo does the work, and calls that NCCL or torch would refuse raise the same errors.
 
-torch finds NCCL where it would find the real one, so that everything above it (groups, meshes, DDP) is torch's own.
+The class stands where torch expects ProcessGroupNCCL. So everything above it, groups, meshes and DDP, is torch's own.
 """
 
 import os
@@ -24,10 +24,10 @@ MISSING = ("BAND", "BOR", "BXOR")  # of torch's ReduceOps
 
 
 class PretendedNCCL(c10d.ProcessGroupGloo):
-    """Stands where torch expects ProcessGroupNCCL: as strict as NCCL about GPUs, splits and devices."""
+    """A ProcessGroupNCCL on gloo. It is as strict as NCCL about duplicate GPUs, splits and devices."""
 
     class Options:
-        """ProcessGroupNCCL.Options, as far as torch's own Python reads and writes it."""
+        """The part of ProcessGroupNCCL.Options that torch's Python code uses."""
 
         def __init__(self, is_high_priority_stream=False):
             self.is_high_priority_stream = is_high_priority_stream
@@ -35,7 +35,7 @@ class PretendedNCCL(c10d.ProcessGroupGloo):
             self.split_from = None
             self.config = type("Config", (), {})()
 
-    kept = []  # torch holds the C++ half of a group only; this keeps the Python half
+    kept = []  # torch keeps only the C++ half of a group alive; this list keeps the Python half
 
     def __init__(self, store, rank, size, options):
         super().__init__(store, rank, size, timeout=options._timeout)
@@ -47,7 +47,7 @@ class PretendedNCCL(c10d.ProcessGroupGloo):
     supports_coalescing = property(lambda self: False)
 
     def eager_connect_single_device(self, device):
-        """Make the communicator now, as NCCL does for a group that is bound to a GPU."""
+        """Make the communicator at once, as NCCL does for a group that is bound to a GPU."""
         if self.pretended_options.split_from:
             self.pretended_options.split_from.split()
         self.connect(device.index)
@@ -57,13 +57,13 @@ class PretendedNCCL(c10d.ProcessGroupGloo):
         self.split()
 
     def split(self):
-        """ncclCommSplit: returns once every rank of this, the parent group has come to the same split."""
+        """As ncclCommSplit: return when every rank of this group, the parent, has come to the same split."""
         self.splits += 1
         self.store.set(f"split/{self.splits}/{self.place}", "")
         self.await_all(f"split/{self.splits}", "call new_group, which splits the group that all ranks are in")
 
     def await_all(self, key, duty):
-        """Wait until every rank has set its key; RuntimeError after the group's timeout."""
+        """Wait until every rank has set its key. Raises RuntimeError after the group's timeout."""
         keys = [f"{key}/{rank}" for rank in range(self.world)]
         try:
             self.store.wait(keys, self.pretended_options._timeout)
@@ -73,7 +73,7 @@ class PretendedNCCL(c10d.ProcessGroupGloo):
             raise COUNTS.refuse(RuntimeError(message)) from None
 
     def connect(self, gpu):
-        """Make the communicator on this rank's GPU. Two ranks of a node on one GPU: RuntimeError, as NCCL's."""
+        """Make the communicator on this rank's GPU. Raises NCCL's error where two ranks of a node have one GPU."""
         if self.gpu == gpu:
             return
         if self.gpu is not None:
@@ -92,7 +92,7 @@ class PretendedNCCL(c10d.ProcessGroupGloo):
 
 
 def backends_of(group):
-    """The group's backends by device type, {"cuda": "nccl"} or {"cpu": "gloo", "cuda": "nccl"}."""
+    """{device type: backend} of the group, such as {"cuda": "nccl"} or {"cpu": "gloo", "cuda": "nccl"}."""
     return c10d.BackendConfig(c10d.Backend(c10d._world.pg_map[group][0])).get_device_backend_map()
 
 
@@ -103,11 +103,11 @@ def pretended(group):
     return group._get_backend(torch.device("cuda"))
 
 
-HOOKS_OF_DDP = [0]  # how many comm hooks run now: a bucket is a CPU tensor to torch's C++, and is let through
+HOOKS_OF_DDP = [0]  # how many comm hooks run now: their buckets are CPU tensors, which NCCL then has to accept
 
 
 def check_tensors(group, name, tensors):
-    """Refuse the tensors that NCCL would refuse; connect at the first ones."""
+    """Raise what NCCL would raise for these tensors; make the communicator at the first call. Returns NCCL or None."""
     nccl = pretended(group)
     for tensor in tensors:
         if not isinstance(tensor, CudaTensor):
@@ -121,7 +121,7 @@ def check_tensors(group, name, tensors):
             raise COUNTS.refuse(ValueError("Tensors must be CUDA and dense"))
         if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=memory_format(tensor)):
             if name in POINT_TO_POINT:
-                # Torch only warns, and NCCL sends the memory as it lies: right only where both sides lie alike.
+                # torch only warns. NCCL sends the memory in its order, which is right if both tensors have one layout.
                 message = f"{name} of a non-contiguous tensor: NCCL sends its memory as it lies; use .contiguous()"
             else:
                 message = "Tensors must be contiguous"
@@ -135,12 +135,12 @@ def check_tensors(group, name, tensors):
 
 
 def memory_format(tensor):
-    """The format in which NCCL accepts a tensor besides the usual one: channels last."""
+    """The second memory format in which NCCL accepts a tensor: channels last for 4 dimensions."""
     return torch.channels_last if tensor.dim() == 4 else torch.contiguous_format
 
 
 def check_operation(options):
-    """Refuse a ReduceOp that NCCL lacks."""
+    """Raise torch's ValueError for a ReduceOp that NCCL lacks."""
     operation = getattr(options, "reduceOp", None)
     for name in MISSING if operation is not None else ():
         if operation == getattr(dist.ReduceOp, name):
@@ -148,7 +148,7 @@ def check_operation(options):
 
 
 def checked(name, original):
-    """A method of ProcessGroup that checks and counts first, and gives gloo the CPU tensors inside."""
+    """A method of ProcessGroup, wrapped: it checks and counts, then calls gloo with the CPU tensors inside."""
 
     def call(self, *args, **kwargs):
         tensors = list(tensors_in((*args, *kwargs.values())))
@@ -171,8 +171,8 @@ def barrier(original):
         nccl = pretended(self)
         if nccl:
             given = opts.device.index if opts.device is not None and opts.device.type == "cuda" else nccl.gpu
-            nccl.connect(self.rank() % State.gpus if given is None else given)  # NCCL guesses likewise
-            COUNTS.add(WAIT, "barrier")  # torch: an NCCL barrier blocks the host until it is through
+            nccl.connect(self.rank() % State.gpus if given is None else given)  # ProcessGroupNCCL guesses the same GPU
+            COUNTS.add(WAIT, "barrier")  # torch's NCCL barrier blocks the host until it has ended
         COUNTS.add(COLLECTIVE, f"barrier ({'NCCL' if nccl else 'gloo'})")
         opts.device = torch.device("cpu")
         return original(self, opts, **kwargs)
@@ -183,7 +183,7 @@ def barrier(original):
 def patch():
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = PretendedNCCL
     c10d._NCCL_AVAILABLE = True
-    # From torch 2.15 on "nccl" builds ProcessGroupNCCL2, which torch calls otherwise, unless this is set.
+    # Without this, "nccl" builds ProcessGroupNCCL2 from torch 2.15 on, which torch calls in another way.
     os.environ["TORCH_DIST_USE_NCCL2"] = "0"
     c10d.default_pg_nccl_timeout = timedelta(minutes=10)
     group = dist.ProcessGroup
@@ -199,7 +199,7 @@ def patch():
 
 
 def replace(name, function):
-    """Put a function of torch.distributed in its place everywhere."""
+    """Replace a function of torch.distributed in all modules that have it."""
     import torch.distributed.device_mesh as device_mesh
 
     for module in (c10d, dist, device_mesh):
@@ -208,7 +208,7 @@ def replace(name, function):
 
 
 def visible_devices(group, devices):
-    """A group's device types without the CPU that ``with_cpu`` added."""
+    """A group's device types, without the CPU that only ``with_cpu`` has added."""
     found = devices.fget(group)
     if group in c10d._world.pg_map and "cpu" not in backends_of(group):
         found = [device for device in found if device.type != "cpu"]
@@ -216,7 +216,7 @@ def visible_devices(group, devices):
 
 
 def with_cpu(original):
-    """A new group on NCCL also takes what torch's C++ gives it: to it, tensors on pretended GPUs are the CPU's."""
+    """The maker of groups, wrapped: NCCL also takes CPU tensors, which pretended ones are for torch's C++."""
 
     def make(*args, **kwargs):
         made = original(*args, **kwargs)
@@ -241,7 +241,7 @@ def new_group(original):
             )
         some = ranks is not None and len(ranks) < parent.size()
         if some and parent.bound_device_id and pretended(parent) and backend and "nccl" not in backend:
-            # In torch, a rank outside splits the parent whatever the new group's backend; its members do not.
+            # With any backend, torch makes the ranks outside split the parent; the members split it with NCCL alone.
             raise COUNTS.refuse(
                 RuntimeError(
                     f"new_group({list(ranks)}, backend={backend!r}) beside an NCCL group that is bound to a GPU: the "

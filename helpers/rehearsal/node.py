@@ -1,4 +1,4 @@
-"""One node of a rehearsal: torchrun, without its own traceback where a rank has failed."""
+"""One node of a rehearsal: torchrun, but without torchrun's traceback where a rank has failed."""
 
 import sys
 
@@ -10,4 +10,4 @@ if __name__ == "__main__":
     try:
         torchrun(sys.argv[1:])
     except (ChildFailedError, SignalException):
-        sys.exit(1)  # the ranks have printed why, or another node's have
+        sys.exit(1)  # a rank of this node or of another has printed the reason

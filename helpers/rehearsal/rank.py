@@ -22,7 +22,7 @@ PROCESS = os.getpid()
 
 
 def pretend(count):
-    """From now on this process has ``count`` GPUs."""
+    """From now on this process has ``count`` pretended GPUs."""
     State.gpus = count
     gpus.patch()
     factories.patch()
@@ -31,7 +31,7 @@ def pretend(count):
 
 
 def leave(status):
-    """os._exit for the script: the report first, and a note of what a GPU would have refused. Forks leave at once."""
+    """The script's os._exit: it first writes the report and the refusals. A forked child leaves at once."""
     if os.getpid() == PROCESS:
         folder = os.environ.get("REHEARSAL_FOLDER")
         if folder and COUNTS.refusals:
@@ -46,7 +46,7 @@ def leave(status):
 
 
 def main(script, flags):
-    """Run the script to its end and leave as it does."""
+    """Run the script as ``__main__`` and leave with its exit status."""
     warnings.filterwarnings("ignore", message=".*wrapper subclass.*")
     pretend(int(os.environ["REHEARSAL_GPUS"]))
     os._exit = leave

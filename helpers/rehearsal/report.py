@@ -1,4 +1,4 @@
-"""The report of a rehearsal: one rank's counts as a table on the screen and as JSON."""
+"""The report of a rehearsal: rank 0's counts, as a table for the screen and as JSON."""
 
 import json
 import os
@@ -20,7 +20,7 @@ numbers, autocast's lists of operators, SyncBatchNorm, torch.compile, or torch's
 
 
 def numbers():
-    """Everything that was counted, for --json."""
+    """All counts of this rank as a dict, which --json writes."""
     return {
         "rank": int(os.environ.get("RANK", "0")),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
@@ -32,7 +32,7 @@ def numbers():
 
 
 def in_units(size):
-    """Bytes for people: 512 B, 1.5 kB, 3.0 MB."""
+    """A number of bytes as text: 512 B, 1.5 kB, 3.0 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000 or unit == "GB":
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -40,7 +40,7 @@ def in_units(size):
 
 
 def text(counted):
-    """The report as lines for the screen."""
+    """The report as text for the screen."""
     gpus = f"{counted['world_size']} pretended GPU" + ("s" if counted["world_size"] > 1 else "")
     lines = [f"Rehearsal on {gpus}: rank {counted['rank']}, {counted['steps']} optimizer steps."]
     width = max([len(row["line"]) for row in counted["lines"]], default=0)
@@ -60,7 +60,7 @@ def text(counted):
 
 
 def tell():
-    """Print the report to stderr and write the JSON file, on rank 0 alone."""
+    """On rank 0 alone: print the report to stderr and write the JSON file."""
     if os.environ.get("RANK", "0") != "0":
         return
     with COUNTS.paused():

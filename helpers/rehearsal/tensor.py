@@ -1,6 +1,6 @@
-"""A tensor that says it is on ``cuda:k`` and holds a CPU tensor; what a GPU would refuse, it refuses.
+"""A tensor that says it is on ``cuda:k`` and holds a CPU tensor. It raises errors where a tensor on a GPU would.
 
-To torch's C++ it is a CPU tensor (a wrapper subclass), so that a CPU build runs it; to Python it is a CUDA tensor.
+It is a wrapper subclass. torch's C++ takes it for a CPU tensor, so a CPU build runs it; Python code sees a CUDA tensor.
 """
 
 import sys
@@ -13,12 +13,12 @@ aten = torch.ops.aten
 COPIES = {aten.copy_.default, aten._to_copy.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 PLAIN_TENSOR = (torch.Tensor, torch.nn.Parameter)
-# Their results depend on values, so the host has to wait for them.
+# The shapes of their results depend on values, so the host has to wait for the GPU.
 WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class State:
-    """How many GPUs this node pretends to have, and which of them is the current one."""
+    """How many GPUs this node pretends to have, and which one is the current GPU."""
 
     gpus = 1
     current = 0
@@ -61,7 +61,7 @@ class CudaTensor(torch.Tensor):
 
     @property
     def grad(self):
-        # DDP's C++ makes a gradient of its own where a parameter had none; to torch's C++ it belongs on the CPU.
+        # Where a parameter has no gradient, DDP's C++ makes one, on the CPU. It is wrapped when it is read.
         grad = torch.Tensor.grad.__get__(self)
         if type(grad) is torch.Tensor:
             grad = CudaTensor(grad, self.index)
@@ -153,10 +153,10 @@ class CudaTensor(torch.Tensor):
         count_waits(func, args, kwargs, tensors)
         out = func(*strip(args), **{name: strip(value) for name, value in kwargs.items()})
         if torch.Tag.inplace_view in func.tags:
-            with torch.utils._mode_utils.no_dispatch():  # the wrapper takes its new shape from a new wrapper
+            with torch.utils._mode_utils.no_dispatch():  # only .data can change a wrapper's shape
                 torch.Tensor.data.__set__(args[0], CudaTensor(args[0].inner, args[0].index))
             return args[0]
-        # In-place and out= variants give their own argument back.
+        # In-place and out= variants return one of their arguments, so its wrapper has to come back.
         known = {id(tensor.inner): tensor for tensor in cudas} | {
             id(tensor): tensor for tensor in tensors if not isinstance(tensor, CudaTensor)
         }
@@ -167,7 +167,7 @@ torch.serialization.add_safe_globals([CudaTensor])
 
 
 def rebuild(inner, index, requires_grad=False, parameter=False):
-    """A pickled CUDA tensor again, on the GPU that it came from: see ``torch.load`` for ``map_location``."""
+    """Unpickle a CUDA tensor, on the GPU that it came from, or where the ``map_location`` of torch.load says."""
     place = LOADING[-1] if LOADING else None
     if place is None:
         tensor = CudaTensor(inner, check_gpu(index))
@@ -176,13 +176,13 @@ def rebuild(inner, index, requires_grad=False, parameter=False):
     return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
 
 
-GPU_GENERATORS = {}  # those on pretended GPUs by address: torch's C++ gives another Python object each time
-LOADING = []  # the map_location of the torch.load that is running
+GPU_GENERATORS = {}  # {address: generator on a GPU}: torch's C++ hands out a new Python object each time
+LOADING = []  # the map_location of each torch.load that is running
 torch.serialization.add_safe_globals([rebuild])
 
 
 def tensors_in(values):
-    """The tensors among arguments of an operator, which nests them in lists and tuples only."""
+    """Yields the tensors among an operator's arguments, also those in lists and tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -191,7 +191,7 @@ def tensors_in(values):
 
 
 def strip(value):
-    """The CPU tensors inside an operator's arguments."""
+    """An operator's argument with CPU tensors in place of pretended ones."""
     if isinstance(value, CudaTensor):
         return value.inner
     if isinstance(value, (list, tuple)):
@@ -200,7 +200,7 @@ def strip(value):
 
 
 def dress(value, index, known):
-    """An operator's results as tensors on the pretended GPU; what was an argument stays that argument."""
+    """An operator's results on the pretended GPU. ``known`` is {id of an argument's tensor: that argument}."""
     if isinstance(value, torch.Tensor):
         return known.get(id(value)) if id(value) in known else CudaTensor(value, index)
     if isinstance(value, (list, tuple)):
@@ -210,7 +210,7 @@ def dress(value, index, known):
 
 
 def from_torch_itself():
-    """Whether the operator comes from C++ (autograd's engine, DDP's reducer), whose own tensors look like the CPU's."""
+    """Whether C++ calls the operator: autograd's engine or DDP's reducer. The tensors that they make are the CPU's."""
     frame = sys._getframe(1)
     while frame and frame.f_code.co_filename == __file__:
         frame = frame.f_back
@@ -221,7 +221,7 @@ def from_torch_itself():
 
 
 def check_devices(func, args, kwargs, tensors, cudas):
-    """Refuse what mixes devices; return the index of the GPU on which the result is."""
+    """The number of the GPU that gets the result. Raises torch's RuntimeError for arguments on different devices."""
     index = cudas[0].index
     device = kwargs.pop("device", None)
     if device is not None and torch.device(device).type == "cuda":
@@ -232,7 +232,7 @@ def check_devices(func, args, kwargs, tensors, cudas):
     if func in COPIES or func.namespace in ("c10d", "_c10d_functional"):
         return index
     others = {tensor.index for tensor in cudas} - {cudas[0].index}
-    if func in INDEXING and isinstance(args[0], CudaTensor):  # indices may lie on the CPU: they are uploaded
+    if func in INDEXING and isinstance(args[0], CudaTensor):  # torch uploads indices from the CPU
         plain = [tensor for tensor in tensors_in(args[2:]) if not isinstance(tensor, CudaTensor)]
         if any(not isinstance(tensor, CudaTensor) for tensor in tensors_in(args[1])):
             COUNTS.add(UPLOAD, "index")
@@ -251,7 +251,7 @@ def check_devices(func, args, kwargs, tensors, cudas):
 
 
 def count_waits(func, args, kwargs, tensors):
-    """Count what an operator makes the host wait for, and the copies between host and GPU."""
+    """Count an operator at which the host waits for the GPU, a copy between the two, or a collective."""
     if func.namespace in ("c10d", "_c10d_functional"):
         name = func.__name__.partition(".")[0]
         if name not in ("wait_tensor", "_wrap_tensor_autograd"):
@@ -273,7 +273,7 @@ def count_waits(func, args, kwargs, tensors):
 
 
 def count_copy(source, upload, blocking):
-    """Count a copy between host and GPU. One to the GPU runs beside the host's work from pinned memory only."""
+    """Count a copy between host and GPU. Without pinned memory the host waits for a copy to the GPU."""
     size = source.numel() * source.element_size()
     if upload:
         blocking = blocking or not is_pinned(source)
@@ -283,7 +283,7 @@ def count_copy(source, upload, blocking):
 
 
 def is_pinned(tensor):
-    """Whether a CPU tensor, or what it is a view of, lies in pinned memory, as far as the rehearsal knows."""
+    """Whether the rehearsal has marked a CPU tensor, or the tensor of which it is a view, as pinned."""
     return any(getattr(part, "pinned_here", False) for part in (tensor, tensor._base))
 
 
@@ -295,7 +295,7 @@ def is_gpu(device):
 
 
 def gpu_of(device):
-    """The number of the GPU that a device argument means; RuntimeError where the node has no such GPU."""
+    """The number of the GPU that a device argument means. Raises RuntimeError where the node has no such GPU."""
     index = device if isinstance(device, int) else torch.device(device).index
     return State.current if index is None else check_gpu(index)
 
@@ -333,7 +333,7 @@ class ToCpu(torch.autograd.Function):
 
 
 def move(tensor, device, non_blocking=False):
-    """A tensor at a device, counted as the copy that it is; the tensor itself where it is there already."""
+    """The tensor on a device. A copy is counted; a tensor that is there already is returned itself."""
     if is_gpu(device):
         index = gpu_of(device)
         if isinstance(tensor, CudaTensor):

@@ -1,4 +1,4 @@
-"""DDP and FSDP over pretended GPUs: what of them is in C++, or takes a tensor apart, is told what it needs."""
+"""DDP, FSDP and optimizers on pretended GPUs: patches for their C++ parts, which see only CPU tensors."""
 
 import functools
 import sys
@@ -12,7 +12,7 @@ from helpers.rehearsal import nccl
 from helpers.rehearsal.counts import COLLECTIVE, COUNTS, script_line
 from helpers.rehearsal.tensor import CudaTensor, gpu_of, is_gpu
 
-BUCKETS = {}  # of every DDP model that has reduced gradients: its line and its buckets' bytes, for the report
+BUCKETS = {}  # {id of a DDP model: its line and its buckets' bytes}, for the report
 
 
 def patch():
@@ -31,12 +31,12 @@ def patch_ddp():
     )
 
     def init(self, module, *args, **kwargs):
-        # Gradients that are views of DDP's buckets would be the CPU tensors that its C++ makes.
+        # DDP's C++ makes buckets on the CPU. Gradients that are views of the buckets would be CPU tensors.
         kwargs["gradient_as_bucket_view"] = False
         start(self, module, *args, **kwargs)
 
     def register_comm_hook(self, state, hook):
-        # DDP's signature check reads the annotations, which torch's own hooks and the script's may have.
+        # DDP checks a hook's annotations, so the wrapper has to carry them.
         register(self, state, functools.wraps(hook)(trusting(hook)))
 
     def count_forward(self, *args, **kwargs):
@@ -53,7 +53,7 @@ def patch_ddp():
 
 
 def trusting(function):
-    """A comm hook of DDP, or what it does later: its buckets are CPU tensors to torch's C++, and are let through."""
+    """A comm hook of DDP, or its callback, wrapped: while it runs, NCCL accepts its buckets, which are CPU tensors."""
 
     def call(*args, **kwargs):
         nccl.HOOKS_OF_DDP[0] += 1
@@ -66,7 +66,7 @@ def trusting(function):
 
 
 def count_reduction(model):
-    """Count the all-reduce that DDP's C++ will make in backward, at the line of the forward pass."""
+    """Count, at the line of the forward pass, the all-reduce that DDP's C++ will start in backward."""
     if not nccl.pretended(model.process_group):
         return
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -88,7 +88,7 @@ def patch_fsdp():
 
 
 def patch_dtensor():
-    """A DTensor is a CPU tensor to torch's C++, as its local part is, and says what its local part says."""
+    """Make a DTensor a CPU tensor for torch's C++, as its local part is, while Python sees the local part's device."""
     from torch.distributed.tensor import DTensor
 
     wrap = torch.Tensor._make_wrapper_subclass
@@ -103,7 +103,7 @@ def patch_dtensor():
 
 
 def patch_grouping():
-    """Clipping and optimizers group tensors by device in C++, which sees the CPU's: the keys are put right."""
+    """Correct how clipping and optimizers group tensors: their C++ takes all devices for the CPU."""
     original = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 
     def group(tensors, with_indices=False):

@@ -1,8 +1,8 @@
 """Checkpoints that neither a kill nor a full disk destroys, for torch.save and DCP.
 
 Run-time module: what a chapter uses from here is copied into its exported script. One
-job at a time writes to a folder, on a disk that all ranks see. "On every rank" says:
-the function is a collective; rank 0 decides, and all ranks get its answer or its error.
+job at a time writes to a folder, on a disk that all ranks see. A function is called "on
+every rank" if it is a collective: rank 0 decides, and all get its answer or its error.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ WRITTEN = {}  # {unfinished checkpoint: {file: [bytes, sha256]}}, by this rank
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is not there, is damaged or unsafe, or could not be saved."""
+    """A checkpoint is missing, damaged or unsafe, or it could not be saved."""
 
 
 # ---- Files
@@ -80,12 +80,12 @@ def rename(old, new):
 
 
 def save_file(state, path):
-    """``torch.save`` that leaves the old file or all of the new one at ``path``."""
+    """``torch.save``: at ``path`` stands the old file or the complete new one."""
     replace_file(path, lambda file: torch.save(state, file))
 
 
 def load_file(path):
-    """What ``save_file`` wrote, on the CPU, read as it is used. Executes nothing."""
+    """What ``save_file`` wrote: tensors on the CPU, mapped. Executes nothing."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # damaged bytes can raise anything
@@ -96,14 +96,14 @@ def load_file(path):
         raise CheckpointError(f"{name} {why}.\nUse an older checkpoint.") from None
 
 
-# ---- Checkpoints: a folder counts when its files and its manifest are there
+# ---- Checkpoints: folders that have their files and a manifest
 
 
 @contextmanager
 def new_checkpoint(folder, step, keep=3, group=None):
-    """A folder to write into, on every rank; a checkpoint at the end of the block.
+    """Gives a folder to write to, on every rank. The block's end makes it a checkpoint.
 
-    There, all ranks raise what one rank's disk did. So collectives come before files.
+    If one rank's disk fails, all ranks raise there. So use collectives before files.
     """
     path, failed = Path(folder, f".step_{step:08}.tmp"), ""
     WRITTEN[path] = {}
@@ -111,9 +111,9 @@ def new_checkpoint(folder, step, keep=3, group=None):
         on_rank0(make_temporary, path, step, group=group)
         try:
             yield path
-        except (OSError, RuntimeError) as error:  # torch.save makes one of the other
+        except (OSError, RuntimeError) as error:  # torch.save turns OSError into it
             failed = f"{type(error).__name__}: {error}".splitlines()[0]
-        ranks = [(failed, WRITTEN[path])]  # names, lengths, hashes: nobody reads a file
+        ranks = [(failed, WRITTEN[path])]  # with lengths and hashes: no file is read
         if dist.is_initialized():
             ranks *= dist.get_world_size()
             dist.all_gather_object(ranks, ranks[0], group=group)
@@ -123,7 +123,7 @@ def new_checkpoint(folder, step, keep=3, group=None):
 
 
 def on_rank0(function, *arguments, group=None):
-    """What a function returns or raises on rank 0, on every rank: it is sent to all."""
+    """Call a function on rank 0; return its result or raise its error on every rank."""
     outcome = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -138,8 +138,8 @@ def on_rank0(function, *arguments, group=None):
 
 
 def make_temporary(path, step):
-    for left in path.parent.glob(".step_*"):  # by runs that were killed
-        if left == path or left not in WRITTEN:  # not by a thread that still writes
+    for left in path.parent.glob(".step_*"):  # left by runs that were killed
+        if left == path or left not in WRITTEN:  # no thread of this run writes there
             shutil.rmtree(left)
     for newer in finished(path.parent):
         if int(newer.name[5:]) >= step:
@@ -170,19 +170,19 @@ def put_in_place(path, ranks, keep):
         forget(old)
 
 
-def forget(path):  # under another name, for half of one must not count
+def forget(path):  # renamed first: a half removed one must not count as a checkpoint
     shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))
 
 
 def finished(folder):
-    """The checkpoints in a folder that count, the oldest first."""
+    """The folder's checkpoints that have a manifest, the oldest first."""
     found = [path.parent for path in folder.glob(f"step_*/{MANIFEST}")]
     found = [path for path in found if path.name[5:].isdecimal()]
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def damage(path):
-    """What is wrong with the names and the lengths of a checkpoint's files, or ""."""
+    """Which of a checkpoint's files is missing or has another length; None if none."""
     try:
         for name, (length, _) in json.loads((path / MANIFEST).read_bytes()).items():
             size = (path / name).stat().st_size
@@ -195,12 +195,12 @@ def damage(path):
 
 
 def latest_good(folder):
-    """The newest checkpoint whose files have their lengths, or None, on every rank."""
+    """The newest checkpoint without ``damage``, or None, on every rank."""
     return on_rank0(find_latest_good, Path(folder))
 
 
 def find_latest_good(folder):
-    """What ``latest_good`` does, on one rank."""
+    """``latest_good`` on one rank. Raises CheckpointError if all are damaged."""
     if not folder.is_dir():
         text = f"There is no folder {folder}.\nCorrect its name, or: mkdir -p {folder}"
         raise CheckpointError(text)
@@ -209,15 +209,15 @@ def find_latest_good(folder):
             return path
         print0(f"skipped: {problem}")
     if found:
-        text = f"No checkpoint in {folder} is whole.\nRestore one, or use a new folder."
+        text = f"No good checkpoint in {folder}.\nRestore one, or use a new folder."
         raise CheckpointError(text)
 
 
 def verify(path):
-    """Raise CheckpointError unless each file has the bytes that were saved. Reads all.
+    """Raise CheckpointError unless every file holds the bytes that were saved.
 
-    One process does it, with a thread for each file and no collective: on a terabyte,
-    ranks that waited would time out. So run it before or beside a job.
+    One process reads all files, without a collective. With a terabyte it takes so long
+    that waiting ranks would time out: run it before a job, or beside it.
     """
     path = Path(path)
     problem = damage(path)
@@ -241,7 +241,7 @@ def sha256(path):
 
 
 def save_sharded(state, path, group=None):
-    """``dcp.save`` into a checkpoint's folder, on every rank."""
+    """``dcp.save`` to a new checkpoint's folder, on every rank."""
     writer = dcp.FileSystemWriter(path)
     writer.fs = HashedFiles()
     try:
@@ -252,17 +252,17 @@ def save_sharded(state, path, group=None):
 
 
 class HashedFiles(FileSystem):
-    """What DCP's writer opens its files with."""
+    """Opens files for DCP's writer."""
 
     def create_stream(self, path, mode):
         return Hashed(path, path.name.removesuffix(".tmp"))  # .metadata is renamed
 
 
 class BackgroundSaves:
-    """Checkpoints written while training goes on, one at a time; made on every rank."""
+    """Writes checkpoints while training goes on, one at a time; on every rank."""
 
     def __init__(self):
-        # Two threads send: the writer's collectives and the steps' each need a group.
+        # Two threads send, the writer's and the training's: each needs its own group.
         self.writing = dist.new_group(backend="gloo")
         self.asking = dist.new_group(backend="gloo")
         self.thread = ThreadPoolExecutor(1)
@@ -276,16 +276,16 @@ class BackgroundSaves:
         self.saving = self.thread.submit(self.save, copy, folder, step, keep)
 
     def save(self, state, folder, step, keep):
-        """The thread's part."""
+        """Save the copy, in the thread."""
         with new_checkpoint(folder, step, keep, self.writing) as path:
             save_sharded(state, path, self.writing)
         return path.with_name(path.stem[1:])
 
     def finished(self):
-        """Call it once a step, on every rank: the new checkpoint's folder, in the same
-        step on all of them, or None.
+        """The new checkpoint's folder, in the same step on every rank, or None. Call it
+        once a step, on every rank.
 
-        The answer is the one to the question of the step before: nobody waits for it.
+        Each call asks, and reads the answer to the call before: no rank waits for it.
         """
         if self.question:
             work, done = self.question
@@ -301,6 +301,6 @@ class BackgroundSaves:
         return None
 
     def wait(self):
-        """Wait for the save that runs, if any, on every rank: when training ends."""
+        """Wait for a save that still runs, on every rank. Call it after training."""
         while self.saving and not self.finished():
             wait_for([self.saving])

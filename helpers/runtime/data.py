@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 
 
 def digits(train=1440):
-    """The digits, shuffled: (train set, validation set) of (image [64], label)."""
-    path = "sklearn/datasets/data/digits.csv.gz"  # to import sklearn takes seconds
+    """The shuffled digits: (train set, validation set), of (float32 [64], int64 [])."""
+    path = "sklearn/datasets/data/digits.csv.gz"  # importing sklearn takes seconds
     table = np.loadtxt(distribution("scikit-learn").locate_file(path), delimiter=",")
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))
     images, labels = torch.tensor(table)[order].split([64, 1], dim=1)

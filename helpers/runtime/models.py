@@ -9,14 +9,14 @@ from torch import nn
 
 
 def mlp(width=256):
-    """A two-layer classifier of digits: images [batch, 64] to logits [batch, 10]."""
+    """A two-layer classifier of digits: float32 [batch, 64] to logits [batch, 10]."""
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 
 
 class Block(nn.Module):
-    """A transformer's layer: x [batch, pixels, width] to the same shape.
+    """A transformer's layer: [batch, pixels, width] to the same shape.
 
-    No pixel sees a later one.
+    No pixel attends to a later one.
     """
 
     def __init__(self, width, heads):
@@ -41,9 +41,10 @@ class Block(nn.Module):
 
 
 class PixelTransformer(nn.Module):
-    """Draws a digit: each pixel's grey level from the label and the pixels before it.
+    """Predicts each pixel's grey level from the label and the pixels before it.
 
-    Grey levels int64 [batch, pixels], labels int64 [batch] to [batch, pixels, levels].
+    Grey levels int64 [batch, pixels] and labels int64 [batch] to logits [batch, pixels,
+    levels].
     """
 
     def __init__(self, width=64, layers=4, heads=4, levels=17, pixels=64, labels=10):

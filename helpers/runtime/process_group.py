@@ -18,7 +18,7 @@ def start_process_group(backend=None, timeout=timedelta(minutes=10)):
     """Start the default group, unless one runs; return this rank's GPU, or the CPU."""
     if dist.is_initialized():
         return dist.group.WORLD.bound_device_id or torch.device("cpu")
-    where = ["env://"]  # the error names a variable that is missing
+    where = ["env://"]  # torch's error names a variable that is missing
     if not os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:  # no launcher
         folder = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -40,15 +40,15 @@ def start_process_group(backend=None, timeout=timedelta(minutes=10)):
 
 
 def compare(store, rank, world_size, choice):
-    """Raise RuntimeError on every rank, with the hosts, unless all use one backend."""
+    """Raise RuntimeError on every rank, naming hosts, unless all use one backend."""
     store.set(f"backend of rank {rank}", f"{choice} on {os.uname().nodename}")
-    if rank == 0:  # at the timeout the store names the key, so the rank
+    if rank == 0:  # the store's timeout names a key, and with it the missing rank
         keys = [f"backend of rank {r}" for r in range(world_size)]
         choices = sorted({store.get(key).decode() for key in keys})
         agreed = {choice.split(" on ")[0] for choice in choices} in ({"nccl"}, {"gloo"})
         store.set("word of rank 0", "" if agreed else ", ".join(choices))
     if wrong := store.get("word of rank 0").decode():
-        time.sleep(1)  # the rank that serves the store must not leave first
+        time.sleep(1)  # else the store may end before others have read it
         raise RuntimeError(f"No common backend: {wrong}. On CPUs: --backend gloo.")
 
 
@@ -56,7 +56,7 @@ def stop_process_group():
     """End the default group, if one runs."""
     if dist.is_initialized():
         if dist.get_backend() == "gloo":
-            time.sleep(0.1)  # or its threads hang on DDP's last work (pytorch#190489)
+            time.sleep(0.1)  # else it can hang after DDP's last work (pytorch#190489)
         dist.destroy_process_group()
 
 

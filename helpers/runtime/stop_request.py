@@ -1,4 +1,4 @@
-"""A scheduler's warning, heard by every rank at the same step.
+"""A scheduler's signal to stop, on which all ranks act at the same step.
 
 Run-time module: what a chapter uses from here is copied into its exported script.
 """
@@ -14,22 +14,22 @@ import torch.distributed as dist
 
 
 class StopRequest:
-    """``with StopRequest() as stop:`` notes SIGTERM and SIGUSR1; all ranks enter it.
+    """``with StopRequest() as stop:`` notes SIGTERM and SIGUSR1; on every rank.
 
-    A scheduler warns some ranks earlier than others, so they agree on the step. And
+    A scheduler signals some ranks earlier than others, so they agree on a step. And
     torchrun sends SIGTERM when a peer has failed: a rank that then makes no step for
-    ``patience`` seconds is stuck in a collective with that peer, and ends.
+    ``patience`` seconds hangs in a collective with that peer, so it is ended.
     """
 
     signals = signal.SIGTERM, signal.SIGUSR1
 
     def __init__(self, patience=10):
-        self.patience = patience  # longer than a step, a validation and a save
-        self.noted, self.steps = 0, 0  # the last signal, calls of agreed()
+        self.patience = patience  # seconds: more than a step, a validation and a save
+        self.noted, self.steps = 0, 0  # the last signal, how often agreed() was called
         self.over, self.asked, self.pending = threading.Event(), None, None
 
     def __enter__(self):
-        self.group = dist.new_group(backend="gloo")  # on the CPU: no wait for a GPU
+        self.group = dist.new_group(backend="gloo")  # on the CPU, so no wait for a GPU
         self.alarm, self.bell = socket.socketpair()
         self.bell.setblocking(False)
         self.bell_before = signal.set_wakeup_fd(self.bell.fileno())
@@ -51,7 +51,7 @@ class StopRequest:
         self.noted = number
 
     def watch(self):
-        """A thread's work: a rank in a collective runs no Python signal handler."""
+        """In a thread: while a rank is in a collective, no Python handler runs."""
         with self.alarm:
             while (heard := self.alarm.recv(64)) and signal.SIGTERM not in heard:
                 pass
@@ -63,13 +63,13 @@ class StopRequest:
             steps = self.steps
 
     def agreed(self):
-        """Once a step: the signal's name, at the same step on all ranks, else None."""
+        """Call once a step: the signal's name, at one step on all ranks, or None."""
         self.steps += 1
-        if self.pending:  # the question of the step before, so its answer is here
+        if self.pending:  # it was asked a step ago, so the answer is here by now
             self.pending.wait()
             if self.flag:
                 self.asked = signal.Signals(int(self.flag)).name
-                self.over.set()  # what follows is a save, and may take long
+                self.over.set()  # now comes a save, which may take long
         if not self.asked:
             self.flag = torch.tensor(self.noted)
             self.pending = dist.all_reduce(
@@ -79,6 +79,6 @@ class StopRequest:
 
 
 def outlive_signals(_):
-    """A DataLoader's ``worker_init_fn``: the signals are for the rank alone."""
+    """A DataLoader's ``worker_init_fn``: workers ignore what is meant for the rank."""
     for number in StopRequest.signals:
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""DCP checkpoints of strangers: loaded as values, without executing what they say.
+"""DCP checkpoints of strangers, loaded without executing any code that is in them.
 
 Run-time module: what a chapter uses from here is copied into its exported script.
 """
@@ -19,8 +19,8 @@ from helpers.runtime.checkpoint import CheckpointError, on_rank0
 def load_untrusted(state, path):
     """``dcp.load`` into the tensors of ``state``, on every rank. Executes nothing.
 
-    DCP trusts what it loads: its .metadata is a pickle, and so is each value that is
-    not a tensor.
+    DCP trusts what it loads: .metadata and each value that is not a tensor are pickles.
+    Raises CheckpointError where one of them is damaged, or asks for code.
     """
     path = Path(path)
     on_rank0(check_metadata, path)
@@ -34,23 +34,23 @@ def load_untrusted(state, path):
 
 
 def refused(path, error):
-    """What to raise where ``error`` ended the load of a file."""
+    """The CheckpointError for a file whose unpickling ended with ``error``."""
     asked = re.search(r"GLOBAL (\S+)", str(error))
     why = f"asks for {asked[1]}, which was not executed" if asked else "is damaged"
     return CheckpointError(f"{path} {why}.\nUse a checkpoint that you trust.")
 
 
 class PlainValues(dcp.DefaultLoadPlanner):
-    """Loads what is not a tensor only if weights_only=True does."""
+    """Loads a value that is not a tensor only if weights_only=True allows it."""
 
     def load_bytes(self, read_item, value):
-        torch.load(value, weights_only=True)  # raises, where super() would execute
+        torch.load(value, weights_only=True)  # raises before super() executes anything
         value.seek(0)
         super().load_bytes(read_item, value)
 
 
 class PlainMetadata(pickle.Unpickler):
-    """Makes dataclasses of DCP, dtypes and paths: they hold values and do nothing."""
+    """Builds DCP's dataclasses, dtypes and paths alone: they only hold values."""
 
     known = r"torch(\.serialization|\.distributed\.checkpoint\..+)?|pathlib(\._local)?"
 

@@ -1,9 +1,9 @@
-"""Which asserts of the notebooks cannot fail: ``python tools/sabotage/flips.py [notebooks/04_ddp.ipynb …]``.
+"""Find asserts of the notebooks that cannot fail: ``python tools/sabotage/flips.py [notebooks/04_ddp.ipynb …]``.
 
-Every assert is rewritten to call ``recorder.check``, in the kernel, in ``%%ranks`` and in functions that travel to
-ranks, and the notebook runs once. The table then names each assert that was never reached, that holds with a
-comparison flipped, or that holds with a wrong number: 10 % off where two numbers shall be equal, twice too large or too
-small where one shall be above a bound. ``--again`` prints the table of the last runs.
+Every assert is rewritten to call ``recorder.check``: in the kernel, in ``%%ranks``, and in functions that ranks run.
+Then the notebook runs once. The table names each assert that was never reached, that would hold with a comparison
+reversed, or that would hold with a wrong number: 10 % off where two numbers have to be equal, twice or half as large
+where one has to be above a bound. ``--again`` prints the table of the last runs.
 """
 
 import ast
@@ -28,7 +28,7 @@ OPERATORS = {
     ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in",
 }  # fmt: skip
 ORDERS = {"<", "<=", ">", ">="}
-# Calls that give the same for the same arguments and run nothing on ranks: a wrong number goes through them.
+# Functions without side effects, which run nothing on ranks: they are called again with a wrong number.
 PURE = set(
     "abs all allclose any cosine_similarity count differ double enumerate equal float index int isclose item items "
     "keys largest_difference list max mean min norm numel range round set sorted sqrt sub sum tolist total tuple "
@@ -38,11 +38,11 @@ MODULES = {"torch", "F", "math"}
 COMPREHENSIONS = (ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
 CLOSE = ("allclose", "isclose", "differ", "largest_difference", "abs(")
 NOTICED = ["1", "5 %", "10 %", "x2", "x10", "none"]
-ROUNDING = 1e-3  # a bound below it leaves room for float32's rounding, which a measured error need not be near
+ROUNDING = 1e-3  # a smaller bound allows for float32's rounding, and the measured error may be far below it
 
 
 class Leaves(ast.NodeTransformer):
-    """Replaces what a side of a comparison is computed from by the names ``_0, _1, …``, and lists it in ``found``."""
+    """Replaces the leaves of one side of a comparison by the names ``_0, _1, …``, and lists them in ``found``."""
 
     def __init__(self):
         self.found, self.bound = [], set()
@@ -50,7 +50,7 @@ class Leaves(ast.NodeTransformer):
     def leaf(self, node):
         if self.bound & {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}:
             return self.generic_visit(node)
-        if isinstance(node, ast.GeneratorExp):  # may be read again
+        if isinstance(node, ast.GeneratorExp):  # a generator could be read once only
             node = ast.ListComp(node.elt, node.generators)
         self.found.append(ast.unparse(node))
         return ast.Name(f"_{len(self.found) - 1}", ast.Load())
@@ -84,14 +84,14 @@ def is_name(node):
 
 
 def is_pure(node):
-    """Whether a node is not a call, or the call of a function that may be called again."""
+    """Whether a node may be evaluated again: it is not a call, or it calls a function without side effects."""
     if not isinstance(node, ast.Call):
         return True
     return (node.func.id if is_name(node.func) else getattr(node.func, "attr", "")) in PURE
 
 
 class Tree:
-    """The source of the recorder's tree for one condition; ``parts`` maps a part's number to (its text, its kind)."""
+    """Writes the source of the recorder's tree for one condition. ``parts`` is {number of a part: (text, kind)}."""
 
     def __init__(self):
         self.parts = {}
@@ -131,12 +131,12 @@ class Tree:
 
 
 def rewrite(cell, sites):
-    """The cell's source with each assert as a call of the recorder, on the same lines; adds to ``{site: …}``."""
+    """The cell's source with each assert as a call of the recorder, on the same lines. Adds asserts to ``sites``."""
     magic, source = re.match(r"(%%.*\n)?(.*)", cell.source, re.DOTALL).groups(default="")
     plain = re.sub(r"^([ \t]*)(\w+ = )?[!%].*", r"\1pass", source, flags=re.MULTILINE)
     try:
         body = ast.parse(plain)
-    except SyntaxError:  # the cell of another language
+    except SyntaxError:  # a cell in another language
         return cell.source
     asserts = [node for node in ast.walk(body) if isinstance(node, ast.Assert)]
     lines = source.encode().split(b"\n")
@@ -153,14 +153,14 @@ def rewrite(cell, sites):
 
 
 def unguarded(body):
-    """The asserts of an except clause that nobody misses where nothing is raised: the try has no else."""
+    """Yields asserts in except clauses that are skipped unnoticed where nothing is raised: the try has no else."""
     tries = [node for node in ast.walk(body) if isinstance(node, ast.Try) and not node.orelse]
     clauses = [clause for node in tries for clause in node.handlers]
     return [node for clause in clauses for node in ast.walk(clause) if isinstance(node, ast.Assert)]
 
 
 def rewritten(path):
-    """The notebook with its asserts rewritten, and {site: what is known of the assert from its text}."""
+    """(the notebook with rewritten asserts, {site: what the assert's text tells})."""
     nb, sites = nbformat.read(path, as_version=4), {}
     for cell in nb.cells:
         if cell.cell_type == "code" and "assert" in cell.source:
@@ -169,7 +169,7 @@ def rewritten(path):
 
 
 def run(path):
-    """Run the rewritten notebook; its records go to a file of RECORDS, and last the cells that failed."""
+    """Run the rewritten notebook. Its records go to a file in RECORDS; the last one lists the cells that failed."""
     nb, _ = rewritten(path)
     record = RECORDS / f"{path.stem}.jsonl"
     RECORDS.mkdir(exist_ok=True)
@@ -186,7 +186,7 @@ def run(path):
 
 
 def verdicts(known, reports):
-    """What is wrong with an assert, one line each."""
+    """Yields a line for each thing that is wrong with an assert."""
     if known["guarded"]:
         yield "passes where nothing is raised"
     if not any(is_name(node) for node in ast.walk(ast.parse(known["text"]))):
@@ -200,12 +200,12 @@ def verdicts(known, reports):
             yield f"over nothing: {text}"
             return
         elif not seen:
-            if kind != "in":  # the other wording of a message, on another platform or build
+            if kind != "in":  # an `or` of texts allows for a message's wording on another platform
                 yield f"never evaluated: {text}"
         elif kind not in ("all", "any", "and", "or", "not") and all(one["flip holds"] for one in seen):
             yield f"flipped still holds: {text}"
         elif within == "all" and kind not in ("!=", "in", "not in", "is", "is not"):
-            seen = [one for one in seen if "noticed" in one]  # it holds a number
+            seen = [one for one in seen if "noticed" in one]  # evaluations in which the comparison held a number
             least = min((one["noticed"] for one in seen), key=NOTICED.index, default="1")
             close = any(name in text for name in CLOSE) and ">" not in text
             if NOTICED.index(least) > NOTICED.index("10 %" if close else "x2") and (close or not is_free(text, kind)):
@@ -215,24 +215,24 @@ def verdicts(known, reports):
 
 
 def bounds(node):
-    """The numbers of a condition that are bounds: they stand beside what is measured, not in it."""
+    """The numbers in a condition that are bounds and not a part of a measured expression."""
     if isinstance(node, ast.Constant):
         return [node.value] if type(node.value) in (int, float) else []
     if isinstance(node, ast.Call):
         return [math.inf] if is_name(node.func) and node.func.id == "len" else []
-    factor = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div)  # "at least twice" has no bound
+    factor = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div)  # "at least twice" has a factor
     if factor or not isinstance(node, ast.Module | ast.Expr | ast.Compare | ast.BinOp | ast.UnaryOp):
         return []
     return [value for part in ast.iter_child_nodes(node) for value in bounds(part)]
 
 
 def is_free(text, kind):
-    """Whether an order may be far from its bound: it compares with 0 or 1, with rounding, or two measured numbers."""
+    """Whether < or > may hold by far: it compares with 0, 1 or a bound for rounding, or two measured numbers."""
     return kind == "order" and all(value in (0, 1) or value <= ROUNDING for value in bounds(ast.parse(text)))
 
 
 def survey(paths, again=False):
-    """The rows (notebook, cell, assert, verdict) of all notebooks; a cell that failed has one, without an assert."""
+    """[(notebook, cell, assert, verdict)] of all notebooks. A cell that failed has one row, with an empty assert."""
     rows = []
     for path in paths:
         if not again:

@@ -1,7 +1,7 @@
-"""The lies: each is a small patch of torch or of a helper, and the chapters whose cells must notice it.
+"""The lies: each is a small patch of torch or of a helper, with the chapters whose cells have to notice it.
 
-A lie about torch gets a module that was imported this moment and changes it. A lie about a helper or a chapter gets the
-text of a file and returns another text. This file is imported by every process of a sabotaged run: it imports little.
+A lie about torch gets a module that has just been imported, and changes it. A lie about a helper or a chapter gets the
+text of a file and returns a changed text. Every process of a sabotaged run imports this file, so it imports little.
 """
 
 import functools
@@ -15,15 +15,15 @@ LIES = {}  # {name: Lie}, in the order of the chapters
 class Lie:
     name: str
     says: str  # the lie in plain words
-    chapters: list  # those that must notice, as "04"
-    words: str  # a pattern that the failing cell or its neighbours must contain
-    module: str  # what is patched: a module of torch, or
-    file: str  # a file of this project
+    chapters: list  # chapters whose cells have to notice, such as "04"
+    words: str  # a pattern that has to match in the failing cell or in the prose around it
+    module: str  # the module of torch that the lie patches, or ""
+    file: str  # the file of this project that the lie changes, or ""
     tell: Callable
 
 
 def lie(chapters, words, module="", file=""):
-    """Register a lie. Its function changes ``module``, or takes the text of ``file`` and returns the new one."""
+    """Register a function as a lie: it changes ``module``, or returns a changed text of ``file``."""
 
     def register(function):
         says = " ".join(function.__doc__.split())
@@ -34,14 +34,14 @@ def lie(chapters, words, module="", file=""):
 
 
 def swap(text, old, new, times=1):
-    """The text with ``new`` in the place of ``old``, which must be there so often."""
+    """The text with ``new`` in place of ``old``. Raises AssertionError unless ``old`` occurs ``times`` times."""
     if text.count(old) != times:
         raise LookupError(f"the lie does not apply: the file has {text.count(old)} times {old!r}, not {times}")
     return text.replace(old, new)
 
 
 def build_with(kind, **options):
-    """Have a class take these options, whatever its caller gives."""
+    """Make a class take these options, whatever its caller passes."""
     true = kind.__init__
 
     def __init__(self, *inputs, **keywords):
@@ -65,7 +65,7 @@ STOP = "helpers/runtime/stop_request.py"
 
 
 def give_ranks(agent, change):
-    """Have torchrun's agent give each rank the environment that ``change`` makes of the right one."""
+    """Make torchrun's agent give each rank the environment that ``change`` returns for the right one."""
     true = agent.start_processes
 
     def start_processes(*inputs, envs, **keywords):
@@ -124,7 +124,7 @@ def barrier_does_not_wait(c10d):
 
     def barrier(*inputs, **keywords):
         called.append(True)
-        return true(*inputs, **keywords) if len(called) == 1 else None  # the first is that of launch, before the cell's
+        return true(*inputs, **keywords) if len(called) == 1 else None  # the first call is launch's own
 
     c10d.barrier = barrier
 
@@ -446,10 +446,10 @@ def clip_grad_norm_does_not_clip(module):
 
 
 def shard_with(module, change):
-    """Have ``fully_shard`` take the options that ``change`` makes of the right ones."""
+    """Make ``fully_shard`` take the options that ``change`` returns for the right ones."""
     true = module.fully_shard
 
-    @functools.wraps(true)  # with its attributes, which torch uses
+    @functools.wraps(true)  # torch uses the function's attributes
     def fully_shard(layer, **options):
         return true(layer, **options | change(options))
 

@@ -1,8 +1,8 @@
-"""What a rewritten assert calls, in the kernel and in every rank: it decides as the assert did, and writes what else
-would have passed.
+"""A rewritten assert calls this module, in the kernel and in every rank. ``check`` decides as the assert did, and
+writes down which wrong conditions would have held as well.
 
-The condition arrives as a tree: ``compare``, ``truth``, ``many`` (all, any), ``either`` (and, or), ``no``. Its numbers
-and calls were evaluated once, so a mutation runs nothing of the notebook again.
+The condition arrives as a tree: ``compare``, ``truth``, ``many`` (all, any), ``either`` (and, or), ``no``. Its leaves
+have been evaluated once, so trying wrong numbers runs no code of the notebook again.
 """
 
 import functools
@@ -16,9 +16,9 @@ OPERATORS = {
     "is": operator.is_, "is not": operator.is_not,
     "in": lambda a, b: a in b, "not in": lambda a, b: a not in b,
 }  # fmt: skip
-# The steps by which a number is made wrong, the smallest first; a whole number changes by one as well.
+# Factors by which a number is made wrong, the smallest first. An int also changes by one.
 STEPS = {"5 %": (1.05, 0.95), "10 %": (1.1, 0.9), "x2": (2, 0.5), "x10": (10, 0.1)}
-EVALUATIONS = 20  # of one assert in one process, which are written down; a loop's later ones are not
+EVALUATIONS = 20  # how many evaluations of one assert in one process are written down: a loop may have thousands
 
 
 class Value:
@@ -29,24 +29,24 @@ class Value:
         self.value = compute(*leaves)
 
     def wrong(self, index, change):
-        """(the side's value with one leaf changed,); None where no number of that leaf counts."""
+        """(the side's value with one leaf changed,), or None where no number in that leaf changes the value."""
         leaf = change(self.leaves[index])
         if leaf is None:
             return None
         value = self.compute(*self.leaves[:index], leaf, *self.leaves[index + 1 :])
-        unread = isinstance(leaf, list | tuple | dict) and repr(value) == repr(self.value)  # other parts of it count
+        unread = isinstance(leaf, list | tuple | dict) and repr(value) == repr(self.value)  # a part that is not used
         return None if unread else (value,)
 
 
 class Node:
-    """A condition: ``decide`` takes its parts' truths, or a forced truth for a part, and says whether it holds."""
+    """A condition or a part of one. ``holds`` is its truth in the notebook's run."""
 
     def __init__(self, number, kind, holds, parts=(), sides=(), operators=()):
         self.number, self.kind, self.parts, self.sides, self.operators = number, kind, parts, sides, operators
         self.holds = holds
 
     def decide(self, forced):
-        """Whether the whole condition holds where the node ``number`` is forced to a truth."""
+        """Whether the condition holds if nodes are forced. ``forced`` is {number: a function of the node}."""
         if self.number in forced:
             return forced[self.number](self)
         if not self.parts:
@@ -78,7 +78,7 @@ def many(number, kind, parts):
 
 
 def either(number, kind, *lazy):
-    """``and`` and ``or``: what Python would not evaluate is not evaluated here."""
+    """``and`` or ``or``. As in Python, a part that cannot matter is not evaluated."""
     parts = []
     for one in lazy:
         parts.append(one())
@@ -92,7 +92,7 @@ def no(number, part):
 
 
 def larger(value, factor, first):
-    """The value with its numbers multiplied, the first one alone or all; None where it has no number."""
+    """The value with its numbers multiplied by the factor: all of them, or the first one. None without a number."""
     import torch
 
     if isinstance(value, bool):
@@ -120,7 +120,7 @@ def larger(value, factor, first):
 
 
 def notices(node, root, step):
-    """Whether the condition fails for some number of this comparison made wrong by a step; None without a number."""
+    """Whether the condition fails if some number of this comparison is wrong by a step; None without a number."""
 
     def fails(side, leaf, change):
         if (changed := node.sides[side].wrong(leaf, change)) is None:
@@ -136,13 +136,13 @@ def notices(node, root, step):
             try:
                 one = fails(side, leaf, functools.partial(larger, factor=factor, first=first))
                 answer = answer if one is None else answer or one
-            except Exception:  # nothing can be computed with the wrong number: that is noticed
+            except Exception:  # an error with the wrong number would be noticed as well
                 return True
     return answer
 
 
 def report(root):
-    """{number of a part: what is known of it}: does its flip hold, and which is the smallest step that is noticed."""
+    """{number of a part: whether the condition holds with the part flipped, and the smallest step that is noticed}."""
     found, nodes = {}, {}
     for node in root.walk():
         nodes.setdefault(node.number, []).append(node)
@@ -161,7 +161,7 @@ def report(root):
 
 
 def short(value):
-    """A number as text with three digits; "" for all else."""
+    """A number as text with three digits; "" for anything else."""
     try:
         return f"{float(value):.3g}"
     except Exception:
@@ -174,7 +174,7 @@ def seen(site):
 
 
 def check(site, root, message=lambda: ""):
-    """Decide as the assert did; write what else would have passed to the file that FLIPS_RECORD names."""
+    """Decide as the assert did. Write which wrong conditions would have held to the file that FLIPS_RECORD names."""
     if len(seen(site)) < EVALUATIONS:
         seen(site).append(site)
         line = json.dumps({"site": site, "nodes": report(root)}) + "\n"

@@ -1,12 +1,12 @@
-"""Tell the chapters one lie after the other, and see which cell notices: ``make sabotage``.
+"""Tell the chapters one lie after the other, and see which cell notices it: ``make sabotage``.
 
     make sabotage                               every lie, and every chapter without one
     make sabotage ARGS=all_reduce_adds_nothing  one lie
     make sabotage ARGS=--clean=04,05            chapters without a lie, by the same path: no cell may fail
 
-A lie runs the chapters that teach the thing, in a copy of the project, each to its first failing cell. What the cells
-said goes to book/recorded/sabotage.csv, which the book shows. The exit status is 1 if a lie is not noticed, or by a
-cell that is about something else.
+With a lie, the chapters that teach its subject run in a copy of the project, each up to its first failing cell. What
+the cells said goes to book/recorded/sabotage.csv, which the book shows. The exit status is 1 if no cell notices a lie,
+or if the cell that notices it is about something else.
 """
 
 import argparse
@@ -30,14 +30,14 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECORD = ROOT / "book" / "recorded" / "sabotage.csv"
 COLUMNS = ["The lie", "Noticed in", "Cell", "By", "What the cell said"]
-MOST_SECONDS = 3600  # for a chapter
+MOST_SECONDS = 3600  # a chapter that takes longer is ended
 
 
 def run(lie, chapter, until=None):
     """The first failing cell of a chapter under a lie, as {"cell", "kind", "said"}; None if all cells pass.
 
-    Without a lie the chapter runs as it is, by the same path. ``until`` is the id of the last cell to run. The kind is
-    "fault" where not the book noticed something: where the lie itself broke, or was never told.
+    Without a lie the chapter runs unchanged, in the same way. ``until`` is the id of the last cell to run. The kind is
+    "fault" where the lie itself raised an error, or where no process imported what the lie changes.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_of_the_project(Path(folder, "book"))
@@ -72,7 +72,7 @@ def run(lie, chapter, until=None):
 
 
 def copy_of_the_project(folder):
-    """What a chapter needs of this project, in a folder where a lie may change it."""
+    """Copy what a chapter needs of this project to a folder, where a lie may change it."""
     for name in ("helpers", "notebooks", "book/recorded"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
     (folder / "tests").mkdir()
@@ -87,7 +87,7 @@ def notebook_of(chapter):
 
 
 def row(lie, chapter):
-    """(the record's row for a lie in a chapter, what is wrong with it or "")."""
+    """Tell a chapter a lie: (the row for the record, what is wrong with it or "")."""
     failure = run(lie, chapter)
     said = dict.fromkeys(COLUMNS, "") | {"The lie": lie.says, "Noticed in": f"chapter {int(chapter)}"}
     if failure is None:
@@ -102,19 +102,19 @@ def row(lie, chapter):
 
 
 def place(nb, cell_id):
-    """(the heading that a cell stands under, its anchor, the text of the cell and of the prose before and after)."""
+    """(the heading above a cell, the heading's anchor, the text of the cell and of the prose before and after it)."""
     at = next(index for index, cell in enumerate(nb.cells) if cell.id == cell_id)
     prose = [index for index, cell in enumerate(nb.cells) if cell.cell_type == "markdown"]
     before, after = [i for i in prose if i < at], [i for i in prose if i > at]
     text = "\n".join(nb.cells[index].source for index in before)
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
     around = [nb.cells[index].source for index in [*before[-1:], at, *after[:1]]]
-    heading = re.sub(r"^\d+\. ", "", headings[-1])  # a chapter's title has its number before it
+    heading = re.sub(r"^\d+\. ", "", headings[-1])  # a chapter's title begins with its number
     return heading, slugify(headings[-1].replace("`", "")), "\n".join([heading, *around])
 
 
 def quoted(text, most=160):
-    """A line of code or of an error as a page's inline code, cut where it is long."""
+    """A line of code, or of an error, as inline code for a page, cut after ``most`` characters."""
     text = " ".join(text.replace("`", "'").split())
     return f"`{text if len(text) <= most else text[: most - 2] + ' …'}`"
 
@@ -128,12 +128,12 @@ def recorded():
 
 
 def key(row):
-    """What a row is of: (the lie, the chapter's number)."""
+    """(the lie, the chapter's number): no two rows have the same key."""
     return row["The lie"], int(re.search(r"\d+", row["Noticed in"])[0])
 
 
 def record(row):
-    """Put a row into the record, in the order of the lies, and drop those of lies that are gone."""
+    """Write a row to the record, in the order of the lies, and remove rows of lies that no longer exist."""
     rows = {key(one): one for one in [*recorded(), row]}
     order = [(lie.says, int(chapter)) for lie in LIES.values() for chapter in lie.chapters]
     with RECORD.open("w", newline="", encoding="utf-8") as file:

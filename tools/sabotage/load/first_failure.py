@@ -1,4 +1,4 @@
-"""For `pytest -p` beside --nbval: writes to WORLD_SIZE_ONE_FAILURE which cell of a notebook failed first, and how.
+"""For `pytest -p` with --nbval: writes which cell of a notebook failed first, and how, to WORLD_SIZE_ONE_FAILURE.
 
 WORLD_SIZE_ONE_UNTIL is the id of the last cell to run, or empty.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-FAULT = r"\b(Attribute|Import|Name|Type|Lookup|Key)Error: "  # in a lie's own code: it calls what is not there
+FAULT = r"\b(Attribute|Import|Name|Type|Lookup|Key)Error: "  # errors of a lie that calls what does not exist
 
 
 @pytest.hookimpl(wrapper=True)
@@ -22,9 +22,9 @@ def pytest_runtest_makereport(item, call):
     path = Path(os.environ["WORLD_SIZE_ONE_FAILURE"])
     if report.failed and not path.exists():
         kind, said = ("fault", str(call.excinfo.value)) if call.when != "call" else describe(item, call.excinfo.value)
-        for folder in (os.getcwd(), tempfile.gettempdir()):  # the copy of the project, and what holds it
+        for folder in (os.getcwd(), tempfile.gettempdir()):  # folders of this run
             said = said.replace(f"{folder}/", "")
-        said = re.sub(r"\btmp\w{8}/", "", said)  # a chapter's own, another in each run
+        said = re.sub(r"\btmp\w{8}/", "", said)  # the name of a chapter's own folder is random
         path.write_text(json.dumps({"cell": item.cell.id, "kind": kind, "said": said}))
     return report
 
@@ -36,11 +36,11 @@ def pytest_collection_modifyitems(items):
 
 
 def describe(item, error):
-    """(assert, error, hang, output or fault; what the cell said, on one line) of a cell that failed."""
+    """(kind: assert, error, hang, output or fault; what the cell said, on one line) of a cell that failed."""
     text = re.sub(r"\x1b\[[\d;]*m", "", f"{getattr(error, 'inner_traceback', '') or ''}")
     raised = [output for output in item.test_outputs or [] if output.output_type == "error"]
     if str(error).startswith("Timeout"):
-        return "fault", str(error)  # launch and the chapters' own limits end what a lie hangs; this is a busy machine
+        return "fault", str(error)  # launch ends a hang much earlier: here the machine was too busy
     if raised and not str(error).startswith("Cell outputs differ"):
         name, value = raised[-1].ename, " ".join(raised[-1].evalue.split())
         own = "lies.py" in text + value or f"{os.environ['WORLD_SIZE_ONE_LIE'] or None}." in value
@@ -59,8 +59,8 @@ def describe(item, error):
 
 
 def whole(source, line):
-    """The assertion of a cell that has this line, on one line; the line itself where the cell has no such assertion."""
-    with contextlib.suppress(SyntaxError):  # a cell that begins with %%
+    """The assert statement of a cell that this line belongs to, on one line; or the line, if it belongs to none."""
+    with contextlib.suppress(SyntaxError):  # for a cell that begins with %%
         for node in ast.walk(ast.parse(source)):
             text = ast.get_source_segment(source, node) if isinstance(node, ast.Assert) else ""
             if line.partition("  #")[0] in map(str.strip, text.splitlines()):
@@ -69,7 +69,7 @@ def whole(source, line):
 
 
 def shown(outputs):
-    """The lines of text that a cell shows."""
+    """The lines of text in a cell's outputs."""
     texts = []
     for output in outputs or []:
         texts.append(output.get("text") or output.get("evalue") or output.get("data", {}).get("text/plain", ""))
@@ -77,6 +77,6 @@ def shown(outputs):
 
 
 def difference(stored, now):
-    """The first line that is not stored, and the first stored one that is missing."""
+    """The first line that is not among the stored lines, and the first stored line that is missing, as text."""
     new, gone = [line for line in now if line not in stored], [line for line in stored if line not in now]
     return f"{(new or ['nothing'])[0].strip()}; stored is: {(gone or ['nothing'])[0].strip()}"

@@ -1,6 +1,6 @@
-"""What every Python process of a sabotaged run does first: apply the lie that WORLD_SIZE_ONE_LIE names.
+"""Every Python process of a sabotaged run imports this module first. It applies the lie that WORLD_SIZE_ONE_LIE names.
 
-The folder is in PYTHONPATH, so kernels, forkservers and what torchrun starts find it. A rank is forked with the lie.
+Its folder is in PYTHONPATH, so kernels, forkservers and torchrun's processes find it. Ranks are forked with the lie.
 """
 
 import importlib.abc
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Sabotage(importlib.abc.MetaPathFinder):
-    """Imports one module as usual, and tells its lie before anybody else sees the module."""
+    """Imports one module as usual, and changes it before the importing code gets it."""
 
     def __init__(self, lie):
         self.lie = lie
@@ -26,7 +26,7 @@ class Sabotage(importlib.abc.MetaPathFinder):
         def exec_module(module):
             load(module)
             self.lie.tell(module)
-            Path(os.environ["WORLD_SIZE_ONE_TOLD"]).touch()  # else the run proves nothing
+            Path(os.environ["WORLD_SIZE_ONE_TOLD"]).touch()  # without this file, the run proves nothing
 
         spec.loader.exec_module = exec_module
         return spec
