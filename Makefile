@@ -69,11 +69,12 @@ $(READY):
 	@ls $(VENV)/ready-* >/dev/null 2>&1 && grep -qsF "$(CURDIR)/$(BIN)" $(BIN)/pip && $(BIN)/python -c "" 2>/dev/null \
 	  || $(PYTHON) -m venv --clear $(VENV)
 	@rm -f $(VENV)/ready-*
+	@if [ -n "$(TORCH)" ]; then sed 's/^torch==.*/torch==$(TORCH)/' requirements.txt; \
+	  else cat requirements.txt && echo "-c ../requirements.lock"; fi >$(VENV)/pins.txt
 	@[ "$$(uname)" != Linux ] || nvidia-smi >/dev/null 2>&1 \
-	  || $(PIP) install --quiet $(CPU_TORCH) "$(if $(TORCH),torch==$(TORCH),$$(grep ^torch== requirements.txt))" 2>/dev/null \
+	  || $(PIP) install --quiet $(CPU_TORCH) "$$(grep ^torch== $(VENV)/pins.txt)" 2>/dev/null \
 	  || echo "PyTorch's index of CPU builds does not answer: pip takes the build that it finds."
-	@[ -t 1 ] || quiet=--quiet; if [ -z "$(TORCH)" ]; then $(PIP) install $$quiet -r requirements.txt -c requirements.lock; \
-	  else sed 's/^torch==.*/torch==$(TORCH)/' requirements.txt >$(VENV)/pins.txt; $(PIP) install $$quiet -r $(VENV)/pins.txt; fi
+	@[ -t 1 ] || quiet=--quiet; $(PIP) install $$quiet -r $(VENV)/pins.txt
 	@$(PIP) install --quiet --no-deps --editable .
 	@touch $@
 
