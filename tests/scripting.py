@@ -1,6 +1,5 @@
 """What the tests of scripts share: an export, a machine without this project, torchrun, a rehearsal, a result."""
 
-import atexit
 import contextlib
 import io
 import json
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from forked_torchrun import be_an_agent
 from kills import AT_ADDRESS, TORCHRUN
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from rehearsing import rehearse_rank
 
 from helpers.export import chapters
 from helpers.ranks.launch import context, launch, warm, without_main
@@ -150,30 +150,6 @@ def rehearse(script, *options, flags=(), timeout=240):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     assert leftovers.soon(lambda: not leftovers.processes(mark), seconds=60)
     return done
-
-
-class Left(BaseException):
-    """In the place of os._exit: a rehearsed script has ended."""
-
-
-def rehearse_rank(port, script, gpus, flags, folder):
-    """This rank of ``launch`` becomes one of a rehearsal; return its exit status."""
-    from helpers.rehearsal import rank
-
-    def leave(status):
-        raise Left(status)
-
-    atexit._clear()  # the forkserver's, which would end this rank: a fresh process has none
-    dist.destroy_process_group()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ |= {"REHEARSAL_GPUS": str(gpus), "REHEARSAL_FOLDER": folder, "REHEARSAL_JSON": f"{folder}/report.json"}
-    rank.EXIT, end = leave, os._exit
-    try:
-        rank.main(script, flags)
-    except Left as left:
-        return left.args[0]
-    finally:
-        os._exit = end
 
 
 def rehearse_here(script, gpus, flags, folder):
