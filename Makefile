@@ -6,7 +6,7 @@ NPROC ?= 4
 PORT ?= 8000
 RUNS ?= 40
 NOTEBOOK ?=
-WORKERS ?= 3
+WORKERS ?= 4
 SETTINGS ?= ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1
 ARGS ?=
 TORCH ?=
@@ -124,7 +124,8 @@ run: $(READY)
 
 # --- verification ---------------------------------------------------------------------------------------------------
 
-# A file's tests stay on one worker, and so does a notebook's kernel; conftest.py puts the longest files first.
+# A file's tests stay on one worker, and so does a notebook's kernel; conftest.py puts the longest files first. Half of
+# the seconds are waits, for a cluster, a time-out or a network: there are more workers than cores, also on two cores.
 PYTEST := $(BIN)/python -m pytest --nbval --dist loadfile --no-loadscope-reorder -n $(WORKERS)
 
 RUFF := $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .

@@ -141,7 +141,7 @@ class Cluster:
         while not condition():
             if time.monotonic() > end:
                 raise AssertionError(f"Not within {seconds} s.\n{self.run('squeue')}{self.run('sinfo')}")
-            time.sleep(0.2)
+            time.sleep(0.4)  # each look at the queue starts two processes
 
     def until_limits_are_checked(self):
         """Seconds until the controller looks for jobs whose time is up: it does so every 30 s."""

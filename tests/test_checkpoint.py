@@ -850,7 +850,7 @@ def kill_a_rank(script, environment, flags, folder, name):
     """Start a script on two ranks, and kill one of them when the folder holds that checkpoint."""
     agent = Forked(script, 2, environment, *flags)
     while not agent.ended() and not (folder / name).exists():
-        pass
+        time.sleep(0.001)
     rank = next(pid for pid in agent.left() if pid != agent.pid)
     os.kill(rank, signal.SIGKILL)
     status, _, errors, left = agent.end(120)
