@@ -1,5 +1,6 @@
 """What several test files share: the built book, a server for a folder, a browser."""
 
+import contextlib
 import functools
 import http.server
 import os
@@ -17,9 +18,9 @@ import nbformat
 import pytest
 import slurm_cluster
 import yaml
+from chromium import Missing, chromium
 from filelock import FileLock
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-from print_pdf import BROWSERS
 
 ROOT = Path(__file__).parents[1]
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
@@ -139,14 +140,10 @@ def helpers(capsys):
 
 @pytest.fixture(scope="module")
 def browser():
-    """A headless chromium. Without one the test is skipped."""
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip("no chromium or Chrome on this machine")
-    from playwright.sync_api import sync_playwright
-
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=flags)
-        yield chromium
-        chromium.close()
+    """A headless chromium, or a skip."""
+    with contextlib.ExitStack() as stack:
+        try:
+            found = stack.enter_context(chromium())
+        except Missing as missing:
+            pytest.skip(str(missing).splitlines()[0])
+        yield found

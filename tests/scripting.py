@@ -1,6 +1,5 @@
 """What the tests of scripts share: exporting, hiding this project, torchrun, rehearsals, and reading results."""
 
-import atexit
 import contextlib
 import io
 import json
@@ -9,17 +8,21 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
 import leftovers
 import nbformat
+import psutil
 import torch.distributed as dist
-from kills import TORCHRUN
+from forked_torchrun import be_an_agent
+from kills import AT_ADDRESS, TORCHRUN
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from rehearsing import rehearse_rank
 
 from helpers.export import chapters
-from helpers.ranks.launch import launch
+from helpers.ranks.launch import context, launch, warm, without_main
 
 ROOT = Path(__file__).parents[1]
 TOLERANCE = 0.002  # for numbers in a result, which are rounded to three digits
@@ -66,17 +69,14 @@ def export(notebook, folder):
     return script
 
 
-def torchrun(script, nproc, environment, *flags, agent=TORCHRUN, timeout=240):
-    """Run a script under torchrun in its own folder. Returns (exit status, stdout, stderr, processes that it left).
+def torchrun(script, nproc, environment, *flags, timeout=240):
+    """Run a script under torchrun in its own folder, as (exit status, stdout, stderr, processes that it left).
 
-    The status is None if the script hung for ``timeout`` seconds and was killed. With the agent FORKING, the ranks
-    have torch imported when they start.
+    The status is None when it hung for ``timeout`` seconds and was killed.
     """
     mark = uuid.uuid4().hex
-    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    command = [sys.executable, *agent, f"--nproc-per-node={nproc}", *where, script, *flags]
     process = subprocess.Popen(
-        command,
+        [sys.executable, *TORCHRUN, f"--nproc-per-node={nproc}", *AT_ADDRESS, script, *flags],
         cwd=script.parent,
         env={**environment, leftovers.MARK: mark},
         stdout=subprocess.PIPE,
@@ -97,6 +97,51 @@ def torchrun(script, nproc, environment, *flags, agent=TORCHRUN, timeout=240):
     return status, out, errors, left
 
 
+class Forked:
+    """A script under torchrun's agent, where agent and ranks are forked from a process that has imported torch.
+
+    Each process saves the two seconds of the processor that its imports take. The agent is that of
+    tools/forked_torchrun.py; the environment is the caller's, and helpers is hidden as ``stand_alone`` hides it.
+    """
+
+    def __init__(self, script, nproc, environment, *flags):
+        self.folder = tempfile.TemporaryDirectory()
+        options = [f"--nproc-per-node={nproc}", *AT_ADDRESS, str(script), *map(str, flags)]
+        task = (options, str(script.parent), {**environment}, self.folder.name)
+        warm()
+        with without_main():
+            self.process = context.Process(target=be_an_agent, args=task)
+            self.process.start()
+        self.pid = self.process.pid
+
+    def ended(self):
+        return not self.process.is_alive()
+
+    def left(self):
+        """The processes of the agent's session: ranks, and what they started."""
+        found = []
+        for pid in psutil.pids():
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(pid) == self.pid:
+                    found.append(pid)
+        return found
+
+    def end(self, timeout=240):
+        """(exit status, stdout, stderr, processes that it left), as ``torchrun`` has it."""
+        self.process.join(timeout)
+        status = self.process.exitcode
+        leftovers.soon(lambda: status is None or not self.left(), seconds=60)
+        left = self.left()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.join()
+        self.process.close()
+        out, errors = (Path(self.folder.name, name).read_text() for name in ("out", "errors"))
+        self.folder.cleanup()
+        return status, out, errors, left
+
+
 def rehearse(script, *options, flags=(), timeout=240):
     """Run ``python -m helpers rehearse``; return the finished process. Fails if it leaves a process behind."""
     mark = uuid.uuid4().hex
@@ -105,30 +150,6 @@ def rehearse(script, *options, flags=(), timeout=240):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     assert leftovers.soon(lambda: not leftovers.processes(mark), seconds=60)
     return done
-
-
-class Left(BaseException):
-    """Raised in place of os._exit: a rehearsed script has ended."""
-
-
-def rehearse_rank(port, script, gpus, flags, folder):
-    """Turn this rank of ``launch`` into one of a rehearsal and run the script; return its exit status."""
-    from helpers.rehearsal import rank
-
-    def leave(status):
-        raise Left(status)
-
-    atexit._clear()  # the forkserver's, which would end this rank: a fresh process has none
-    dist.destroy_process_group()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ |= {"REHEARSAL_GPUS": str(gpus), "REHEARSAL_FOLDER": folder, "REHEARSAL_JSON": f"{folder}/report.json"}
-    rank.EXIT, end = leave, os._exit
-    try:
-        rank.main(script, flags)
-    except Left as left:
-        return left.args[0]
-    finally:
-        os._exit = end
 
 
 def rehearse_here(script, gpus, flags, folder):

@@ -140,7 +140,7 @@ class Cluster:
         while not condition():
             if time.monotonic() > end:
                 raise AssertionError(f"Not within {seconds} s.\n{self.run('squeue')}{self.run('sinfo')}")
-            time.sleep(0.2)
+            time.sleep(0.4)  # each look at the queue starts two processes
 
     def until_limits_are_checked(self):
         """Seconds until the controller next looks for jobs whose time is up, which it does every 30 s."""

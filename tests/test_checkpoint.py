@@ -22,13 +22,11 @@ import time
 from unittest import mock
 
 import cloudpickle
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from kills import FORKING
-from scripting import ROOT, export, result, stand_alone, torchrun
+from scripting import ROOT, Forked, export, result, stand_alone
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -849,17 +847,14 @@ def test_a_full_disk_leaves_no_half_file_beside_another(tmp_path):
 
 
 def kill_a_rank(script, environment, flags, folder, name):
-    """Start a script on two ranks, and kill one of them when the folder holds the checkpoint ``name``."""
-    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    command = [sys.executable, *FORKING, "--nproc-per-node=2", *where, script, *flags]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=script.parent, env=environment, **pipes) as agent:
-        while agent.poll() is None and not (folder / name).exists():
-            pass
-        rank = next(one for one in psutil.Process(agent.pid).children(recursive=True) if str(script) in one.cmdline())
-        rank.kill()
-        _, errors = agent.communicate(timeout=120)
-    assert agent.returncode == 1 and "SIGKILL" in errors, errors
+    """Start a script on two ranks, and kill one of them when the folder holds that checkpoint."""
+    agent = Forked(script, 2, environment, *flags)
+    while not agent.ended() and not (folder / name).exists():
+        time.sleep(0.001)
+    rank = next(pid for pid in agent.left() if pid != agent.pid)
+    os.kill(rank, signal.SIGKILL)
+    status, _, errors, left = agent.end(120)
+    assert status == 1 and "SIGKILL" in errors and not left, errors
 
 
 @pytest.mark.ranks
@@ -868,7 +863,7 @@ def test_the_script_is_killed_and_goes_on(tmp_path):
     alone = stand_alone(tmp_path / "path")
     script = export(ROOT / "notebooks" / "10_checkpointing.ipynb", tmp_path / "empty")
     settings = ["--noise", "0.3", "--save-every", "4"]
-    status, out, errors, _ = torchrun(script, 2, alone, *settings, agent=FORKING)
+    status, out, errors, _ = Forked(script, 2, alone, *settings).end()
     assert status == 0, errors
     through = result(out)
     settings += ["--checkpoint-dir", "runs/a"]
@@ -880,13 +875,13 @@ def test_the_script_is_killed_and_goes_on(tmp_path):
     kill_a_rank(script, alone, settings, runs, "step_00000020")
     newest = latest_good(runs)
     assert 20 <= int(newest.name[5:]) < 120
-    status, out, errors, _ = torchrun(script, 2, alone, *settings, agent=FORKING)
+    status, out, errors, _ = Forked(script, 2, alone, *settings).end()
     assert status == 0 and f"going on from {newest.name}\n" in out, errors
     assert result(out) == through
     assert [path.name for path in finished(runs)] == ["step_00000112", "step_00000116", "step_00000120"]
 
     os.truncate(runs / "step_00000120" / "__0_0.distcp", 100)
-    status, out, errors, _ = torchrun(script, 4, alone, *settings, "--shard", agent=FORKING)
+    status, out, errors, _ = Forked(script, 4, alone, *settings, "--shard").end()
     assert status == 0 and "skipped: step_00000120/__0_0.distcp" in out, errors
     assert "going on from step_00000116\n" in out and result(out)["step"] == 120
     assert len([verify(path) for path in finished(runs)]) == 3

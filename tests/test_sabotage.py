@@ -52,6 +52,13 @@ def test_nothing_is_noticed_without_a_lie():
     assert run.run(None, TOLD[name], until=cell) is None
 
 
+@pytest.mark.parametrize("weak", [False, True])
+def test_an_assert_that_cannot_fail_is_a_failure_too(weak, monkeypatch):
+    monkeypatch.setattr(run, "LIES", {})
+    monkeypatch.setattr(run.flips, "main", lambda notebooks: weak)
+    assert run.main([]) == weak
+
+
 UNNOTICED = {
     "no cell notices it": "import torch",
     "no process imported torch.amp.autocast_mode": "pass",

@@ -13,16 +13,16 @@ import sys
 
 import pytest
 import recorded
-from kills import FORKING, TORCHRUN
 from ruff import find_ruff_bin
-from scripting import ROOT, TOLERANCE, export, rehearse, rehearse_here, result, stand_alone, torchrun
+from scripting import ROOT, TOLERANCE, Forked, export, rehearse, rehearse_here, result, stand_alone, torchrun
 
 pytestmark = [pytest.mark.scripts, pytest.mark.timeout(900)]
 
 CHAPTERS = sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))
 TEMPLATE = ROOT / "notebooks" / "template.ipynb"
 GPUS = {"11_trainer": 8}  # how many pretended GPUs; the other scripts have 2
-BY_COMMAND = {"04_ddp": "04", "11_trainer": "11"}  # rehearsed by the command that a reader types
+BY_COMMAND = {"04_ddp": "04"}  # rehearsed through the command line, as its user writes it
+FLAGS = {"02_collectives": ["--repeat", "0.001"]}  # on several ranks: a time is printed, and no test is about it
 REHEARSAL_FLAGS = {"05_amp": ["--bench-width", "64", "--bench-batch", "64", "--bench-steps", "2"]}
 GOOD_ENOUGH = {
     "00_first_run": lambda result: result["val_accuracy"] > 0.94,
@@ -62,9 +62,9 @@ def written(notebook, folder):
     return script
 
 
-def on_ranks(script, nproc, environment, agent=TORCHRUN):
-    """The result of a script under torchrun."""
-    status, out, errors, left = torchrun(script, nproc, environment, agent=agent)
+def on_ranks(nproc, ended):
+    """The result of a script that has ended on so many ranks."""
+    status, out, errors, left = ended
     assert status == 0, f"{nproc} ranks: {'hung' if status is None else status}\n{out}{errors}"
     assert not left and "Warning" not in errors, errors
     return numbers(out, nproc, f"{nproc} rank(s), gloo on cpu\n")
@@ -83,8 +83,8 @@ def test_the_ranks_cannot_import_helpers(alone, tmp_path):
     assert subprocess.run(line, cwd=ROOT).returncode == 0
     script = tmp_path / "cheat.py"
     script.write_text("import helpers.runtime.data")
-    status, _, errors, _ = torchrun(script, 1, alone)
-    assert status == 1 and "helpers is hidden" in errors
+    for status, _, errors, _ in (torchrun(script, 1, alone), Forked(script, 1, alone).end()):
+        assert status == 1 and "helpers is hidden" in errors
 
 
 @pytest.mark.parametrize("notebook", CHAPTERS, ids=lambda path: path.stem)
@@ -95,10 +95,11 @@ def test_chapter(notebook, alone, tmp_path):
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     expected = numbers(done.stdout, 1, "1 rank(s), gloo on cpu\n")
     assert GOOD_ENOUGH[notebook.stem](expected), expected
-    assert on_ranks(script, 4, alone, FORKING) == pytest.approx(expected, abs=TOLERANCE)
+    flags = FLAGS.get(notebook.stem, [])
+    assert on_ranks(4, Forked(script, 4, alone, *flags).end()) == pytest.approx(expected, abs=TOLERANCE)
     assert set(os.listdir(folder)) <= {script.name, "__pycache__"}
 
-    gpus, flags = GPUS.get(notebook.stem, 2), REHEARSAL_FLAGS.get(notebook.stem, [])
+    gpus, flags = GPUS.get(notebook.stem, 2), [*flags, *REHEARSAL_FLAGS.get(notebook.stem, [])]
     if command := BY_COMMAND.get(notebook.stem):
         done = rehearse(command, "--gpus", gpus, "--json", folder / "report.json")
         statuses, out = [done.returncode] * gpus, done.stdout + done.stderr
@@ -127,7 +128,7 @@ def no_step_waits(report):
 def test_the_template_on_1_2_and_4_ranks(alone, tmp_path):
     folder = tmp_path / "empty"
     script = written(TEMPLATE, folder)
-    results = [on_ranks(script, nproc, alone) for nproc in (1, 2, 4)]
+    results = [on_ranks(nproc, torchrun(script, nproc, alone)) for nproc in (1, 2, 4)]
     assert results[0]
     for other in results[1:]:
         assert other == pytest.approx(results[0], abs=TOLERANCE)

@@ -19,9 +19,9 @@ echo "$*" >> "{folder}/calls"
 case "$*" in
   *"sys.version_info"*) exit {version} ;;
   "-V") echo "Python 3.8.1" ;;
-  "-m venv --clear .venv")
-    rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python
-    echo "#!{folder}/.venv/bin/python" > .venv/bin/pip ;;
+  "-m venv --clear "*)
+    rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python"
+    echo "#!{folder}/$4/bin/python" > "$4/bin/pip" ;;
   *"install"*"--index-url"*) [ ! -e "{folder}/index-fails" ] || exit 1 ;;
   *"pip"*"install"*) [ ! -e "{folder}/pip-fails" ] || exit 1 ;;
 esac
@@ -65,7 +65,9 @@ def test_sets_up_once(project):
     first = project.make("setup")
     assert first.returncode == 0, first.stderr
     assert "-m venv --clear .venv" in first.calls
-    assert "install --quiet -r requirements.txt -c requirements.lock" in first.calls
+    assert "install --quiet -r .venv/pins.txt" in first.calls
+    pins = (project.folder / ".venv" / "pins.txt").read_text()
+    assert pins == (ROOT / "requirements.txt").read_text() + "-c ../requirements.lock\n"
     assert "install --quiet --no-deps --editable ." in first.calls
     assert len(project.marks()) == 1
     assert project.make("setup").calls == ""
@@ -78,8 +80,8 @@ def test_brings_a_finished_set_up_up_to_date(project, name):
     with open(project.folder / name, "a") as file:
         file.write("# changed\n")
     again = project.make("setup")
-    assert "install --quiet -r requirements.txt" in again.calls
-    assert "venv" not in again.calls
+    assert "install --quiet -r .venv/pins.txt" in again.calls
+    assert "-m venv" not in again.calls
     assert len(project.marks()) == 1 and project.marks() != before
     assert project.make("setup").calls == ""
 
@@ -100,6 +102,13 @@ def test_torch_without_cuda_where_linux_has_no_gpu(project, monkeypatch, system,
     assert [line.split()[-1] for line in found] == [pin] * cpu
 
 
+def test_another_torch_has_an_environment_and_pins_of_its_own(project):
+    done = project.make("setup", "TORCH=9.8.7")
+    assert "install --quiet -r .venv-9.8.7/pins.txt" in done.calls and project.marks() == []
+    pins = (project.folder / ".venv-9.8.7" / "pins.txt").read_text()
+    assert pins == re.sub(r"(?m)^torch==.*", "torch==9.8.7", (ROOT / "requirements.txt").read_text())
+
+
 def test_an_index_that_does_not_answer_is_no_obstacle(project, monkeypatch):
     program(project.folder, "uname", "echo Linux")
     program(project.folder, "nvidia-smi", "exit 1")
@@ -107,7 +116,7 @@ def test_an_index_that_does_not_answer_is_no_obstacle(project, monkeypatch):
     (project.folder / "index-fails").touch()
     done = project.make("setup")
     assert done.returncode == 0 and "does not answer" in done.stdout
-    assert "install --quiet -r requirements.txt" in done.calls
+    assert "install --quiet -r .venv/pins.txt" in done.calls
 
 
 def test_the_lock_has_what_is_pinned():

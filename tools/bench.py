@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from pathlib import Path
 
 import bench_jobs
 from bench_jobs import exported, loaded
+
+from helpers.ranks.ports import hold_port
 
 ROOT = Path(__file__).parents[1]
 SIZES = (2, 4, 8)
@@ -116,8 +117,8 @@ def by_accelerate(nproc):
 
     def call():
         queue = mp.get_context("fork").SimpleQueue()
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
-            notebook_launcher(forked, (f"{folder}/store", queue), num_processes=nproc, use_port=free_port())
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None), hold_port() as port:
+            notebook_launcher(forked, (f"{folder}/store", queue), num_processes=nproc, use_port=str(port))
         return [result for _, result in sorted(queue.get() for _ in range(nproc))]
 
     yield call
@@ -142,20 +143,16 @@ def by_torchrun(nproc):
 
 
 def torchrun(nproc, *command):
-    """Run a script under torchrun on ``nproc`` ranks of this machine."""
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
-    start += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    """Run a script on nproc ranks of this machine."""
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", "--master-addr=127.0.0.1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()}
-    subprocess.run([*start, *command], env=environment, check=True, capture_output=True, timeout=300)
+    with hold_port() as port:
+        line = [*start, f"--master-port={port}", *command]
+        subprocess.run(line, env=environment, check=True, capture_output=True, timeout=300)
 
 
 def loopback():
     return "lo0" if sys.platform == "darwin" else "lo"
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 def time_calls(contender, nproc):

@@ -16,16 +16,13 @@ from urllib.parse import unquote, urlsplit
 
 import yaml
 from bs4 import BeautifulSoup
-from playwright.sync_api import sync_playwright
+from chromium import Missing, chromium
 from pypdf import PdfReader, PdfWriter
 
 ROOT = Path(__file__).parents[1]
-CHROME_ON_MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
-BROWSERS = ["chromium", "chromium-browser", "google-chrome", CHROME_ON_MACOS]
 NAME = "world-size-one.pdf"
 INTRO = "book/intro"
 PAPER_WIDTH = 665  # pixels between the margins of A4: 210 mm - 2 * 17 mm, at 96 to the inch
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
 # Elements that only a screen needs. Links to downloads are kept as text, because paper has no file beside it.
 ON_SCREEN_ONLY = "a.headerlink, .wso-note, .wso-view:not(.wso-on), p.pdf, figure.wso script"
@@ -222,18 +219,14 @@ def print_pdf(html, out):
 
 @contextmanager
 def printer(html):
-    """A context with a function that prints an HTML document of the folder ``html``: it returns the PDF in memory."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        raise SystemExit("The PDF is printed by chromium or Chrome, and neither is here.\nTry `make system`.")
+    """A function that prints a document, opened in the folder ``html``, and returns the PDF as a file in memory."""
     file = html.resolve() / "print.html"
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=browser, args=FLAGS)
+    with chromium() as browser:
 
         def printed(text):
             file.write_text(text, encoding="utf-8")
-            page = chromium.new_page(color_scheme="light", viewport={"width": PAPER_WIDTH, "height": 1000})
-            page.set_default_timeout(300_000)  # milliseconds: a busy machine is slow
+            page = browser.new_page(color_scheme="light", viewport={"width": PAPER_WIDTH, "height": 1000})
+            page.set_default_timeout(300_000)  # milliseconds, for a machine that is busy with other things
             page.emulate_media(media="print")
             page.goto(file.as_uri())
             page.evaluate("MathJax.startup.promise.then(() => document.fonts.ready).then(() => null)")
@@ -246,7 +239,6 @@ def printer(html):
         try:
             yield printed
         finally:
-            chromium.close()
             file.unlink(missing_ok=True)
 
 
@@ -268,7 +260,10 @@ def main():
     args = parser.parse_args()
     if not (args.html / f"{INTRO}.html").exists():
         sys.exit(f"There is no built book in {args.html}.\nTry `make book` first.")
-    pages = print_pdf(args.html, args.out)
+    try:
+        pages = print_pdf(args.html, args.out)
+    except Missing as missing:
+        sys.exit(str(missing))
     link_from_intro(args.html, args.out, pages)
     print(f"{args.out}: {pages} pages, {args.out.stat().st_size / 1e6:.1f} MB")
 

@@ -1,12 +1,13 @@
 """Tell the chapters one lie after the other, and see which cell notices it: ``make sabotage``.
 
-    make sabotage                               every lie, and every chapter without one
+    make sabotage                               every lie, every chapter without one, and every assert
     make sabotage ARGS=all_reduce_adds_nothing  one lie
     make sabotage ARGS=--clean=04,05            chapters without a lie, by the same path: no cell may fail
+    make sabotage ARGS=--asserts=04,05          the asserts of these chapters that cannot fail (flips.py)
 
 With a lie, the chapters that teach its subject run in a copy of the project, each up to its first failing cell. What
 the cells said goes to book/recorded/sabotage.csv, which the book shows. The exit status is 1 if no cell notices a lie,
-or if the cell that notices it is about something else.
+if the cell that notices it is about something else, or if an assert cannot fail.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from pathlib import Path
 import nbformat
 from mdit_py_plugins.anchors.index import slugify
 
+from sabotage import flips
 from sabotage.lies import LIES
 
 HERE = Path(__file__).parent
@@ -146,10 +148,13 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="make sabotage", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="LIE", help="the lies to tell (default: all)")
     parser.add_argument("--clean", metavar="CHAPTERS", help="run these chapters without a lie, and no other: 04,05")
+    parser.add_argument("--asserts", metavar="CHAPTERS", help="name the asserts of these that cannot fail: 04,05")
     parser.add_argument("--jobs", type=int, default=1, help="chapters that run at a time (default: 1)")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in LIES]:
         parser.error(f"there is no lie {unknown[0]}; the lies are {', '.join(LIES)}")
+    if options.asserts:
+        return flips.main([notebook_of(chapter) for chapter in options.asserts.split(",")])
     with ThreadPoolExecutor(options.jobs) as pool:
         bad = []
         if options.clean or not options.names:
@@ -169,7 +174,8 @@ def main(arguments=None):
                 bad.append(lie.name)
             record(said)
     print(f"{len(pairs)} told, {len(bad)} bad{': ' if bad else ''}{', '.join(bad)}")
-    return 1 if bad else 0
+    weak = not (options.clean or options.names) and flips.main([])
+    return 1 if bad or weak else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,31 @@
+"""The browser that prints the book, takes its picture and shows its pages to tests: chromium or Chrome, headless."""
+
+import contextlib
+import shutil
+
+from playwright.sync_api import sync_playwright
+
+CHROME_ON_MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+NAMES = ["chromium", "chromium-browser", "google-chrome", CHROME_ON_MACOS]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+
+
+class Missing(Exception):
+    """This machine has no such browser."""
+
+    def __init__(self):
+        super().__init__("No chromium or Chrome on this machine.\nTry `make system`.")
+
+
+@contextlib.contextmanager
+def chromium():
+    """Playwright's browser, until the end of the block. Raises Missing."""
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        raise Missing
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        try:
+            yield browser
+        finally:
+            browser.close()
