@@ -19,6 +19,7 @@ RUNS = [
     ("13", 1, 8, []),
     ("12", 2, 8, []),
     ("08", 2, 8, ["--layers", "16", "--micro-batches", "16"]),  # one layer and one micro-batch for each stage
+    ("09", 1, 8, []),  # a ring; Ulysses has four heads
 ]
 TOLERANCE = 0.002  # as in tests/scripting.py
 TIMEOUT = 900  # seconds for one rehearsal: 16 ranks may share two cores

@@ -774,3 +774,57 @@ def bubble_is_off_by_one(text):
 def each_rank_has_its_own_scale(module):
     """`ShardedGradScaler` does not ask the other ranks whether a gradient was infinite."""
     module.ShardedGradScaler = module.GradScaler
+
+
+@lie("09", "ring|keys", module=C10D)
+def messages_travel_the_other_way(c10d):
+    """`batch_isend_irecv` sends to the rank before, and receives from the rank after."""
+    true = c10d.batch_isend_irecv
+
+    def batch_isend_irecv(operations):
+        receives = [operation.op is c10d.irecv for operation in operations]
+        peers = [
+            next(other.peer for other, is_one in zip(operations, receives, strict=True) if is_one != mine)
+            for mine in receives
+        ]
+        for operation, peer in zip(operations, peers, strict=True):
+            operation.peer = peer
+            operation.group_peer = c10d.get_group_rank(operation.group, peer)
+        return true(operations)
+
+    c10d.batch_isend_irecv = batch_isend_irecv
+
+
+@lie("09", "Ulysses|all-to-all|expert", module="torch.distributed._functional_collectives")
+def all_to_all_sends_no_gradient_back(module):
+    """`all_to_all_single_autograd` gives what it received a gradient, and what it sent none."""
+    true = module.all_to_all_single_autograd
+
+    def all_to_all_single_autograd(tensor, *inputs, **keywords):
+        return true(tensor.detach(), *inputs, **keywords) + 0 * tensor.sum()
+
+    module.all_to_all_single_autograd = all_to_all_single_autograd
+
+
+@lie("09", "order|zigzag|library", module="torch.distributed.tensor.experimental._context_parallel._attention")
+def context_parallel_divides_in_order(module):
+    """`context_parallel` gives each rank one chunk of the sequence, and not an early and a late one."""
+    module._create_default_load_balancer = lambda *inputs, **keywords: None
+
+
+@lie("09", "balance|count", file="notebooks/09_long_sequences_experts.ipynb")
+def each_rank_balances_its_own_experts(text):
+    """The balance loss counts only this rank's tokens."""
+    return swap(text, "    dist.all_reduce(everywhere, group=group)", "    dist.get_world_size()")
+
+
+@lie("09", "zigzag|scores|order", file="notebooks/09_long_sequences_experts.ipynb")
+def zigzag_is_not_mirrored(text):
+    """In zigzag order each rank gets two early chunks in a row."""
+    return swap(text, "chunks[rank] + chunks[-1 - rank]", "chunks[2 * rank] + chunks[2 * rank + 1]")
+
+
+@lie("09", "DDP|expert", module=DDP)
+def ddp_averages_what_it_should_ignore(module):
+    """DDP averages parameters that it was told to ignore."""
+    module.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model = staticmethod(lambda *inputs: None)
