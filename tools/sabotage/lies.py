@@ -776,6 +776,62 @@ def each_rank_has_its_own_scale(module):
     module.ShardedGradScaler = module.GradScaler
 
 
+# --- Tensor parallel
+
+
+@lie("07", "rank 0", module="torch.distributed.tensor._api")
+def every_rank_divides_its_own_weights(module):
+    """`distribute_tensor` takes each rank's own numbers, and does not send the first rank's."""
+    true = module.distribute_tensor
+    module.distribute_tensor = lambda *inputs, **keywords: true(*inputs, **{**keywords, "src_data_rank": None})
+
+
+@lie("07", "add|sum", module="torch.distributed.tensor.placement_types")
+def summands_are_not_added(module):
+    """A DTensor's `Partial()` becomes `Replicate()` without a sum over the ranks."""
+    module.Partial._reduce_value = lambda self, tensor, mesh, dim: tensor
+
+
+@lie("07", "all-reduce|count", module="torch.distributed.tensor.debug._comm_mode")
+def a_collective_is_not_counted(module):
+    """`CommDebugMode` leaves all-reduces out."""
+    true = module.CommDebugMode.get_comm_counts
+
+    def get_comm_counts(self):
+        return {kind: times for kind, times in true(self).items() if "all_reduce" not in str(kind)}
+
+    module.CommDebugMode.get_comm_counts = get_comm_counts
+
+
+@lie("07", "norm|clip", module="torch.nn.utils.clip_grad")
+def a_rank_clips_by_its_own_norm(module):
+    """The norm of the gradients is that of the parts that the rank holds."""
+    true = module._get_total_norm
+
+    def get_total_norm(tensors, *inputs, **keywords):
+        return true([getattr(one, "_local_tensor", one) for one in tensors], *inputs, **keywords)
+
+    module._get_total_norm = get_total_norm
+
+
+@lie("07", "seed|differ|one process", file="notebooks/07_tensor_parallel.ipynb")
+def the_check_finds_no_difference(text):
+    """`equal_to_one_process` finds no difference, whatever it compares."""
+    return swap(text, "off.append((whole - here).abs().max())", "off.append((whole - whole).abs().max())")
+
+
+@lie("07", "loss", module="torch.distributed.tensor.parallel.loss")
+def the_divided_loss_takes_each_ranks_own_maximum(module):
+    """`loss_parallel` subtracts each rank's own largest logit, not the largest of all ranks."""
+    true = module.funcol.all_reduce
+
+    class WithoutMaximum:
+        def all_reduce(tensor, reduceOp, group):
+            return tensor if reduceOp == "MAX" else true(tensor, reduceOp, group)
+
+    module.funcol = WithoutMaximum
+
+
 @lie("09", "ring|keys", module=C10D)
 def messages_travel_the_other_way(c10d):
     """`batch_isend_irecv` sends to the rank before, and receives from the rank after."""
