@@ -15,7 +15,7 @@ import torch.distributed as dist
 from helpers.doctor.membership import REPORT_SECONDS, Membership, MembershipError, open_store, plain
 from helpers.doctor.report import report
 from helpers.doctor.this_rank import facts_of_rank
-from helpers.doctor.trials import collectives, rounds_of_pairs, try_alone, try_collective, try_link
+from helpers.doctor.trials import collectives, rounds_of_pairs, try_alone, try_collective, try_link, try_plan
 
 CONNECT_SECONDS = 5  # seconds to wait for another rank's address to answer
 
@@ -68,8 +68,11 @@ def try_links(membership):
     return links
 
 
-def examine(membership, place, backend):
-    """Try everything with the other ranks and return what was found, for ``report``; the same on every rank."""
+def examine(membership, place, backend, plan=None):
+    """Try everything with the other ranks and return what was found, for ``report``; the same on every rank.
+
+    ``plan`` is what ``read_plan`` returned: then that is measured, too.
+    """
     known = facts_of_rank(place, backend)
     with contextlib.ExitStack() as listeners:
         with contextlib.suppress(OSError, TypeError):  # no address of this host: the others will not reach it
@@ -94,6 +97,10 @@ def examine(membership, place, backend):
             tried[name] = membership.attempt(name, partial(try_collective, name, membership.device))
     links = try_links(membership)
     speeds = membership.attempt("computing alone", partial(try_alone, membership.device))
+    measured = {}
+    if plan and membership.ready:
+        hosts = [infos[rank]["host"] for rank in membership.members]
+        measured = membership.attempt("what the plan counts on", partial(try_plan, plan, hosts, membership.device))
     skews = membership.gather("the end", membership.skew)
     return {
         "world_size": place["WORLD_SIZE"],
@@ -110,10 +117,12 @@ def examine(membership, place, backend):
         "links": links,
         "alone": speeds,
         "skews": skews,
+        "plan": plan,
+        "measured": measured,
     }
 
 
-def run_rank(place, backend=None, timeout=60):
+def run_rank(place, backend=None, timeout=60, plan=None):
     """Examine this rank's world; the leader prints the report. The exit status: 0 where nothing is wrong, or 1."""
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout is an exception then, and no abort
     rank, server = place["RANK"], f"{place['MASTER_ADDR']}:{place['MASTER_PORT']}"
@@ -122,7 +131,7 @@ def run_rank(place, backend=None, timeout=60):
         store, serves = open_store(place, timeout)
         membership = Membership(store, rank, place["WORLD_SIZE"], timeout)
         try:
-            text, status = report(examine(membership, place, backend))
+            text, status = report(examine(membership, place, backend, plan))
             if membership.rank == membership.leader:
                 print(text, flush=True)
             membership.gather("goodbye", None)
