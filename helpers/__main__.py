@@ -79,6 +79,7 @@ def parse(arguments):
     command.add_argument(
         "--backend", choices=["gloo"], help="leave the GPUs out (default: NCCL where all ranks have one)"
     )
+    command.add_argument("--plan", metavar="FILE", help="compare with a plan, written by: plan … --json > FILE")
     command.add_argument("--master", metavar="HOST[:PORT]", help="where rank 0 runs (default: the launcher's)")
     flags = []
     if arguments[:1] in (["run"], ["rehearse"]) and "--" in arguments:
@@ -128,11 +129,18 @@ def run_doctor(args, flags):
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
     from helpers.doctor import examine as doctor
     from helpers.doctor import membership
+    from helpers.doctor.plan import read_plan
 
     try:
         place = membership.find_place(args.master)
     except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    try:
+        plan = read_plan(args.plan) if args.plan else None
+    except ValueError as error:
+        if place.get("LOCAL_RANK", 0) == 0:  # one rank of a host says it
+            print(f"error: {error}", file=sys.stderr)
         return 1
     if not place:
         if args.master:
@@ -143,7 +151,7 @@ def run_doctor(args, flags):
             return doctor.start_local(args.nproc, flags)
     status = 1
     try:
-        status = doctor.run_rank(place, args.backend, args.timeout)
+        status = doctor.run_rank(place, args.backend, args.timeout, plan)
         sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130

@@ -40,7 +40,7 @@ mistakes = [
     ("numpy()", "to numpy", lambda: x.numpy()),
     ("np.asarray", "to numpy", lambda: np.asarray(x)),
     ("a CPU generator", "generator", lambda: torch.randn(3, device=device, generator=torch.Generator())),
-    ("monitored_barrier", "only implemented for GLOO", lambda: dist.monitored_barrier()),
+    ("monitored_barrier", "GLOO", lambda: dist.monitored_barrier()),
     ("an absent GPU", "invalid device ordinal", lambda: torch.ones(3, device="cuda:9")),
     ("a non-contiguous tensor", "must be contiguous", lambda: dist.all_reduce(x.t()[:, 1:])),
     ("the peer's GPU", "constrained", lambda: dist.all_reduce(torch.ones(3, device=f"cuda:{1 - device.index}"))),

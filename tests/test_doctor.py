@@ -1,5 +1,6 @@
 """``python -m helpers doctor``: alone, under real torchrun, and on ranks of which something is broken."""
 
+import json
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from helpers.__main__ import main
 from helpers.doctor import examine as doctor
 from helpers.doctor import membership, this_rank, trials
+from helpers.doctor.plan import read_plan
 from helpers.doctor.report import notes, problems, report, span
 from helpers.ranks.launch import RankError, launch, warm
 
@@ -496,6 +498,7 @@ def findings(count=4, hosts=1, gpus=False, **changes):
             "torch": "2.13.0",
             "NCCL": "2.28.3" if gpus else "",
             "memory": 64e9,
+            "device_memory": 84e9,
         }
         for rank in range(count)
     }
@@ -515,6 +518,8 @@ def findings(count=4, hosts=1, gpus=False, **changes):
         "links": {pair: [True, 1e-4, 1e9] for pair in pairs},
         "alone": {rank: 0.01 for rank in infos},
         "skews": {rank: 0.0 for rank in infos},
+        "plan": None,
+        "measured": {},
     }
     for name, change in changes.items():
         if name.startswith("rank"):
@@ -637,3 +642,151 @@ def test_a_cluster_needs_torch_and_psutil_alone():
     source = f"import sys, helpers.__main__, helpers.doctor.examine; print({more} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+# --- a plan -----------------------------------------------------------------------------------------------------------
+
+# What `python -m helpers plan … --json` writes, as far as the doctor reads it.
+PLAN = {
+    "model": {"name": "tiny"},
+    "cluster": {"gpu": "h100", "nodes": 2, "peak": 989e12, "link_in_node": 450e9, "link_between": 50e9},
+    "layout": {"dp": 2, "tp": 2, "pp": 1, "cp": 1},
+    "memory": {"limit": 80e9},
+}
+SPEEDS = {"matmul": 700e12, "in_node": 350e9, "between": 40e9}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A call that writes a plan, with changes of its tables, or a text; the file's path."""
+
+    def write(text=None, **changes):
+        tables = {name: {**table, **changes.get(name, {})} for name, table in PLAN.items()}
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(tables) if text is None else text)
+        return path
+
+    return write
+
+
+def compare(plan, **changes):
+    """The report of four GPUs on two hosts, compared with a plan."""
+    measured = {rank: SPEEDS for rank in range(4)}
+    return report(findings(4, 2, gpus=True, plan=plan, **{"measured": measured, **changes}))
+
+
+def test_a_cluster_that_has_what_a_plan_counts_on(written):
+    text, status = compare(read_plan(written()))
+    assert status == 0 and text.endswith("Nothing is wrong here.") and max(map(len, text.splitlines())) <= 80
+    assert text.partition("\nthe plan of tiny on 4 x h100\n")[2].splitlines()[:7] == [
+        "ranks     has 4, the plan counts on 4",
+        "nodes     has 2, the plan counts on 2",
+        "GPUs      has 4 (H100 80GB HBM3), the plan counts on 4",
+        "memory    has 84 GB on rank 0, the plan counts on 80",
+        "matmul    has 700 TFLOP/s in bfloat16 on rank 0, the plan counts on 989",
+        "in a node has 350 GB/s on rank 0, the plan counts on 450",
+        "between   has 40 GB/s on rank 0, the plan counts on 50",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("of_plan", "of_world", "told"),
+    [
+        ({"layout": {"dp": 8}}, {}, "The plan counts on 16 ranks, and here are 4."),
+        ({"layout": {"dp": 8}}, {}, "The plan counts on 16 GPUs, and here are 4."),
+        ({"cluster": {"nodes": 1}}, {}, "The plan counts on 1 nodes, and here are 2."),
+        (
+            {},
+            {"rank3": {"device_memory": 40e9}},
+            "The plan counts on 80 GB memory, and rank 3 has less of it. try: Look at that rank's host; "
+            "or plan again with [cluster] memory = 4e+10",
+        ),
+        (
+            {},
+            {"matmul": 400e12},
+            "The plan counts on 989 TFLOP/s in bfloat16 matmul, and rank 2 has less than 50% of it. try: Look at that "
+            "rank's host; or plan again with [cluster] peaks = {bfloat16 = 4e+14}",
+        ),
+        ({}, {"in_node": 12e9}, "The plan counts on 450 GB/s in a node, and rank 2 has less than 50% of it."),
+        ({}, {"between": 2e9}, "plan again with [cluster] link_between = 2e+09"),
+    ],
+)
+def test_what_a_plan_counts_on_and_is_not_there(of_plan, of_world, told, written):
+    speeds = {name: of_world.pop(name) for name in [*of_world] if name in SPEEDS}
+    measured = {rank: {**SPEEDS, **speeds} if rank == 2 else SPEEDS for rank in range(4)}
+    text, status = compare(read_plan(written(**of_plan)), measured=measured, **of_world)
+    assert status == 1 and told in flat(text) and max(map(len, text.splitlines())) <= 80
+
+
+def test_what_is_not_known_is_no_problem(written):
+    plan = read_plan(written(cluster={"link_in_node": 0}, layout={"dtype": "float8"}))
+    measured = {rank: {**SPEEDS, "matmul": None} for rank in range(4)} | {3: None}
+    text, status = compare(plan, measured=measured)
+    assert status == 0 and "matmul    was not tried, the plan counts on 989" in text
+    assert "in a node has 350 GB/s on rank 0, the plan does not say" in text
+
+
+def test_ranks_on_cpus_share_the_memory_of_their_host(written):
+    plan = read_plan(written(cluster={"gpu": "cpu"}))
+    text, status = report(findings(4, 2, plan=plan, measured={rank: SPEEDS for rank in range(4)}))
+    assert status == 1 and "memory    has 42 GB on rank 0, the plan counts on 80" in text and "GPUs" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "The plan {}: No such file or directory."),
+        ("", "The plan {} is not JSON, or a part of it: Expecting value: line 1 column 1"),
+        (json.dumps(PLAN)[:100], "The plan {} is not JSON, or a part of it: "),
+        ("[1, 2]", "{} is JSON, but not a plan's."),
+        (json.dumps({**PLAN, "layout": {"dp": "two"}}), "{} is JSON, but not a plan's."),
+        (json.dumps({"tried": 12, "ranked": []}), "{} has no 'cluster', so it is not a plan."),
+        (json.dumps({**PLAN, "memory": {}}), "{} has no 'limit', so it is not a plan."),
+    ],
+)
+def test_a_file_that_is_not_a_plan(text, told, written, tmp_path, capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    path = written(text) if text is not None else tmp_path / "plan.json"
+    assert main(["doctor", "--plan", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {told.format(path)}") and error.count("\n") == 2
+    assert "Write a plan with: python -m helpers plan MODEL CLUSTER" in error
+
+
+@pytest.mark.ranks
+def test_a_plan_for_this_machine(surroundings, written):
+    cluster = {"gpu": "cpu", "nodes": 1, "peak": 1e6, "link_in_node": 1e3}
+    plan = written(cluster=cluster, memory={"limit": 1e6}, layout={"dp": 2, "tp": 1, "dtype": "float32"})
+    done = run(surroundings, "helpers", "doctor", "--plan", str(plan))
+    assert (done.returncode, done.stderr) == (0, "")
+    check_report(done.stdout, 2)
+    for label, unit in (("memory", "GB"), ("matmul", "TFLOP/s in float32"), ("in a node", "GB/s")):
+        row = rf"^{label} +has (\S+) {unit} on rank [01], the plan counts on (\S+)$"
+        has, wanted = map(float, re.search(row, done.stdout, re.MULTILINE).groups())
+        assert has > 10 * wanted > 0
+    assert "ranks     has 2, the plan counts on 2\n" in done.stdout
+
+
+@pytest.mark.ranks
+def test_what_two_hosts_have_between_them(world, written):
+    plan = read_plan(written(cluster={"gpu": "cpu", "nodes": 2, "peak": 1e6, "link_in_node": 1e3, "link_between": 1e3}))
+    plan |= {"dtype": "float32", "memory": 1e6}
+
+    def prepare(rank):
+        doctor.socket.gethostname = lambda: f"node{rank // 2}"  # two ranks each
+        run_rank = doctor.run_rank
+        doctor.run_rank = lambda *args, **options: run_rank(*args, **options, plan=plan)
+
+    statuses, out = world(4, prepare, timeout=20)
+    assert re.search(r"^nodes +has 2, the plan counts on 2$", out, re.MULTILINE)
+    for label in ("in a node", "between  "):
+        assert re.search(rf"^{label} has \S+ GB/s on rank \d, the plan counts on 1e-06$", out, re.MULTILINE), out
+
+
+def test_a_plan_of_the_planner_is_read(written):
+    planner = pytest.importorskip("helpers.planner.plan")
+    path = written(json.dumps(planner.plan("llama3-8b", "h100", {"dp": 8, "tp": 2, "zero": 3, "batch": 64})))
+    plan = read_plan(path)
+    assert (plan["ranks"], plan["nodes"], plan["memory"], plan["matmul"]) == (16, 2, 80e9, 989e12)
+    assert plan["in_node"] > plan["between"] > 0

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from helpers.doctor.membership import REPORT_SECONDS, Membership, MembershipError, open_store, plain
 from helpers.doctor.report import report
 from helpers.doctor.this_rank import facts_of_rank
-from helpers.doctor.trials import collectives, rounds_of_pairs, try_alone, try_collective, try_link
+from helpers.doctor.trials import collectives, rounds_of_pairs, try_alone, try_collective, try_link, try_plan
 
 CONNECT_SECONDS = 5  # seconds to wait for another rank's address to answer
 
@@ -74,8 +74,11 @@ def try_links(membership):
     return links
 
 
-def examine(membership, place, backend):
-    """Try everything with the other ranks. Returns the findings for ``report``: one dict, the same on every rank."""
+def examine(membership, place, backend, plan=None):
+    """Try everything with the other ranks. Returns the findings for ``report``: one dict, the same on every rank.
+
+    ``plan`` is what ``read_plan`` returned: then the ranks also measure what the plan counts on.
+    """
     known = facts_of_rank(place, backend)
     with contextlib.ExitStack() as listeners:
         with contextlib.suppress(OSError, TypeError):  # this host lacks the address: the others will report that
@@ -100,6 +103,10 @@ def examine(membership, place, backend):
             tried[name] = membership.attempt(name, partial(try_collective, name, membership.device))
     links = try_links(membership)
     speeds = membership.attempt("computing alone", partial(try_alone, membership.device))
+    measured = {}
+    if plan and membership.ready:
+        hosts = [infos[rank]["host"] for rank in membership.members]
+        measured = membership.attempt("what the plan counts on", partial(try_plan, plan, hosts, membership.device))
     skews = membership.gather("the end", membership.skew)
     return {
         "world_size": place["WORLD_SIZE"],
@@ -116,13 +123,16 @@ def examine(membership, place, backend):
         "links": links,
         "alone": speeds,
         "skews": skews,
+        "plan": plan,
+        "measured": measured,
     }
 
 
-def run_rank(place, backend=None, timeout=60):
+def run_rank(place, backend=None, timeout=60, plan=None):
     """Examine the ranks, as one of them; the leader prints the report. Returns the exit status: 0, or 1 for a problem.
 
-    ``place`` is from ``find_place``; ``backend`` is "gloo" or None; ``timeout`` is in seconds.
+    ``place`` is from ``find_place``; ``backend`` is "gloo" or None; ``timeout`` is in seconds; ``plan`` is what
+    ``read_plan`` returned, or None.
     """
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # with it a timeout raises and does not end the process
     rank, server = place["RANK"], f"{place['MASTER_ADDR']}:{place['MASTER_PORT']}"
@@ -131,7 +141,7 @@ def run_rank(place, backend=None, timeout=60):
         store, serves = open_store(place, timeout)
         membership = Membership(store, rank, place["WORLD_SIZE"], timeout)
         try:
-            text, status = report(examine(membership, place, backend))
+            text, status = report(examine(membership, place, backend, plan))
             if membership.rank == membership.leader:
                 print(text, flush=True)
             membership.gather("goodbye", None)

@@ -6,6 +6,8 @@ Every function here only computes: it reads no file and no clock, and prints not
 import textwrap
 from statistics import harmonic_mean, mean, median
 
+from helpers.doctor.plan import compared
+
 SLOW_CLOCK = 1.0  # seconds that clocks may differ: c10d's rendezvous and every log compare them
 SLOW_RANK, SLOW_LINK = 2, 4  # times the median
 
@@ -289,6 +291,11 @@ def report(found):
         lines += table_of_links(found)
     lines.append("")
     wrong = list(problems(found))
+    if plan := found["plan"]:
+        against = list(compared(found))
+        lines.append(f"the plan of {plan['model']} on {plan['ranks']} x {plan['gpu']}")
+        lines += [*(line for line, *_ in against), ""]
+        wrong += [(what, remedy) for _, what, remedy in against if what]
     for label, entries in (("WRONG", wrong), ("note", list(notes(found)))):
         for what, remedy in entries:
             what = "R" + what[1:] if what.startswith("rank") else what

@@ -65,6 +65,9 @@ def facts_of_rank(place, backend):
         "python": platform.python_version,
         "torch": lambda: torch.__version__,
         "NCCL": lambda: ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "",
+        "device_memory": lambda: (
+            torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
+        ),
         "memory": lambda: shutil.disk_usage("/dev/shm").free if sys.platform == "linux" else None,
     }
     found = {}

@@ -111,6 +111,50 @@ def try_link(peer, device):
     return right, times[0], 4 * numbers / times[1]
 
 
+def try_all_reduce(groups, device):
+    """Bus bandwidth in bytes per second of an all-reduce in each of these groups of ranks, all at once; None: alone."""
+    mine, count = None, 1
+    for ranks in groups:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine, count = group, len(ranks)
+    x = torch.zeros(LARGE[device.type], device=device)
+
+    def reduce():
+        return dist.all_reduce(x, group=mine, async_op=True) if count > 1 else None
+
+    finish(reduce(), device)  # connects
+    time = seconds(reduce, 2, device, dist.barrier)
+    return 2 * (count - 1) / count * x.nbytes / time if count > 1 else None
+
+
+def try_matmul(dtype, device):
+    """FLOP/s of a large matrix product, which every rank computes at the same time; None: not a type of torch.mm."""
+    if dtype not in ("float64", "float32", "bfloat16", "float16"):
+        return None
+    size = 8192 if device.type == "cuda" else 512
+    x = torch.ones(size, size, device=device, dtype=getattr(torch, dtype))
+
+    def product():
+        torch.mm(x, x)
+
+    return 2 * size**3 / min(seconds(product, 1, device, dist.barrier) for _ in range(3))
+
+
+def try_plan(plan, hosts, device):
+    """What this rank has of what a plan counts on, as {"matmul", "in_node", "between"}; hosts: each rank's, in order.
+
+    Between nodes the first ranks of all hosts form a group, the second ones another, and so on: as gradients travel.
+    """
+    nodes = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in hosts}
+    columns = [[ranks[k] for ranks in nodes.values() if k < len(ranks)] for k in range(max(map(len, nodes.values())))]
+    return {
+        "matmul": try_matmul(plan["dtype"], device),
+        "in_node": try_all_reduce([ranks for ranks in nodes.values() if len(ranks) > 1], device),
+        "between": try_all_reduce([ranks for ranks in columns if len(ranks) > 1], device),
+    }
+
+
 def try_alone(device):
     """Seconds of one matrix product, [384, 384] or [4096, 4096] on a GPU, on this rank alone: the best of 15."""
     size = 4096 if device.type == "cuda" else 384

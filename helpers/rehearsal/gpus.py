@@ -23,7 +23,7 @@ class Stream:
     def __init__(self, device=None, priority=0, **kwargs):
         self.device = torch.device("cuda", gpu_of(State.current if device is None else device))
         self.priority, self.cuda_stream, self.stream_id = priority, 0, 0
-        self.device_index = self.device.index
+        self.device_index, self.device_type = self.device.index, 1  # torch's number of CUDA
 
     def record_event(self, event=None):
         event = event or Event()
