@@ -31,6 +31,7 @@ class Conventions:
     in_flight: str = "schedule"  # the first stage holds p micro-batches; "one" holds one, as if p divided it
     days: str = "count"  # training days from the count of FLOPs; or "8TP": Narayanan et al. 2021, equation 4
     causal: str = "full"  # seconds count every pair of tokens; or "half", where a kernel skips later tokens
+    shards: str = "rows"  # ZeRO-3 cuts each tensor between "rows", rounded up (fully_shard); or all, "even"
 
     def __post_init__(self):
         choices = {
@@ -43,6 +44,7 @@ class Conventions:
             "in_flight": ("schedule", "one"),
             "days": ("count", "8TP"),
             "causal": ("full", "half"),
+            "shards": ("rows", "even"),
         }
         for name, values in choices.items():
             if getattr(self, name) not in values:

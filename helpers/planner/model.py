@@ -1,6 +1,7 @@
 """A decoder as numbers: parameters and FLOPs for each token. Read by all of the planner."""
 
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 
 class PlanError(ValueError):
@@ -23,6 +24,15 @@ def from_table(kind, table, what):
         return kind(**table)
     except TypeError as error:
         raise PlanError(f"{what}: {str(error).partition('() ')[2] or error}.\nAdd it to the file.") from None
+
+
+class Tensor(NamedTuple):
+    """A parameter of [rows, columns], and which of the two tensor parallelism divides."""
+
+    part: str
+    rows: int
+    columns: int = 1
+    split: str = ""
 
 
 @dataclass(frozen=True)
@@ -143,6 +153,29 @@ class Model:
         layers = sum(self.layer_parameters(layer, active) for layer in range(self.layers))
         return layers + sum(self.outer_parameters().values())
 
+    def tensors(self, layer=None):
+        """[Tensor] of one layer, or of what is outside the layers: every parameter as PyTorch's modules hold it."""
+        width, split = self.width, self.head_width * self.heads
+        norm = [Tensor("norm", width)] * (2 if self.norm_biases else 1)
+        if layer is None:
+            outer = [Tensor("embedding", self.vocab, width, "rows")]
+            outer += [Tensor("positions", self.seq, width)] * self.learned_positions
+            outer += [Tensor("labels", self.classes, width)] * (self.classes > 0) + norm
+            return outer + [Tensor("head", self.vocab, width, "rows")] * (not self.tied)
+        kv = self.head_width * self.kv_heads
+        found = norm * self.norms + [Tensor("head norm", self.head_width)] * 2 * self.head_norms
+        for name, rows in (("query", split), ("key", kv), ("value", kv)):
+            found.append(Tensor(name, rows, width, "rows"))
+            found += [Tensor(f"{name} bias", rows, 1, "rows")] * (self.biases or self.qkv_biases)
+        found += [Tensor("output", width, split, "columns")] + [Tensor("output bias", width)] * self.biases
+        ffn, copies = (self.dense_ffn if self.experts else self.ffn), 1
+        if self.has_experts(layer):
+            found.append(Tensor("router", self.experts, width))
+            ffn, copies = self.ffn, self.experts + self.shared_experts
+        into = [Tensor("up", ffn, width, "rows")] + [Tensor("up bias", ffn, 1, "rows")] * self.biases
+        back = [Tensor("down", width, ffn, "columns")] + [Tensor("down bias", width)] * self.biases
+        return found + (into * (self.matrices - 1) + back) * copies
+
     def gemm_weights(self):
         """Weights that multiply each token, in the layers; without biases, norms and the output layer."""
         total = self.layers * self.attention_weights()
@@ -185,7 +218,7 @@ class Model:
             return (matrices + attention) * 4 / 3 + rest
         return matrices + attention * (2 if recompute == "selective" else 1) + rest
 
-    def smaller(self, **changes):
+    def with_(self, **changes):
         """This model with other numbers."""
         return replace(self, **changes)
 
