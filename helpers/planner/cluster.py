@@ -12,6 +12,7 @@ class Cluster:
     gpu: str = "gpu"
     peaks: dict = field(default_factory=dict, hash=False)  # {dtype: FLOP/s of one GPU, dense}
     memory: float = 0  # bytes of one GPU
+    memory_speed: float = 0  # bytes a second that one GPU reads and writes there; 0: an A100's share of its peak
     gpus_per_node: int = 8
     nodes: int = 1
     link_in_node: float = 0
@@ -49,20 +50,20 @@ class Cluster:
 # node-days on A100s (RSC-1). Prices change every month, so none is set.
 A100 = {
     "gpu": "a100", "peaks": {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12},
-    "memory": 80e9, "link_in_node": 300e9, "latency_in_node": 5e-6, "link_between": 25e9, "latency_between": 15e-6,
+    "memory": 80e9, "memory_speed": 2.039e12, "link_in_node": 300e9, "latency_in_node": 5e-6, "link_between": 25e9, "latency_between": 15e-6,
     "failures_per_node_day": 6.5e-3,
 }  # fmt: skip
 H100 = {
-    **A100, "gpu": "h100", "link_in_node": 450e9, "link_between": 50e9,
+    **A100, "gpu": "h100", "memory_speed": 3.35e12, "link_in_node": 450e9, "link_between": 50e9,
     "peaks": {"bfloat16": 989e12, "float16": 989e12, "float8": 1979e12, "tf32": 494.5e12, "float32": 67e12},
 }  # fmt: skip
 PRESETS = {
     "a100": A100,
-    "a100-40gb": {**A100, "gpu": "a100-40gb", "memory": 40e9},
+    "a100-40gb": {**A100, "gpu": "a100-40gb", "memory": 40e9, "memory_speed": 1.555e12},
     "h100": H100,
-    "h200": {**H100, "gpu": "h200", "memory": 141e9},
+    "h200": {**H100, "gpu": "h200", "memory": 141e9, "memory_speed": 4.8e12},
     "tpu-v4": {
-        **A100, "gpu": "tpu-v4", "peaks": {"bfloat16": 275e12}, "memory": 32 * 2**30, "gpus_per_node": 4,
+        **A100, "gpu": "tpu-v4", "peaks": {"bfloat16": 275e12}, "memory": 32 * 2**30, "memory_speed": 1.228e12, "gpus_per_node": 4,
         "link_in_node": 150e9, "link_between": 150e9,
     },
 }  # fmt: skip
