@@ -50,7 +50,8 @@ class Cluster:
 # node-days on A100s (RSC-1). Prices change every month, so none is set.
 A100 = {
     "gpu": "a100", "peaks": {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12},
-    "memory": 80e9, "memory_speed": 2.039e12, "link_in_node": 300e9, "latency_in_node": 5e-6, "link_between": 25e9, "latency_between": 15e-6,
+    "memory": 80e9, "memory_speed": 2.039e12,
+    "link_in_node": 300e9, "latency_in_node": 5e-6, "link_between": 25e9, "latency_between": 15e-6,
     "failures_per_node_day": 6.5e-3,
 }  # fmt: skip
 H100 = {
@@ -63,8 +64,8 @@ PRESETS = {
     "h100": H100,
     "h200": {**H100, "gpu": "h200", "memory": 141e9, "memory_speed": 4.8e12},
     "tpu-v4": {
-        **A100, "gpu": "tpu-v4", "peaks": {"bfloat16": 275e12}, "memory": 32 * 2**30, "memory_speed": 1.228e12, "gpus_per_node": 4,
-        "link_in_node": 150e9, "link_between": 150e9,
+        **A100, "gpu": "tpu-v4", "peaks": {"bfloat16": 275e12}, "memory": 32 * 2**30, "memory_speed": 1.228e12,
+        "gpus_per_node": 4, "link_in_node": 150e9, "link_between": 150e9,
     },
 }  # fmt: skip
 
