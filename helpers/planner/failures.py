@@ -33,6 +33,14 @@ def poisson_interval(count, coverage=0.95):
     return (float(gammaincinv(count, tail)) if count else 0.0), float(gammaincinv(count + 1, 1 - tail))
 
 
+def poisson_counts(mean, coverage=0.95):
+    """(lowest, highest) count that happens with this coverage where so many failures are expected."""
+    from scipy.special import pdtrik
+
+    tail = (1 - coverage) / 2
+    return tuple(max(math.ceil(float(pdtrik(share, mean))), 0) for share in (tail, 1 - tail))
+
+
 def young_interval(save, mttf):
     """Seconds between checkpoints that lose least: √(2δM) (Young 1974, equation 6), for M much larger than δ."""
     return math.sqrt(2 * save * mttf)

@@ -60,13 +60,18 @@ def stage_tensors(model, layout, stage):
                 found.append((tensor, layers * one * model.shared_experts, 1))
             else:
                 found.append((tensor, layers * copies, 1))
-    last = layout.pp - 1
-    for tensor in model.tensors():
-        here = {"norm": stage == last, "head": stage == last}.get(tensor.part, stage == 0)
-        # A tied output layer on another stage than the embedding is a copy (Megatron-LM).
-        here = here or (tensor.part == "embedding" and model.tied and stage == last)
-        found += [(tensor, 1, 1)] * here
+    found += [(tensor, 1, 1) for tensor in outer_tensors(model, layout, stage)]
     return [(tensor, copies, apart) for tensor, copies, apart in found if copies]
+
+
+def outer_tensors(model, layout, stage):
+    """[Tensor] of a stage outside its layers: the embeddings on the first, the norm and the head on the last."""
+    last, found = layout.pp - 1, []
+    for tensor in model.tensors():
+        here = stage == (last if tensor.part in ("norm", "head") else 0)
+        # A tied output layer on another stage than the embedding is a copy (Megatron-LM).
+        found += [tensor] * (here or (tensor.part == "embedding" and model.tied and stage == last))
+    return found
 
 
 def stage_parameters(model, layout, stage):
@@ -152,11 +157,8 @@ def stage_memory(model, layout, conventions, stage):
     if layout.zero == 3:
         # fully_shard: the layer at work, the one that arrives, its gradients, and these in float32 to be reduced; what
         # is outside the layers stays gathered, with its gradients (chapter 6 measures four times a block).
-        outer = sum(
-            copies * math.prod(local_shape(tensor, model, layout.tp))
-            for tensor, copies, _ in stage_tensors(model, layout, stage)
-            if tensor in model.tensors()
-        )
+        outside_layers = outer_tensors(model, layout, stage)
+        outer = sum(math.prod(local_shape(tensor, model, layout.tp)) for tensor in outside_layers)
         layer = (computed - outer) / layers[stage]
         found["gathered"] = (3 * size + 4) * layer + 2 * size * outer
     found["activations"] = stored
