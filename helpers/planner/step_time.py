@@ -40,7 +40,7 @@ class Constants:
 # What fit(measured()) gives, rounded. A test compares them, and FACTOR with interval_factor().
 FITTED = Constants(matmul=0.733, memory=0.829, in_node=0.806, between=0.799, launch=0.00147)
 FACTOR = 1.18  # a step lies between prediction / FACTOR and prediction · FACTOR
-FACTOR_ELSEWHERE = 1.4  # above the prediction, where it is extrapolated: published FSDP steps took up to 1.35 times as long
+FACTOR_ELSEWHERE = 1.4  # above it where it is extrapolated: published FSDP steps took up to 1.35 times as long
 # Where the fit starts and what pulls it back: (value, standard deviation of its logarithm). in_node was measured:
 # 234.89 GB/s of 300, an all-reduce of 16 GiB on 8 A100s. The others are wide.
 PRIOR = {
