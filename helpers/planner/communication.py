@@ -3,6 +3,7 @@
 Sizes are bytes of the whole tensor: what an all-reduce sums, an all-gather makes and a reduce-scatter takes.
 """
 
+import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -189,7 +190,8 @@ def collectives(
         if loss_parallel:  # the largest logit, the sum, and the label's own
             tensor_parallel("all_reduce", "forward", "loss", 3, tokens * SUMMED)
         else:
-            tensor_parallel("all_gather", "forward", "logits", 1, tokens * model.vocab * bytes_each)
+            padded_logits = tokens * math.ceil(model.vocab / layout.tp) * layout.tp
+            tensor_parallel("all_gather", "forward", "logits", 1, padded_logits * bytes_each)
 
     # Ring attention (Liu et al. 2024): keys and values go round, in backward with their gradients.
     pair = 2 * tokens * model.head_width * max(model.kv_heads // layout.tp, 1) * bytes_each
@@ -216,7 +218,7 @@ def collectives(
                 received = layout.interleave - (first if phase == "forward" else last)
                 tensor_parallel("all_gather", phase, "what a stage received", received)
 
-    found += data_parallel(model, layout, cluster, conventions, stage)
+    found += data_parallel(model, layout, cluster, conventions, stage, sharded)
     return found
 
 
@@ -225,8 +227,14 @@ def gradient_bytes(conventions):
     return min(max(conventions.state_bytes[1], 2), 4)
 
 
-def stage_groups(model, layout, stage):
-    """[(what, times, apart, [(rows, columns) on one of tp ranks])] of a stage: what fully_shard gathers at once.
+@functools.cache
+def counted(model, layer=None):
+    """((Tensor, copies), …) of a layer, or of what is outside the layers."""
+    return tuple(Counter(model.tensors(layer)).items())
+
+
+def stage_groups(model, layout, stage, sharded):
+    """[(what, times, apart, [(rows, columns, copies) on one of tp ranks])] of a stage: what fully_shard gathers.
 
     A layer is a group, and what stands outside the layers is one. Experts are a group of their own where ep ranks have
     others (apart = ep), so that fewer ranks share each.
@@ -236,28 +244,29 @@ def stage_groups(model, layout, stage):
     groups = []
     for sparse, times in Counter(model.has_experts(start + layer) for layer in range(sizes[stage])).items():
         whole, routed = [], []
-        for tensor in Counter(tensors := model.tensors(model.layers - 1 if sparse else 0)):
-            shape, copies = local_shape(tensor, model, layout.tp), tensors.count(tensor)
+        for tensor, copies in counted(model, model.layers - 1 if sparse else 0):
+            shape = local_shape(tensor, model, layout.tp)
             if sparse and layout.ep > 1 and tensor.part.split()[0] in ("up", "down"):
                 one = copies // (model.experts + model.shared_experts)
-                routed += [shape] * (one * model.experts // layout.ep)
+                routed.append((*shape, one * model.experts // layout.ep))
                 copies = one * model.shared_experts
-            whole += [shape] * copies
+            whole.append((*shape, copies))
         groups += [("layers", times, 1, whole)] + [("experts", times, layout.ep, routed)] * bool(routed)
     here = []
-    for tensor in model.tensors():
+    for tensor, copies in counted(model):
         on_last = tensor.part in ("norm", "head") or (tensor.part == "embedding" and model.tied)
         if (stage == layout.pp - 1 and on_last) or (stage == 0 and tensor.part not in ("norm", "head")):
-            here.append(local_shape(tensor, model, layout.tp))
+            whole = tensor.part in ("embedding", "head") and tensor.part not in sharded
+            here.append((*local_shape(tensor, model, 1 if whole else layout.tp), copies))
     return groups + [("outside the layers", 1, 1, here)] * bool(here)
 
 
 def padded(shapes, ranks):
     """Numbers that so many ranks gather: fully_shard fills each tensor's last rows up, so that all parts are equal."""
-    return sum(math.ceil(rows / ranks) * ranks * columns for rows, columns in shapes)
+    return sum(math.ceil(rows / ranks) * ranks * columns * copies for rows, columns, copies in shapes)
 
 
-def data_parallel(model, layout, cluster, conventions, stage):
+def data_parallel(model, layout, cluster, conventions, stage, sharded):
     """[Collective] of parameters and gradients: DDP's, ZeRO's, fully_shard's or HSDP's.
 
     DDP sends 2Ψ, ZeRO-1 and 2 as much, ZeRO-3 3Ψ (Rajbhandari et al. 2020, section 7). With accumulation ZeRO-2's
@@ -266,7 +275,7 @@ def data_parallel(model, layout, cluster, conventions, stage):
     """
     found, weight, gradient = [], BYTES.get(layout.dtype, 2), gradient_bytes(conventions)
     repeated = layout.micro_batches if conventions.gather == "each" else 1
-    for what, times, apart, shapes in stage_groups(model, layout, stage):
+    for what, times, apart, shapes in stage_groups(model, layout, stage, sharded):
         ranks = layout.data_ranks // apart
         shared = min(layout.sharers, ranks) if layout.zero else 1
         copies = ranks // shared
@@ -277,7 +286,7 @@ def data_parallel(model, layout, cluster, conventions, stage):
                 seconds = link_seconds(kind, size, *span(ranks, stride, cluster), cluster) if cluster else ()
                 found.append(Collective(dimension, kind, phase, what, ranks, count, size, *seconds))
 
-        numbers = padded(shapes, shared) if layout.zero == 3 else sum(rows * columns for rows, columns in shapes)
+        numbers = padded(shapes, shared) if layout.zero == 3 else padded(shapes, 1)
         if layout.zero == 3:
             add("dp", "all_gather", "forward", times * repeated, numbers * weight, shared, stride)
             if what != "outside the layers":  # the root module keeps its parameters until its backward has ended
