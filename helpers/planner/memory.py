@@ -140,8 +140,26 @@ def in_flight(layout, stage, convention="schedule"):
     return min(2 * (p - stage - 1) + (v - 1) * p + 1, m * v) / v
 
 
+def gathered(model, layout, stage, computed):
+    """Bytes that fully_shard holds gathered: as the backward begins, and as the first layer's gradient is reduced.
+
+    First the layer at work, the one that arrives, and what is outside the layers. Then, too, the layer's gradient, and
+    the float32 memory from which the layer before is reduced (chapter 6 measures four times a block); of the last two
+    layers none arrives.
+    """
+    size, layers = BYTES.get(layout.dtype, 2), layout.stage_layers(model)[stage]
+    outer = sum(math.prod(local_shape(tensor, model, layout.tp)) for tensor in outer_tensors(model, layout, stage))
+    layer = (computed - outer) / layers
+    arriving = size * layer * (layers > 2)
+    return 2 * size * layer + size * outer, arriving + (2 * size + 4) * layer + 2 * size * outer
+
+
 def stage_memory(model, layout, conventions, stage):
-    """{kind: bytes} on the first rank of a stage."""
+    """{kind: bytes} on the first rank of a stage, at the moment of a step that needs most; "total" is their sum.
+
+    Memory is fullest as the backward begins, with all activations and the output, or as the first gradient of a
+    sharded layer is reduced. PyTorch's FSDPMemTracker sees the same within 5 % (chapter 15).
+    """
     size, parts = BYTES.get(layout.dtype, 2), conventions.state_bytes
     computed = stage_parameters(model, layout, stage)
     held = shared_parameters(model, layout, stage, conventions.shards if layout.zero == 3 else "even")
@@ -151,26 +169,35 @@ def stage_memory(model, layout, conventions, stage):
         gradients = optimizer = 0
     layers = layout.stage_layers(model)
     start, micro_batches = sum(layers[:stage]), in_flight(layout, stage, conventions.in_flight)
-    numbers = range(start, start + layers[stage])
-    stored = sum(activations_per_layer(model, layout, layer) for layer in numbers) * micro_batches
-    found = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
-    if layout.zero == 3:
-        # fully_shard: the layer at work, the one that arrives, its gradients, and these in float32 to be reduced; what
-        # is outside the layers stays gathered, with its gradients (chapter 6 measures four times a block).
-        outside_layers = outer_tensors(model, layout, stage)
-        outer = sum(math.prod(local_shape(tensor, model, layout.tp)) for tensor in outside_layers)
-        layer = (computed - outer) / layers[stage]
-        found["gathered"] = (3 * size + 4) * layer + 2 * size * outer
-    found["activations"] = stored
-    if layout.recompute == "full":
-        found["recomputed layer"] = activations_per_layer(model, layout, numbers[-1], "none")
+    each = [activations_per_layer(model, layout, layer) for layer in range(start, start + layers[stage])]
     tokens = model.seq // layout.cp * layout.micro_batch
     outside = layout.tp if layout.sequence_parallel else 1
+    inner = model.matrices - 1
+    found = {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "activations": sum(each) * micro_batches,
+        # The gradients of an MLP's inner width and of the layer's output.
+        "working": tokens * size * (inner * model.ffn * max(model.active_experts, 1) / layout.tp + model.width),
+    }
+    if layout.recompute == "full":
+        found["recomputed layer"] = activations_per_layer(model, layout, start + layers[stage] - 1, "none")
     if stage == 0 and model.dropout:
         found["embedding's dropout"] = tokens * model.width * micro_batches / outside  # sbhp/t, section 4.3
     if stage == layout.pp - 1:
-        # The last norm's and the output layer's input, and float32 logits: 4sbh/t · (1 + v/h), section 4.3.
-        found["output"] = 2 * tokens * model.width * size / outside + 4 * tokens * model.vocab / layout.tp
+        # The last norm's and the output layer's input, and float32 logits: 4sbh/t · (1 + v/h), section 4.3. PyTorch's
+        # cross_entropy has them four times at once: logits, log-softmax, and the gradient of each.
+        logits = {"eager": 16, "stored": 4}[conventions.logits] * tokens * model.vocab / layout.tp
+        found["output"] = 2 * tokens * model.width * size / outside + logits
+        found["working"] = max(found["working"] - logits, 0)  # the logits are freed before the layers work
+    if layout.zero == 3:
+        first, reducing = gathered(model, layout, stage, computed)
+        begins, reduces = {**found, "gathered": first}, {**found, "gathered": reducing, "output": 0, "working": 0}
+        reduces["activations"] -= sum(each[-2:])
+        if layout.micro_batches == 1:  # the optimizer's zero_grad has freed them; reduced ones come layer by layer
+            begins["gradients"], reduces["gradients"] = 0, gradients / len(each)
+        found = max(begins, reduces, key=lambda moment: sum(moment.values()))
     found["total"] = sum(found.values())
     return found
 
