@@ -18,7 +18,9 @@ def add_arguments(command):
     command.add_argument(
         "model", metavar="MODEL|FILE", help=f"a file (.toml or .json) with {', '.join(TABLES)}; or a model's name"
     )
-    command.add_argument("cluster", nargs="?", metavar="CLUSTER", help=f"one of {', '.join(clusters.PRESETS)}")
+    command.add_argument(
+        "cluster", nargs="?", metavar="CLUSTER", help=f"one of {', '.join(clusters.PRESETS)}; or a file"
+    )
     command.add_argument("--gpus", type=int, metavar="N", help="how many GPUs: of a named cluster, or to search for")
     for name in ("layout", "job", "conventions"):
         command.add_argument(f"--{name}", metavar="A=1,B=2", help=f"fields of the {name}; they win over the file's")
@@ -67,7 +69,8 @@ def given(args):
     is_file = path.suffix in (".toml", ".json") or path.is_file()
     tables = read(path) if is_file else {"model": args.model}
     if args.cluster:
-        tables["cluster"] = args.cluster
+        file = Path(args.cluster)
+        tables["cluster"] = read(file).get("cluster", {}) if file.suffix in (".toml", ".json") else args.cluster
     for name in ("layout", "job", "conventions"):
         tables[name] = {**tables.get(name, {}), **fields_of(getattr(args, name))}
     for name in ("model", "cluster"):
@@ -104,7 +107,7 @@ def main(args):
         if args.published:
             return show_published(args.model, args.json)
         tables = given(args)
-        if args.search or not tables["layout"]:
+        if args.search or not tables["layout"].keys() & {"dp", "tp", "pp", "cp"}:
             return show_search(args, tables)
         from helpers.planner.plan import plan
         from helpers.planner.report import lines
@@ -118,15 +121,32 @@ def main(args):
 
 
 def show_search(args, tables):
-    """Rank the layouts of a model on a cluster."""
-    raise PlanError("no layout is given.\nGive --layout dp=8,tp=8, or a [layout] table in the file.")
+    """Rank the layouts of a model on a cluster; the layout's fields that are given stay as they are."""
+    from helpers.planner.search import search, words
+
+    fixed = dict(tables["layout"])
+    batch = fixed.pop("batch", 0)
+    if not batch:
+        raise PlanError("a search needs the samples of a step.\nGive --layout batch=1024, and sizes that are to stay.")
+    cluster = clusters.cluster_of(tables["cluster"], args.gpus or 0)
+    found = search(models.model_of(tables["model"]), cluster, batch, tables["conventions"], **fixed)
+    if not args.json:
+        lines = found.explain() + [f"refused {count}: {why}" for why, count in found.refused.most_common(5)]
+        print("\n".join(lines))
+        return 0
+    ranked = [
+        {"seconds": one.seconds, "low": one.step.low, "high": one.step.high, "bytes": one.bytes}
+        | {"words": words(one.layout), "layout": one.layout.__dict__}
+        for one in found.fits[:10]
+    ]
+    told = {"tried": found.tried, "refused": found.refused, "too_large": found.by_memory(), "fits": len(found.fits)}
+    print(json.dumps({"conventions": found.conventions.words(), **told, "ranked": ranked}, indent=1))
+    return 0
 
 
 def cluster_for(args, tables):
     """The file's cluster, or a named one of as many GPUs as the layout has or --gpus says."""
     from helpers.planner.layout import layout_of
 
-    gpus = args.gpus or 0
-    if isinstance(tables["cluster"], str) and not gpus and tables["layout"]:
-        gpus = layout_of(tables["layout"]).gpus
-    return clusters.cluster_of(tables["cluster"], gpus)
+    named = isinstance(tables["cluster"], str)
+    return clusters.cluster_of(tables["cluster"], args.gpus or (layout_of(tables["layout"]).gpus if named else 0))

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from helpers.planner.step_time import step_time
-
 from helpers.planner import failures, rates
 from helpers.planner.cluster import cluster_of
 from helpers.planner.communication import collectives
@@ -11,6 +9,7 @@ from helpers.planner.conventions import conventions_of
 from helpers.planner.layout import layout_of
 from helpers.planner.memory import NOT_COUNTED, memory
 from helpers.planner.model import PlanError, from_table, model_of
+from helpers.planner.step_time import COVERAGE, step_time
 
 STATES = ("parameters", "gradients", "optimizer")
 
@@ -141,7 +140,7 @@ def plan(model, cluster, layout, conventions=None, job=None):
             "seconds": step.seconds,
             "low": step.low,
             "high": step.high,
-            "coverage": step.coverage,
+            "coverage": COVERAGE,
             "parts": step.parts,
             "extrapolated": step.extrapolated,
             "tokens": tokens,

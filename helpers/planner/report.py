@@ -11,6 +11,11 @@ def of_time(seconds):
     return f"{seconds * 1e6:.3g} µs"
 
 
+def of_days(days):
+    """Days with three digits that say something."""
+    return f"{float(f'{days:.3g}'):,g} days"
+
+
 def of_bytes(size):
     for name, unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= unit:
@@ -79,7 +84,7 @@ def lines(found):
             f"MFU {measured['mfu']:.2%}, HFU {measured['hfu']:.2%}, {measured['achieved'] / 1e12:.4g} TFLOP/s a GPU"
         )
     if "days" in run:
-        yield f"run: {run['tokens']:.4g} tokens, {run['steps']:,.0f} steps, {run['days']:.3g} days without failures"
+        yield f"run: {run['tokens']:.4g} tokens, {run['steps']:,.0f} steps, {of_days(run['days'])} without failures"
     if "mttf_hours" in run:
         between, every = of_time(run["mttf_hours"] * 3600), of_time(run["checkpoint_every_seconds"])
         yield (
@@ -89,8 +94,8 @@ def lines(found):
         )
     if "failures" in run:
         low, high = run["failures_between"]
-        days, count = f"{run['days_with_failures']:.3g}", f"{run['failures']:.0f}"
-        yield f"  {days} days with about {count} failures ({low} to {high} in 95 %)"
+        days, count = of_days(run["days_with_failures"]), f"{run['failures']:.0f}"
+        yield f"  {days} with about {count} failures ({low} to {high} in 95 %)"
     if "cost" in run:
         yield f"cost: {run['cost']:,.0f} in the price's currency"
     yield f"what binds: {found['binds']['limit']}, most of it {found['binds']['largest']}"
