@@ -177,6 +177,9 @@ def collectives(
         if last:
             tensor_parallel("all_gather", "forward", "input of the head", 1)
             tensor_parallel("reduce_scatter", "backward", "gradient of the head's input", "head" in sharded)
+        if layout.zero == 3 and layout.sharers > 1:  # a norm saw its rank's tokens only: fully_shard sums first
+            norms = (model.norms * layers + last) * (2 if model.norm_biases else 1)
+            tensor_parallel("all_reduce", "backward", "gradients of norms", norms, model.width * bytes_each)
     else:
         # Shoeybi et al. 2019, section 3: two all-reduces in the forward of a layer, two in its backward.
         for phase in ["forward"] + ["recompute"] * full:

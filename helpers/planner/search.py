@@ -113,9 +113,8 @@ class Search:
         best, label = self.fits[0], f"{name} = {value}"
         if other := next((one for one in self.fits if getattr(one.layout, name) == value), None):
             more = {part: other.step.parts[part] - best.step.parts[part] for part in best.step.parts}
-            changes = ", ".join(
-                f"{part} {more[part]:+.2f} s" for part in (max(more, key=more.get), min(more, key=more.get))
-            )
+            ends = [max(more, key=more.get), min(more, key=more.get)]
+            changes = ", ".join(f"{part} {more[part]:+.2f} s" for part in ends if abs(more[part]) >= 0.005)
             slower = other.seconds / best.seconds - 1
             return (
                 other.layout,
