@@ -226,7 +226,7 @@ def extrapolated(model, layout, cluster):
     """What of a layout the measured steps did not have, in words."""
     new = [f"{cluster.gpu} (fitted on A100s)"] * (not cluster.gpu.startswith("a100"))
     new += ["experts"] * bool(model.experts) + ["context parallelism"] * (layout.cp > 1)
-    new += ["FSDP or ZeRO"] * (layout.zero > 0) + ["sequence parallelism"] * layout.sequence_parallel
+    new += ["FSDP or ZeRO"] * (layout.zero > 0)
     new += ["FlashAttention"] * (layout.attention == "flash") + ["gated MLPs"] * model.gated
     return ", ".join(new)
 
