@@ -21,6 +21,7 @@ class Cluster:
     latency_between: float = 0
     price_per_gpu_hour: float = 0  # in any currency; 0 for not known
     failures_per_node_day: float = 0
+    measured: bool = False  # the speeds were reached, not read off a data sheet: nothing is taken off
 
     def __post_init__(self):
         for name in ("gpus_per_node", "nodes"):

@@ -140,7 +140,7 @@ def plan(model, cluster, layout, conventions=None, job=None):
             "seconds": step.seconds,
             "low": step.low,
             "high": step.high,
-            "coverage": COVERAGE,
+            "coverage": None if step.extrapolated else COVERAGE,
             "parts": step.parts,
             "extrapolated": step.extrapolated,
             "tokens": tokens,

@@ -7,6 +7,7 @@ book/recorded/published.csv.
 import csv
 import tomllib
 from decimal import Decimal
+from pathlib import Path
 
 from helpers.planner.conventions import STATES
 from helpers.planner.failures import mtbf_hours, mttf_hours
@@ -15,6 +16,7 @@ from helpers.planner.memory import activations_per_layer, deepspeed_estimate, st
 from helpers.planner.model import PlanError, known, model_of
 from helpers.planner.rates import achieved, bubble, training_days
 
+ROWS = Path(__file__).parents[2] / "book" / "recorded" / "published.csv"
 TARGETS = {"exact": 0.0, "formula": 0.01, "memory": 0.08}
 UNITS = {"": 1, "GB": 1e9, "GiB": 2**30, "%": 0.01, "TF": 1e12, "GB/s": 1e9, "ms": 1e-3, "days": 1, "h": 1, "sbh": 1}
 
@@ -226,7 +228,7 @@ def reproduce(row):
     return value, missing / abs(float(published))
 
 
-def rows_of(path):
+def rows_of(path=ROWS):
     """The rows of a CSV file; lines that begin with # are comments."""
     with open(path, newline="") as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))

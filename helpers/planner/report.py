@@ -66,14 +66,13 @@ def lines(found):
             sizes = [of_bytes(one["bytes"]), of_bytes(one["sent"]), of_time(one["seconds"])]
             rows.append([words, f"{one['ranks']}", f"{one['count']}", *sizes])
         yield from table(rows)
-    yield (
-        f"step: {of_time(step['seconds'])} ({step['coverage']:.0%} interval {of_time(step['low'])} to "
-        f"{of_time(step['high'])}), {step['tokens_per_second']:,.0f} tokens/s"
-    )
+    between = f"{of_time(step['low'])} to {of_time(step['high'])}"
+    between += f" in {step['coverage']:.0%}" if step["coverage"] else ", extrapolated: how often is not known"
+    yield f"step: {of_time(step['seconds'])} ({between}), {step['tokens_per_second']:,.0f} tokens/s"
     parts = sorted(step["parts"].items(), key=lambda part: -part[1])
     yield "  " + ", ".join(f"{name} {of_time(seconds)}" for name, seconds in parts if seconds)
     if step["extrapolated"]:
-        yield f"  extrapolated: {step['extrapolated']}"
+        yield f"  not among the fitted steps: {step['extrapolated']}"
     yield (
         f"  bubble {step['bubble']:.1%} of the {switches['bubble']} time; MFU {step['mfu']:.1%}, HFU {step['hfu']:.1%} "
         f"by {switches['flops']}"

@@ -8,7 +8,7 @@ the shares are taken over and the data sheet changes: an extrapolation, outside 
 import csv
 import functools
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from helpers.planner.cluster import PRESETS, Cluster
@@ -19,10 +19,10 @@ from helpers.planner.memory import BYTES, stage_parameters
 from helpers.planner.model import Model, model_of
 
 MEASURED = Path(__file__).parents[2] / "book" / "recorded" / "vtrain.csv"
-# A fused Adam with float32 weights: reads and writes weights and two moments (24), reads the gradient twice (for its
-# norm, too), writes it as zeros and the 16-bit weights, and unscales it. Bytes for each parameter that a rank updates.
+# For each parameter that a rank updates: float32 weights and two moments are read and written (24), the gradient is
+# copied to float32 (6) and read for its norm and by Adam (8), and the 16-bit weights are written (2).
 OPTIMIZER_BYTES = 40
-PER_LOGIT_BYTES = 16  # written and read in 16 bits, in float32 for the loss, and its gradient
+PER_LOGIT_BYTES = 16  # written (2), copied to float32 (6), read by the loss (4), and their gradient (4)
 COVERAGE = 0.9  # of the measured steps lie in an interval
 
 
@@ -168,6 +168,8 @@ def parts_of(work, constants):
     m micro-batches pass the busiest stage, and p-1 more times of a stage is what the first waits for the last and the
     last for the first, divided by v where stages are interleaved (Narayanan et al. 2021, section 2.2). A layer takes
     √(work² + launch²): a host that launches its kernels more slowly than the GPU runs them is what the GPU waits for.
+    fully_shard's collectives hide behind computing. DDP's and ZeRO's follow it, as in Megatron-LM when it was measured;
+    PyTorch's DDP hides most of them behind the last backward, so that "data parallel" is its upper bound.
     """
     w, c = work, constants
     tensor = w.tensor_in_node / c.in_node + w.tensor_between / c.between
@@ -211,12 +213,17 @@ class StepTime:
     extrapolated: str  # what the measured steps did not have; empty where they had it
 
 
-def step_time(model, layout, cluster, conventions=None, constants=FITTED):
-    """The StepTime of a layout.
+# For a cluster whose speeds were measured: nothing is taken off them.
+REACHED = replace(FITTED, matmul=1.0, in_node=1.0, between=1.0)
+
+
+def step_time(model, layout, cluster, conventions=None, constants=None):
+    """The StepTime of a layout; by REACHED for a measured cluster, else by FITTED, unless constants are given.
 
     low and high: of measured steps of a model size that no fit saw, 89 % lay between (left_out and coverage, below).
     Where something is extrapolated, high is wider, by what a few published steps were off; it has no coverage.
     """
+    constants = constants or (REACHED if cluster.measured else FITTED)
     parts = parts_of(work(model, layout, cluster, conventions), constants)
     seconds, new = sum(parts.values()), extrapolated(model, layout, cluster)
     return StepTime(seconds, seconds / FACTOR, seconds * (FACTOR_ELSEWHERE if new else FACTOR), parts, new)
