@@ -234,6 +234,13 @@ def test_between_nodes_each_gpu_sends_its_eighth():
     assert hierarchical_all_reduce(size, 8, 8, cluster) == pytest.approx(in_node + between)
 
 
+def test_an_all_gather_between_nodes_has_no_tree():
+    cluster = cluster_of("h100", 64)
+    near, far = cluster.latency_in_node, cluster.latency_between
+    assert link_seconds("all_reduce", 0, 8, 8, cluster)[0] == pytest.approx(2 * (7 * near + 3 * far))
+    assert link_seconds("all_gather", 0, 8, 8, cluster)[0] == pytest.approx(7 * near + 7 * far)
+
+
 def test_who_is_in_one_node():
     cluster = cluster_of("h100", 64)
     assert span(8, 1, cluster) == (8, 1)  # tp 8

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from helpers.planner.cluster import PRESETS, Cluster
-from helpers.planner.communication import collectives
+from helpers.planner.communication import activations, data_parallel
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
 from helpers.planner.memory import BYTES, stage_parameters
@@ -115,13 +115,13 @@ def work(model, layout, cluster, conventions=None):
     scores = (8 + 5 * model.dropout) * model.heads * model.seq / t * stored
     elementwise = tokens * ((outside + inside) * passes + scores * (3 + again)) * size / 2 / speed
 
-    found = collectives(model, layout, cluster, conventions, stage=1 if layout.pp > 2 else 0)
+    found = activations(model, layout, cluster, stage=1 if layout.pp > 2 else 0)
     tensor, expert, context, sends = [], [], [], []
     for each in found:
         received = each.what == "what a stage received"
         lists = {"tp": sends if received else tensor, "ep": expert, "cp": context, "pp": sends}
-        lists.get(each.dimension, []).append(each)
-    data = [c for c in collectives(model, layout, cluster, conventions) if c.dimension in ("dp", "replicate")]
+        lists[each.dimension].append(each)
+    data = data_parallel(model, layout, cluster, conventions, stage=0)
     m = layout.micro_batches
 
     def total(group, part):
