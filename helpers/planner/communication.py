@@ -142,13 +142,23 @@ def collectives(model, layout, cluster=None, conventions=None, stage=0, *, shard
 
 
 def activations(
-    model, layout, cluster=None, stage=0, *, sharded=VOCABULARY, shared_input=True, loss_parallel=True, split_sends=True
+    model,
+    layout,
+    cluster=None,
+    stage=0,
+    *,
+    sharded=VOCABULARY,
+    shared_input=True,
+    loss_parallel=True,
+    split_sends=True,
+    early_stop=True,
 ):
     """[Collective] of activations and their gradients: tensor, context, expert and pipeline parallelism.
 
     shared_input: query, key and value gather their input once, and sum its gradient once. loss_parallel: the loss reads
     divided logits. split_sends: a stage sends each tensor-parallel rank's part, and the next stage gathers (Narayanan
     et al. 2021, section 4.1); torch.distributed.pipelining sends it whole from each.
+    early_stop: recomputation ends before a layer's last output, which nothing needs, as in PyTorch's checkpoint.
     """
     found = []
     m, layers = layout.micro_batches, layout.stage_layers(model)[stage]
@@ -166,11 +176,12 @@ def activations(
         add("tp", kind, phase, what, layout.tp, 1, count * m, size)
 
     extra = 0 if shared_input else 2
+    outputs = {"forward": 2 * layers, "recompute": (1 if early_stop else 2) * layers}
     if layout.sequence_parallel:
         # Korthikanti et al. 2022, section 4.2.2: an all-reduce becomes an all-gather and a reduce-scatter.
         for phase in ["forward"] + ["recompute"] * full:
             tensor_parallel("all_gather", phase, "inputs of attention and MLP", (2 + extra) * layers)
-            tensor_parallel("reduce_scatter", phase, "outputs of attention and MLP", 2 * layers)
+            tensor_parallel("reduce_scatter", phase, "outputs of attention and MLP", outputs[phase])
         tensor_parallel("all_gather", "backward", "gradients of outputs", 2 * layers)
         tensor_parallel("reduce_scatter", "backward", "gradients of inputs", (2 + extra) * layers)
         if first:
@@ -185,7 +196,7 @@ def activations(
     else:
         # Shoeybi et al. 2019, section 3: two all-reduces in the forward of a layer, two in its backward.
         for phase in ["forward"] + ["recompute"] * full:
-            tensor_parallel("all_reduce", phase, "outputs of attention and MLP", 2 * layers)
+            tensor_parallel("all_reduce", phase, "outputs of attention and MLP", outputs[phase])
         tensor_parallel("all_reduce", "backward", "gradients of inputs", (2 + extra) * layers)
         if first:
             tensor_parallel("all_reduce", "forward", "embedding", "embedding" in sharded)
