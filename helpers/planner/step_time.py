@@ -99,7 +99,7 @@ def work(model, layout, cluster, conventions=None):
     layers, busiest = max(sizes), sizes.index(max(sizes))
     tokens = layout.micro_batch * model.seq // layout.cp
     peak = cluster.peak(layout.dtype)
-    speed = cluster.memory_speed or cluster.peak() * PRESETS["a100"]["memory_speed"] / 312e12
+    speed = cluster.memory_speed or peak * PRESETS["a100"]["memory_speed"] / 312e12
 
     full, stored = layout.recompute == "full", layout.attention == "scores"
     passes = 4 if full else 3
