@@ -45,7 +45,7 @@ KINDS = {
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
 }
-SAMPLES = 4
+SAMPLES, LAYERS = 4, 3
 
 
 def seen_on_ranks(sizes, sequence_parallel, shared_input, recompute=False):
@@ -91,7 +91,7 @@ def seen_on_ranks(sizes, sequence_parallel, shared_input, recompute=False):
 
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    model = PixelTransformer()
+    model = PixelTransformer(layers=LAYERS)
     column = ColwiseParallel
     for block in model.blocks if "tp" in sizes else ():
         plan = {name: column() for name in ("query", "key", "value", "mlp.0")}
@@ -155,7 +155,11 @@ def planned(sizes, sequence_parallel, shared_input, recompute=False):
     sharded = ("head",) if sequence_parallel else ()  # as the plan above does
     found = {"forward": {}, "backward": {}}
     for each in collectives(
-        model_of("pixels"), layout, shared_input=shared_input, sharded=sharded, loss_parallel=False
+        model_of({"preset": "pixels", "layers": LAYERS}),
+        layout,
+        shared_input=shared_input,
+        sharded=sharded,
+        loss_parallel=False,
     ):
         phase = "backward" if each.phase == "recompute" else each.phase
         count, size = found[phase].get(each.kind, (0, 0))
@@ -171,9 +175,7 @@ CASES = [  # sizes of the mesh, sequence_parallel, shared_input, and recompute
     ({"tp": 2}, False, True, "recompute"),
     ({"tp": 2}, True, True, "recompute"),
     ({"shard": 2}, False, True),
-    ({"tp": 4}, False, True),
     ({"tp": 4}, True, True),
-    ({"shard": 4}, False, True),
     ({"replicate": 2, "shard": 2}, False, True),
     ({"shard": 2, "tp": 2}, False, True),
     ({"shard": 2, "tp": 2}, True, True),
