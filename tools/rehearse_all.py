@@ -18,6 +18,7 @@ RUNS = [
     ("06", 1, 8, []),
     ("13", 1, 8, []),
     ("12", 2, 8, []),
+    ("15", 1, 8, []),
     ("08", 2, 8, ["--layers", "16", "--micro-batches", "16"]),  # one layer and one micro-batch for each stage
 ]
 TOLERANCE = 0.002  # as in tests/scripting.py
