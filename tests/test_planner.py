@@ -1,6 +1,13 @@
 """The planner: published rows, refusals, memory by stage, failures, and the command. Nothing here starts a rank."""
 
+import json
 import math
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,7 +19,9 @@ from helpers.planner.cluster import cluster_of
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
 from helpers.planner.model import PlanError, model_of
+from helpers.planner.plan import plan
 from helpers.planner.published import TARGETS, reproduce, rows_of
+from helpers.planner.report import lines
 from helpers.runtime.models import PixelTransformer
 
 ROOT = Path(__file__).parents[1]
@@ -201,3 +210,194 @@ def test_bubble_by_both_conventions():
 def test_clusters(name):
     cluster = cluster_of(name, 64)
     assert cluster.gpus == 64 and cluster.peak() > 1e14
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+JOB = """
+model = "gpt-175b"
+
+[cluster]
+preset = "a100"
+nodes = 8
+price_per_gpu_hour = 2.0
+
+[layout]
+tp = 8
+pp = 8
+batch = 64
+interleave = 3
+recompute = "selective"
+attention = "scores"
+sequence_parallel = true
+dtype = "float16"
+
+[job]
+tokens = 3e11
+step_seconds = 13.75
+
+[conventions]
+flops = "gemm"
+states = "zero"
+"""
+
+
+def command(*arguments):
+    """(status, output, errors) of ``python -m helpers plan``."""
+    line = [sys.executable, "-m", "helpers", "plan", *map(str, arguments)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "job.toml"
+    path.write_text(JOB)
+    return path
+
+
+def test_a_file_becomes_a_plan(job):
+    status, out, errors = command(job)
+    assert (status, errors) == (0, "")
+    for name in Conventions.__dataclass_fields__:  # each is named in the output
+        assert re.search(rf"\b{name} \S", out), name
+    for words in (
+        "stage 0",
+        "stage 7",
+        "tp all_gather",
+        "bubble",
+        "MFU 51.39%, HFU 52.77%",
+        "goodput",
+        "cost",
+        "try next",
+    ):
+        assert words in out, words
+    assert max(map(len, out.splitlines())) < 260
+
+
+def test_json_has_the_same_numbers(job, tmp_path):
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(tomllib.loads(JOB)))
+    status, out, _ = command(path, "--json")
+    found = json.loads(out)
+    assert status == 0 and found == json.loads(command(job, "--json")[1])
+    assert found["conventions"] == Conventions(flops="gemm", states="zero").words()
+    assert round(100 * found["measured"]["mfu"], 1) == 51.4 and round(100 * found["measured"]["hfu"], 1) == 52.8
+    assert found["step"]["low"] < 13.75 < found["step"]["high"]
+    assert found["step"]["bubble"] == 7 / (3 * 64)
+    stages = found["memory"]["stages"]
+    assert len(stages) == 8 and all(stage["total"] < 80e9 for stage in stages) and found["memory"]["fits"]
+    assert found["run"]["cost"] == pytest.approx(64 * 24 * found["run"]["days_with_failures"] * 2)
+    low, high = found["run"]["failures_between"]
+    assert low < found["run"]["failures"] < high
+
+
+def test_names_and_a_search():
+    status, out, _ = command("llama3-8b", "h100", "--gpus", 64, "--layout", "batch=512", "--json")
+    found = json.loads(out)
+    assert status == 0 and found["fits"] == found["tried"] - sum(found["refused"].values()) - sum(
+        found["too_large"].values()
+    )
+    seconds = [one["seconds"] for one in found["ranked"]]
+    assert seconds == sorted(seconds) and len(seconds) == 10
+    assert all(one["layout"]["batch"] == 512 and one["bytes"] <= 80e9 for one in found["ranked"])
+
+
+def test_published_rows_by_the_command(tmp_path):
+    status, out, _ = command(ROOT / "book" / "recorded" / "published.csv", "--published")
+    assert status == 0 and out.count("within") == len(ROWS) and "MISSED" not in out
+    bad = tmp_path / "bad.csv"
+    bad.write_text(
+        "what,quantity,inputs,published,unit,target,source\nx,parameters,model = 'gpt2',124439809,,exact,y\n"
+    )
+    status, out, _ = command(bad, "--published")
+    assert status == 1 and out.startswith("MISSED")
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["gpt5", "h100"], "a search needs the samples"),
+        (["gpt5", "h100", "--layout", "dp=8"], "'gpt5' is not a model"),
+        (["gpt2"], "no cluster is given"),
+        (["gpt2", "h100", "--layout", "dp8"], "'dp8' has no value"),
+        (["gpt2", "h100", "--layout", "dp=8,depth=2"], "the layout has no field 'depth'"),
+        (["gpt2", "h100", "--layout", "dp=8,tp=16"], "12 heads do not divide by tp = 16"),
+        (["missing.toml"], "missing.toml: No such file"),
+        (["gpt2", "h100", "--gpus", "16", "--layout", "dp=8"], "= 8 is not the cluster's 16 GPUs"),
+        (
+            ["gpt2", "h100", "--layout", "dp=8", "--job", "tokens=1e9,step_seconds=1,tokens_per_second=2"],
+            "say the same",
+        ),
+    ],
+)
+def test_errors_of_the_command(arguments, says):
+    status, out, errors = command(*arguments)
+    assert (status, out) == (1, "") and says in errors
+    assert 1 <= len(errors.splitlines()) <= 2
+
+
+def test_a_table_that_the_file_does_not_know(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text('model = "gpt2"\n[clusters]\nnodes = 2\n')
+    status, _, errors = command(path)
+    assert status == 1 and "has 'clusters'" in errors and "Its tables: model, cluster" in errors
+
+
+def test_a_plan_takes_less_than_a_second():
+    cluster = cluster_of("h100", 16_384)
+    layout = Layout(dp=128, tp=8, pp=16, zero=1, batch=2048, interleave=4, sequence_parallel=True)
+    plan("gpt-1t", cluster, layout)
+    start = time.process_time()  # of this process: other work on the machine does not count
+    plan("gpt-1t", cluster, layout)
+    assert time.process_time() - start < 1
+
+
+SWITCHED = {  # a convention, and where its setting changes a plan
+    "flops": ("6N", lambda found: found["step"]["mfu"]),
+    "achieved": ("hardware", lambda found: found["step"]["achieved"]),
+    "peak": (200e12, lambda found: found["step"]["mfu"]),
+    "bubble": ("total", lambda found: found["step"]["bubble"]),
+    "states": ("zero", lambda found: found["memory"]["stages"][0]["parameters"]),
+    "gather": ("once", lambda found: sum(one["sent"] for one in found["collectives"])),
+    "in_flight": ("one", lambda found: found["memory"]["stages"][0]["activations"]),
+    "days": ("8TP", lambda found: found["run"]["days"]),
+    "causal": ("half", lambda found: found["step"]["seconds"]),
+    "sequence_inputs": ("again", lambda found: found["memory"]["stages"][0]["activations"]),
+    "logits": ("stored", lambda found: found["memory"]["stages"][-1]["output"]),
+    "shards": ("even", lambda found: found["memory"]["stages"][0]["optimizer"]),
+    "memory": ("GB", lambda found: next(line for line in lines(found) if "fits in" in line)),
+}
+
+
+def test_every_convention_has_a_test():
+    assert set(SWITCHED) == {field.name for field in fields(Conventions)}
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_a_convention_changes_the_plan(name):
+    setting, read = SWITCHED[name]
+    layout = Layout(
+        dp=48, tp=8, pp=2, zero=3, batch=96, recompute="selective", attention="scores", sequence_parallel=True
+    )
+    cluster = cluster_of("h100", layout.gpus)
+    before, after = (
+        plan("llama2-7b", cluster, layout, switches, {"tokens": 1e12}) for switches in ({}, {name: setting})
+    )
+    assert read(before) != read(after)
+    assert after["conventions"][name] == setting
+
+
+def test_what_binds_and_what_to_try():
+    cluster = cluster_of("h100", 64)
+    tight = plan("llama3-70b", cluster, {"dp": 64, "zero": 3, "batch": 64})
+    assert tight["binds"] == {"limit": "memory", "largest": "activations"}
+    better = plan("llama3-70b", cluster, {"batch": 64, "zero": 3, "dp": 64, "recompute": "full"})
+    assert better["memory"]["fits"] and better["binds"]["limit"] == "time"
+    following = better["next"]
+    if following["seconds"]:
+        assert following["seconds"] < better["step"]["seconds"]
+        again = plan("llama3-70b", cluster, following["layout"])
+        assert again["step"]["seconds"] == pytest.approx(following["seconds"])
+    else:
+        assert following["words"].startswith("stay")
