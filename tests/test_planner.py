@@ -16,6 +16,7 @@ from helpers.planner import failures, memory, rates
 from helpers.planner import model as models
 from helpers.planner.cluster import PRESETS as CLUSTERS
 from helpers.planner.cluster import cluster_of
+from helpers.planner.communication import powersgd_numbers
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
 from helpers.planner.model import PlanError, model_of
@@ -200,6 +201,12 @@ def test_the_checkpoint_interval_is_the_best_one():
     kept = [failures.goodput(nodes, rate, 300, every, save) for every in (best / 3, best, 3 * best)]
     assert max(kept) == kept[1]
     assert failures.goodput(100_000, rate, 7200, best, save) == 0
+
+
+def test_powersgd_sends_two_thin_matrices():
+    shapes = [(512, 512, 3, 3), (512,), (10, 512)]
+    assert powersgd_numbers(shapes, 2) == 2 * (512 + 512 * 9) + 512 + 2 * (10 + 512)
+    assert powersgd_numbers([(3, 100)], 4) == 3 * 103  # no rank above 3
 
 
 def test_bubble_by_both_conventions():

@@ -31,6 +31,19 @@ def bus_bandwidth(kind, size, seconds, ranks):
     return size / seconds * known(SENT, kind, "collective")(ranks)
 
 
+def powersgd_numbers(shapes, rank):
+    """Numbers that PowerSGD sums for tensors of these shapes instead of all: r(rows + columns) for a matrix.
+
+    Vectors go as they are; a tensor of more dimensions is a matrix of its first one and the rest (Vogels et al. 2019,
+    section 3). No matrix has a higher rank than its shorter side.
+    """
+    total = 0
+    for rows, *rest in shapes:
+        columns = math.prod(rest)
+        total += rows if not rest else min(rank, rows, columns) * (rows + columns)
+    return total
+
+
 def ring_all_reduce(size, ranks, latency, bandwidth):
     """2(p-1)α + 2(p-1)/p · nβ seconds (Patarasuk and Yuan 2009; Thakur et al. 2005, section 4.5). β = 1/bandwidth."""
     return 2 * (ranks - 1) * latency + 2 * (ranks - 1) / ranks * size / bandwidth

@@ -9,6 +9,7 @@ import tomllib
 from decimal import Decimal
 from pathlib import Path
 
+from helpers.planner.communication import powersgd_numbers
 from helpers.planner.conventions import STATES
 from helpers.planner.failures import mtbf_hours, mttf_hours
 from helpers.planner.layout import layout_of
@@ -107,6 +108,7 @@ def gather_seconds(bytes, ranks, bandwidth):
 
 
 QUANTITIES = {
+    "PowerSGD": powersgd_numbers,
     "parameters": parameters,
     "FLOPs per token": flops_per_token,
     "states": states,
