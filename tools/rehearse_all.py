@@ -19,6 +19,7 @@ RUNS = [
     ("07", 1, 8, []),
     ("13", 1, 8, []),
     ("12", 2, 8, []),
+    ("15", 1, 8, []),
     ("08", 2, 8, ["--layers", "16", "--micro-batches", "16"]),  # one layer and one micro-batch for each stage
     ("09", 1, 8, []),  # a ring; Ulysses has four heads
 ]

@@ -884,3 +884,54 @@ def zigzag_is_not_mirrored(text):
 def ddp_averages_what_it_should_ignore(module):
     """DDP averages parameters that it was told to ignore."""
     module.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model = staticmethod(lambda *inputs: None)
+
+
+# --- Planning
+
+
+@lie("15", "rows|planned", module=FSDP)
+def fully_shard_cuts_columns(module):
+    """`fully_shard` divides matrices by their columns."""
+
+    def placed(parameter):
+        from torch.distributed.tensor import Shard
+
+        return Shard(parameter.ndim - 1)
+
+    shard_with(module, lambda options: {"shard_placement_fn": placed})
+
+
+@lie("15", "rows|divi|rank", file="helpers/planner/memory.py")
+def the_planner_divides(text):
+    """The planner divides a tensor's rows by the number of ranks, and does not round up."""
+    return swap(text, 'math.ceil(rows / sharers) if shards == "rows" else rows / sharers', "rows / sharers")
+
+
+@lie("15", "stage|micro-batch", file="helpers/planner/memory.py")
+def the_planner_divides_activations_by_stages(text):
+    """The planner gives each pipeline stage one micro-batch at a time."""
+    return swap(text, "        return min(p - stage, m)", "        return 1")
+
+
+@lie("15", "collective|message|count", file="helpers/planner/communication.py")
+def the_planner_forgets_the_backwards_gathers(text):
+    """The planner's FSDP gathers parameters in the forward only."""
+    return swap(text, 'if what != "outside the layers":', 'if what == "nothing":')
+
+
+@lie("15", "fit|step|left out", file="helpers/planner/step_time.py")
+def the_planner_never_waits_for_a_stage(text):
+    """The planner's pipelines have no bubble."""
+    return swap(text, "(w.stages - 1) *", "0 *")
+
+
+@lie("15", "fail|kept|left", file="helpers/planner/failures.py")
+def a_restart_takes_no_time(text):
+    """The planner's jobs restart at once."""
+    return swap(text, "rate * (restart + interval / 2)", "rate * interval / 2")
+
+
+@lie("15", "row|contradict|mistake", file="helpers/planner/published.py")
+def a_row_is_never_refused(text):
+    """The planner takes published rows that contradict themselves."""
+    return swap(text, "if found := contradictions(inputs):", "if found := []:")
