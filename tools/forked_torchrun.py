@@ -2,9 +2,11 @@
 
 Arguments, agent, rendezvous, restarts and variables are torchrun's own. Each start of a rank saves the processor's two
 seconds that its imports take. It is for tests of what ranks do after their start and before their end: a forked rank
-leaves by os._exit, without atexit handlers.
+leaves by os._exit, without atexit handlers. With ``--serve`` it runs one job after the other: each line that it reads
+is a list of arguments, as JSON, and ``ended`` with the job's status, 0 or 1, is the line that it then prints.
 """
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -30,8 +32,19 @@ def main(arguments):
     elastic_launch(config, be_a_rank)(args.training_script, *args.training_script_args)
 
 
+def serve():
+    for line in sys.stdin:
+        status = 0
+        try:
+            main(json.loads(line))
+        except ChildFailedError as error:
+            status = 1
+            print(error, file=sys.stderr)
+        print("ended", status, flush=True)
+
+
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        serve() if sys.argv[1:] == ["--serve"] else main(sys.argv[1:])
     except ChildFailedError as error:
         sys.exit(str(error))

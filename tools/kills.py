@@ -34,9 +34,9 @@ TUNED = ["--monitor-interval=0.02"]
 AT_ADDRESS = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
 
 
-def export(folder):
-    """Write the chapter's script into the folder; return its path."""
-    command = [sys.executable, "-m", "helpers", "export", CHAPTER, "--out", folder]
+def export(folder, chapter=CHAPTER):
+    """Write a chapter's script into the folder; return its path."""
+    command = [sys.executable, "-m", "helpers", "export", chapter, "--out", folder]
     return Path(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip())
 
 
