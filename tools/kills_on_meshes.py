@@ -1,16 +1,17 @@
 """Kill ranks of chapter 16's job at random moments, each time on another mesh (``make soak N=1000``).
 
-Torchrun's own agent, real SIGKILL, any rank. A third of the moments is drawn evenly from the time of training with its
-saves, a third from the writing of a checkpoint, a third from its commit: its last file, its renaming, and the removal of
-the oldest. After each kill the job goes on, on a mesh that is drawn too. A job has passed if
+Torchrun's own agent, real SIGKILL, any rank. A third of the moments is drawn evenly from the seconds of training, saves
+included; a third from the writing of a checkpoint; a third from its commit, which is its last file, its renaming, and
+the removal of the oldest. After each kill the job goes on, on a mesh that is drawn too. A job has passed if
 
 - its last weights and its optimizer's state are those of an uninterrupted job on one rank, up to TOLERANCE;
 - each step was trained once in what was kept: it printed the uninterrupted job's loss and norm;
 - each start went on from the newest checkpoint that anybody had seen complete, or from a newer one;
 - its folder holds three checkpoints and nothing else, and no process is left.
 
-Ranks add up in another order on another mesh, so bits differ. Uninterrupted jobs run on all meshes first; what they
-differ by is printed.
+Ranks add up in another order on another mesh, so bits differ. Uninterrupted jobs run on all meshes first, and it is
+printed what they differ by. The biases of the keys are not compared. They add the same number to all scores of a query,
+so softmax ignores them, and their gradient is rounding alone. Adam divides it by its own size: noise becomes steps.
 """
 
 import argparse
@@ -37,13 +38,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 CHAPTER = ROOT / "notebooks" / "16_capstone.ipynb"
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 2), (2, 2, 2)]  # pp, dp, tp
 WEIGHTS = [6, 6, 6, 6, 4, 4, 4, 1]  # how often each is drawn: eight ranks take the longest to start
-STEPS, EVERY = 24, 3
-MODEL = ["--width", "16", "--layers", "2", "--batch-size", "64", "--warmup", "4"]
+STEPS, EVERY = 16, 2
+MODEL = ["--width", "16", "--layers", "2", "--batch-size", "32", "--warmup", "4"]
 FLAGS = ["--steps", str(STEPS), "--save-every", str(EVERY), "--log-every", "1", "--backend", "gloo", *MODEL]
 PLACES = ["training", "a write", "a commit"]
 COMMIT = 0.01  # seconds from a checkpoint's last file, about as long as its renaming and the removal of an old one take
-# Uninterrupted jobs on these meshes differed by at most a twentieth of it.
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5  # uninterrupted jobs on these meshes differ by 0.0000005
 
 
 class Agent:
@@ -146,7 +146,7 @@ def contents(folder, scratch):
         if isinstance(value, dict):
             for key, inner in value.items():
                 walk(f"{name}.{key}", inner)
-        elif isinstance(value, torch.Tensor):
+        elif isinstance(value, torch.Tensor) and "key.bias" not in name:
             found[name] = value.float()
 
     walk("", torch.load(path, weights_only=True))
@@ -159,6 +159,11 @@ def apart(one, other):
     if one.keys() != other.keys():
         raise Failure(f"a checkpoint lacks {min(one.keys() ^ other.keys())}")
     return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def close(one, other):
+    """Whether two (loss, norm) are the same, printed with three and with two digits."""
+    return abs(one[0] - other[0]) < 0.0015 and abs(one[1] - other[1]) < 0.015
 
 
 def uninterrupted(agent, script, mesh, folder, scratch):
@@ -229,9 +234,7 @@ def one_job(agent, script, folder, scratch, luck, known, expected, kills, hits):
             break
     if list(kept) != list(range(1, STEPS + 1)):
         raise Failure(f"the steps that it kept are {list(kept)}")
-    wrong = [
-        step for step, pair in kept.items() if max(abs(a - b) for a, b in zip(pair, values[step], strict=True)) > 0.0101
-    ]
+    wrong = [step for step, pair in kept.items() if not close(pair, values[step])]
     if wrong:
         raise Failure(f"step {wrong[0]} printed {kept[wrong[0]]}, not {values[wrong[0]]}")
     if names := [path.name for path in folder.iterdir() if path.name not in {f"step_{step:08}" for step in after}]:
