@@ -1,4 +1,6 @@
-"""Kill ranks of chapter 13's job at random moments, and compare its last weights bit by bit (``make soak N=200``).
+"""Kill ranks of chapter 13's job at random moments, and compare its last weights bit by bit.
+
+``make soak N=200 CHAPTER=13``; kills_on_meshes.py does it with chapter 16's.
 
 Real torchrun, real SIGKILL, any rank. One half of the moments is drawn evenly from the seconds of a start-up, the other
 from the first second of training, and half of these wait for the next write of a snapshot. What is left must be the

@@ -36,8 +36,17 @@ from kills import AT_ADDRESS, FORKING, PATIENCE, ROOT, Failure, alone, export
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 CHAPTER = ROOT / "notebooks" / "16_capstone.ipynb"
-MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 2), (2, 2, 2)]  # pp, dp, tp
-WEIGHTS = [6, 6, 6, 6, 4, 4, 4, 1]  # how often each is drawn: eight ranks take the longest to start
+# {(pp, dp, tp): how often it is drawn}. Eight ranks take the longest to start.
+MESHES = {
+    (1, 1, 1): 6,
+    (2, 1, 1): 6,
+    (1, 2, 1): 6,
+    (1, 1, 2): 6,
+    (2, 2, 1): 4,
+    (1, 2, 2): 4,
+    (2, 1, 2): 4,
+    (2, 2, 2): 1,
+}
 STEPS, EVERY = 16, 2
 MODEL = ["--width", "16", "--layers", "2", "--batch-size", "32", "--warmup", "4"]
 FLAGS = ["--steps", str(STEPS), "--save-every", str(EVERY), "--log-every", "1", "--backend", "gloo", *MODEL]
@@ -121,19 +130,17 @@ def complete(folder):
     return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
 
 
-def is_written(folder):
-    return any(folder.glob(".step_*.part"))
+def is_written(folder, since):
+    """Whether a checkpoint is being written that was begun after a time of the system's clock."""
+    with contextlib.suppress(FileNotFoundError):  # it has got its name between the two looks
+        return any(path.stat().st_mtime > since for path in folder.glob(".step_*.part"))
+    return False
 
 
-def has_all_files(folder):
-    return any(folder.glob(".step_*.part/.metadata"))
-
-
-def where_it_stood(folder, before):
-    """What a job was doing when it was killed, by what is in its folder."""
-    if has_all_files(folder) or any(path.suffix != ".part" for path in folder.glob(".step_*")):
-        return "a commit"
-    return "a write" if is_written(folder) else "training"
+def is_committed(folder, since):
+    """Whether a checkpoint has all of its files but not its name, or an old one is being removed."""
+    whole = any(folder.glob(".step_*.part/.metadata")) and is_written(folder, since)
+    return whole or any(path.suffix != ".part" for path in folder.glob(".step_*"))
 
 
 def contents(folder, scratch):
@@ -168,11 +175,11 @@ def close(one, other):
 
 def uninterrupted(agent, script, mesh, folder, scratch):
     """(weights and optimizer, {step: (loss, norm)}, seconds of training, of a write) of a job that nobody kills."""
+    since = time.time()
     agent.start(script, mesh, folder)
-    agent.wait_for(lambda: agent.said("starting anew"))
-    agent.wait_for(lambda: is_written(folder))
+    agent.wait_for(lambda: is_written(folder, since))
     begun = time.monotonic()
-    agent.wait_for(lambda: not is_written(folder))
+    agent.wait_for(lambda: not is_written(folder, since))
     write = time.monotonic() - begun
     _, values, result = agent.end()
     if not result:
@@ -183,81 +190,73 @@ def uninterrupted(agent, script, mesh, folder, scratch):
 
 def kill_at(agent, folder, place, seconds, write, luck):
     """Wait for a moment, then kill a rank: where the job stood then, or None if it had ended."""
+    since = time.time()
     moment = {"training": seconds, "a write": write, "a commit": COMMIT}[place] * luck.random()
     number, skipped = luck.random(), luck.randrange(3)  # of the saves
-    begins = {"a write": is_written, "a commit": has_all_files}
+    if place == "a commit" and luck.random() < 0.5:
+        number = 0  # rank 0 does it; without the others it ends at its next collective
     if not agent.wait_for(lambda: agent.said("starting anew") or agent.said("going on")):
         return None
-    if place in begins:
+    ranks = agent.ranks()
+    if place != "training":
         for _ in range(skipped):
-            if not (agent.wait_for(lambda: is_written(folder)) and agent.wait_for(lambda: not is_written(folder))):
-                return None
-        if not agent.wait_for(lambda: begins[place](folder)):
-            return None
+            agent.wait_for(lambda: is_written(folder, since))
+            agent.wait_for(lambda: not is_written(folder, since))
+        begins = is_written if place == "a write" else is_committed
+        agent.wait_for(lambda: begins(folder, since))
     end = time.monotonic() + moment
     agent.wait_for(lambda: time.monotonic() >= end)
-    ranks = agent.ranks()
     if agent.said("ended") or agent.said("result") or not ranks:
         return None
     with contextlib.suppress(psutil.NoSuchProcess):
         ranks[int(number * len(ranks))].kill()
-        return True
+        return "a commit" if is_committed(folder, since) else "a write" if is_written(folder, since) else "training"
     return None
 
 
-def one_job(agent, script, folder, scratch, luck, known, expected, kills, hits):
-    """Kill a job up to so many times, and let it end. Adds (mesh, place) to hits; returns how far apart it ended."""
+def one_job(agent, script, folder, scratch, luck, meshes, known, expected, kills, hits):
+    """Kill a job until it ends, at most so many times: (how far apart it ended, its starts). Adds to hits."""
     weights, values = expected
-    kept, meshes = {}, []
-    while True:
-        mesh = luck.choices(MESHES, WEIGHTS)[0]
-        meshes.append(mesh)
-        place = luck.choice(PLACES)
-        before = complete(folder)
+    kept, starts, result = {}, 0, None
+    while not result:
+        mesh, place = luck.choices(list(meshes), meshes.values())[0], luck.choice(PLACES)
+        before, starts, killed = complete(folder), starts + 1, None
         agent.start(script, mesh, folder)
-        seen = list(before)
-        if len(hits) < kills and kill_at(agent, folder, place, *known[mesh], luck):
-            seen = complete(folder) or seen
-            begun, trained, result = agent.end()
-            hits.append((mesh, where_it_stood(folder, before)))
-        else:
-            begun, trained, result = agent.end()
-            if not result:
-                raise Failure("it ended by itself, without a result")
-        if begun != (before[-1] if before else 0) and trained:
-            raise Failure(f"it went on from {begun}, and {before} were complete")
+        if len(hits) < kills and (killed := kill_at(agent, folder, place, *known[mesh], luck)):
+            hits.append((mesh, killed))
+        seen = complete(folder)
+        begun, trained, result = agent.end()
+        if not result and not killed:
+            raise Failure("it ended by itself, without a result")
+        if begun != (before or [0])[-1]:
+            raise Failure(f"it went on from step {begun}, and the checkpoints {before} were complete")
         after = complete(folder)
-        if seen and (not after or after[-1] < seen[-1]):
-            raise Failure(f"of the checkpoints {seen} only {after} are left")
+        if (after or [0])[-1] < (seen or [0])[-1]:
+            raise Failure(f"of the checkpoints {seen}, complete at the kill, {after} are left")
         kept = {step: pair for step, pair in kept.items() if step <= begun} | trained
-        if result:
-            break
     if list(kept) != list(range(1, STEPS + 1)):
         raise Failure(f"the steps that it kept are {list(kept)}")
-    wrong = [step for step, pair in kept.items() if not close(pair, values[step])]
-    if wrong:
+    if wrong := [step for step, pair in kept.items() if not close(pair, values[step])]:
         raise Failure(f"step {wrong[0]} printed {kept[wrong[0]]}, not {values[wrong[0]]}")
-    if names := [path.name for path in folder.iterdir() if path.name not in {f"step_{step:08}" for step in after}]:
+    names = sorted(path.name for path in folder.iterdir())
+    if names != [f"step_{STEPS - EVERY * back:08}" for back in (2, 1, 0)]:
         raise Failure(f"its folder holds {names}")
-    if len(after) != 3 or after[-1] != STEPS:
-        raise Failure(f"its folder holds the checkpoints {after}")
-    return apart(contents(folder, scratch), weights), len(meshes)
+    return apart(contents(folder, scratch), weights), starts
 
 
-def kill_many(kills, seed, scratch, script):
+def kill_many(kills, seed, scratch, script, meshes=MESHES):
     """Jobs under kills until there were as many; how many jobs went wrong."""
     luck, environment = random.Random(seed), alone(scratch)
     print(f"seed {seed}: python tools/kills_on_meshes.py --kills {kills} --seed {seed}", flush=True)
     agent = Agent(environment, scratch / "errors.txt")
-    hits, wrong, job, known, largest = [], 0, 0, {}, 0.0
+    hits, wrong, job, known, largest, expected = [], 0, 0, {}, 0.0, None
     begun = time.monotonic()
     try:
         print("uninterrupted  seconds  of a write  apart from one rank", flush=True)
-        for mesh in MESHES:
+        for mesh in meshes:
             folder = scratch / "uninterrupted" / "x".join(map(str, mesh))
             weights, values, *known[mesh] = uninterrupted(agent, script, mesh, folder, scratch)
-            if mesh == MESHES[0]:
-                expected = weights, values
+            expected = expected or (weights, values)
             most = apart(weights, expected[0])
             largest = max(largest, most)
             print(
@@ -270,7 +269,7 @@ def kill_many(kills, seed, scratch, script):
             job, done = job + 1, len(hits)
             folder = scratch / f"job{job}"
             folder.mkdir()
-            most, starts = one_job(agent, script, folder, scratch, luck, known, expected, kills, hits)
+            most, starts = one_job(agent, script, folder, scratch, luck, meshes, known, expected, kills, hits)
             right = most < TOLERANCE
             wrong += not right
             outcome = "equal" if right else "DIFFERENT"
