@@ -1,4 +1,4 @@
-"""The command line, ``python -m helpers``: list, export, run and rehearse the chapters, check a cluster."""
+"""The command line, ``python -m helpers``: list, export, run and rehearse the chapters, plan a job, check a cluster."""
 
 import argparse
 import os
@@ -80,6 +80,9 @@ def parse(arguments):
         "--backend", choices=["gloo"], help="leave the GPUs out (default: NCCL where all ranks have one)"
     )
     command.add_argument("--master", metavar="HOST[:PORT]", help="where rank 0 runs (default: the launcher's)")
+    from helpers.planner import command as planner
+
+    planner.add_arguments(commands.add_parser("plan", help="what a job needs: memory, messages, time, failures, cost"))
     flags = []
     if arguments[:1] in (["run"], ["rehearse"]) and "--" in arguments:
         arguments, flags = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
@@ -159,6 +162,10 @@ def main(arguments):
     try:
         if args.command == "doctor":
             return run_doctor(args, arguments[1:])
+        if args.command == "plan":
+            from helpers.planner.command import main as plan
+
+            return plan(args)
         if args.command == "rehearse":
             from helpers.rehearsal.command import rehearse
 

@@ -205,7 +205,7 @@ def test_workflow_runs_what_exists():
 
 
 def test_helpers_import_from_earlier_folders_alone():
-    order = ["runtime", "ranks", "figures", "export", "rehearsal", "doctor", "__main__"]
+    order = ["runtime", "ranks", "figures", "planner", "export", "rehearsal", "doctor", "__main__"]
     listed = re.findall(r"^- `(\w+)`: ", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.M)
     assert listed == order
     folders = {path.name for path in (ROOT / "helpers").iterdir() if path.is_dir() and path.name != "__pycache__"}

@@ -1,0 +1,152 @@
+"""``python -m helpers plan``: a model and a cluster, by name or in a small file, become a plan."""
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+from helpers.planner import cluster as clusters
+from helpers.planner import model as models
+from helpers.planner.model import PlanError
+
+TABLES = ("model", "cluster", "layout", "job", "conventions")
+EXAMPLE = 'write model = "llama3-8b", cluster = "h100", [layout] dp = 8'
+
+
+def add_arguments(command):
+    """The arguments of ``plan``, for the command line's parser."""
+    command.add_argument(
+        "model", metavar="MODEL|FILE", help=f"a file (.toml or .json) with {', '.join(TABLES)}; or a model's name"
+    )
+    command.add_argument(
+        "cluster", nargs="?", metavar="CLUSTER", help=f"one of {', '.join(clusters.PRESETS)}; or a file"
+    )
+    command.add_argument("--gpus", type=int, metavar="N", help="how many GPUs: of a named cluster, or to search for")
+    for name in ("layout", "job", "conventions"):
+        command.add_argument(f"--{name}", metavar="A=1,B=2", help=f"fields of the {name}; they win over the file's")
+    command.add_argument("--search", action="store_true", help="rank all layouts for these GPUs and this batch")
+    command.add_argument("--published", action="store_true", help="FILE holds published rows (.csv): reproduce them")
+    command.add_argument("--json", action="store_true", help="numbers in base units instead of words")
+
+
+def value_of(text):
+    """A number, true, false or a word."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def fields_of(text):
+    """{name: value} from "a=1,b=2"."""
+    found = {}
+    for part in filter(None, (text or "").split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise PlanError(f"{part!r} has no value.\nWrite name=value, with commas between.")
+        found[name.strip()] = value_of(value.strip())
+    return found
+
+
+def read(path):
+    """The tables of a TOML or a JSON file."""
+    try:
+        text = path.read_text()
+        tables = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise PlanError(f"{path}: {error.strerror}.\nGive a file, or a model: {', '.join(models.PRESETS)}.") from None
+    except (tomllib.TOMLDecodeError, ValueError) as error:
+        raise PlanError(f"{path} is not {path.suffix[1:].upper()}: {error}.\nMend that line.") from None
+    if not isinstance(tables, dict) or (unknown := [name for name in tables if name not in TABLES]):
+        found = repr(unknown[0]) if isinstance(tables, dict) else "no table"
+        raise PlanError(f"{path} has {found}.\nIts tables: {', '.join(TABLES)}.")
+    return tables
+
+
+def given(args):
+    """{table: its fields} of a command line."""
+    path = Path(args.model)
+    is_file = path.suffix in (".toml", ".json") or path.is_file()
+    tables = read(path) if is_file else {"model": args.model}
+    if args.cluster:
+        file = Path(args.cluster)
+        tables["cluster"] = read(file).get("cluster", {}) if file.suffix in (".toml", ".json") else args.cluster
+    for name in ("layout", "job", "conventions"):
+        tables[name] = {**tables.get(name, {}), **fields_of(getattr(args, name))}
+    for name in ("model", "cluster"):
+        if name not in tables:
+            raise PlanError(f"no {name} is given.\nGive a name, or {EXAMPLE}.")
+    return tables
+
+
+def show_published(path, as_json):
+    """Reproduce a file of published rows; return 1 where one misses its target or contradicts itself."""
+    from helpers.planner.published import TARGETS, reproduce, rows_of
+
+    found, status = [], 0
+    for row in rows_of(path):
+        try:
+            value, error = reproduce(row)
+            said = {"computed": value, "error": error, "within": error <= TARGETS[row["target"]]}
+        except PlanError as refused:
+            said = {"refused": str(refused).replace("\n", " "), "within": False}
+        status |= not said["within"]
+        found.append({"what": row["what"], "published": row["published"], "unit": row["unit"], **said})
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return status
+    for one in found:
+        said = one.get("refused") or f"{one['computed']:.6g} {one['unit']}, published {one['published']}"
+        print(f"{'within' if one['within'] else 'MISSED'}  {one['what']}: {said}")
+    return status
+
+
+def main(args):
+    """Carry ``plan`` out; return the exit status: 1 for a plan that cannot be, with a line or two on stderr."""
+    try:
+        if args.published:
+            return show_published(args.model, args.json)
+        tables = given(args)
+        if args.search or not tables["layout"].keys() & {"dp", "tp", "pp", "cp"}:
+            return show_search(args, tables)
+        from helpers.planner.plan import plan
+        from helpers.planner.report import lines
+
+        found = plan(tables["model"], cluster_for(args, tables), tables["layout"], tables["conventions"], tables["job"])
+        print(json.dumps(found, indent=1) if args.json else "\n".join(lines(found)))
+        return 0
+    except (PlanError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def show_search(args, tables):
+    """Rank the layouts of a model on a cluster; the layout's fields that are given stay as they are."""
+    from helpers.planner.search import search, words
+
+    fixed = dict(tables["layout"])
+    batch = fixed.pop("batch", 0)
+    if not batch:
+        raise PlanError("a search needs the samples of a step.\nGive --layout batch=1024, and sizes that are to stay.")
+    cluster = clusters.cluster_of(tables["cluster"], args.gpus or 0)
+    found = search(models.model_of(tables["model"]), cluster, batch, tables["conventions"], **fixed)
+    if not args.json:
+        lines = found.explain() + [f"refused {count}: {why}" for why, count in found.refused.most_common(5)]
+        print("\n".join(lines))
+        return 0
+    ranked = [
+        {"seconds": one.seconds, "low": one.step.low, "high": one.step.high, "bytes": one.bytes}
+        | {"words": words(one.layout), "layout": one.layout.__dict__}
+        for one in found.fits[:10]
+    ]
+    told = {"tried": found.tried, "refused": found.refused, "too_large": found.by_memory(), "fits": len(found.fits)}
+    print(json.dumps({"conventions": found.conventions.words(), **told, "ranked": ranked}, indent=1))
+    return 0
+
+
+def cluster_for(args, tables):
+    """The file's cluster, or a named one of as many GPUs as the layout has or --gpus says."""
+    from helpers.planner.layout import layout_of
+
+    named = isinstance(tables["cluster"], str)
+    return clusters.cluster_of(tables["cluster"], args.gpus or (layout_of(tables["layout"]).gpus if named else 0))

@@ -1,0 +1,306 @@
+"""The collectives of a step on one rank: kind, count, bytes, and seconds at the links' full speed. Read by the plan.
+
+Sizes are bytes of the whole tensor: what an all-reduce sums, an all-gather makes and a reduce-scatter takes.
+"""
+
+import functools
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from helpers.planner.conventions import Conventions
+from helpers.planner.memory import BYTES, local_shape
+from helpers.planner.model import known
+
+# Bytes that each rank sends, as a share of the size: nccl-tests, doc/PERFORMANCE.md, where busbw = size/time times it.
+SENT = {
+    "all_reduce": lambda p: 2 * (p - 1) / p,
+    "all_gather": lambda p: (p - 1) / p,
+    "reduce_scatter": lambda p: (p - 1) / p,
+    "all_to_all": lambda p: (p - 1) / p,
+    "broadcast": lambda p: 1,
+    "reduce": lambda p: 1,
+    "send": lambda p: 1,
+}
+SUMMED = 4  # bytes of a float32
+
+
+def bus_bandwidth(kind, size, seconds, ranks):
+    """busbw in bytes a second, as nccl-tests print it: size/seconds times SENT of this kind."""
+    return size / seconds * known(SENT, kind, "collective")(ranks)
+
+
+def ring_all_reduce(size, ranks, latency, bandwidth):
+    """2(p-1)α + 2(p-1)/p · nβ seconds (Patarasuk and Yuan 2009; Thakur et al. 2005, section 4.5). β = 1/bandwidth."""
+    return 2 * (ranks - 1) * latency + 2 * (ranks - 1) / ranks * size / bandwidth
+
+
+def ring_all_gather(size, ranks, latency, bandwidth):
+    """(p-1)α + (p-1)/p · nβ seconds, a reduce-scatter's too (Thakur et al. 2005, section 4.1)."""
+    return ring_all_reduce(size, ranks, latency, bandwidth) / 2
+
+
+def tree_all_reduce(size, ranks, latency, bandwidth):
+    """2⌈lg p⌉(α + nβ) seconds: a reduce, then a broadcast, on a binomial tree (Thakur et al. 2005, section 4)."""
+    return 2 * math.ceil(math.log2(ranks)) * (latency + size / bandwidth)
+
+
+def recursive_doubling(size, ranks, latency, bandwidth):
+    """⌈lg p⌉(α + nβ) seconds: an all-reduce of few bytes (Thakur et al. 2005, section 4.5)."""
+    return math.ceil(math.log2(ranks)) * (latency + size / bandwidth)
+
+
+def rabenseifner(size, ranks, latency, bandwidth):
+    """2⌈lg p⌉α + 2(p-1)/p · nβ seconds: an all-reduce of many bytes (Thakur et al. 2005, section 4.5)."""
+    return 2 * math.ceil(math.log2(ranks)) * latency + 2 * (ranks - 1) / ranks * size / bandwidth
+
+
+def all_to_all(size, ranks, latency, bandwidth):
+    """(p-1)α + (p-1)/p · nβ seconds, pairwise; n is what a rank holds (Thakur et al. 2005, section 4.4)."""
+    return (ranks - 1) * (latency + size / ranks / bandwidth)
+
+
+ALL_REDUCES = {
+    "ring": ring_all_reduce,
+    "tree": tree_all_reduce,
+    "recursive doubling": recursive_doubling,
+    "rabenseifner": rabenseifner,
+}
+
+
+def hierarchical_all_reduce(size, in_node, nodes, cluster):
+    """Seconds: a reduce-scatter and an all-gather in each node, between them an all-reduce of each GPU's part.
+
+    2(g-1)/g · n over the node's links, then 2(k-1)/k of n/g between k nodes (the two-level form of Thakur et al. 2005
+    that NCCL's rings over all adapters come to).
+    """
+    return sum(link_seconds("all_reduce", size, in_node, nodes, cluster))
+
+
+def link_seconds(kind, size, in_node, nodes, cluster):
+    """(latency, in the node, between nodes) in seconds of one collective, each link at its full speed.
+
+    Rings in a node; between nodes a ring's bytes and a tree's ⌈lg k⌉ steps, as NCCL chooses by size.
+    """
+    ranks, near, far = in_node * nodes, cluster.link_in_node, cluster.link_between
+    if kind == "send":
+        return (cluster.latency_between, 0.0, size / far) if nodes > 1 else (cluster.latency_in_node, size / near, 0.0)
+    if kind == "all_to_all":
+        latency = (in_node - 1) * cluster.latency_in_node + (ranks - in_node) * cluster.latency_between
+        return latency, size * (in_node - 1) / ranks / near, size * (ranks - in_node) / ranks / far
+    twice = 2 if kind == "all_reduce" else 1
+    latency = (in_node - 1) * cluster.latency_in_node + math.ceil(math.log2(nodes)) * cluster.latency_between
+    return (
+        twice * latency,
+        twice * (in_node - 1) / in_node * size / near,
+        twice * (nodes - 1) / nodes * size / in_node / far,
+    )
+
+
+def span(ranks, stride, cluster):
+    """(ranks of a group in one node, nodes) for ranks that lie so far apart: tp inside, then cp, dp, and pp outside."""
+    places = max(cluster.gpus_per_node // stride, 1) if cluster else 1
+    inside = max(size for size in range(1, min(ranks, places) + 1) if ranks % size == 0)
+    return inside, ranks // inside
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Equal collectives of one step on one rank."""
+
+    dimension: str  # of the mesh: tp, cp, ep, dp, replicate, pp
+    kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, send
+    phase: str  # forward, recompute, backward, step
+    what: str
+    ranks: int
+    count: int
+    size: int  # bytes of the whole tensor of one of them
+    latency: float = 0  # seconds of one of them; the next two at the links' full speed
+    in_node: float = 0
+    between: float = 0
+
+    @property
+    def sent(self):
+        """Bytes that this rank sends in a step."""
+        return self.count * self.size * SENT[self.kind](self.ranks)
+
+    def seconds(self, in_node=1.0, between=1.0):
+        """Seconds of all of them, where links reach these shares of their speed."""
+        return self.count * (self.latency + self.in_node / in_node + self.between / between)
+
+
+def collectives(
+    model,
+    layout,
+    cluster=None,
+    conventions=None,
+    stage=0,
+    *,
+    shared_input=True,
+    sharded=("embedding", "head"),
+    loss_parallel=True,
+    split_sends=True,
+):
+    """[Collective] of one step on the first rank of a stage; without a cluster, their seconds are 0.
+
+    shared_input: query, key and value gather their input once, and sum its gradient once. sharded: which of embedding
+    and head tensor parallelism divides along the vocabulary. loss_parallel: the loss reads divided logits.
+    split_sends: a stage sends each tensor-parallel rank's part, and the next stage gathers (Narayanan et al. 2021,
+    section 4.1); torch.distributed.pipelining sends it whole from each.
+    """
+    conventions, found = conventions or Conventions(), []
+    m, layers = layout.micro_batches, layout.stage_layers(model)[stage]
+    first, last = stage == 0, stage == layout.pp - 1
+    tokens, bytes_each = layout.micro_batch * model.seq // layout.cp, BYTES.get(layout.dtype, 2)
+    block = tokens * model.width * bytes_each
+    full = layout.recompute == "full"
+
+    def add(dimension, kind, phase, what, ranks, stride, count, size):
+        if ranks > 1 and count and size:
+            seconds = link_seconds(kind, size, *span(ranks, stride, cluster), cluster) if cluster else ()
+            found.append(Collective(dimension, kind, phase, what, ranks, count, size, *seconds))
+
+    def tensor_parallel(kind, phase, what, count, size=block):
+        add("tp", kind, phase, what, layout.tp, 1, count * m, size)
+
+    extra = 0 if shared_input else 2
+    if layout.sequence_parallel:
+        # Korthikanti et al. 2022, section 4.2.2: an all-reduce becomes an all-gather and a reduce-scatter.
+        for phase in ["forward"] + ["recompute"] * full:
+            tensor_parallel("all_gather", phase, "inputs of attention and MLP", (2 + extra) * layers)
+            tensor_parallel("reduce_scatter", phase, "outputs of attention and MLP", 2 * layers)
+        tensor_parallel("all_gather", "backward", "gradients of outputs", 2 * layers)
+        tensor_parallel("reduce_scatter", "backward", "gradients of inputs", (2 + extra) * layers)
+        if first:
+            tensor_parallel("reduce_scatter", "forward", "embedding", "embedding" in sharded)
+            tensor_parallel("all_gather", "backward", "embedding's gradient", 1)
+        if last:
+            tensor_parallel("all_gather", "forward", "input of the head", 1)
+            tensor_parallel("reduce_scatter", "backward", "gradient of the head's input", "head" in sharded)
+        if layout.zero == 3 and layout.sharers > 1:  # a norm saw its rank's tokens only: fully_shard sums first
+            norms = (model.norms * layers + last) * (2 if model.norm_biases else 1)
+            tensor_parallel("all_reduce", "backward", "gradients of norms", norms, model.width * bytes_each)
+    else:
+        # Shoeybi et al. 2019, section 3: two all-reduces in the forward of a layer, two in its backward.
+        for phase in ["forward"] + ["recompute"] * full:
+            tensor_parallel("all_reduce", phase, "outputs of attention and MLP", 2 * layers)
+        tensor_parallel("all_reduce", "backward", "gradients of inputs", (2 + extra) * layers)
+        if first:
+            tensor_parallel("all_reduce", "forward", "embedding", "embedding" in sharded)
+        if last:
+            tensor_parallel("all_reduce", "backward", "gradient of the head's input", "head" in sharded)
+    if last and "head" in sharded:
+        if loss_parallel:  # the largest logit, the sum, and the label's own
+            tensor_parallel("all_reduce", "forward", "loss", 3, tokens * SUMMED)
+        else:
+            padded_logits = tokens * math.ceil(model.vocab / layout.tp) * layout.tp
+            tensor_parallel("all_gather", "forward", "logits", 1, padded_logits * bytes_each)
+
+    # Ring attention (Liu et al. 2024): keys and values go round, in backward with their gradients.
+    pair = 2 * tokens * model.head_width * max(model.kv_heads // layout.tp, 1) * bytes_each
+    for phase, rounds in [("forward", layout.cp - 1)] + [("recompute", layout.cp - 1)] * full:
+        add("cp", "send", phase, "keys and values", layout.cp, layout.tp, rounds * layers * m, pair)
+    add("cp", "send", "backward", "keys and values", layout.cp, layout.tp, (layout.cp - 1) * layers * m, pair)
+    add("cp", "send", "backward", "their gradients", layout.cp, layout.tp, layout.cp * layers * m, pair)
+
+    # Lepikhin et al. 2021: tokens go to their experts and come back, and so do gradients.
+    start = sum(layout.stage_layers(model)[:stage])
+    sparse = sum(model.has_experts(layer) for layer in range(start, start + layers))
+    for phase in ["forward"] + ["recompute"] * full + ["backward"]:
+        size = block * model.active_experts
+        add("ep", "all_to_all", phase, "tokens to experts and back", layout.ep, layout.tp, 2 * sparse * m, size)
+
+    if layout.pp > 1:
+        parts = layout.tp if split_sends or layout.sequence_parallel else 1
+        stride = layout.tp * layout.data_ranks
+        for phase, here in (("forward", last), ("backward", first)):
+            sends = m * (layout.interleave - here)
+            add("pp", "send", phase, "activations" if phase == "forward" else "their gradients", layout.pp, stride,
+                sends, block // parts)  # fmt: skip
+            if parts > 1 and not layout.sequence_parallel:
+                received = layout.interleave - (first if phase == "forward" else last)
+                tensor_parallel("all_gather", phase, "what a stage received", received)
+
+    found += data_parallel(model, layout, cluster, conventions, stage, sharded)
+    return found
+
+
+def gradient_bytes(conventions):
+    """Bytes in which a gradient is summed: those it is kept in, 2 to 4."""
+    return min(max(conventions.state_bytes[1], 2), 4)
+
+
+@functools.cache
+def counted(model, layer=None):
+    """((Tensor, copies), …) of a layer, or of what is outside the layers."""
+    return tuple(Counter(model.tensors(layer)).items())
+
+
+def stage_groups(model, layout, stage, sharded):
+    """[(what, times, apart, [(rows, columns, copies) on one of tp ranks])] of a stage: what fully_shard gathers.
+
+    A layer is a group, and what stands outside the layers is one. Experts are a group of their own where ep ranks have
+    others (apart = ep), so that fewer ranks share each.
+    """
+    sizes = layout.stage_layers(model)
+    start = sum(sizes[:stage])
+    groups = []
+    for sparse, times in Counter(model.has_experts(start + layer) for layer in range(sizes[stage])).items():
+        whole, routed = [], []
+        for tensor, copies in counted(model, model.layers - 1 if sparse else 0):
+            shape = local_shape(tensor, model, layout.tp)
+            if sparse and layout.ep > 1 and tensor.part.split()[0] in ("up", "down"):
+                one = copies // (model.experts + model.shared_experts)
+                routed.append((*shape, one * model.experts // layout.ep))
+                copies = one * model.shared_experts
+            whole.append((*shape, copies))
+        groups += [("layers", times, 1, whole)] + [("experts", times, layout.ep, routed)] * bool(routed)
+    here = []
+    for tensor, copies in counted(model):
+        on_last = tensor.part in ("norm", "head") or (tensor.part == "embedding" and model.tied)
+        if (stage == layout.pp - 1 and on_last) or (stage == 0 and tensor.part not in ("norm", "head")):
+            whole = tensor.part in ("embedding", "head") and tensor.part not in sharded
+            here.append((*local_shape(tensor, model, 1 if whole else layout.tp), copies))
+    return groups + [("outside the layers", 1, 1, here)] * bool(here)
+
+
+def padded(shapes, ranks):
+    """Numbers that so many ranks gather: fully_shard fills each tensor's last rows up, so that all parts are equal."""
+    return sum(math.ceil(rows / ranks) * ranks * columns * copies for rows, columns, copies in shapes)
+
+
+def data_parallel(model, layout, cluster, conventions, stage, sharded):
+    """[Collective] of parameters and gradients: DDP's, ZeRO's, fully_shard's or HSDP's.
+
+    DDP sends 2Ψ, ZeRO-1 and 2 as much, ZeRO-3 3Ψ (Rajbhandari et al. 2020, section 7). With accumulation ZeRO-2's
+    reduce and ZeRO-3's gathers and reduce repeat for each micro-batch (convention gather: "each"), ZeRO-1's do not.
+    DDP's all-reduce is given as one; it sends buckets of 25 MiB.
+    """
+    found, weight, gradient = [], BYTES.get(layout.dtype, 2), gradient_bytes(conventions)
+    repeated = layout.micro_batches if conventions.gather == "each" else 1
+    for what, times, apart, shapes in stage_groups(model, layout, stage, sharded):
+        ranks = layout.data_ranks // apart
+        shared = min(layout.sharers, ranks) if layout.zero else 1
+        copies = ranks // shared
+        stride = layout.tp * apart
+
+        def add(dimension, kind, phase, count, size, ranks, stride, what=what):
+            if ranks > 1:
+                seconds = link_seconds(kind, size, *span(ranks, stride, cluster), cluster) if cluster else ()
+                found.append(Collective(dimension, kind, phase, what, ranks, count, size, *seconds))
+
+        numbers = padded(shapes, shared) if layout.zero == 3 else padded(shapes, 1)
+        if layout.zero == 3:
+            add("dp", "all_gather", "forward", times * repeated, numbers * weight, shared, stride)
+            if what != "outside the layers":  # the root module keeps its parameters until its backward has ended
+                add("dp", "all_gather", "backward", times * repeated, numbers * weight, shared, stride)
+            add("dp", "reduce_scatter", "backward", times * repeated, numbers * gradient, shared, stride)
+        elif layout.zero:
+            count = repeated if layout.zero == 2 else 1
+            add("dp", "reduce_scatter", "backward", times * count, numbers * gradient, shared, stride)
+            add("dp", "all_gather", "step", times, numbers * weight, shared, stride)
+        reduced = numbers // shared * gradient
+        count = repeated if layout.zero >= 2 else 1
+        add("replicate" if layout.zero else "dp", "all_reduce", "backward", times * count, reduced, copies,
+            stride * shared)  # fmt: skip
+    return found

@@ -1,0 +1,66 @@
+"""How often a job fails, how often it should save, and what is left of its time. Seconds unless a name says hours."""
+
+import math
+
+from helpers.planner.model import PlanError
+
+
+def mttf_hours(nodes, failures_per_node_day):
+    """Hours between failures of a job: 24 / (nodes · r_f) (Kokolis et al. 2025, section III)."""
+    if nodes < 1 or failures_per_node_day <= 0:
+        raise PlanError(
+            f"{nodes} nodes and {failures_per_node_day} failures a node-day give no interval.\n"
+            "Give at least 1 node and a rate above 0, such as 0.0065."
+        )
+    return 24 / (nodes * failures_per_node_day)
+
+
+def mtbf_hours(failures, days):
+    """Hours between failures that were counted."""
+    return 24 * days / failures
+
+
+def poisson_interval(count, coverage=0.95):
+    """(lowest, highest) mean that a count of independent failures agrees with: exact, by the gamma distribution.
+
+    Garwood 1936. A rate from 3 failures is uncertain fourfold, from 300 by a tenth.
+    """
+    from scipy.special import gammaincinv  # scikit-learn brings SciPy; imported here as it takes a moment
+
+    if count < 0 or count != int(count):
+        raise PlanError(f"{count!r} is not a count.\nGive 0, 1, 2, …")
+    tail = (1 - coverage) / 2
+    return (float(gammaincinv(count, tail)) if count else 0.0), float(gammaincinv(count + 1, 1 - tail))
+
+
+def poisson_counts(mean, coverage=0.95):
+    """(lowest, highest) count that happens with this coverage where so many failures are expected."""
+    from scipy.special import pdtrik
+
+    tail = (1 - coverage) / 2
+    return tuple(max(math.ceil(float(pdtrik(share, mean))), 0) for share in (tail, 1 - tail))
+
+
+def young_interval(save, mttf):
+    """Seconds between checkpoints that lose least: √(2δM) (Young 1974, equation 6), for M much larger than δ."""
+    return math.sqrt(2 * save * mttf)
+
+
+def checkpoint_interval(save, nodes, failures_per_node_day):
+    """dt* = √(2w/(N·r)), in seconds: Young's interval from a rate for each node (Kokolis et al. 2025, section II-D)."""
+    return math.sqrt(2 * save / (nodes * failures_per_node_day / 86400))
+
+
+def goodput(nodes, failures_per_node_day, restart, interval, save):
+    """Expected share of the time in which the job makes progress that it keeps (ETTR).
+
+    (1 - N·r·(u₀ + dt/2)) / (1 + w/dt) (Kokolis et al. 2025, equation for E[ETTR]): each failure costs the restart and,
+    on average, half of an interval; each interval is longer by what a save takes. 0 where nothing is left.
+    """
+    rate = nodes * failures_per_node_day / 86400
+    return max(0.0, 1 - rate * (restart + interval / 2)) / (1 + save / interval)
+
+
+def checkpoint_seconds(parameters, bytes_per_second, nodes, parts=(4, 0, 8)):
+    """Seconds in which all nodes write weights and optimizer state at once, each this many bytes a second."""
+    return parameters * sum(parts) / (bytes_per_second * nodes)

@@ -1,0 +1,207 @@
+"""Bytes that one rank holds, by kind and pipeline stage. Formulas, not measurements: what is not counted is named."""
+
+import math
+from collections import Counter
+
+from helpers.planner.model import PlanError
+
+NOT_COUNTED = "the CUDA context, NCCL's buffers, the allocator's gaps, and what a kernel needs while it runs"
+BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 2}  # float8: matrices are multiplied, not kept
+
+
+def states_per_rank(parameters, ranks, zero, parts=(2, 2, 12)):
+    """Bytes of (parameters, gradients, optimizer state) on each of the ranks that share them.
+
+    16Ψ; 4Ψ + 12Ψ/N; 2Ψ + 14Ψ/N; 16Ψ/N for stages 0 to 3 (Rajbhandari et al. 2020, figure 1). Stage 1 divides the last
+    of the three, stage 2 the last two, stage 3 all. parts: bytes of each for one parameter.
+    """
+    return [parameters * size / (ranks if zero >= 3 - index else 1) for index, size in enumerate(parts)]
+
+
+def deepspeed_estimate(parameters, ranks, zero, largest=0, offload=""):
+    """Bytes on a GPU by DeepSpeed's estimators (deepspeed/runtime/zero, estimate_zero2_… and estimate_zero3_…).
+
+    ZeRO-2: 4P + 16P/N, 2P with the optimizer offloaded. ZeRO-3: 4·largest + 18P/N, 4·largest + 2P/N with the optimizer
+    offloaded, 4·largest with all. largest: parameters of the largest layer.
+    """
+    if zero not in (2, 3) or offload not in ("", "optimizer", "all") or (zero, offload) == (2, "all"):
+        raise PlanError(f"DeepSpeed has no estimator for ZeRO-{zero}, offload {offload!r}.\nGive zero = 2 or 3.")
+    if zero == 2:
+        return 2 * parameters if offload else 4 * parameters + 16 * parameters / ranks
+    return 4 * largest + {"": 18, "optimizer": 2, "all": 0}[offload] * parameters / ranks
+
+
+def local_shape(tensor, model, tp):
+    """[rows, columns] of a tensor on one of tp ranks; the heads of keys are copied where there are fewer than tp."""
+    rows, columns = tensor.rows, tensor.columns
+    if tensor.split == "rows":
+        if tensor.part.startswith(("key", "value")):
+            rows = model.head_width * max(model.kv_heads // tp, 1)
+        else:
+            rows = math.ceil(rows / tp)
+    elif tensor.split == "columns":
+        columns = math.ceil(columns / tp)
+    return rows, columns
+
+
+def stage_tensors(model, layout, stage):
+    """[(Tensor, copies on this rank, ranks that could share it)] of one pipeline stage."""
+    sizes = layout.stage_layers(model)
+    start = sum(sizes[:stage])
+    kinds = Counter(model.has_experts(layer) for layer in range(start, start + sizes[stage]))
+    found = []
+    for experts, layers in kinds.items():
+        tensors = Counter(model.tensors(model.layers - 1 if experts else 0))
+        for tensor, copies in tensors.items():
+            divided = experts and tensor.part.split()[0] in ("up", "down")
+            if divided:  # shared experts are on every rank, the others on one of ep
+                one = copies // (model.experts + model.shared_experts)
+                found.append((tensor, layers * one * model.experts // layout.ep, layout.ep))
+                found.append((tensor, layers * one * model.shared_experts, 1))
+            else:
+                found.append((tensor, layers * copies, 1))
+    found += [(tensor, 1, 1) for tensor in outer_tensors(model, layout, stage)]
+    return [(tensor, copies, apart) for tensor, copies, apart in found if copies]
+
+
+def outer_tensors(model, layout, stage):
+    """[Tensor] of a stage outside its layers: the embeddings on the first, the norm and the head on the last."""
+    last, found = layout.pp - 1, []
+    for tensor in model.tensors():
+        here = stage == (last if tensor.part in ("norm", "head") else 0)
+        # A tied output layer on another stage than the embedding is a copy (Megatron-LM).
+        found += [tensor] * (here or (tensor.part == "embedding" and model.tied and stage == last))
+    return found
+
+
+def stage_parameters(model, layout, stage):
+    """Parameters that one rank of a stage computes with: divided by pp, tp and ep, not by ZeRO."""
+    return sum(
+        copies * math.prod(local_shape(tensor, model, layout.tp))
+        for tensor, copies, _ in stage_tensors(model, layout, stage)
+    )
+
+
+def shared_parameters(model, layout, stage, shards="rows"):
+    """Parameters of a stage that the first of the ranks which share them holds.
+
+    shards: "rows": each tensor is cut between its rows, rounded up, as fully_shard does, so that the first rank holds
+    most; "even": one flat tensor of all parameters is cut (ZeRO's formula, DeepSpeed, Megatron-LM).
+    """
+    total = 0
+    for tensor, copies, apart in stage_tensors(model, layout, stage):
+        rows, columns = local_shape(tensor, model, layout.tp)
+        sharers = max(layout.sharers // apart, 1)
+        total += copies * columns * (math.ceil(rows / sharers) if shards == "rows" else rows / sharers)
+    return total
+
+
+def activations_per_layer(model, layout, layer=-1, recompute=None, seq=0):
+    """Bytes that one layer stores for the backward of one micro-batch, on one rank.
+
+    sbh(34 + 5as/h) in 16 bits; with tensor parallelism sbh(10 + 24/t + 5as/ht), with sequence parallelism, too,
+    sbh(34 + 5as/h)/t; selective recomputation drops 5as/h; full stores the layer's input, 2sbh (Korthikanti et al.
+    2022, equations 1 to 4 and table 2). Here from its parts, so that it holds for other MLPs (18 + 4f/h; 18 + 6f/h
+    where gated), for fewer heads of keys, without dropout and in 32 bits. Attention "flash" never stores s · s.
+    """
+    t, size = layout.tp, BYTES.get(layout.dtype, 2)
+    tokens = (seq or model.seq) // layout.cp * layout.micro_batch
+    outside = t if layout.sequence_parallel else 1  # what tensor parallelism alone does not divide
+    recompute = recompute or layout.recompute
+    if recompute == "full":
+        return tokens * model.width * size / outside
+    divided = 2 * model.attention_width + 2 * model.head_width * model.kv_heads  # query, output; key, value
+    whole, masks = (2 + model.norms) * model.width, 2 * model.width * model.dropout  # inputs of both halves and norms
+    if model.has_experts(layer % model.layers):
+        active = model.active_experts + model.shared_experts
+        divided += active * model.matrices * model.ffn
+        whole += (active - 1) * model.width + model.experts  # a copy of the token for each expert; the router
+    else:
+        divided += model.matrices * (model.dense_ffn if model.experts else model.ffn)
+    stored = divided * size / t + (whole * size + masks) / outside
+    if layout.attention == "scores" and recompute == "none":
+        each = size + (size + 1) * model.dropout  # of the softmax; its mask, and what is left
+        stored += each * model.heads * (seq or model.seq) / t
+    return tokens * stored
+
+
+def in_flight(layout, stage, convention="schedule"):
+    """Micro-batches that a stage holds at once; the first holds p, of L/p layers each: as much as without stages.
+
+    Interleaving makes that p(1 + (p-1)/(pv)) (Korthikanti et al. 2022, section 4.2.3); GPipe holds all m.
+    """
+    p, m, v = layout.pp, layout.micro_batches, layout.interleave
+    if convention == "one":
+        return 1
+    if layout.schedule == "gpipe":
+        return m
+    if v == 1:
+        return min(p - stage, m)
+    return min(2 * (p - stage - 1) + (v - 1) * p + 1, m * v) / v
+
+
+def gathered(model, layout, stage, computed):
+    """Bytes that fully_shard holds gathered: as the backward begins, and as the first layer's gradient is reduced.
+
+    First the layer at work, the one that arrives, and what is outside the layers. Then, too, the layer's gradient, and
+    the float32 memory from which the layer before is reduced (chapter 6 measures four times a block); of the last two
+    layers none arrives.
+    """
+    size, layers = BYTES.get(layout.dtype, 2), layout.stage_layers(model)[stage]
+    outer = sum(math.prod(local_shape(tensor, model, layout.tp)) for tensor in outer_tensors(model, layout, stage))
+    layer = (computed - outer) / layers
+    arriving = size * layer * (layers > 2)
+    return 2 * size * layer + size * outer, arriving + (2 * size + 4) * layer + 2 * size * outer
+
+
+def stage_memory(model, layout, conventions, stage):
+    """{kind: bytes} on the first rank of a stage, at the moment of a step that needs most; "total" is their sum.
+
+    Memory is fullest as the backward begins, with all activations and the output, or as the first gradient of a
+    sharded layer is reduced. PyTorch's FSDPMemTracker sees the same within 5 % (chapter 15).
+    """
+    size, parts = BYTES.get(layout.dtype, 2), conventions.state_bytes
+    computed = stage_parameters(model, layout, stage)
+    held = shared_parameters(model, layout, stage, conventions.shards if layout.zero == 3 else "even")
+    shares = [held if layout.zero >= 3 - index else computed for index in range(3)]
+    parameters, gradients, optimizer = (share * each for share, each in zip(shares, parts, strict=True))
+    if layout.offload:
+        gradients = optimizer = 0
+    layers = layout.stage_layers(model)
+    start, micro_batches = sum(layers[:stage]), in_flight(layout, stage, conventions.in_flight)
+    each = [activations_per_layer(model, layout, layer) for layer in range(start, start + layers[stage])]
+    tokens = model.seq // layout.cp * layout.micro_batch
+    outside = layout.tp if layout.sequence_parallel else 1
+    inner = model.matrices - 1
+    found = {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "activations": sum(each) * micro_batches,
+        # The gradients of an MLP's inner width and of the layer's output.
+        "working": tokens * size * (inner * model.ffn * max(model.active_experts, 1) / layout.tp + model.width),
+    }
+    if layout.recompute == "full":
+        found["recomputed layer"] = activations_per_layer(model, layout, start + layers[stage] - 1, "none")
+    if stage == 0 and model.dropout:
+        found["embedding's dropout"] = tokens * model.width * micro_batches / outside  # sbhp/t, section 4.3
+    if stage == layout.pp - 1:
+        # The last norm's and the output layer's input, and float32 logits: 4sbh/t · (1 + v/h), section 4.3. PyTorch's
+        # cross_entropy has them four times at once: logits, log-softmax, and the gradient of each.
+        logits = {"eager": 16, "stored": 4}[conventions.logits] * tokens * model.vocab / layout.tp
+        found["output"] = 2 * tokens * model.width * size / outside + logits
+        found["working"] = max(found["working"] - logits, 0)  # the logits are freed before the layers work
+    if layout.zero == 3:
+        first, reducing = gathered(model, layout, stage, computed)
+        begins, reduces = {**found, "gathered": first}, {**found, "gathered": reducing, "output": 0, "working": 0}
+        reduces["activations"] -= sum(each[-2:])
+        if layout.micro_batches == 1:  # the optimizer's zero_grad has freed them; reduced ones come layer by layer
+            begins["gradients"], reduces["gradients"] = 0, gradients / len(each)
+        found = max(begins, reduces, key=lambda moment: sum(moment.values()))
+    found["total"] = sum(found.values())
+    return found
+
+
+def memory(model, layout, conventions):
+    """[{kind: bytes}] of a rank of each pipeline stage."""
+    return [stage_memory(model, layout, conventions, stage) for stage in range(layout.pp)]

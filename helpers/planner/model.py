@@ -1,0 +1,297 @@
+"""A decoder as numbers: parameters and FLOPs for each token. Read by all of the planner."""
+
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+
+class PlanError(ValueError):
+    """What was asked for cannot be: one or two lines that end with the next step."""
+
+
+def known(table, name, what):
+    """table[name], or a PlanError that lists the names."""
+    if name not in table:
+        raise PlanError(f"{name!r} is not a {what} that the planner knows.\nGive one of {', '.join(map(str, table))}.")
+    return table[name]
+
+
+def from_table(kind, table, what):
+    """A dataclass from a dict with its fields; a PlanError names what does not fit."""
+    names = [field.name for field in fields(kind)]
+    if unknown := [key for key in table if key not in names]:
+        raise PlanError(f"{what} has no field {unknown[0]!r}.\nIts fields: {', '.join(names)}.")
+    try:
+        return kind(**table)
+    except TypeError as error:
+        raise PlanError(f"{what}: {str(error).partition('() ')[2] or error}.\nAdd it to the file.") from None
+
+
+class Tensor(NamedTuple):
+    """A parameter of [rows, columns], and which of the two tensor parallelism divides."""
+
+    part: str
+    rows: int
+    columns: int = 1
+    split: str = ""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder-only transformer. Zeros are filled in: kv_heads, head_width and ffn from heads and width."""
+
+    name: str = "model"
+    layers: int = 0
+    width: int = 0
+    heads: int = 0
+    vocab: int = 0
+    seq: int = 2048  # tokens in a sample
+    kv_heads: int = 0  # fewer than heads: grouped queries; 1: one for all
+    head_width: int = 0
+    ffn: int = 0  # the MLP's inner width; with experts, that of one expert
+    gated: bool = False  # three matrices in an MLP (SwiGLU) instead of two
+    biases: bool = False  # of all linear layers of a block
+    qkv_biases: bool = False  # of the query, key and value only
+    norm_biases: bool = False  # LayerNorm with a bias; RMSNorm has none
+    norms: int = 2  # in a layer; 1 where attention and MLP share theirs
+    head_norms: bool = False  # a norm of head_width for queries and one for keys
+    learned_positions: bool = False
+    tied: bool = False  # the output layer is the embedding's matrix
+    classes: int = 0  # rows of a second embedding, for labels
+    experts: int = 0
+    active_experts: int = 0  # for each token
+    dense_layers: int = 0  # layers before the first one with experts
+    dense_ffn: int = 0  # the MLP's inner width in these
+    shared_experts: int = 0  # that see every token
+    dropout: bool = False  # in training; its masks are stored for backward
+
+    def __post_init__(self):
+        for name in ("layers", "width", "heads", "vocab", "seq"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise PlanError(f"{self.name}: {name} is {value!r}.\nGive a whole number above 0.")
+        filled = {"kv_heads": self.heads, "head_width": self.width // self.heads, "ffn": 4 * self.width}
+        filled["dense_ffn"] = self.ffn or filled["ffn"]
+        for name, value in filled.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+        if self.heads % self.kv_heads:
+            raise PlanError(
+                f"{self.name}: {self.heads} heads cannot share {self.kv_heads} kv_heads.\n"
+                "Give a divisor of heads as kv_heads."
+            )
+        if self.active_experts > self.experts or (self.experts and not self.active_experts):
+            raise PlanError(
+                f"{self.name}: {self.active_experts} of {self.experts} experts cannot be active.\n"
+                "Give 1 to experts as active_experts."
+            )
+
+    @property
+    def attention_width(self):
+        """All heads side by side; the width in most models."""
+        return self.heads * self.head_width
+
+    @property
+    def matrices(self):
+        """Matrices of one MLP."""
+        return 3 if self.gated else 2
+
+    def attention_weights(self):
+        """Weights of the four projections of a layer: 2·d·n_h·d_h + 2·d·n_kv·d_h."""
+        return 2 * self.width * self.head_width * (self.heads + self.kv_heads)
+
+    def attention_parameters(self):
+        """Projections, their biases and the norms of heads, of one layer."""
+        count = self.attention_weights() + 2 * self.head_width * self.head_norms
+        if self.biases or self.qkv_biases:
+            count += self.head_width * (self.heads + 2 * self.kv_heads)
+        return count + self.width * self.biases
+
+    def mlp_parameters(self, ffn=None):
+        """One MLP, or one expert."""
+        ffn = ffn or self.ffn
+        return self.matrices * self.width * ffn + self.biases * (self.width + ffn * (self.matrices - 1))
+
+    def norm_parameters(self):
+        """One norm over the width."""
+        return self.width * (2 if self.norm_biases else 1)
+
+    def router_parameters(self):
+        return self.width * self.experts
+
+    def has_experts(self, layer):
+        return bool(self.experts) and layer >= self.dense_layers
+
+    def layer_parameters(self, layer=-1, active=False):
+        """Parameters of one layer (the last by default); of those that a token uses, if active."""
+        layer = layer % self.layers
+        count = self.attention_parameters() + self.norms * self.norm_parameters()
+        if not self.has_experts(layer):
+            return count + self.mlp_parameters(self.dense_ffn if self.experts else self.ffn)
+        experts = (self.active_experts if active else self.experts) + self.shared_experts
+        return count + experts * self.mlp_parameters() + self.router_parameters()
+
+    def embedding_parameters(self):
+        """The token embedding, V·d: the E of the counts of FLOPs."""
+        return self.vocab * self.width
+
+    def outer_parameters(self):
+        """{part: parameters} outside the layers."""
+        return {
+            "embedding": self.embedding_parameters(),
+            "positions": self.seq * self.width * self.learned_positions,
+            "labels": self.classes * self.width,
+            "norm": self.norm_parameters(),
+            "head": 0 if self.tied else self.embedding_parameters(),
+        }
+
+    def parameters(self, active=False):
+        """All parameters; those that one token uses, if active.
+
+        GPT: Vh + sh + L(12h² + 13h) + 2h (Radford et al. 2019's code). Llama: L(2d·n_h·d_h + 2d·n_kv·d_h + 3df + 2d)
+        + d + 2Vd. With experts the MLP counts E times, plus a router d·E.
+        """
+        layers = sum(self.layer_parameters(layer, active) for layer in range(self.layers))
+        return layers + sum(self.outer_parameters().values())
+
+    def tensors(self, layer=None):
+        """[Tensor] of one layer, or of what is outside the layers: every parameter as PyTorch's modules hold it."""
+        width, split = self.width, self.head_width * self.heads
+        norm = [Tensor("norm", width)] * (2 if self.norm_biases else 1)
+        if layer is None:
+            outer = [Tensor("embedding", self.vocab, width, "rows")]
+            outer += [Tensor("positions", self.seq, width)] * self.learned_positions
+            outer += [Tensor("labels", self.classes, width)] * (self.classes > 0) + norm
+            return outer + [Tensor("head", self.vocab, width, "rows")] * (not self.tied)
+        kv = self.head_width * self.kv_heads
+        found = norm * self.norms + [Tensor("head norm", self.head_width)] * 2 * self.head_norms
+        for name, rows in (("query", split), ("key", kv), ("value", kv)):
+            found.append(Tensor(name, rows, width, "rows"))
+            found += [Tensor(f"{name} bias", rows, 1, "rows")] * (self.biases or self.qkv_biases)
+        found += [Tensor("output", width, split, "columns")] + [Tensor("output bias", width)] * self.biases
+        ffn, copies = (self.dense_ffn if self.experts else self.ffn), 1
+        if self.has_experts(layer):
+            found.append(Tensor("router", self.experts, width))
+            ffn, copies = self.ffn, self.experts + self.shared_experts
+        into = [Tensor("up", ffn, width, "rows")] + [Tensor("up bias", ffn, 1, "rows")] * self.biases
+        back = [Tensor("down", width, ffn, "columns")] + [Tensor("down bias", width)] * self.biases
+        return found + (into * (self.matrices - 1) + back) * copies
+
+    def gemm_weights(self):
+        """Weights that multiply each token, in the layers; without biases, norms and the output layer."""
+        total = self.layers * self.attention_weights()
+        for layer in range(self.layers):
+            if self.has_experts(layer):
+                experts = self.active_experts + self.shared_experts
+                total += experts * self.matrices * self.width * self.ffn + self.router_parameters()
+            else:
+                total += self.matrices * self.width * (self.dense_ffn if self.experts else self.ffn)
+        return total
+
+    def attention_flops(self, seq=0):
+        """A of the counts: 12·L·n_h·d_h·s FLOPs a token, forward and backward, every pair of tokens counted."""
+        return 12 * self.layers * self.attention_width * (seq or self.seq)
+
+    def flops_per_token(self, count="6N+A", recompute="none", seq=0):
+        """FLOPs of forward and backward for one token.
+
+        count: "6N" (Brown et al. 2020, Hoffmann et al. 2022), "6N+A" (Chowdhery et al. 2022, appendix B), "6(N-E)+A"
+        and "6(N-E)+A/2" (one embedding left out; half of A, as no token sees later ones), "gemm" (Narayanan et al.
+        2021, equation 2: 72BLsh²(1 + s/6h + V/12hL), here from the weights, so that it holds for every MLP).
+        recompute: "full" repeats the layers' forward, 96Bslh²(1 + s/6h + V/16lh) (Narayanan, equation 3);
+        "selective" counts attention's A twice, 72BLsh²(1 + s/3h + V/12hL) (Korthikanti et al. 2022, appendix A).
+        N counts the active parameters of a mixture of experts.
+        """
+        if recompute not in ("none", "selective", "full"):
+            raise PlanError(f"recompute is {recompute!r}.\nGive none, selective or full.")
+        attention, one = self.attention_flops(seq), self.embedding_parameters()
+        outer = sum(self.outer_parameters().values())
+        inner = self.parameters(active=True) - outer
+        counts = {  # FLOPs of the layers' matrices, of attention, and outside the layers
+            "6N": (6 * inner, 0, 6 * outer),
+            "6N+A": (6 * inner, attention, 6 * outer),
+            "6(N-E)+A": (6 * inner, attention, 6 * (outer - one)),
+            "6(N-E)+A/2": (6 * inner, attention / 2, 6 * (outer - one)),
+            "gemm": (6 * self.gemm_weights(), attention, 6 * one),
+        }
+        matrices, attention, rest = known(counts, count, "count of FLOPs")
+        if recompute == "full":
+            return (matrices + attention) * 4 / 3 + rest
+        return matrices + attention * (2 if recompute == "selective" else 1) + rest
+
+    def with_(self, **changes):
+        """This model with other numbers."""
+        return replace(self, **changes)
+
+
+GPT = {"biases": True, "norm_biases": True, "learned_positions": True, "tied": True, "dropout": True}
+LLAMA = {"gated": True}
+QWEN = {"gated": True, "head_norms": True, "head_width": 128}
+
+
+def shapes(common, seq, vocab, *rows):
+    """{name: fields} of models that differ in size only; a row is name, layers, width, heads, and more fields."""
+    return {
+        name: {"seq": seq, "vocab": vocab, "layers": layers, "width": width, "heads": heads, **common, **more}
+        for name, layers, width, heads, more in rows
+    }
+
+
+# Shapes from the papers and configuration files that book/recorded/published.csv names.
+PRESETS = {
+    **shapes(
+        GPT, 1024, 50257,
+        ("gpt2", 12, 768, 12, {}), ("gpt2-medium", 24, 1024, 16, {}),
+        ("gpt2-large", 36, 1280, 20, {}), ("gpt2-xl", 48, 1600, 25, {}),
+    ),
+    **shapes(
+        GPT, 2048, 51200,
+        ("gpt-1.7b", 24, 2304, 24, {}), ("gpt-3.6b", 30, 3072, 32, {}), ("gpt-7.5b", 36, 4096, 32, {}),
+        ("gpt-18b", 40, 6144, 48, {}), ("gpt-22b", 48, 6144, 64, {}), ("gpt-39b", 48, 8192, 64, {}),
+        ("gpt-76b", 60, 10240, 80, {}), ("gpt-145b", 80, 12288, 96, {}), ("gpt-175b", 96, 12288, 96, {}),
+        ("gpt-310b", 96, 16384, 128, {}), ("gpt-530b", 105, 20480, 128, {}), ("gpt-1t", 128, 25600, 160, {}),
+    ),
+    **shapes(
+        LLAMA, 4096, 32000,
+        ("llama2-7b", 32, 4096, 32, {"ffn": 11008}), ("llama2-13b", 40, 5120, 40, {"ffn": 13824}),
+        ("llama2-70b", 80, 8192, 64, {"ffn": 28672, "kv_heads": 8}),
+        ("mixtral-8x7b", 32, 4096, 32, {"ffn": 14336, "kv_heads": 8, "experts": 8, "active_experts": 2}),
+    ),
+    **shapes(
+        LLAMA, 8192, 128256,
+        ("llama3-8b", 32, 4096, 32, {"ffn": 14336, "kv_heads": 8}),
+        ("llama3-70b", 80, 8192, 64, {"ffn": 28672, "kv_heads": 8}),
+        ("llama3-405b", 126, 16384, 128, {"ffn": 53248, "kv_heads": 8}),
+    ),
+    **shapes(
+        {**GPT, "dropout": False}, 2048, 50368,
+        ("mpt-1b", 24, 2048, 16, {}), ("mpt-7b", 32, 4096, 32, {}),
+        ("mpt-13b", 40, 5120, 40, {}), ("mpt-30b", 48, 7168, 56, {}),
+    ),
+    **shapes(
+        {"gated": True, "tied": True, "norms": 1, "kv_heads": 1, "head_width": 256}, 2048, 256000,
+        ("palm-8b", 32, 4096, 16, {}), ("palm-62b", 64, 8192, 32, {}), ("palm-540b", 118, 18432, 48, {}),
+    ),
+    **shapes(
+        QWEN, 4096, 151936,
+        ("qwen3-30b-a3b", 48, 2048, 32, {"ffn": 768, "kv_heads": 4, "experts": 128, "active_experts": 8}),
+        ("qwen3-8b", 36, 4096, 32, {"ffn": 12288, "kv_heads": 8}),
+        ("qwen3-32b", 64, 5120, 64, {"ffn": 25600, "kv_heads": 8}),
+    ),
+    # The book's own: helpers/runtime/models.py.
+    **shapes(
+        {"biases": True, "norm_biases": True, "learned_positions": True, "classes": 10}, 64, 17,
+        ("pixels", 4, 64, 4, {}),
+    ),
+}  # fmt: skip
+
+
+def model_of(given):
+    """A Model from a preset's name or from a table of fields, which may name a preset under "preset"."""
+    if isinstance(given, Model):
+        return given
+    if isinstance(given, str):
+        given = {"preset": given}
+    given = dict(given)
+    if preset := given.pop("preset", None):
+        given = {"name": preset, **known(PRESETS, preset, "model"), **given}
+    return from_table(Model, given, "the model")

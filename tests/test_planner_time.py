@@ -1,0 +1,345 @@
+"""The planner's collectives, equal to those of real ranks, and its step time on measured steps that no fit saw."""
+
+import dataclasses
+import math
+import sys
+from collections import Counter
+
+import cloudpickle
+import pytest
+
+from helpers.planner import communication
+from helpers.planner.cluster import cluster_of
+from helpers.planner.communication import collectives, hierarchical_all_reduce, link_seconds, span
+from helpers.planner.conventions import Conventions
+from helpers.planner.layout import Layout
+from helpers.planner.model import model_of
+from helpers.planner.step_time import (
+    FACTOR,
+    FITTED,
+    MEGATRON,
+    coverage,
+    fit,
+    interval_factor,
+    left_out,
+    mean_error,
+    measured,
+    step_time,
+)
+from helpers.ranks.launch import launch
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
+
+# --- counts ---------------------------------------------------------------------------------------------------------
+
+# What torch calls each kind: functional collectives, and what fully_shard uses, by its old and its new name.
+KINDS = {
+    "all_reduce": "all_reduce",
+    "allreduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "_allgather_base_": "all_gather",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+}
+SAMPLES = 4
+
+
+def seen_on_ranks(sizes, sequence_parallel, shared_input):
+    """({phase: {kind: (count, bytes)}}, {kind: count} by CommDebugMode) of one step of the pixel transformer."""
+    import torch
+    import torch.nn.functional as F
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from helpers.runtime.models import PixelTransformer
+
+    class Bytes(TorchDispatchMode):
+        """Counts each collective, and the bytes of the larger of its tensors: the whole one."""
+
+        def __init__(self):
+            super().__init__()
+            self.seen = Counter()
+            self.bytes = Counter()
+
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            if any(issubclass(kind, DTensor) for kind in types):
+                return NotImplemented  # until only the rank's own tensors are left
+            result = operation(*args, **(kwargs or {}))
+            kind = KINDS.get(operation._schema.name.partition("::")[2])
+            if kind and "c10d" in operation._schema.name:
+                tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+                self.seen[kind] += 1
+                self.bytes[kind] += max(tensor.nbytes for tensor in tensors)
+            return result
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    model = PixelTransformer()
+    column = ColwiseParallel
+    for block in model.blocks if "tp" in sizes else ():
+        plan = {name: column() for name in ("query", "key", "value", "mlp.0")}
+        plan |= {"out": RowwiseParallel(), "mlp.2": RowwiseParallel()}
+        if sequence_parallel:
+            plan |= {"norm1": SequenceParallel(), "norm2": SequenceParallel(), "mlp.0": column(input_layouts=Shard(1))}
+            plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("out", "mlp.2")}
+            if not shared_input:
+                plan |= {name: column(input_layouts=Shard(1)) for name in ("query", "key", "value")}
+        parallelize_module(block, mesh["tp"], plan)
+        if shared_input:
+            before = Shard(1) if sequence_parallel else Replicate()
+            together = PrepareModuleOutput(
+                output_layouts=before, desired_output_layouts=Replicate(), use_local_output=False
+            )
+            parallelize_module(block.norm1, mesh["tp"], together)
+    if sequence_parallel:
+        plan = {
+            "blocks.0": PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+            ),
+            "norm": SequenceParallel(),
+            "head": column(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh["tp"], plan)
+    data = tuple(name for name in sizes if name != "tp")
+    if data:
+        over = mesh[data if len(data) > 1 else data[0]]
+        for block in model.blocks:
+            fully_shard(block, mesh=over)
+        fully_shard(model, mesh=over)
+    grey, labels = torch.randint(0, 17, (SAMPLES, 64)), torch.randint(0, 10, (SAMPLES,))
+    found, known = {}, Counter()
+    for phase in ("forward", "backward"):
+        with CommDebugMode() as debug, Bytes() as bytes_:
+            if phase == "forward":
+                loss = F.cross_entropy(model(grey, labels).flatten(0, 1), grey.flatten())
+            else:
+                loss.backward()
+        for operation, count in debug.get_comm_counts().items():
+            known[KINDS[str(operation).partition(".")[2] or str(operation)]] += count
+        found[phase] = {kind: (count, bytes_.bytes[kind]) for kind, count in bytes_.seen.items()}
+    return found, dict(known)
+
+
+def planned(sizes, sequence_parallel, shared_input):
+    """The same by the planner."""
+    data = math.prod(size for name, size in sizes.items() if name != "tp")
+    layout = Layout(
+        dp=data,
+        tp=sizes.get("tp", 1),
+        zero=3 if data > 1 else 0,
+        shard=sizes.get("shard", 0),
+        micro_batch=SAMPLES,
+        dtype="float32",
+        sequence_parallel=sequence_parallel,
+    )
+    sharded = ("head",) if sequence_parallel else ()  # as the plan above does
+    found = {"forward": {}, "backward": {}}
+    for each in collectives(
+        model_of("pixels"), layout, shared_input=shared_input, sharded=sharded, loss_parallel=False
+    ):
+        count, size = found[each.phase].get(each.kind, (0, 0))
+        found[each.phase][each.kind] = (count + each.count, size + each.count * each.size)
+    return found
+
+
+CASES = [  # sizes of the mesh, sequence_parallel, shared_input
+    ({"tp": 2}, False, True),
+    ({"tp": 2}, False, False),
+    ({"tp": 2}, True, True),
+    ({"tp": 2}, True, False),
+    ({"shard": 2}, False, True),
+    ({"tp": 4}, False, True),
+    ({"tp": 4}, True, True),
+    ({"shard": 4}, False, True),
+    ({"replicate": 2, "shard": 2}, False, True),
+    ({"shard": 2, "tp": 2}, False, True),
+    ({"shard": 2, "tp": 2}, True, True),
+]
+
+
+def ranks_of(case):
+    return math.prod(case[0].values())
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """[what each case's collectives were on rank 0]: all cases of a number of ranks in one launch."""
+    found = {}
+    for nproc in (2, 4):
+        cases = [case for case in CASES if ranks_of(case) == nproc]
+        there = launch(lambda cases: [seen_on_ranks(*case) for case in cases], cases, nproc=nproc, timeout=200)[0]
+        found |= {str(case): one for case, one in zip(cases, there, strict=True)}
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_counts_and_bytes_are_those_of_real_ranks(case, seen):
+    (found, known), expected = seen[str(case)], planned(*case)
+    assert found == expected
+    counts = Counter()
+    for kinds in expected.values():
+        counts.update({kind: count for kind, (count, _) in kinds.items()})
+    assert known == dict(counts)  # CommDebugMode's
+
+
+# --- seconds of collectives -----------------------------------------------------------------------------------------
+
+
+def test_formulas_of_all_reduces():
+    size, ranks, latency, bandwidth = 2**20, 8, 1e-6, 1e9
+    nbeta = size / bandwidth
+    seconds = {name: form(size, ranks, latency, bandwidth) for name, form in communication.ALL_REDUCES.items()}
+    assert seconds == pytest.approx(
+        {
+            "ring": 14e-6 + 1.75 * nbeta,
+            "tree": 6 * (1e-6 + nbeta),
+            "recursive doubling": 3 * (1e-6 + nbeta),
+            "rabenseifner": 6e-6 + 1.75 * nbeta,
+        }
+    )
+    assert communication.ring_all_gather(size, ranks, latency, bandwidth) == pytest.approx(7e-6 + 0.875 * nbeta)
+    assert communication.all_to_all(size, ranks, latency, bandwidth) == pytest.approx(7e-6 + 0.875 * nbeta)
+
+
+def test_bus_bandwidth_as_nccl_tests_print_it():
+    published = [(2**20, 101.9e-6, 18.00e9), (16 * 2**30, 127_997e-6, 234.89e9)]  # 8 A100s
+    for size, seconds, bandwidth in published:
+        assert communication.bus_bandwidth("all_reduce", size, seconds, 8) == pytest.approx(bandwidth, rel=1e-3)
+
+
+def test_an_all_gather_in_a_node_of_h100s():
+    _, in_node, between = link_seconds("all_gather", 2 * 4096 * 65536, 8, 1, cluster_of("h100"))
+    assert (round(in_node * 1000, 2), between) == (1.04, 0)  # published: 1.04 ms
+
+
+def test_between_nodes_each_gpu_sends_its_eighth():
+    cluster = dataclasses.replace(cluster_of("h100", 64), latency_in_node=0, latency_between=0)
+    size = 8e9
+    in_node, between = 2 * 7 / 8 * size / 450e9, 2 * 7 / 8 * (size / 8) / 50e9
+    assert hierarchical_all_reduce(size, 8, 8, cluster) == pytest.approx(in_node + between)
+
+
+def test_who_is_in_one_node():
+    cluster = cluster_of("h100", 64)
+    assert span(8, 1, cluster) == (8, 1)  # tp 8
+    assert span(8, 8, cluster) == (1, 8)  # dp 8 outside it
+    assert span(16, 2, cluster) == (4, 4)  # dp 16 outside tp 2
+    assert span(6, 1, cluster) == (6, 1)
+
+
+def test_zero_3_sends_half_as_much_again_as_ddp_and_repeats_with_accumulation():
+    model, conventions = model_of("gpt2"), Conventions(states="zero", shards="even")
+
+    def sent(zero, micro_batches):
+        layout = Layout(dp=8, zero=zero, batch=8 * micro_batches)
+        return sum(each.sent for each in collectives(model, layout, conventions=conventions))
+
+    inner = model.layers * model.layer_parameters()
+    outside = model.parameters() - inner
+    share = 2 * 7 / 8  # of 2 bytes
+    assert sent(0, 1) == sent(0, 4) == sent(1, 4) == pytest.approx(2 * share * model.parameters())
+    assert sent(3, 1) == pytest.approx(share * (3 * inner + 2 * outside), rel=1e-4)  # the root gathers once
+    assert sent(3, 4) == 4 * sent(3, 1)
+    assert sent(2, 4) == pytest.approx((4 + 1) * share * model.parameters())
+
+
+def test_tensor_parallel_sends_8bsh_for_each_layer():
+    """Narayanan et al. 2021, section 3.2: 8bsh(t-1)/t elements a layer and micro-batch."""
+    model, layout = model_of("gpt-1.7b"), Layout(tp=4, micro_batch=2)
+    sent = sum(each.sent for each in collectives(model, layout, sharded=()))
+    assert sent / 2 == pytest.approx(8 * 2 * model.seq * model.width * 3 / 4 * model.layers)
+
+
+# --- step time ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sizes():
+    return left_out()
+
+
+def test_model_sizes_left_out_of_the_fit(sizes):
+    """vTrain, which profiles a GPU, reports 14.73 %."""
+    assert [(size.size, size.gpus, size.steps) for size in sizes] == [
+        ("3.6B", 64, 26),
+        ("18.4B", 256, 15),
+        ("39.1B", 512, 47),
+    ]
+    assert mean_error(sizes) < 0.08
+    assert all(size.error < 0.09 for size in sizes)
+
+
+def test_the_layout_that_is_picked_is_nearly_the_best(sizes):
+    assert max(size.picked for size in sizes) <= 1.05
+
+
+def test_constants_are_those_of_the_fit(sizes):
+    fitted = fit(measured())
+    assert dataclasses.asdict(FITTED) == pytest.approx(dataclasses.asdict(fitted), rel=2e-3)
+    assert all(share < 1 for name, share in dataclasses.asdict(fitted).items())
+    assert fit(measured()) == fitted
+    assert interval_factor(sizes) == pytest.approx(FACTOR, rel=2e-3)
+
+
+def test_the_interval_covers_steps_that_neither_its_width_nor_its_middle_saw():
+    assert round(coverage(), 2) == 0.89
+
+
+# GPT on A100s with NVLink and eight 200 Gb/s adapters a node, none of them in the fit: model, tp, pp, GPUs, batch,
+# micro-batch, interleave and seconds of a step with full recomputation, and with selective and sequence parallelism.
+KORTHIKANTI = [  # 2022, table 5
+    ("gpt-22b", 8, 1, 8, 4, 4, 1, 1.42, 1.10),
+    ("gpt-175b", 8, 8, 64, 64, 1, 3, 18.13, 13.75),
+    ("gpt-530b", 8, 35, 280, 280, 1, 3, 49.05, 37.83),
+    ("gpt-1t", 8, 64, 512, 512, 1, 1, 94.42, 71.49),
+]
+
+
+@pytest.mark.parametrize("row", KORTHIKANTI, ids=lambda row: row[0])
+def test_steps_of_another_paper(row):
+    name, tp, pp, gpus, batch, micro_batch, interleave, full, selective = row
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        batch=batch,
+        micro_batch=micro_batch,
+        interleave=interleave,
+        recompute="full",
+        attention="scores",
+        dtype="float16",
+    )
+    less = layout.with_(recompute="selective", sequence_parallel=True)
+    for each, seconds in ((layout, full), (less, selective)):
+        found = step_time(model_of(name), each, cluster_of("a100", gpus), MEGATRON)
+        assert found.seconds == pytest.approx(seconds, rel=0.08)
+
+
+def test_parts_add_up_and_what_is_extrapolated_is_named():
+    cluster, layout = cluster_of("h100", 64), Layout(dp=64, zero=3)
+    found = step_time(model_of("llama3-8b"), layout, cluster)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert found.extrapolated == "h100 (fitted on A100s), FSDP or ZeRO, FlashAttention, gated MLPs"
+    assert found.low < found.seconds < found.high
+    step = measured()[0]
+    assert step_time(step.model, step.layout, step.cluster, MEGATRON).extrapolated == ""
+
+
+def test_published_steps_with_fsdp_are_in_the_wider_interval():
+    """torchtitan: Llama-3-8B on 64 A100s, 8,192 tokens a step and GPU, at 2,904 and 2,973 tokens/s and GPU."""
+    found = step_time(model_of("llama3-8b"), Layout(dp=64, zero=3), cluster_of("a100", 64))
+    assert found.low < 8192 / 2973 < 8192 / 2904 < found.high

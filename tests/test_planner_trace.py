@@ -1,0 +1,98 @@
+"""What ranks hold: traced in worlds that this machine does not have, and equal to real ranks in one that it has."""
+
+import dataclasses
+import sys
+
+import cloudpickle
+import pytest
+import torch.distributed as dist
+
+from helpers.planner import trace as tracing
+from helpers.planner.layout import Layout
+from helpers.planner.memory import shared_parameters
+from helpers.planner.model import PlanError, model_of
+from helpers.planner.trace import trace
+from helpers.ranks.launch import launch
+from helpers.runtime.process_group import start_process_group, stop_process_group
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
+pytestmark = pytest.mark.ranks
+
+LLAMA = model_of("llama3-70b")
+# Its rows divide by few numbers of ranks: a width of 42, an MLP of 46, 101 tokens.
+ODD = model_of({"name": "odd", "layers": 3, "width": 42, "heads": 6, "ffn": 46, "vocab": 101, "seq": 8, "gated": True})
+
+
+def test_70b_on_16384_ranks_holds_44_percent_more_than_its_share():
+    flat = trace(LLAMA, Layout(dp=2048, tp=8, zero=3))
+    assert (flat.first.numbers, round(flat.divided)) == (6_193_796, 4_306_256)
+    assert flat.largest == flat.first and round(flat.excess, 3) == 0.438
+    assert flat.smallest.rank == 16383 and flat.smallest.numbers < flat.divided
+    mixed = trace(LLAMA, Layout(dp=2048, tp=8, zero=3, shard=64))
+    assert mixed.first.numbers == 137_826_432 and round(mixed.excess, 4) == 0.0002
+
+
+@pytest.mark.parametrize(
+    "model", [model_of("gpt2"), ODD, dataclasses.replace(ODD, layers=6, dense_layers=3, experts=4, active_experts=2)]
+)
+def test_two_layers_of_each_kind_stand_for_all(model):
+    model = dataclasses.replace(model, layers=min(model.layers, 6))
+    layout = Layout(dp=32, tp=2, zero=3)
+    assert trace(model, layout) == trace(model, layout, every_layer=True)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, tp=2, zero=3), Layout(dp=4, zero=3), Layout(dp=4, zero=3, shard=2)])
+def test_pretended_ranks_hold_the_bytes_of_real_ones(layout):
+    def real(model, layout):
+        here = tracing.held(model, layout, dist.get_rank(), stage=0, device="cpu")
+        layers, _ = tracing.sharded(model, layout, 0, range(model.layers), "cpu")
+        stored = sum(tracing.local(one).nbytes for module in layers.values() for one in module.parameters())
+        return here, stored
+
+    found = launch(real, ODD, layout, nproc=4, timeout=200)
+    ranks = [here for here, _ in found]
+    pretended = trace(ODD, layout)
+    assert (pretended.first, pretended.smallest.numbers) == (ranks[0], ranks[3].numbers)
+    assert max(one.numbers for one in ranks) == pretended.largest.numbers
+    assert [stored for _, stored in found] == [4 * (here.numbers - here.outside) for here in ranks]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=512, zero=3),
+        Layout(dp=24, tp=2, zero=3, sequence_parallel=True),
+        Layout(dp=12, tp=2, pp=3, zero=3),
+        Layout(dp=64, tp=2, zero=3, shard=8),
+    ],
+    ids=str,
+)
+def test_memory_rounds_as_the_trace_does(layout):
+    """The plan's own formula of what the first rank of a stage holds."""
+    found = trace(ODD, layout)
+    assert [one.numbers for one in found.ranks if one.rank % (layout.gpus // layout.pp) == 0] == [
+        shared_parameters(ODD, layout, stage) for stage in range(layout.pp)
+    ]
+
+
+def test_the_process_group_of_the_caller_survives():
+    start_process_group()
+    try:
+        found = trace(ODD, Layout(dp=64, zero=3))
+        assert (dist.get_world_size(), dist.get_backend()) == (1, "gloo")
+        assert found.first.numbers < ODD.parameters() / 32
+    finally:
+        stop_process_group()
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout(dp=8), "only FSDP's sharding is traced, and zero is 0.\nGive zero = 3."),
+        (Layout(dp=2, tp=16, zero=3), "8 kv_heads would be copied to tp = 16 ranks"),
+    ],
+)
+def test_what_is_not_traced_is_refused(layout, words):
+    with pytest.raises(PlanError) as caught:
+        trace(LLAMA, layout)
+    assert words in str(caught.value) and len(str(caught.value).splitlines()) <= 2
