@@ -36,6 +36,7 @@ GOOD_ENOUGH = {
     "11_trainer": lambda result: result["val_accuracy"] > 0.94 and result["step"] == 90,
     "13_fault_tolerance": lambda result: result["val_accuracy"] > 0.95 and result["step"] == 120,
     "12_multi_node": lambda result: result["checks"] == result["right"] == 3,
+    "15_planning": lambda result: result["as_planned"] == 1 and result["train_loss"] < 1.1,
     "14_profiling_debugging": lambda result: (
         result["steps"] == 8
         and result["ranks_without_trace"] == result["tensors_that_differ"] == 0

@@ -20,6 +20,7 @@ RUNS = [
     ("12", 2, 8, []),
     ("16", 1, 8, ["--steps", "8", "--warmup", "2"]),  # two stages, two replicas, two slices
     ("16", 2, 8, ["--steps", "8", "--warmup", "2", "--recompute"]),  # four replicas
+    ("15", 1, 8, []),
     ("08", 2, 8, ["--layers", "16", "--micro-batches", "16"]),  # one layer and one micro-batch for each stage
 ]
 TOLERANCE = 0.002  # as in tests/scripting.py

@@ -23,6 +23,7 @@ SENT = {
     "send": lambda p: 1,
 }
 SUMMED = 4  # bytes of a float32
+VOCABULARY = ("embedding", "head")  # what has a row for each token
 
 
 def bus_bandwidth(kind, size, seconds, ranks):
@@ -80,7 +81,8 @@ def hierarchical_all_reduce(size, in_node, nodes, cluster):
 def link_seconds(kind, size, in_node, nodes, cluster):
     """(latency, in the node, between nodes) in seconds of one collective, each link at its full speed.
 
-    Rings in a node; between nodes a ring's bytes and a tree's ⌈lg k⌉ steps, as NCCL chooses by size.
+    Rings in a node, and the bytes of a ring between nodes. There an all-reduce takes a tree's ⌈lg k⌉ steps, and the
+    others take a ring's k-1, since NCCL has trees for all-reduces alone (NVIDIA/nccl#1473).
     """
     ranks, near, far = in_node * nodes, cluster.link_in_node, cluster.link_between
     if kind == "send":
@@ -89,7 +91,8 @@ def link_seconds(kind, size, in_node, nodes, cluster):
         latency = (in_node - 1) * cluster.latency_in_node + (ranks - in_node) * cluster.latency_between
         return latency, size * (in_node - 1) / ranks / near, size * (ranks - in_node) / ranks / far
     twice = 2 if kind == "all_reduce" else 1
-    latency = (in_node - 1) * cluster.latency_in_node + math.ceil(math.log2(nodes)) * cluster.latency_between
+    steps = math.ceil(math.log2(nodes)) if kind == "all_reduce" else nodes - 1
+    latency = (in_node - 1) * cluster.latency_in_node + steps * cluster.latency_between
     return (
         twice * latency,
         twice * (in_node - 1) / in_node * size / near,
@@ -129,26 +132,35 @@ class Collective:
         return self.count * (self.latency + self.in_node / in_node + self.between / between)
 
 
-def collectives(
+def collectives(model, layout, cluster=None, conventions=None, stage=0, *, sharded=VOCABULARY, **plan):
+    """[Collective] of one step on the first rank of a stage; without a cluster, their seconds are 0.
+
+    sharded: which of embedding and head tensor parallelism divides along the vocabulary; plan: see activations.
+    """
+    found = activations(model, layout, cluster, stage, sharded=sharded, **plan)
+    return found + data_parallel(model, layout, cluster, conventions, stage, sharded)
+
+
+def activations(
     model,
     layout,
     cluster=None,
-    conventions=None,
     stage=0,
     *,
+    sharded=VOCABULARY,
     shared_input=True,
-    sharded=("embedding", "head"),
     loss_parallel=True,
     split_sends=True,
+    early_stop=True,
 ):
-    """[Collective] of one step on the first rank of a stage; without a cluster, their seconds are 0.
+    """[Collective] of activations and their gradients: tensor, context, expert and pipeline parallelism.
 
-    shared_input: query, key and value gather their input once, and sum its gradient once. sharded: which of embedding
-    and head tensor parallelism divides along the vocabulary. loss_parallel: the loss reads divided logits.
-    split_sends: a stage sends each tensor-parallel rank's part, and the next stage gathers (Narayanan et al. 2021,
-    section 4.1); torch.distributed.pipelining sends it whole from each.
+    shared_input: query, key and value gather their input once, and sum its gradient once. loss_parallel: the loss reads
+    divided logits. split_sends: a stage sends each tensor-parallel rank's part, and the next stage gathers (Narayanan
+    et al. 2021, section 4.1); torch.distributed.pipelining sends it whole from each.
+    early_stop: recomputation ends before a layer's last output, which nothing needs, as in PyTorch's checkpoint.
     """
-    conventions, found = conventions or Conventions(), []
+    found = []
     m, layers = layout.micro_batches, layout.stage_layers(model)[stage]
     first, last = stage == 0, stage == layout.pp - 1
     tokens, bytes_each = layout.micro_batch * model.seq // layout.cp, BYTES.get(layout.dtype, 2)
@@ -164,11 +176,12 @@ def collectives(
         add("tp", kind, phase, what, layout.tp, 1, count * m, size)
 
     extra = 0 if shared_input else 2
+    outputs = {"forward": 2 * layers, "recompute": (1 if early_stop else 2) * layers}
     if layout.sequence_parallel:
         # Korthikanti et al. 2022, section 4.2.2: an all-reduce becomes an all-gather and a reduce-scatter.
         for phase in ["forward"] + ["recompute"] * full:
             tensor_parallel("all_gather", phase, "inputs of attention and MLP", (2 + extra) * layers)
-            tensor_parallel("reduce_scatter", phase, "outputs of attention and MLP", 2 * layers)
+            tensor_parallel("reduce_scatter", phase, "outputs of attention and MLP", outputs[phase])
         tensor_parallel("all_gather", "backward", "gradients of outputs", 2 * layers)
         tensor_parallel("reduce_scatter", "backward", "gradients of inputs", (2 + extra) * layers)
         if first:
@@ -183,7 +196,7 @@ def collectives(
     else:
         # Shoeybi et al. 2019, section 3: two all-reduces in the forward of a layer, two in its backward.
         for phase in ["forward"] + ["recompute"] * full:
-            tensor_parallel("all_reduce", phase, "outputs of attention and MLP", 2 * layers)
+            tensor_parallel("all_reduce", phase, "outputs of attention and MLP", outputs[phase])
         tensor_parallel("all_reduce", "backward", "gradients of inputs", (2 + extra) * layers)
         if first:
             tensor_parallel("all_reduce", "forward", "embedding", "embedding" in sharded)
@@ -221,7 +234,6 @@ def collectives(
                 received = layout.interleave - (first if phase == "forward" else last)
                 tensor_parallel("all_gather", phase, "what a stage received", received)
 
-    found += data_parallel(model, layout, cluster, conventions, stage, sharded)
     return found
 
 
@@ -259,7 +271,7 @@ def stage_groups(model, layout, stage, sharded):
     for tensor, copies in counted(model):
         on_last = tensor.part in ("norm", "head") or (tensor.part == "embedding" and model.tied)
         if (stage == layout.pp - 1 and on_last) or (stage == 0 and tensor.part not in ("norm", "head")):
-            whole = tensor.part in ("embedding", "head") and tensor.part not in sharded
+            whole = tensor.part in VOCABULARY and tensor.part not in sharded
             here.append((*local_shape(tensor, model, 1 if whole else layout.tp), copies))
     return groups + [("outside the layers", 1, 1, here)] * bool(here)
 
@@ -269,13 +281,14 @@ def padded(shapes, ranks):
     return sum(math.ceil(rows / ranks) * ranks * columns * copies for rows, columns, copies in shapes)
 
 
-def data_parallel(model, layout, cluster, conventions, stage, sharded):
+def data_parallel(model, layout, cluster=None, conventions=None, stage=0, sharded=VOCABULARY):
     """[Collective] of parameters and gradients: DDP's, ZeRO's, fully_shard's or HSDP's.
 
     DDP sends 2Ψ, ZeRO-1 and 2 as much, ZeRO-3 3Ψ (Rajbhandari et al. 2020, section 7). With accumulation ZeRO-2's
     reduce and ZeRO-3's gathers and reduce repeat for each micro-batch (convention gather: "each"), ZeRO-1's do not.
     DDP's all-reduce is given as one; it sends buckets of 25 MiB.
     """
+    conventions = conventions or Conventions()
     found, weight, gradient = [], BYTES.get(layout.dtype, 2), gradient_bytes(conventions)
     repeated = layout.micro_batches if conventions.gather == "each" else 1
     for what, times, apart, shapes in stage_groups(model, layout, stage, sharded):

@@ -31,6 +31,7 @@ class Conventions:
     in_flight: str = "schedule"  # the first stage holds p micro-batches; "one" holds one, as if p divided it
     days: str = "count"  # training days from the count of FLOPs; or "8TP": Narayanan et al. 2021, equation 4
     causal: str = "full"  # seconds count every pair of tokens; or "half", where a kernel skips later tokens
+    sequence_inputs: str = "kept"  # sequence parallelism keeps gathered inputs (PyTorch); or gathers "again" (Megatron)
     logits: str = "eager"  # at the peak four float32 copies, as PyTorch's cross_entropy makes; or one, "stored"
     shards: str = "rows"  # ZeRO-3 cuts each tensor between "rows", rounded up (fully_shard); or all, "even"
 
@@ -45,6 +46,7 @@ class Conventions:
             "in_flight": ("schedule", "one"),
             "days": ("count", "8TP"),
             "causal": ("full", "half"),
+            "sequence_inputs": ("kept", "again"),
             "logits": ("eager", "stored"),
             "shards": ("rows", "even"),
         }

@@ -96,32 +96,34 @@ def shared_parameters(model, layout, stage, shards="rows"):
     return total
 
 
-def activations_per_layer(model, layout, layer=-1, recompute=None, seq=0):
+def activations_per_layer(model, layout, layer=-1, recompute=None, sequence_inputs="again"):
     """Bytes that one layer stores for the backward of one micro-batch, on one rank.
 
     sbh(34 + 5as/h) in 16 bits; with tensor parallelism sbh(10 + 24/t + 5as/ht), with sequence parallelism, too,
     sbh(34 + 5as/h)/t; selective recomputation drops 5as/h; full stores the layer's input, 2sbh (Korthikanti et al.
     2022, equations 1 to 4 and table 2). Here from its parts, so that it holds for other MLPs (18 + 4f/h; 18 + 6f/h
     where gated), for fewer heads of keys, without dropout and in 32 bits. Attention "flash" never stores s · s.
+    sequence_inputs: as the convention of that name; the formula is for "again".
     """
     t, size = layout.tp, BYTES.get(layout.dtype, 2)
-    tokens = (seq or model.seq) // layout.cp * layout.micro_batch
+    tokens = model.seq // layout.cp * layout.micro_batch
     outside = t if layout.sequence_parallel else 1  # what tensor parallelism alone does not divide
     recompute = recompute or layout.recompute
     if recompute == "full":
         return tokens * model.width * size / outside
     divided = 2 * model.attention_width + 2 * model.head_width * model.kv_heads  # query, output; key, value
-    whole, masks = (2 + model.norms) * model.width, 2 * model.width * model.dropout  # inputs of both halves and norms
+    whole, masks = model.norms * model.width, 2 * model.width * model.dropout  # the norms' inputs
+    inputs = 2 * model.width / (outside if sequence_inputs == "again" else 1)  # of attention and MLP
     if model.has_experts(layer % model.layers):
         active = model.active_experts + model.shared_experts
         divided += active * model.matrices * model.ffn
         whole += (active - 1) * model.width + model.experts  # a copy of the token for each expert; the router
     else:
         divided += model.matrices * (model.dense_ffn if model.experts else model.ffn)
-    stored = divided * size / t + (whole * size + masks) / outside
+    stored = divided * size / t + inputs * size + (whole * size + masks) / outside
     if layout.attention == "scores" and recompute == "none":
         each = size + (size + 1) * model.dropout  # of the softmax; its mask, and what is left
-        stored += each * model.heads * (seq or model.seq) / t
+        stored += each * model.heads * model.seq / t
     return tokens * stored
 
 
@@ -169,7 +171,8 @@ def stage_memory(model, layout, conventions, stage):
         gradients = optimizer = 0
     layers = layout.stage_layers(model)
     start, micro_batches = sum(layers[:stage]), in_flight(layout, stage, conventions.in_flight)
-    each = [activations_per_layer(model, layout, layer) for layer in range(start, start + layers[stage])]
+    numbers, how = range(start, start + layers[stage]), {"sequence_inputs": conventions.sequence_inputs}
+    each = [activations_per_layer(model, layout, layer, **how) for layer in numbers]
     tokens = model.seq // layout.cp * layout.micro_batch
     outside = layout.tp if layout.sequence_parallel else 1
     inner = model.matrices - 1
@@ -182,7 +185,7 @@ def stage_memory(model, layout, conventions, stage):
         "working": tokens * size * (inner * model.ffn * max(model.active_experts, 1) / layout.tp + model.width),
     }
     if layout.recompute == "full":
-        found["recomputed layer"] = activations_per_layer(model, layout, start + layers[stage] - 1, "none")
+        found["recomputed layer"] = activations_per_layer(model, layout, numbers[-1], "none", **how)
     if stage == 0 and model.dropout:
         found["embedding's dropout"] = tokens * model.width * micro_batches / outside  # sbhp/t, section 4.3
     if stage == layout.pp - 1:

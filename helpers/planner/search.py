@@ -149,7 +149,7 @@ def choices(model, cluster, attention="flash"):
         "tp": powers(min(2 * cluster.gpus_per_node, cluster.gpus)),
         "pp": [size for size in range(1, min(model.layers, cluster.gpus) + 1) if cluster.gpus % size == 0],
         "cp": powers(8) if model.seq > 16384 else [1],
-        "ep": powers(model.experts) if model.experts else [1],
+        "ep": sorted({1, min(model.experts, cluster.gpus_per_node), model.experts} - {0}),
         "zero": [1, 3],
         "shard": [0, cluster.gpus_per_node],
         "micro_batch": [1, 2, 4, 8],

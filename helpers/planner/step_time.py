@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from helpers.planner.cluster import PRESETS, Cluster
-from helpers.planner.communication import collectives
+from helpers.planner.communication import activations, data_parallel
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
 from helpers.planner.memory import BYTES, stage_parameters
@@ -99,7 +99,7 @@ def work(model, layout, cluster, conventions=None):
     layers, busiest = max(sizes), sizes.index(max(sizes))
     tokens = layout.micro_batch * model.seq // layout.cp
     peak = cluster.peak(layout.dtype)
-    speed = cluster.memory_speed or cluster.peak() * PRESETS["a100"]["memory_speed"] / 312e12
+    speed = cluster.memory_speed or peak * PRESETS["a100"]["memory_speed"] / 312e12
 
     full, stored = layout.recompute == "full", layout.attention == "scores"
     passes = 4 if full else 3
@@ -115,13 +115,14 @@ def work(model, layout, cluster, conventions=None):
     scores = (8 + 5 * model.dropout) * model.heads * model.seq / t * stored
     elementwise = tokens * ((outside + inside) * passes + scores * (3 + again)) * size / 2 / speed
 
-    found = collectives(model, layout, cluster, conventions, stage=1 if layout.pp > 2 else 0)
+    # Megatron-LM, which was measured, recomputes a layer's last output, too.
+    found = activations(model, layout, cluster, stage=1 if layout.pp > 2 else 0, early_stop=False)
     tensor, expert, context, sends = [], [], [], []
     for each in found:
         received = each.what == "what a stage received"
         lists = {"tp": sends if received else tensor, "ep": expert, "cp": context, "pp": sends}
-        lists.get(each.dimension, []).append(each)
-    data = [c for c in collectives(model, layout, cluster, conventions) if c.dimension in ("dp", "replicate")]
+        lists[each.dimension].append(each)
+    data = data_parallel(model, layout, cluster, conventions, stage=0)
     m = layout.micro_batches
 
     def total(group, part):

@@ -774,3 +774,54 @@ def bubble_is_off_by_one(text):
 def each_rank_has_its_own_scale(module):
     """`ShardedGradScaler` does not ask the other ranks whether a gradient was infinite."""
     module.ShardedGradScaler = module.GradScaler
+
+
+# --- Planning
+
+
+@lie("15", "rows|planned", module=FSDP)
+def fully_shard_cuts_columns(module):
+    """`fully_shard` divides matrices by their columns."""
+
+    def placed(parameter):
+        from torch.distributed.tensor import Shard
+
+        return Shard(parameter.ndim - 1)
+
+    shard_with(module, lambda options: {"shard_placement_fn": placed})
+
+
+@lie("15", "rows|divi|rank", file="helpers/planner/memory.py")
+def the_planner_divides(text):
+    """The planner divides a tensor's rows by the number of ranks, and does not round up."""
+    return swap(text, 'math.ceil(rows / sharers) if shards == "rows" else rows / sharers', "rows / sharers")
+
+
+@lie("15", "stage|micro-batch", file="helpers/planner/memory.py")
+def the_planner_divides_activations_by_stages(text):
+    """The planner gives each pipeline stage one micro-batch at a time."""
+    return swap(text, "        return min(p - stage, m)", "        return 1")
+
+
+@lie("15", "collective|message|count", file="helpers/planner/communication.py")
+def the_planner_forgets_the_backwards_gathers(text):
+    """The planner's FSDP gathers parameters in the forward only."""
+    return swap(text, 'if what != "outside the layers":', 'if what == "nothing":')
+
+
+@lie("15", "fit|step|left out", file="helpers/planner/step_time.py")
+def the_planner_never_waits_for_a_stage(text):
+    """The planner's pipelines have no bubble."""
+    return swap(text, "(w.stages - 1) *", "0 *")
+
+
+@lie("15", "fail|kept|left", file="helpers/planner/failures.py")
+def a_restart_takes_no_time(text):
+    """The planner's jobs restart at once."""
+    return swap(text, "rate * (restart + interval / 2)", "rate * interval / 2")
+
+
+@lie("15", "row|contradict|mistake", file="helpers/planner/published.py")
+def a_row_is_never_refused(text):
+    """The planner takes published rows that contradict themselves."""
+    return swap(text, "if found := contradictions(inputs):", "if found := []:")
