@@ -61,10 +61,10 @@ class Job:
         """Whether the job has trained since this start."""
         return len(self.starts()) > start and re.search(PROGRESS, self.starts()[start]) is not None
 
-    def wait_for(self, condition):
+    def wait_for(self, condition, seconds=90):
         """Wait for a condition; where it never holds, show what the job wrote."""
         try:
-            self.cluster.wait(condition)
+            self.cluster.wait(condition, seconds)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output.read_text() if self.output.exists() else ''}") from None
 
@@ -188,8 +188,9 @@ def test_the_capstone_goes_on_from_shards_of_two_nodes(cluster, tmp_path):
     cluster.submit(*options, cwd=tmp_path)
     cluster.requeue_soon(job.number)
     stopped = re.search(r"stopped by SIGTERM at step (\d+): go on with --resume\n", job.starts()[0])
-    job.wait_for(lambda: cluster.state(job.number) is None)
-    assert len(job.starts()) == 2 and f"going on from step_{int(stopped[1]):08}" in job.starts()[1]
+    job.wait_for(lambda: cluster.state(job.number) is None, 300)
+    assert len(job.starts()) == 2, job.output.read_text()
+    assert f"going on from step_{int(stopped[1]):08}" in job.starts()[1]
     result = json.loads(re.search(r"result (\{.*\})", job.starts()[1])[1])
     assert result["world_size"] == 2 and result["step"] == 60
     assert (job.work / "step_00000060" / ".metadata").exists() and not (job.work / "stopped").exists()
