@@ -68,7 +68,8 @@ class Agent:
             stderr=self.errors,
             text=True,
         )
-        threading.Thread(target=self.read, daemon=True).start()
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
 
     def read(self):
         for line in self.process.stdout:
@@ -122,7 +123,9 @@ class Agent:
             with contextlib.suppress(ProcessLookupError):
                 psutil.Process(pid).kill()
         self.process.wait()
-        self.errors.close()
+        self.reader.join(5)
+        for file in (self.process.stdin, self.process.stdout, self.errors):
+            file.close()
 
 
 def complete(folder):
