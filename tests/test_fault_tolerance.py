@@ -77,7 +77,11 @@ LIES = {  # what a line of chapter 16's script becomes, and what the harness mus
         "return int(path.name[5:]) + 1 if path",
         "the steps that it kept",
     ),
-    "goes on from an old one": ("checkpoints(folder)[-1:]", "checkpoints(folder)[:1]", "it went on from step|without a result"),
+    "goes on from an old one": (
+        "checkpoints(folder)[-1:]",
+        "checkpoints(folder)[:1]",
+        "it went on from step|without a result",
+    ),
     "names half a checkpoint": ('Path(folder, f".step_{step:08}.part")', 'Path(folder, f"step_{step:08}")', "FAILED"),
 }
 
