@@ -843,9 +843,3 @@ def what_all_slices_hold_counts_for_each(text):
 def the_mesh_computes_in_float32(text):
     """The capstone computes in float32, whatever its flag says."""
     return swap(text, "getattr(torch, args.dtype)", "torch.float32")
-
-
-@lie("16", "step|checkpoint|loss", file="notebooks/16_capstone.ipynb")
-def resumed_job_skips_a_step(text):
-    """A resumed capstone skips the step after its checkpoint."""
-    return swap(text, "return int(path.name[5:]) if path", "return int(path.name[5:]) + 1 if path")
