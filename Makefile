@@ -46,7 +46,8 @@ help:
 	@echo "  make sabotage     tell the chapters lies, see which cells notice, and name asserts that cannot fail"
 	@echo "  make bench        measure this project against other ways to do the same"
 	@echo "  make soak         run a chapter's script 40 times on 2 ranks and 40 times on 4  (CHAPTER=04 RUNS=40)"
-	@echo "  make soak N=200   kill ranks of chapter 13's job 200 times, and compare its last weights"
+	@echo "  make soak N=1000  kill ranks of chapter 16's job 1000 times, each time on another mesh, and compare its weights"
+	@echo "  make soak N=200 CHAPTER=13    kill ranks of chapter 13's job, and compare its last weights to the last bit"
 	@echo "  make portability  compare the notebooks' outputs under other CPU settings"
 	@echo "  make variants     some tests under another locale, time zone, home, user or host name  (ARGS='tests/test_magic.py')"
 	@echo "  make outputs      run notebooks and store their outputs  (NOTEBOOK=notebooks/04_ddp.ipynb, default all)"
@@ -148,7 +149,7 @@ system:
 	@sh tools/install_system.sh
 
 soak: $(READY)
-	@$(BIN)/python $(if $(N),tools/kills.py --kills $(N),tools/soak.py --chapter $(or $(CHAPTER),04) --runs $(RUNS) $(ARGS))
+	@$(BIN)/python $(if $(N),tools/kills$(if $(filter 13,$(CHAPTER)),,_on_meshes).py --kills $(N),tools/soak.py --chapter $(or $(CHAPTER),04) --runs $(RUNS) $(ARGS))
 
 # DNNL_MAX_CPU_ISA and ATEN_CPU_CAPABILITY limit which of the CPU's instructions torch uses, as an older CPU would.
 portability: $(READY)

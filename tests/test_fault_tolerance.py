@@ -1,4 +1,4 @@
-"""Chapter 13's job when tools/kills.py kills its ranks, and when a scheduler sends a signal."""
+"""The jobs of chapters 13 and 16 when tools kill their ranks, and chapter 13's when a scheduler sends a signal."""
 
 import random
 import re
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import kills
+import kills_on_meshes
 import leftovers
 import pytest
 
@@ -55,6 +56,46 @@ def test_the_harness_sees_weights_that_differ(tmp_path, capsys):
     script.write_text(FORGETFUL)
     assert kills.kill_many(1, 1, random.randrange(100), tmp_path, script) >= 1
     assert "DIFFERENT" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(900)
+def test_25_kills_on_changing_meshes_lose_no_step():
+    command = [sys.executable, Path(kills_on_meshes.__file__), "--kills", "25", "--seed", "9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^25 kills .* 0 jobs differ or failed", done.stdout, re.MULTILINE), done.stdout
+
+
+LIES = {  # what a line of chapter 16's script becomes, and what the harness must say
+    "forgets the optimizer": (
+        "dcp.load(state, checkpoint_id=path)",
+        "dcp.load({'model_state_dict': state['model_state_dict']}, checkpoint_id=path)",
+        r"printed|DIFFERENT",
+    ),
+    "skips a step": (
+        "return int(path.name[5:]) if path",
+        "return int(path.name[5:]) + 1 if path",
+        "the steps that it kept",
+    ),
+    "goes on from an old one": (
+        "checkpoints(folder)[-1:]",
+        "checkpoints(folder)[:1]",
+        "it went on from step|without a result",
+    ),
+    "names half a checkpoint": ('Path(folder, f".step_{step:08}.part")', 'Path(folder, f"step_{step:08}")', "FAILED"),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lie", LIES)
+def test_the_harness_on_meshes_sees_a_job_that(lie, tmp_path, capsys):
+    script = kills.export(tmp_path / "script", kills_on_meshes.CHAPTER)
+    true, false, says = LIES[lie]
+    text = script.read_text()
+    assert text.count(true) == 1
+    script.write_text(text.replace(true, false))
+    assert kills_on_meshes.kill_many(4, 3, tmp_path, script, {(1, 1, 1): 1, (2, 1, 1): 1}) >= 1
+    assert re.search(says, capsys.readouterr().out)
 
 
 def test_a_signal_to_the_agent_stops_all_ranks_with_a_snapshot(job, tmp_path):

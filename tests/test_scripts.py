@@ -45,6 +45,7 @@ GOOD_ENOUGH = {
     "07_tensor_parallel": lambda result: result["train_loss"] < 1.3 and result["off_by"] == 0,
     "08_pipeline_parallel": lambda result: result["val_loss"] < 1.0,
     "09_long_sequences_experts": lambda result: result["train_loss"] < 1.0 and result["gradient_off"] < 0.001,
+    "16_capstone": lambda result: result["val_loss"] < 1.6 and result["step"] == 40,
 }
 
 

@@ -2,10 +2,12 @@
 
 Arguments, agent, rendezvous, restarts and variables are torchrun's own. A forked rank has its imports done, which saves
 two seconds of a processor at each start. Use it to test what ranks do between their start and their end: a forked rank
-leaves by os._exit, without atexit handlers.
+leaves by os._exit, without atexit handlers. With ``--serve`` it runs one job after the other: each line that it reads
+is a list of arguments, as JSON, and it prints ``ended`` with the job's status, 0 or 1, when the job is over.
 """
 
 import atexit
+import json
 import os
 import runpy
 import sys
@@ -55,5 +57,16 @@ def be_an_agent(arguments, folder, environment, output):
     main(arguments)
 
 
+def serve():
+    for line in sys.stdin:
+        status = 0
+        try:
+            main(json.loads(line))
+        except SystemExit as end:
+            status = 1
+            print(end.code, file=sys.stderr)
+        print("ended", status, flush=True)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve() if sys.argv[1:] == ["--serve"] else main(sys.argv[1:])

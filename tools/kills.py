@@ -1,4 +1,6 @@
-"""Kill ranks of chapter 13's job at random moments, and compare its last weights bit by bit (``make soak N=200``).
+"""Kill ranks of chapter 13's job at random moments, and compare its last weights bit by bit.
+
+``make soak N=200 CHAPTER=13``; kills_on_meshes.py does it with chapter 16's.
 
 The torchrun and the SIGKILL are real, and any rank may be the victim. Half of the moments are drawn evenly from the
 seconds of a start-up, the others from the first second of training. Half of those wait for the next snapshot's write.
@@ -35,9 +37,9 @@ TUNED = ["--monitor-interval=0.02"]
 AT_ADDRESS = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
 
 
-def export(folder):
-    """Write the chapter's script into the folder; return its path."""
-    command = [sys.executable, "-m", "helpers", "export", CHAPTER, "--out", folder]
+def export(folder, chapter=CHAPTER):
+    """Write a chapter's script into the folder; return its path."""
+    command = [sys.executable, "-m", "helpers", "export", chapter, "--out", folder]
     return Path(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip())
 
 

@@ -935,3 +935,21 @@ def a_restart_takes_no_time(text):
 def a_row_is_never_refused(text):
     """The planner takes published rows that contradict themselves."""
     return swap(text, "if found := contradictions(inputs):", "if found := []:")
+
+
+@lie("16", "image|replica", file="notebooks/16_capstone.ipynb")
+def replicas_see_the_same_images(text):
+    """On a mesh, all replicas train on the first part of the batch."""
+    return swap(text, '[mesh.get_local_rank(\\"dp\\")]', "[0]")
+
+
+@lie("16", "norm|clip|equal|plain", file="notebooks/16_capstone.ipynb")
+def what_all_slices_hold_counts_for_each(text):
+    """The norm over a mesh counts a gradient once for each slice that holds it."""
+    return swap(text, '1 if sliced else mesh[\\"tp\\"].size()', "1")
+
+
+@lie("16", "bfloat16|precision", file="notebooks/16_capstone.ipynb")
+def the_mesh_computes_in_float32(text):
+    """The capstone computes in float32, whatever its flag says."""
+    return swap(text, "getattr(torch, args.dtype)", "torch.float32")
