@@ -114,7 +114,7 @@ REFUSED = {
     "layers over stages": (lambda: Layout(pp=16).check(model_of("gpt2")), "12 layers cannot fill 16 stages"),
     "layers that do not divide": (lambda: Layout(pp=5).check(model_of("gpt2")), "12 layers do not divide into 5"),
     "a batch that does not divide": (lambda: Layout(dp=4, micro_batch=2, batch=20), "a batch of 20 does not divide"),
-    "experts without experts": (lambda: Layout(dp=8, ep=8).check(model_of("gpt2")), "0 experts do not divide"),
+    "experts without experts": (lambda: Layout(dp=8, ep=8).check(model_of("gpt2")), "no experts to divide by ep = 8"),
     "ep over experts": (lambda: Layout(dp=16, ep=16).check(model_of("mixtral-8x7b")), "8 experts do not divide by ep"),
     "ep over ranks": (lambda: Layout(dp=4, ep=8), "ep = 8 does not divide dp x cp = 4"),
     "shard": (lambda: Layout(dp=8, zero=3, shard=3), "shard = 3 does not divide"),
@@ -324,7 +324,24 @@ def test_published_rows_by_the_command(tmp_path):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["gpt5", "h100"], "a search needs the samples"),
+        (["gpt2", "h100"], "a search needs the samples"),
+        (["gpt5", "h100"], "'gpt5' is not a model"),
+        (["gpt2", "h100", "--layout", "=8"], "'=8' has no name"),
+        (["gpt2", "h100", "--layout", "dp=8,dp=4"], "dp is given twice"),
+        (["gpt2", "h100", "--layout", "dp=true"], "dp is True"),
+        (["gpt2", "h100", "--layout", "dp=8,batch=-8"], "batch is -8"),
+        (["gpt2", "h100", "--layout", "dp=8,offload=maybe"], "offload is 'maybe'"),
+        (["gpt2", "h100", "--layout", "dp=8,shard=8"], "shares nothing with zero = 0"),
+        (["gpt2", "h100", "--layout", "dp=8", "--job", "tokens=1e400"], "below 1e+24"),
+        (["gpt2", "h100", "--layout", "dp=8", "--conventions", "peak=x"], "peak is 'x'"),
+        (["gpt2", "h100", "--gpus", "-8", "--layout", "dp=8"], "--gpus is -8"),
+        (["gpt2", "h100", "--gpus", "8", "--layout", "batch=x"], "batch is 'x'"),
+        (["gpt2", "h100", "--gpus", "8", "--layout", "batch=8,zero=7"], "zero is 7"),
+        (["gpt2", "h100", "--gpus", "8", "--layout", "batch=8,depth=2"], "the layout has no field 'depth'"),
+        (["gpt2", "h100", "--layout", "batch=8", "--job", "tokens=1e9"], "a search does not plan the --job"),
+        (["gpt2", "missing.toml", "--layout", "dp=8"], "or a cluster: a100"),
+        (["gpt2", "h100", "--published"], "takes no cluster"),
+        (["missing.csv", "--published"], "missing.csv: No such file"),
         (["gpt5", "h100", "--layout", "dp=8"], "'gpt5' is not a model"),
         (["gpt2"], "no cluster is given"),
         (["gpt2", "h100", "--layout", "dp8"], "'dp8' has no value"),
@@ -344,11 +361,63 @@ def test_errors_of_the_command(arguments, says):
     assert 1 <= len(errors.splitlines()) <= 2
 
 
+CLUSTER = '[cluster]\npreset = "h100"\n'
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ('model = "gpt2"\ncluster = 5', "the cluster is 5"),
+        ('model = 7\ncluster = "h100"', "the model is 7"),
+        ('layout = "dp=8"\nmodel = "gpt2"', "layout is 'dp=8'"),
+        (f'model = "gpt2"\n{CLUSTER}peaks = "fast"', "peaks is 'fast'"),
+        (f'model = "gpt2"\n{CLUSTER}peaks = {{bfloat16 = 0}}', "the peak of bfloat16 is 0"),
+        (f'model = "gpt2"\n{CLUSTER}reaches = 0', "reaches is 0"),
+        ('model = {preset = "gpt2", layers = 1000000000}\ncluster = "h100"', "Give at most 10000"),
+        (
+            'model = {layers = 2, width = 64, heads = 65, vocab = 9}\ncluster = "h100"',
+            "64 does not divide among 65 heads",
+        ),
+        ('model = "gpt2"\n[layout', "is not TOML"),
+        ('model = "caf\xe9"', "not text in UTF-8"),
+    ],
+)
+def test_errors_of_a_file(tmp_path, text, says):
+    path = tmp_path / "job.toml"
+    path.write_text(text, encoding="latin-1")
+    status, out, errors = command(path, "--layout", "dp=8")
+    assert (status, out) == (1, "") and says in errors and len(errors.splitlines()) == 2
+
+
+def test_a_search_whose_layouts_are_all_refused_says_why():
+    _, out, _ = command("gpt2", "h100", "--gpus", 8, "--layout", "batch=8,interleave=3,pp=8", "--search")
+    assert "None can be: " in out and "None fits" not in out
+
+
+@pytest.mark.parametrize(
+    "row, says",
+    [
+        ("x,parameters,model = 'gpt2',one,,exact,y", "the published value is 'one'"),
+        ("x,parameters,model = 'gpt2',NaN,,exact,y", "the published value is 'NaN'"),
+        ("x,parameters,model = 'gpt2',1,,close,y", "'close' is not a target"),
+        ('x,share of peak,"tflops = 1, peak = 0",1,,formula,y', "one is missing, 0, or not a number"),
+        ("x,parameters,,1,,exact,y", "one is missing, 0, or not a number"),
+    ],
+)
+def test_a_published_row_that_cannot_be_computed(tmp_path, row, says):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"what,quantity,inputs,published,unit,target,source\n{row}\n")
+    status, out, _ = command(path, "--published")
+    assert status == 1 and out.startswith("MISSED") and says in out
+    path.write_text("what,quantity\n")
+    assert command(path, "--published")[2].startswith(f"error: {path} has no rows")
+
+
 def test_a_table_that_the_file_does_not_know(tmp_path):
     path = tmp_path / "job.toml"
     path.write_text('model = "gpt2"\n[clusters]\nnodes = 2\n')
     status, _, errors = command(path)
-    assert status == 1 and "has 'clusters'" in errors and "Its tables: model, cluster" in errors
+    assert status == 1 and "has a table 'clusters'" in errors and "these tables: model, cluster" in errors
 
 
 def test_a_plan_takes_less_than_a_second():

@@ -11,7 +11,7 @@ import cloudpickle
 import pytest
 
 from helpers.planner import communication
-from helpers.planner.cluster import cluster_of
+from helpers.planner.cluster import PRESETS, cluster_of
 from helpers.planner.communication import collectives, hierarchical_all_reduce, link_seconds, span
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
@@ -361,3 +361,35 @@ def test_published_steps_with_fsdp_are_in_the_wider_interval():
     """torchtitan: Llama-3-8B on 64 A100s, 8,192 tokens a step and GPU, at 2,904 and 2,973 tokens/s and GPU."""
     found = step_time(model_of("llama3-8b"), Layout(dp=64, zero=3), cluster_of("a100", 64))
     assert found.low < 8192 / 2973 < 8192 / 2904 < found.high
+
+
+def test_published_steps_on_h100s():
+    """llm-foundry's table of H100s, 2,048 tokens, FSDP: (model, GPUs, micro-batch, batch, tokens/s, recomputation)."""
+    rows = [
+        ("mpt-1b", 8, 14, 112, 363645, "none"),
+        ("mpt-7b", 8, 6, 48, 85144, "none"),
+        ("mpt-13b", 8, 2, 16, 38336, "none"),
+        ("mpt-13b", 16, 2, 32, 76280, "none"),
+        ("mpt-13b", 64, 2, 128, 307209, "none"),
+        ("mpt-30b", 8, 3, 504, 16022, "full"),
+        ("mpt-30b", 16, 10, 480, 36209, "full"),
+        ("mpt-30b", 32, 14, 1344, 73860, "full"),
+    ]
+    ratios = {1.0: [], PRESETS["h100"]["reaches"]: []}
+    for name, gpus, micro_batch, batch, speed, recompute in rows:
+        layout = Layout(dp=gpus, zero=3, micro_batch=micro_batch, batch=batch, recompute=recompute)
+        for reaches, found in ratios.items():
+            cluster = cluster_of({"preset": "h100", "reaches": reaches}, gpus)
+            found.append(batch * 2048 / speed / step_time(model_of(name), layout, cluster).seconds)
+    without, found = ([round(edge(ratio), 2) for edge in (min, max)] for ratio in ratios.values())
+    assert (without, found) == ([1.18, 1.55], [0.96, 1.29])  # as cluster.py says
+
+
+def test_published_steps_with_fsdp_on_h100s_are_in_the_wider_interval():
+    """torchtitan: Llama-3.1-8B, two samples of 8,192 tokens a GPU; its H100s' memory does 2.4 TB/s."""
+    for gpus, speed, slower in ((8, 5762, 1.51), (128, 5605, 1.57)):
+        cluster = cluster_of({"preset": "h100", "memory_speed": 2.4e12}, gpus)
+        layout = Layout(dp=gpus, zero=3, micro_batch=2, batch=2 * gpus)
+        found = step_time(model_of("llama3-8b"), layout, cluster)
+        assert found.low < 2 * 8192 / speed < found.high
+        assert round(2 * 8192 / speed / found.seconds, 2) == slower  # as step_time.py says

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from helpers.planner.model import PlanError, from_table, known
+from helpers.planner.model import LARGEST, PlanError, from_table, known
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,11 @@ class Cluster:
             raise PlanError(
                 f"{self.gpu}: peaks or memory is missing.\nGive peaks = {{bfloat16 = 312e12}}, memory = 80e9."
             )
+        for dtype, peak in self.peaks.items():
+            if type(peak) not in (int, float) or not 0 < peak < LARGEST:
+                raise PlanError(f"{self.gpu}: the peak of {dtype} is {peak!r}.\nGive FLOP/s, such as 312e12.")
+        if not 0 < self.reaches <= 1:
+            raise PlanError(f"{self.gpu}: reaches is {self.reaches!r}.\nGive a share above 0, at most 1.")
         for name in ("link_in_node", "link_between"):
             if getattr(self, name) <= 0:
                 raise PlanError(f"{self.gpu}: {name} is {getattr(self, name)!r}.\nGive bytes a second, such as 25e9.")
@@ -56,7 +61,9 @@ A100 = {
     "link_in_node": 300e9, "latency_in_node": 5e-6, "link_between": 25e9, "latency_between": 15e-6,
     "failures_per_node_day": 6.5e-3,
 }  # fmt: skip
-H100 = {  # reaches: MPT-7b and 13b on 8 GPUs (llm-foundry's table) took 1.41 and 1.26 times as long without it
+# What an H100 reaches: chosen by llm-foundry's table (scripts/train/benchmarking/README.md), eight rows of FSDP with
+# 2,048 tokens. They took 0.96 to 1.29 times the predicted seconds with it, 1.18 to 1.55 times without. A test has them.
+H100 = {
     **A100, "gpu": "h100", "reaches": 0.8, "memory_speed": 3.35e12, "link_in_node": 450e9, "link_between": 50e9,
     "peaks": {"bfloat16": 989e12, "float16": 989e12, "float8": 1979e12, "tf32": 494.5e12, "float32": 67e12},
 }  # fmt: skip
@@ -77,6 +84,8 @@ def cluster_of(given, gpus=0):
     if isinstance(given, str):
         given = {"preset": given}
     if not isinstance(given, Cluster):
+        if not isinstance(given, dict):
+            raise PlanError(f"the cluster is {given!r}.\nGive a name, or a table of fields.")
         given = dict(given)
         if preset := given.pop("preset", None):
             given = {**known(PRESETS, preset, "cluster"), **given}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from helpers.planner import cluster as clusters
 from helpers.planner import model as models
-from helpers.planner.model import PlanError
+from helpers.planner.model import PlanError, known
 
 TABLES = ("model", "cluster", "layout", "job", "conventions")
 EXAMPLE = 'write model = "llama3-8b", cluster = "h100", [layout] dp = 8'
@@ -41,25 +41,31 @@ def fields_of(text):
     """{name: value} from "a=1,b=2"."""
     found = {}
     for part in filter(None, (text or "").split(",")):
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise PlanError(f"{part!r} has no value.\nWrite name=value, with commas between.")
-        found[name.strip()] = value_of(value.strip())
+        name, _, value = (text.strip() for text in part.partition("="))
+        if not name or not value:
+            raise PlanError(f"{part!r} has no {'value' if name else 'name'}.\nWrite name=value, with commas between.")
+        if name in found:
+            raise PlanError(f"{name} is given twice.\nGive one value.")
+        found[name] = value_of(value)
     return found
 
 
-def read(path):
-    """The tables of a TOML or a JSON file."""
+def read(path, what, names):
+    """The tables of a TOML or a JSON file, where the name of a model or a cluster could stand as well."""
     try:
         text = path.read_text()
         tables = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
-        raise PlanError(f"{path}: {error.strerror}.\nGive a file, or a model: {', '.join(models.PRESETS)}.") from None
+        raise PlanError(f"{path}: {error.strerror}.\nGive a file, or a {what}: {', '.join(names)}.") from None
+    except UnicodeDecodeError:
+        raise PlanError(f"{path} is not text in UTF-8.\nGive a file of TOML or JSON.") from None
     except (tomllib.TOMLDecodeError, ValueError) as error:
-        raise PlanError(f"{path} is not {path.suffix[1:].upper()}: {error}.\nMend that line.") from None
+        raise PlanError(
+            f"{path} is not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}.\nMend that line."
+        ) from None
     if not isinstance(tables, dict) or (unknown := [name for name in tables if name not in TABLES]):
-        found = repr(unknown[0]) if isinstance(tables, dict) else "no table"
-        raise PlanError(f"{path} has {found}.\nIts tables: {', '.join(TABLES)}.")
+        found = f"a table {unknown[0]!r}" if isinstance(tables, dict) else f"no tables, but a {type(tables).__name__}"
+        raise PlanError(f"{path} has {found}.\nGive these tables: {', '.join(TABLES)}.")
     return tables
 
 
@@ -67,12 +73,19 @@ def given(args):
     """{table: its fields} of a command line."""
     path = Path(args.model)
     is_file = path.suffix in (".toml", ".json") or path.is_file()
-    tables = read(path) if is_file else {"model": args.model}
+    tables = read(path, "model", models.PRESETS) if is_file else {"model": args.model}
     if args.cluster:
         file = Path(args.cluster)
-        tables["cluster"] = read(file).get("cluster", {}) if file.suffix in (".toml", ".json") else args.cluster
+        tables["cluster"] = args.cluster
+        if file.suffix in (".toml", ".json"):
+            tables["cluster"] = read(file, "cluster", clusters.PRESETS).get("cluster")
+            if tables["cluster"] is None:
+                raise PlanError(f"{file} has no [cluster].\nAdd it, or give a name: {', '.join(clusters.PRESETS)}.")
     for name in ("layout", "job", "conventions"):
-        tables[name] = {**tables.get(name, {}), **fields_of(getattr(args, name))}
+        table = tables.get(name, {})
+        if not isinstance(table, dict):
+            raise PlanError(f"{name} is {table!r}.\nWrite it as a table: [{name}], then a line for each field.")
+        tables[name] = {**table, **fields_of(getattr(args, name))}
     for name in ("model", "cluster"):
         if name not in tables:
             raise PlanError(f"no {name} is given.\nGive a name, or {EXAMPLE}.")
@@ -84,10 +97,15 @@ def show_published(path, as_json):
     from helpers.planner.published import TARGETS, reproduce, rows_of
 
     found, status = [], 0
-    for row in rows_of(path):
+    try:
+        rows = rows_of(path)
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not text in UTF-8"
+        raise PlanError(f"{path}: {why}.\nGive a file of rows, such as book/recorded/published.csv.") from None
+    for row in rows:
         try:
             value, error = reproduce(row)
-            said = {"computed": value, "error": error, "within": error <= TARGETS[row["target"]]}
+            said = {"computed": value, "error": error, "within": error <= known(TARGETS, row["target"], "target")}
         except PlanError as refused:
             said = {"refused": str(refused).replace("\n", " "), "within": False}
         status |= not said["within"]
@@ -104,7 +122,13 @@ def show_published(path, as_json):
 def main(args):
     """Carry ``plan`` out; return the exit status: 1 for a plan that cannot be, with a line or two on stderr."""
     try:
+        if args.gpus is not None and args.gpus < 1:
+            raise PlanError(f"--gpus is {args.gpus}.\nGive a whole number above 0.")
         if args.published:
+            if unused := [
+                name for name in ("cluster", "gpus", "layout", "job", "conventions", "search") if vars(args)[name]
+            ]:
+                raise PlanError(f"--published reads rows, and takes no {unused[0]}.\nLeave one of the two out.")
             return show_published(args.model, args.json)
         tables = given(args)
         if args.search or not tables["layout"].keys() & {"dp", "tp", "pp", "cp"}:
@@ -122,14 +146,21 @@ def main(args):
 
 def show_search(args, tables):
     """Rank the layouts of a model on a cluster; the layout's fields that are given stay as they are."""
+    from helpers.planner.layout import layout_of
     from helpers.planner.search import search, words
 
+    model, cluster = models.model_of(tables["model"]), clusters.cluster_of(tables["cluster"], args.gpus or 0)
+    if args.job:
+        raise PlanError(
+            "a search does not plan the --job.\nLeave it out, and plan again with the layout that you choose."
+        )
     fixed = dict(tables["layout"])
     batch = fixed.pop("batch", 0)
     if not batch:
         raise PlanError("a search needs the samples of a step.\nGive --layout batch=1024, and sizes that are to stay.")
-    cluster = clusters.cluster_of(tables["cluster"], args.gpus or 0)
-    found = search(models.model_of(tables["model"]), cluster, batch, tables["conventions"], **fixed)
+    # What no mesh would make right is refused here, with its own next step, and not once for each layout.
+    layout_of({name: value for name, value in fixed.items() if name not in ("ep", "shard", "interleave")})
+    found = search(model, cluster, batch, tables["conventions"], **fixed)
     if not args.json:
         lines = found.explain() + [f"refused {count}: {why}" for why, count in found.refused.most_common(5)]
         print("\n".join(lines))

@@ -35,6 +35,10 @@ class Layout:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise PlanError(f"{name} is {value!r}.\nGive a whole number above 0.")
+        for name in ("batch", "shard"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise PlanError(f"{name} is {value!r}.\nGive a whole number above 0, or leave it out.")
         if not self.batch:
             object.__setattr__(self, "batch", self.dp * self.micro_batch)
         for name, values in (("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("attention", ("flash", "scores"))):
@@ -52,6 +56,8 @@ class Layout:
                 f"shard = {self.shard} does not divide dp x cp = {self.data_ranks}.\n"
                 f"Give a divisor of {self.data_ranks}, or 0 for all."
             )
+        if self.shard and not self.zero:
+            raise PlanError(f"shard = {self.shard} shares nothing with zero = 0.\nGive zero = 3 for HSDP, or no shard.")
         if self.data_ranks % self.ep:
             raise PlanError(
                 f"ep = {self.ep} does not divide dp x cp = {self.data_ranks}: experts are shared among these.\n"
@@ -114,7 +120,7 @@ class Layout:
         if stages > model.layers:
             refuse(
                 f"{model.layers} layers cannot fill {stages} stages (pp x interleave)",
-                f"Give at most {model.layers}",
+                f"Give at most {model.layers} as pp x interleave",
             )
         if model.layers % stages and not (self.uneven_stages and self.interleave == 1):
             refuse(
@@ -123,11 +129,16 @@ class Layout:
             )
         pieces = self.cp * (self.tp if self.sequence_parallel else 1)
         if model.seq % pieces:
-            refuse(f"{model.seq} tokens do not divide into {pieces} pieces", f"Give a multiple of {pieces} as seq")
-        if self.ep > 1 and (not model.experts or model.experts % self.ep):
+            refuse(
+                f"{model.seq} tokens do not divide into {pieces} pieces",
+                f"Give a divisor of {model.seq} as cp, or a multiple of {pieces} as the model's seq",
+            )
+        if self.ep > 1 and not model.experts:
+            refuse(f"{model.name} has no experts to divide by ep = {self.ep}", "Give ep = 1")
+        if model.experts % self.ep:
             refuse(
                 f"{model.experts} experts do not divide by ep = {self.ep}",
-                f"Give one of {divisors(model.experts) if model.experts else 1} as ep",
+                f"Give one of {divisors(model.experts)} as ep",
             )
         if cluster:
             cluster.peak(self.dtype)

@@ -160,7 +160,7 @@ def stage_memory(model, layout, conventions, stage):
     """{kind: bytes} on the first rank of a stage, at the moment of a step that needs most; "total" is their sum.
 
     Memory is fullest as the backward begins, with all activations and the output, or as the first gradient of a
-    sharded layer is reduced. PyTorch's FSDPMemTracker sees the same within 5 % (chapter 15).
+    sharded layer is reduced. PyTorch's FSDPMemTracker sees the same within 3 % (chapter 15).
     """
     size, parts = BYTES.get(layout.dtype, 2), conventions.state_bytes
     computed = stage_parameters(model, layout, stage)

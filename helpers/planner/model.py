@@ -15,15 +15,41 @@ def known(table, name, what):
     return table[name]
 
 
+KINDS = {
+    int: "a whole number above 0",
+    float: "a number above 0",
+    str: "a word",
+    bool: "true or false",
+    dict: "a table",
+}
+LARGEST = 1e24  # beyond every number of a plan; with larger ones its arithmetic would overflow
+
+
+def check_fields(kind, table, what):
+    """Raise a PlanError for a field that the dataclass does not have, or for a value of another type than its own."""
+    if not isinstance(table, dict):
+        raise PlanError(f"{what} is {table!r}.\nGive a table of fields, such as {fields(kind)[0].name} = …")
+    types = {field.name: field.type for field in fields(kind)}
+    for name, value in table.items():
+        if name not in types:
+            raise PlanError(f"{what} has no field {name!r}.\nIts fields: {', '.join(types)}.")
+        number, wanted = types[name] in (int, float), KINDS[types[name]]
+        right = type(value) is types[name] or (types[name] is float and type(value) is int)
+        if not right or (number and not 0 <= value < LARGEST):
+            limit = f" and below {LARGEST:.0e}" if right and value > 0 else ""
+            raise PlanError(f"{what}: {name} is {value!r}.\nGive {wanted}{limit}.")
+
+
 def from_table(kind, table, what):
     """A dataclass from a dict with its fields; a PlanError names what does not fit."""
-    names = [field.name for field in fields(kind)]
-    if unknown := [key for key in table if key not in names]:
-        raise PlanError(f"{what} has no field {unknown[0]!r}.\nIts fields: {', '.join(names)}.")
+    check_fields(kind, table, what)
     try:
         return kind(**table)
     except TypeError as error:
         raise PlanError(f"{what}: {str(error).partition('() ')[2] or error}.\nAdd it to the file.") from None
+
+
+MOST_LAYERS = 10_000
 
 
 class Tensor(NamedTuple):
@@ -69,6 +95,13 @@ class Model:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise PlanError(f"{self.name}: {name} is {value!r}.\nGive a whole number above 0.")
+        if self.layers > MOST_LAYERS:  # each is counted, one after the other
+            raise PlanError(f"{self.name}: layers is {self.layers}.\nGive at most {MOST_LAYERS}.")
+        if not self.head_width and self.width % self.heads:
+            raise PlanError(
+                f"{self.name}: a width of {self.width} does not divide among {self.heads} heads.\n"
+                "Give another number of heads, or head_width."
+            )
         filled = {"kv_heads": self.heads, "head_width": self.width // self.heads, "ffn": 4 * self.width}
         filled["dense_ffn"] = self.ffn or filled["ffn"]
         for name, value in filled.items():
@@ -291,6 +324,8 @@ def model_of(given):
         return given
     if isinstance(given, str):
         given = {"preset": given}
+    if not isinstance(given, dict):
+        raise PlanError(f"the model is {given!r}.\nGive a name, or a table of fields.")
     given = dict(given)
     if preset := given.pop("preset", None):
         given = {"name": preset, **known(PRESETS, preset, "model"), **given}

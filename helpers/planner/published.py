@@ -6,7 +6,7 @@ book/recorded/published.csv.
 
 import csv
 import tomllib
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from helpers.planner.communication import powersgd_numbers
@@ -19,6 +19,7 @@ from helpers.planner.rates import achieved, bubble, training_days
 
 ROWS = Path(__file__).parents[2] / "book" / "recorded" / "published.csv"
 TARGETS = {"exact": 0.0, "formula": 0.01, "memory": 0.08}
+COLUMNS = ("what", "quantity", "inputs", "published", "unit", "target")
 UNITS = {"": 1, "GB": 1e9, "GiB": 2**30, "%": 0.01, "TF": 1e12, "GB/s": 1e9, "ms": 1e-3, "days": 1, "h": 1, "sbh": 1}
 
 
@@ -217,13 +218,19 @@ def reproduce(row):
     """
     function = known(QUANTITIES, row["quantity"], "quantity")
     numbers, digits = columns_of(row["inputs"])
-    check_row(digits)
+    unit = known(UNITS, row["unit"], "unit")
     try:
-        value = function(**accepted(function, numbers))
-    except TypeError as error:
-        raise PlanError(f"{row['quantity']}: {error}.\nAdd it to the row's inputs.") from None
-    value /= known(UNITS, row["unit"], "unit")
-    published = Decimal(row["published"])
+        published = Decimal(row["published"])
+    except InvalidOperation:
+        published = Decimal(0)
+    if not published.is_finite() or not published:
+        raise PlanError(f"the published value is {row['published']!r}.\nGive a number that is not 0.")
+    try:
+        check_row(digits)
+        value = function(**accepted(function, numbers)) / unit
+    except (TypeError, ArithmeticError) as error:
+        hint = "Look at the row's inputs: one is missing, 0, or not a number."
+        raise PlanError(f"{row['quantity']}: {error}.\n{hint}") from None
     if row["target"] == "exact" and published == published.to_integral_value():
         return value, abs(value - float(published)) / abs(float(published))
     missing = max(abs(value - float(published)) - float(half_unit(row["published"])), 0)
@@ -232,5 +239,10 @@ def reproduce(row):
 
 def rows_of(path=ROWS):
     """The rows of a CSV file; lines that begin with # are comments."""
-    with open(path, newline="") as file:
-        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    if not rows or any(row.get(name) is None for row in rows for name in COLUMNS):
+        raise PlanError(
+            f"{path} has {'a row without all columns' if rows else 'no rows'}.\nIts columns: {', '.join(COLUMNS)}."
+        )
+    return rows

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from helpers.planner.conventions import Conventions, conventions_of
 from helpers.planner.layout import Layout
 from helpers.planner.memory import stage_memory
-from helpers.planner.model import PlanError, model_of
+from helpers.planner.model import PlanError, check_fields, model_of
 from helpers.planner.step_time import FACTOR, StepTime, step_time
 
 SHOWN = (
@@ -80,6 +80,9 @@ class Search:
                 need = (
                     f" The smallest, {words(least.layout)}, needs {least.bytes / gib:.1f} GiB, most of it {least.kind}."
                 )
+            else:
+                why = "; ".join(reason for reason, _ in self.refused.most_common(3))
+                return [*lines, f"None can be: {why}. Give other sizes, or leave some out."]
             return [*lines, f"None fits in {self.cluster.memory / gib:.1f} GiB.{need} Give more GPUs, or recompute."]
         best = self.fits[0]
         lines.append(
@@ -166,6 +169,8 @@ def search(model, cluster, batch, conventions=None, **given):
     With tensor parallelism, sequence parallelism too, unless given.
     """
     model, conventions = model_of(model), conventions_of(conventions)
+    check_fields(Layout, {name: value for name, value in given.items() if not isinstance(value, list)}, "the layout")
+    check_fields(Layout, {"batch": batch}, "the layout")
     table = choices(model, cluster, given.get("attention", "flash"))
     table |= {name: value if isinstance(value, (list, tuple)) else [value] for name, value in given.items()}
     found = Search(model, cluster, conventions)

@@ -40,7 +40,9 @@ class Constants:
 # What fit(measured()) gives, rounded. A test compares them, and FACTOR with interval_factor().
 FITTED = Constants(matmul=0.733, memory=0.829, in_node=0.806, between=0.799, launch=0.00147)
 FACTOR = 1.18  # a step lies between prediction / FACTOR and prediction · FACTOR
-FACTOR_ELSEWHERE = 1.6  # above it where it is extrapolated: published FSDP steps took up to 1.56 times as long
+# Above it where it is extrapolated: torchtitan's steps with FSDP, not compiled, on 8 and 128 H100s took 1.51 and 1.57
+# times as long (benchmarks/llama3_h100_202412_torchtitan.md: 5,762 and 5,605 tokens a second and GPU). A test has them.
+FACTOR_ELSEWHERE = 1.6
 # Where the fit starts and what pulls it back: (value, standard deviation of its logarithm). in_node was measured:
 # 234.89 GB/s of 300, an all-reduce of 16 GiB on 8 A100s. The others are wide.
 PRIOR = {
