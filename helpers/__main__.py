@@ -110,7 +110,7 @@ def carry_out(args, flags, folder=None):
     try:
         if args.command == "list":
             for name, title in commands.titles():
-                print(f"{name:24}{title}")
+                print(f"{name:27}{title}")
         elif args.command == "export":
             chapter = None if args.all else args.chapter
             for target in commands.export(chapter, args.out, args.force, args.cluster, args.allow_single):
