@@ -104,24 +104,6 @@ class Job:
         recorded.compare(name, "\n".join(lines), "python -m pytest tests/test_slurm.py", VARYING, slurm=version)
 
 
-def test_the_capstone_goes_on_from_shards_of_two_nodes(cluster, tmp_path):
-    export = ["export", "16", "--slurm", "--nodes=2", "--gpus-per-node=1", "--time=00:30:00", f"--out={tmp_path}"]
-    subprocess.run([sys.executable, "-m", "helpers", *export], check=True, stdout=subprocess.DEVNULL)
-    flags = "--steps 60 --warmup 5 --log-every 5 --save-every 10 --pp 2 --backend gloo".split()
-    job = Job(cluster, tmp_path, flags=flags, script="16_capstone.sbatch")
-    job.wait_for(lambda: job.trains(0))
-    options = ["--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
-    cluster.submit(*options, cwd=tmp_path)
-    cluster.requeue_soon(job.number)
-    stopped = re.search(r"stopped by SIGTERM at step (\d+): go on with --resume\n", job.starts()[0])
-    job.wait_for(lambda: cluster.state(job.number) is None, 300)
-    assert len(job.starts()) == 2, job.output.read_text()
-    assert f"going on from step_{int(stopped[1]):08}" in job.starts()[1]
-    result = json.loads(re.search(r"result (\{.*\})", job.starts()[1])[1])
-    assert result["world_size"] == 2 and result["step"] == 60
-    assert (job.work / "step_00000060" / ".metadata").exists() and not (job.work / "stopped").exists()
-
-
 def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had_happened(cluster, folder):
     undisturbed = Job(cluster, folder, flags=FLAGS)
     job = Job(cluster, folder, flags=FLAGS)
@@ -181,6 +163,24 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
     job.record("slurm_time_limit", 0)
     job.record("slurm_preempted", 1)
     job.record("slurm_node_lost", 2)
+
+
+def test_the_capstone_goes_on_from_shards_of_two_nodes(cluster, tmp_path):
+    export = ["export", "16", "--slurm", "--nodes=2", "--gpus-per-node=1", "--time=00:30:00", f"--out={tmp_path}"]
+    subprocess.run([sys.executable, "-m", "helpers", *export], check=True, stdout=subprocess.DEVNULL)
+    flags = "--steps 60 --warmup 5 --log-every 5 --save-every 10 --pp 2 --backend gloo".split()
+    job = Job(cluster, tmp_path, flags=flags, script="16_capstone.sbatch")
+    job.wait_for(lambda: job.trains(0))
+    options = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+    cluster.submit(*options, cwd=tmp_path)
+    cluster.requeue_soon(job.number)
+    stopped = re.search(r"stopped by SIGTERM at step (\d+): go on with --resume\n", job.starts()[0])
+    job.wait_for(lambda: cluster.state(job.number) is None, 300)
+    assert len(job.starts()) == 2, job.output.read_text()
+    assert f"going on from step_{int(stopped[1]):08}" in job.starts()[1]
+    result = json.loads(re.search(r"result (\{.*\})", job.starts()[1])[1])
+    assert result["world_size"] == 2 and result["step"] == 60
+    assert (job.work / "step_00000060" / ".metadata").exists() and not (job.work / "stopped").exists()
 
 
 POLITE = """\
