@@ -198,6 +198,7 @@ def test_the_checkpoint_interval_is_the_best_one():
     save, nodes, rate = 60, 2048, 6.5e-3
     best = failures.checkpoint_interval(save, nodes, rate)
     assert best == pytest.approx(failures.young_interval(save, 3600 * failures.mttf_hours(nodes, rate)))
+    assert best == pytest.approx(math.sqrt(2 * save * 86400 / (nodes * rate)))
     kept = [failures.goodput(nodes, rate, 300, every, save) for every in (best / 3, best, 3 * best)]
     assert max(kept) == kept[1]
     assert failures.goodput(100_000, rate, 7200, best, save) == 0

@@ -59,10 +59,6 @@ class Conventions:
         """Bytes of (parameter, gradient, optimizer state) for one parameter."""
         return STATES[self.states]
 
-    def in_unit(self, size):
-        """Bytes in the unit of this convention."""
-        return size / GIGA[self.memory]
-
     def words(self):
         """{switch: its setting}, for outputs."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}

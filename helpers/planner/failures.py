@@ -48,7 +48,7 @@ def young_interval(save, mttf):
 
 def checkpoint_interval(save, nodes, failures_per_node_day):
     """dt* = √(2w/(N·r)), in seconds: Young's interval from a rate for each node (Kokolis et al. 2025, section II-D)."""
-    return math.sqrt(2 * save / (nodes * failures_per_node_day / 86400))
+    return young_interval(save, 3600 * mttf_hours(nodes, failures_per_node_day))
 
 
 def goodput(nodes, failures_per_node_day, restart, interval, save):
@@ -59,8 +59,3 @@ def goodput(nodes, failures_per_node_day, restart, interval, save):
     """
     rate = nodes * failures_per_node_day / 86400
     return max(0.0, 1 - rate * (restart + interval / 2)) / (1 + save / interval)
-
-
-def checkpoint_seconds(parameters, bytes_per_second, nodes, parts=(4, 0, 8)):
-    """Seconds in which all nodes write weights and optimizer state at once, each this many bytes a second."""
-    return parameters * sum(parts) / (bytes_per_second * nodes)

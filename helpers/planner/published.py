@@ -10,7 +10,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from helpers.planner.communication import powersgd_numbers
-from helpers.planner.conventions import STATES
+from helpers.planner.conventions import GIGA, STATES
 from helpers.planner.failures import mtbf_hours, mttf_hours
 from helpers.planner.layout import layout_of
 from helpers.planner.memory import activations_per_layer, deepspeed_estimate, stage_memory, states_per_rank
@@ -20,7 +20,7 @@ from helpers.planner.rates import achieved, bubble, training_days
 ROWS = Path(__file__).parents[2] / "book" / "recorded" / "published.csv"
 TARGETS = {"exact": 0.0, "formula": 0.01, "memory": 0.08}
 COLUMNS = ("what", "quantity", "inputs", "published", "unit", "target")
-UNITS = {"": 1, "GB": 1e9, "GiB": 2**30, "%": 0.01, "TF": 1e12, "GB/s": 1e9, "ms": 1e-3, "days": 1, "h": 1, "sbh": 1}
+UNITS = {**GIGA, "": 1, "%": 0.01, "TF": 1e12, "GB/s": 1e9, "ms": 1e-3, "days": 1, "h": 1, "sbh": 1}
 
 
 def parameters(model, active=False):

@@ -1,6 +1,6 @@
 """A plan in words: text of at most 100 columns. Pure."""
 
-UNITS = {"GB": 1e9, "GiB": 2**30}
+from helpers.planner.conventions import GIGA
 
 
 def of_time(seconds):
@@ -40,10 +40,10 @@ def memory_lines(memory, unit):
     kinds.sort(key="total".__eq__)
     rows = [[unit] + [f"stage {stage}" for stage in shown]]
     for kind in kinds:
-        rows.append([kind] + [f"{stages[stage].get(kind, 0) / UNITS[unit]:.2f}" for stage in shown])
+        rows.append([kind] + [f"{stages[stage].get(kind, 0) / GIGA[unit]:.2f}" for stage in shown])
     yield from table(rows)
     word = "fits in" if memory["fits"] else "does not fit in"
-    yield f"  {word} {memory['limit'] / UNITS[unit]:.1f} {unit} of a GPU; not counted: {memory['not_counted']}"
+    yield f"  {word} {memory['limit'] / GIGA[unit]:.1f} {unit} of a GPU; not counted: {memory['not_counted']}"
 
 
 def lines(found):
