@@ -82,7 +82,11 @@ LIES = {  # what a line of chapter 16's script becomes, and what the harness mus
         "checkpoints(folder)[:1]",
         "it went on from step|without a result",
     ),
-    "names half a checkpoint": ('Path(folder, f".step_{step:08}.part")', 'Path(folder, f"step_{step:08}")', "FAILED"),
+    "names half a checkpoint": (
+        'Path(folder, f".step_{step:08}.part")',
+        'Path(folder, f"step_{step:08}")',
+        "have their names before they are complete",
+    ),
 }
 
 

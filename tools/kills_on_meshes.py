@@ -180,7 +180,8 @@ def uninterrupted(agent, script, mesh, folder, scratch):
     """(weights and optimizer, {step: (loss, norm)}, seconds of training, of a write) of a job that nobody kills."""
     since = time.time()
     agent.start(script, mesh, folder)
-    agent.wait_for(lambda: is_written(folder, since))
+    if not agent.wait_for(lambda: is_written(folder, since)):
+        raise Failure("its checkpoints have their names before they are complete")
     begun = time.monotonic()
     agent.wait_for(lambda: not is_written(folder, since))
     write = time.monotonic() - begun
