@@ -528,6 +528,12 @@ def checkpoint_keeps_all_activations(module):
 # --- Checkpoints
 
 
+@lie("10", "HSDP|write|slice", module="torch.distributed.checkpoint.default_planner")
+def every_copy_of_a_slice_is_written(module):
+    """Every rank that holds a slice writes it, though one is enough."""
+    module.dedup_save_plans = lambda plans, *_: plans
+
+
 @lie("10", "load|resume|same bits", module="torch.distributed.checkpoint.state_dict_loader")
 def dcp_load_loads_nothing(module):
     """`dcp.load` returns, and the tensors hold what they held."""
@@ -608,6 +614,12 @@ def background_save_copies_nothing(text):
 def all_ranks_draw_the_same_noise(text):
     """After the model is built, all ranks are seeded alike."""
     return swap(text, "seed + 1) + dist.get_rank())", "seed + 1))", times=text.count("seed + 1) + dist.get_rank())"))
+
+
+@lie("11", "mesh|share|dp", module="torch.distributed.device_mesh")
+def a_dimension_of_a_mesh_is_the_world(module):
+    """`DeviceMesh.get_group` gives the group of all ranks, whatever dimension was asked for."""
+    module.DeviceMesh.get_group = lambda *_, **__: module._get_default_group()
 
 
 @lie("11", "stop|signal|schedul", file=STOP)
