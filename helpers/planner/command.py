@@ -64,6 +64,8 @@ def read(path, what, names):
     """The tables of a TOML or a JSON file, where the name of a model or a cluster could stand as well."""
     try:
         text = path.read_text(encoding="utf-8")
+        if not text.strip():
+            raise PlanError(f"the file is empty.\nGive these tables: {', '.join(TABLES)}.")
         tables = json.loads(text, object_pairs_hook=once) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise PlanError(f"{path}: {error.strerror}.\nGive a file, or a {what}: {', '.join(names)}.") from None
@@ -176,7 +178,8 @@ def show_search(args, tables):
     layout_of({name: value for name, value in fixed.items() if name not in ("ep", "shard", "interleave")})
     found = search(model, cluster, batch, tables["conventions"], **fixed)
     if not args.json:
-        lines = found.explain() + [f"refused {count}: {why}" for why, count in found.refused.most_common(5)]
+        explained = found.explain() if found.fits else found.explain()[:1]  # the rest is the error
+        lines = explained + [f"refused {count}: {why}" for why, count in found.refused.most_common(5)]
         print("\n".join(lines))
         return show_none(found)
     ranked = [

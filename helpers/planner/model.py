@@ -61,6 +61,7 @@ def from_table(kind, table, what):
 
 # Each layer and each expert is counted, one after the other; divisors of heads are listed.
 MOST = dict.fromkeys(("layers", "heads", "norms", "experts", "shared_experts"), 10_000)
+MOST |= dict.fromkeys(("width", "vocab", "seq", "head_width", "ffn", "dense_ffn", "classes"), 10**9)
 
 
 class Tensor(NamedTuple):

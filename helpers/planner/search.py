@@ -56,7 +56,8 @@ class Search:
     def best(self):
         """The Candidate with the least predicted seconds."""
         if not self.fits:
-            raise PlanError(f"no layout of {self.model.name} fits.\n{self.explain()[-1]}")
+            word = "fits" if self.too_large else "can be"
+            raise PlanError(f"no layout of {self.model.name} {word}.\n{self.explain()[-1]}")
         return self.fits[0]
 
     @property
