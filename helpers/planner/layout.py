@@ -125,7 +125,7 @@ class Layout:
         if model.layers % stages and not (self.uneven_stages and self.interleave == 1):
             refuse(
                 f"{model.layers} layers do not divide into {stages} stages (pp x interleave)",
-                f"Give a divisor of {model.layers} as pp x interleave, or uneven_stages = true with interleave = 1",
+                f"Give a divisor of {model.layers}, or uneven_stages = true with interleave = 1",
             )
         pieces = self.cp * (self.tp if self.sequence_parallel else 1)
         if model.seq % pieces:
