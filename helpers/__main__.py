@@ -9,6 +9,13 @@ import traceback
 from helpers.ranks.torchrun import run, stop_at_signals
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser, and by it those of its commands, that says what is wrong in two lines, without the whole usage."""
+
+    def error(self, message):
+        self.exit(2, f"error: {message}\nSee {self.prog} --help.\n")
+
+
 def processes(text):
     """The value of --nproc as a number. Raises ArgumentTypeError for anything but a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
@@ -17,7 +24,7 @@ def processes(text):
 
 
 def whole(text):
-    """The value of --nodes or --gpus-per-node as a number. Raises ArgumentTypeError as ``processes`` does."""
+    """The value of --nodes, --gpus or --gpus-per-node as a number. Raises ArgumentTypeError as ``processes`` does."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0; give 1, 2, 3, …")
     return int(text)
@@ -36,7 +43,7 @@ def positive(text):
 
 def parse(arguments):
     """A command line, without the program's name, as (args, flags of the script). Wrong usage raises SystemExit(2)."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m helpers",
         description="World Size One's chapters as scripts for torchrun.",
     )
@@ -83,7 +90,8 @@ def parse(arguments):
     command.add_argument("--master", metavar="HOST[:PORT]", help="where rank 0 runs (default: the launcher's)")
     from helpers.planner import command as planner
 
-    planner.add_arguments(commands.add_parser("plan", help="what a job needs: memory, messages, time, failures, cost"))
+    command = commands.add_parser("plan", help="what a job needs: memory, messages, time, failures, cost")
+    planner.add_arguments(command, whole)
     flags = []
     if arguments[:1] in (["run"], ["rehearse"]) and "--" in arguments:
         arguments, flags = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]

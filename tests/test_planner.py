@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.__main__ import main
 from helpers.planner import failures, memory, rates
 from helpers.planner import model as models
 from helpers.planner.cluster import PRESETS as CLUSTERS
@@ -335,7 +336,6 @@ def test_published_rows_by_the_command(tmp_path):
         (["gpt2", "h100", "--layout", "dp=8,shard=8"], "shares nothing with zero = 0"),
         (["gpt2", "h100", "--layout", "dp=8", "--job", "tokens=1e400"], "below 1e+24"),
         (["gpt2", "h100", "--layout", "dp=8", "--conventions", "peak=x"], "peak is 'x'"),
-        (["gpt2", "h100", "--gpus", "-8", "--layout", "dp=8"], "--gpus is -8"),
         (["gpt2", "h100", "--gpus", "8", "--layout", "batch=x"], "batch is 'x'"),
         (["gpt2", "h100", "--gpus", "8", "--layout", "batch=8,zero=7"], "zero is 7"),
         (["gpt2", "h100", "--gpus", "8", "--layout", "batch=8,depth=2"], "the layout has no field 'depth'"),
@@ -349,6 +349,13 @@ def test_published_rows_by_the_command(tmp_path):
         (["gpt2", "h100", "--layout", "dp=8,depth=2"], "the layout has no field 'depth'"),
         (["gpt2", "h100", "--layout", "dp=8,tp=16"], "12 heads do not divide by tp = 16"),
         (["missing.toml"], "missing.toml: No such file"),
+        (["notebooks", "h100", "--layout", "dp=8"], "'notebooks' is not a model"),
+        (["gpt2", "h100", "--layout", "dp=4,pp=2,interleave=4,batch=16,uneven_stages=true"], "into 8 stages"),
+        (["gpt2", "h100", "--layout", "dp=8,batch=4"], "a batch of 4 does not divide into 8 x 1"),
+        (["gpt2", "h100", "--layout", "pp=16"], "12 layers cannot fill 16 stages"),
+        (["mixtral-8x7b", "h100", "--layout", "dp=24,ep=3"], "8 experts do not divide by ep = 3"),
+        (["deepseek-v3", "h100", "--layout", "dp=8"], "latent attention (MLA) is not counted"),
+        (["gpt2", "h100", "--layout", "dp=8", "--conventions", "peak=1e-300"], "at least 1e-24"),
         (["gpt2", "h100", "--gpus", "16", "--layout", "dp=8"], "= 8 is not the cluster's 16 GPUs"),
         (
             ["gpt2", "h100", "--layout", "dp=8", "--job", "tokens=1e9,step_seconds=1,tokens_per_second=2"],
@@ -362,7 +369,28 @@ def test_errors_of_the_command(arguments, says):
     assert 1 <= len(errors.splitlines()) <= 2
 
 
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["gpt2", "h100", "--gpus", "x"], "argument --gpus: 'x' is not a whole number above 0"),
+        (["gpt2", "h100", "--gpus", "-8"], "argument --gpus: '-8' is not"),
+        (["gpt2", "h100", "--gpus", "0"], "argument --gpus: '0' is not"),
+        (["gpt2", "h100", "--gpus", "1e3"], "argument --gpus: '1e3' is not"),
+        (["gpt2", "h100", "--gpus"], "argument --gpus: expected one argument"),
+        (["gpt2", "h100", "--gpu-count", "8"], "unrecognized arguments: --gpu-count"),
+        ([], "required: MODEL|FILE"),
+    ],
+)
+def test_wrong_usage_in_two_lines(arguments, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments])
+    out, errors = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "") and says in errors
+    assert len(errors.splitlines()) == 2 and "See python -m helpers" in errors
+
+
 CLUSTER = '[cluster]\npreset = "h100"\n'
+JSON = '{"model": "gpt2", "cluster": "h100", "layout": {"dp": 8}%s}'
 
 
 @pytest.mark.parametrize(
@@ -390,9 +418,79 @@ def test_errors_of_a_file(tmp_path, text, says):
     assert (status, out) == (1, "") and says in errors and len(errors.splitlines()) == 2
 
 
-def test_a_search_whose_layouts_are_all_refused_says_why():
-    _, out, _ = command("gpt2", "h100", "--gpus", 8, "--layout", "batch=8,interleave=3,pp=8", "--search")
-    assert "None can be: " in out and "None fits" not in out
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        (JSON % ', "layout": {"dp": 4}', "'layout' is given twice"),
+        (JSON % ', "job": {"tokens": 1, "tokens": 2}', "'tokens' is given twice"),
+        (JSON % ', "jobs": {}', "has a table 'jobs'"),
+        (JSON % ', "job": {"token": 1}', "the job has no field 'token'"),
+        (JSON % ', "job": {"tokens": "1"}', "tokens is '1'"),
+        (JSON % ', "job": {"tokens": NaN}', "tokens is nan"),
+        (JSON % ', "job": {"tokens": -1}', "tokens is -1"),
+        (JSON % ', "job": {"tokens": true}', "tokens is True"),
+        (JSON % ', "job": {"save_seconds": 0}', "save_seconds is 0"),
+        (JSON % ', "job": []', "job is []"),
+        ("", "the file is empty"),
+        ("[1]", "has no tables, but a list"),
+        ("[" * 100_000, "too many brackets"),
+        ('{"model": {"preset": ["gpt2"]}, "cluster": "h100"}', "['gpt2'] is not a model"),
+        ('{"model": {"preset": "gpt2", "name": "a\\nb"}, "cluster": "h100"}', "name is 'a\\nb'"),
+        ('{"model": {"preset": "gpt2", "experts": 100000000}, "cluster": "h100"}', "Give at most 10000"),
+        ('{"model": {"preset": "gpt2", "shared_experts": 1}, "cluster": "h100"}', "without experts"),
+        ('{"model": {"preset": "mixtral-8x7b", "dense_layers": 32}, "cluster": "h100"}', "leave none for experts"),
+        ('{"model": {"preset": "gpt2", "kv_lora_rank": 512}, "cluster": "h100"}', "latent attention (MLA)"),
+        ('{"model": {"preset": "mixtral-8x7b", "name": "DeepSeek-V3"}, "cluster": "h100"}', "latent attention (MLA)"),
+        ('{"model": "gpt2", "cluster": {"preset": "h100", "link_in_node": 1e-300}}', "link_in_node is 1e-300"),
+        (b"\xff\xfe{}", "not text in UTF-8"),
+        (None, "Is a directory"),
+    ],
+)
+def test_errors_of_a_json_file(tmp_path, text, says, capsys):
+    path = tmp_path / "job.json"
+    if text is None:
+        path.mkdir()
+    else:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["plan", str(path), "--layout", "dp=8"]) == 1
+    out, errors = capsys.readouterr()
+    assert out == "" and says in errors and errors.startswith("error: ") and len(errors.splitlines()) == 2
+
+
+def test_models_whose_names_are_like_those_with_latent_attention():
+    for name in ("DeepSeek-R1-Distill-Llama-8B", "deepseek-llm-7b", "llama-mlabel"):
+        assert model_of({"preset": "llama3-8b", "name": name}).parameters() == model_of("llama3-8b").parameters()
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["gpt2", "--layout", "batch=8,interleave=3,pp=8"], ["no layout of gpt2 can be.", "None can be: tp x pp x cp"]),
+        (
+            ["llama3-405b", "--layout", "batch=8"],
+            [
+                "no layout of llama3-405b fits.",
+                "recompute full",
+                "most of it optimizer",
+                "more GPUs, or offload = true.",
+            ],
+        ),
+        (
+            ["llama3-405b", "--layout", "batch=8,recompute=none,pp=1"],
+            ["or recompute = full", "leave out what is given: pp."],
+        ),
+    ],
+)
+def test_a_search_that_finds_none_fails_and_says_why(arguments, says, capsys):
+    model, *layout = arguments
+    line = ["plan", model, "h100", *layout, "--gpus", "8", "--search"]
+    for form in ([], ["--json"]):
+        assert main([*line, *form]) == 1
+        out, errors = capsys.readouterr()
+        assert all(words in errors for words in says) and len(errors.splitlines()) == 2
+        if form:
+            found = json.loads(out)
+            assert (found["fits"], found["ranked"]) == (0, []) and found["tried"] > 0
 
 
 @pytest.mark.parametrize(
@@ -442,6 +540,7 @@ SWITCHED = {  # a convention, and where its setting changes a plan
     "causal": ("half", lambda found: found["step"]["seconds"]),
     "sequence_inputs": ("again", lambda found: found["memory"]["stages"][0]["activations"]),
     "logits": ("stored", lambda found: found["memory"]["stages"][-1]["output"]),
+    "overlap": ("backward", lambda found: found["step"]["seconds"]),
     "shards": ("even", lambda found: found["memory"]["stages"][0]["optimizer"]),
     "memory": ("GB", lambda found: next(line for line in lines(found) if "fits in" in line)),
 }
@@ -455,7 +554,14 @@ def test_every_convention_has_a_test():
 def test_a_convention_changes_the_plan(name):
     setting, read = SWITCHED[name]
     layout = Layout(
-        dp=48, tp=8, pp=2, zero=3, batch=96, recompute="selective", attention="scores", sequence_parallel=True
+        dp=48,
+        tp=8,
+        pp=2,
+        zero=0 if name == "overlap" else 3,
+        batch=96,
+        recompute="selective",
+        attention="scores",
+        sequence_parallel=True,
     )
     cluster = cluster_of("h100", layout.gpus)
     before, after = (

@@ -283,6 +283,30 @@ def test_tensor_parallel_sends_8bsh_for_each_layer():
     assert sent / 2 == pytest.approx(8 * 2 * model.seq * model.width * 3 / 4 * model.layers)
 
 
+def test_overlap_hides_gradients_up_to_the_time_of_the_backward():
+    """DDP's and ZeRO-1's, of the last micro-batch; ZeRO-2 reduces in each one's. FSDP's hide without the convention."""
+    model, fast = model_of("gpt-1.7b"), cluster_of("h100", 64)
+    slow = dataclasses.replace(fast, link_between=1e9)
+
+    def parts(zero, cluster, batch, overlap):
+        layout = Layout(dp=64, zero=zero, batch=batch)
+        return step_time(model, layout, cluster, Conventions(overlap=overlap)).parts
+
+    def hidden(zero, cluster, batch=64):
+        before, after = (parts(zero, cluster, batch, overlap) for overlap in ("none", "backward"))
+        assert {name for name in before if before[name] != after[name]} <= {"data parallel"}
+        return before["data parallel"] - after["data parallel"], before
+
+    saved, before = hidden(0, fast)
+    assert saved == pytest.approx(before["data parallel"] * (1 - 1 / model.layers))  # all but one layer's
+    saved, before = hidden(0, slow)
+    layers = ("matrix products", "element by element", "launching")
+    assert saved == pytest.approx(2 / 3 * sum(before[name] for name in layers))  # the backward's share of passes
+    assert hidden(0, slow, 256)[0] == pytest.approx(saved) == pytest.approx(hidden(1, slow, 256)[0])
+    assert hidden(2, slow, 256)[0] == pytest.approx(4 * saved)
+    assert hidden(3, slow)[0] == 0
+
+
 # --- step time ------------------------------------------------------------------------------------------------------
 
 

@@ -87,7 +87,7 @@ def cluster_of(given, gpus=0):
         if not isinstance(given, dict):
             raise PlanError(f"the cluster is {given!r}.\nGive a name, or a table of fields.")
         given = dict(given)
-        if preset := given.pop("preset", None):
+        if (preset := given.pop("preset", None)) is not None:
             given = {**known(PRESETS, preset, "cluster"), **given}
         given = from_table(Cluster, given, "the cluster")
     if not gpus:

@@ -13,15 +13,15 @@ TABLES = ("model", "cluster", "layout", "job", "conventions")
 EXAMPLE = 'write model = "llama3-8b", cluster = "h100", [layout] dp = 8'
 
 
-def add_arguments(command):
-    """The arguments of ``plan``, for the command line's parser."""
+def add_arguments(command, whole):
+    """The arguments of ``plan``, for the command line's parser. ``whole`` reads a number."""
     command.add_argument(
         "model", metavar="MODEL|FILE", help=f"a file (.toml or .json) with {', '.join(TABLES)}; or a model's name"
     )
     command.add_argument(
         "cluster", nargs="?", metavar="CLUSTER", help=f"one of {', '.join(clusters.PRESETS)}; or a file"
     )
-    command.add_argument("--gpus", type=int, metavar="N", help="how many GPUs: of a named cluster, or to search for")
+    command.add_argument("--gpus", type=whole, metavar="N", help="how many GPUs: of a named cluster, or to search for")
     for name in ("layout", "job", "conventions"):
         command.add_argument(f"--{name}", metavar="A=1,B=2", help=f"fields of the {name}; they win over the file's")
     command.add_argument("--search", action="store_true", help="rank all layouts for these GPUs and this batch")
@@ -50,15 +50,31 @@ def fields_of(text):
     return found
 
 
+def once(pairs):
+    """A JSON object's dict. Raises a PlanError for a key that stands there twice, of which json would keep the last."""
+    found = {}
+    for name, value in pairs:
+        if name in found:
+            raise PlanError(f"{name!r} is given twice.\nGive one value.")
+        found[name] = value
+    return found
+
+
 def read(path, what, names):
     """The tables of a TOML or a JSON file, where the name of a model or a cluster could stand as well."""
     try:
-        text = path.read_text()
-        tables = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        text = path.read_text(encoding="utf-8")
+        if not text.strip():
+            raise PlanError(f"the file is empty.\nGive these tables: {', '.join(TABLES)}.")
+        tables = json.loads(text, object_pairs_hook=once) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise PlanError(f"{path}: {error.strerror}.\nGive a file, or a {what}: {', '.join(names)}.") from None
     except UnicodeDecodeError:
         raise PlanError(f"{path} is not text in UTF-8.\nGive a file of TOML or JSON.") from None
+    except RecursionError:
+        raise PlanError(f"{path} has too many brackets inside of each other.\nGive tables of fields.") from None
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
     except (tomllib.TOMLDecodeError, ValueError) as error:
         raise PlanError(
             f"{path} is not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}.\nMend that line."
@@ -122,8 +138,6 @@ def show_published(path, as_json):
 def main(args):
     """Carry ``plan`` out; return the exit status: 1 for a plan that cannot be, with a line or two on stderr."""
     try:
-        if args.gpus is not None and args.gpus < 1:
-            raise PlanError(f"--gpus is {args.gpus}.\nGive a whole number above 0.")
         if args.published:
             if unused := [
                 name for name in ("cluster", "gpus", "layout", "job", "conventions", "search") if vars(args)[name]
@@ -141,7 +155,9 @@ def main(args):
         return 0
     except (PlanError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+    except ArithmeticError:
+        print("error: a number is too large or too small to plan with.\nGive a real job's numbers.", file=sys.stderr)
+    return 1
 
 
 def show_search(args, tables):
@@ -162,9 +178,10 @@ def show_search(args, tables):
     layout_of({name: value for name, value in fixed.items() if name not in ("ep", "shard", "interleave")})
     found = search(model, cluster, batch, tables["conventions"], **fixed)
     if not args.json:
-        lines = found.explain() + [f"refused {count}: {why}" for why, count in found.refused.most_common(5)]
+        explained = found.explain() if found.fits else found.explain()[:1]  # the rest is the error
+        lines = explained + [f"refused {count}: {why}" for why, count in found.refused.most_common(5)]
         print("\n".join(lines))
-        return 0
+        return show_none(found)
     ranked = [
         {"seconds": one.seconds, "low": one.step.low, "high": one.step.high, "bytes": one.bytes}
         | {"words": words(one.layout), "layout": one.layout.__dict__}
@@ -172,7 +189,16 @@ def show_search(args, tables):
     ]
     told = {"tried": found.tried, "refused": found.refused, "too_large": found.by_memory(), "fits": len(found.fits)}
     print(json.dumps({"conventions": found.conventions.words(), **told, "ranked": ranked}, indent=1))
-    return 0
+    return show_none(found)
+
+
+def show_none(found):
+    """The exit status of a search: 1 where no layout fits, which then stands on stderr, too."""
+    try:
+        return 0 if found.best else 1
+    except PlanError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def cluster_for(args, tables):

@@ -33,6 +33,7 @@ class Conventions:
     causal: str = "full"  # seconds count every pair of tokens; or "half", where a kernel skips later tokens
     sequence_inputs: str = "kept"  # sequence parallelism keeps gathered inputs (PyTorch); or gathers "again" (Megatron)
     logits: str = "eager"  # at the peak four float32 copies, as PyTorch's cross_entropy makes; or one, "stored"
+    overlap: str = "none"  # without FSDP gradients are sent after the backward; or hide behind it, "backward"
     shards: str = "rows"  # ZeRO-3 cuts each tensor between "rows", rounded up (fully_shard); or all, "even"
 
     def __post_init__(self):
@@ -48,6 +49,7 @@ class Conventions:
             "causal": ("full", "half"),
             "sequence_inputs": ("kept", "again"),
             "logits": ("eager", "stored"),
+            "overlap": ("none", "backward"),
             "shards": ("rows", "even"),
         }
         for name, values in choices.items():

@@ -35,9 +35,11 @@ def poisson_interval(count, coverage=0.95):
 
 def poisson_counts(mean, coverage=0.95):
     """(lowest, highest) count that happens with this coverage where so many failures are expected."""
-    from scipy.special import pdtrik
+    from scipy.special import ndtri, pdtrik
 
     tail = (1 - coverage) / 2
+    if mean > 1e9:  # a normal distribution, as good there; pdtrik finds nothing for the largest means
+        return tuple(math.ceil(mean + float(ndtri(share)) * math.sqrt(mean)) for share in (tail, 1 - tail))
     return tuple(max(math.ceil(float(pdtrik(share, mean))), 0) for share in (tail, 1 - tail))
 
 

@@ -1,5 +1,6 @@
 """A decoder as numbers: parameters and FLOPs for each token. Read by all of the planner."""
 
+import re
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ class PlanError(ValueError):
 
 def known(table, name, what):
     """table[name], or a PlanError that lists the names."""
-    if name not in table:
+    if name not in list(table):  # a list takes what cannot be a key, too
         raise PlanError(f"{name!r} is not a {what} that the planner knows.\nGive one of {', '.join(map(str, table))}.")
     return table[name]
 
@@ -23,6 +24,9 @@ KINDS = {
     dict: "a table",
 }
 LARGEST = 1e24  # beyond every number of a plan; with larger ones its arithmetic would overflow
+SMALLEST = 1e-24  # as LARGEST
+LATENT = {"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+LATENT_NAMES = re.compile(r"deepseek\W?(coder\W?)?v[23]|deepseek\W?r1(?!\W?distill)|kimi\W?k2|\bmla\b", re.I)
 
 
 def check_fields(kind, table, what):
@@ -35,9 +39,15 @@ def check_fields(kind, table, what):
             raise PlanError(f"{what} has no field {name!r}.\nIts fields: {', '.join(types)}.")
         number, wanted = types[name] in (int, float), KINDS[types[name]]
         right = type(value) is types[name] or (types[name] is float and type(value) is int)
-        if not right or (number and not 0 <= value < LARGEST):
-            limit = f" and below {LARGEST:.0e}" if right and value > 0 else ""
-            raise PlanError(f"{what}: {name} is {value!r}.\nGive {wanted}{limit}.")
+        if right and isinstance(value, str):
+            right = value.strip() and value.isprintable()
+        if not right or (number and value and not SMALLEST < value < LARGEST):
+            limit = ""
+            if right and value > 0:
+                limit = f" and below {LARGEST:.0e}" if value > 1 else f", at least {SMALLEST:.0e}"
+            said = repr(value)
+            said = said if len(said) <= 60 else said[:60] + "…"
+            raise PlanError(f"{what}: {name} is {said}.\nGive {wanted}{limit}.")
 
 
 def from_table(kind, table, what):
@@ -49,7 +59,9 @@ def from_table(kind, table, what):
         raise PlanError(f"{what}: {str(error).partition('() ')[2] or error}.\nAdd it to the file.") from None
 
 
-MOST_LAYERS = 10_000
+# Each layer and each expert is counted, one after the other; divisors of heads are listed.
+MOST = dict.fromkeys(("layers", "heads", "norms", "experts", "shared_experts"), 10_000)
+MOST |= dict.fromkeys(("width", "vocab", "seq", "head_width", "ffn", "dense_ffn", "classes"), 10**9)
 
 
 class Tensor(NamedTuple):
@@ -95,8 +107,9 @@ class Model:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise PlanError(f"{self.name}: {name} is {value!r}.\nGive a whole number above 0.")
-        if self.layers > MOST_LAYERS:  # each is counted, one after the other
-            raise PlanError(f"{self.name}: layers is {self.layers}.\nGive at most {MOST_LAYERS}.")
+        for name, most in MOST.items():
+            if getattr(self, name) > most:
+                raise PlanError(f"{self.name}: {name} is {getattr(self, name)}.\nGive at most {most}.")
         if not self.head_width and self.width % self.heads:
             raise PlanError(
                 f"{self.name}: a width of {self.width} does not divide among {self.heads} heads.\n"
@@ -116,6 +129,14 @@ class Model:
             raise PlanError(
                 f"{self.name}: {self.active_experts} of {self.experts} experts cannot be active.\n"
                 "Give 1 to experts as active_experts."
+            )
+        for name in ("dense_layers", "shared_experts"):
+            if getattr(self, name) and not self.experts:
+                raise PlanError(f"{self.name}: {name} is {getattr(self, name)} without experts.\nGive experts, too.")
+        if self.experts and self.dense_layers >= self.layers:
+            raise PlanError(
+                f"{self.name}: {self.dense_layers} dense_layers of {self.layers} leave none for experts.\n"
+                f"Give at most {self.layers - 1} as dense_layers."
             )
 
     @property
@@ -327,6 +348,13 @@ def model_of(given):
     if not isinstance(given, dict):
         raise PlanError(f"the model is {given!r}.\nGive a name, or a table of fields.")
     given = dict(given)
-    if preset := given.pop("preset", None):
+    preset = given.pop("preset", None)
+    latent = [name for name in (preset, given.get("name")) if isinstance(name, str) and LATENT_NAMES.search(name)]
+    if latent or (latent := sorted(LATENT & given.keys())):
+        raise PlanError(
+            f"{latent[0]}: multi-head latent attention (MLA) is not counted: neither its parameters nor its memory.\n"
+            "Give a model with kv_heads, or plan it under another name with ordinary attention."
+        )
+    if preset is not None:
         given = {"name": preset, **known(PRESETS, preset, "model"), **given}
     return from_table(Model, given, "the model")

@@ -226,7 +226,7 @@ def run_of(model, cluster, layout, conventions, job, seconds, step):
         count = wall * 24 / found["mttf_hours"]
         found |= {"days_with_failures": wall, "failures": count}
         found["failures_between"] = failures.poisson_counts(count)
-    if cluster.price_per_gpu_hour:
+    if cluster.price_per_gpu_hour and goodput:  # a run that never ends has no price
         hours = 24 * found.get("days_with_failures", days)
         found["cost"] = rates.cost(cluster.gpus, hours, cluster.price_per_gpu_hour)
     return found

@@ -50,12 +50,14 @@ class Search:
     fits: list = field(default_factory=list)  # [Candidate], the fastest first
     too_large: list = field(default_factory=list)  # [Candidate], the smallest first
     refused: Counter = field(default_factory=Counter)  # {reason: layouts}
+    given: tuple = ()  # fields of a layout that the search left as they were given
 
     @property
     def best(self):
         """The Candidate with the least predicted seconds."""
         if not self.fits:
-            raise PlanError(f"no layout of {self.model.name} fits.\n{self.explain()[-1]}")
+            word = "fits" if self.too_large else "can be"
+            raise PlanError(f"no layout of {self.model.name} {word}.\n{self.explain()[-1]}")
         return self.fits[0]
 
     @property
@@ -74,16 +76,12 @@ class Search:
             f"{sum(self.refused.values())} refused, {len(self.too_large)} do not fit, {len(self.fits)} ranked."
         ]
         if not self.fits:
-            need = ""
-            if self.too_large:
-                least = self.too_large[0]
-                need = (
-                    f" The smallest, {words(least.layout)}, needs {least.bytes / gib:.1f} GiB, most of it {least.kind}."
-                )
-            else:
+            if not self.too_large:
                 why = "; ".join(reason for reason, _ in self.refused.most_common(3))
                 return [*lines, f"None can be: {why}. Give other sizes, or leave some out."]
-            return [*lines, f"None fits in {self.cluster.memory / gib:.1f} GiB.{need} Give more GPUs, or recompute."]
+            least = self.too_large[0]
+            need = f"The smallest, {words(least.layout)}, needs {least.bytes / gib:.1f} GiB, most of it {least.kind}."
+            return [*lines, f"None fits in {self.cluster.memory / gib:.1f} GiB. {need} {self.advice()}"]
         best = self.fits[0]
         lines.append(
             f"Fastest: {words(best.layout)}: {best.seconds:.2f} s a step ({best.step.low:.2f} to {best.step.high:.2f})"
@@ -101,6 +99,18 @@ class Search:
             *lines,
             f"{close} more within a factor of {FACTOR} of it, which a prediction may be off: measure a few.",
         ]
+
+    def advice(self):
+        """What to try where nothing fits: only what the smallest layout does not do already."""
+        least = self.too_large[0]
+        tries = ["more GPUs"]
+        if least.layout.recompute != "full":
+            tries.append("recompute = full")
+        if least.kind == "optimizer" and not least.layout.offload:
+            tries.append("offload = true")
+        free = [name for name in self.given if name in SHOWN and name != "recompute"]
+        left = f", or leave out what is given: {', '.join(free)}" if free else ""
+        return f"Give {', or '.join(tries)}{left}."
 
     def neighbours(self, name):
         """The values just below and above the best one's that were tried."""
@@ -173,7 +183,7 @@ def search(model, cluster, batch, conventions=None, **given):
     check_fields(Layout, {"batch": batch}, "the layout")
     table = choices(model, cluster, given.get("attention", "flash"))
     table |= {name: value if isinstance(value, (list, tuple)) else [value] for name, value in given.items()}
-    found = Search(model, cluster, conventions)
+    found = Search(model, cluster, conventions, given=tuple(given))
     dtype = table.get("dtype", ["bfloat16"])[0]
     cluster.peak(dtype)  # or the error would count for every layout
     inner = [name for name in table if name not in MESH]
@@ -211,8 +221,8 @@ def search(model, cluster, batch, conventions=None, **given):
 
 def reason(error):
     """The first line of a refusal without its numbers, so that equal reasons count together."""
-    line = re.sub(r"\([^)]*\d[^)]*\)|[x=]? ?\d[\d.]*( x)?", "", str(error).splitlines()[0])
-    return re.sub(r"\s+", " ", line).strip(" .")
+    line = re.sub(r"\([^)]*\d[^)]*\)|( of|[x=])? ?\d[\d.]*( x)?", "", str(error).splitlines()[0])
+    return re.sub(r"\s+(?=:)", "", re.sub(r"\s+", " ", line)).strip(" .")
 
 
 def fullest(model, layout, conventions):

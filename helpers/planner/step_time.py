@@ -83,6 +83,8 @@ class Work:
     data_between: float
     data_latency: float
     hidden: float  # 1 where they are hidden behind computing (fully_shard), 0 where they follow it
+    overlapped: float  # where they follow it: the share that may hide behind the backwards that reduce
+    reducing: float  # micro-batches whose backward reduces
     optimizer: float
 
 
@@ -130,6 +132,9 @@ def work(model, layout, cluster, conventions=None):
     def total(group, part):
         return sum(each.count * getattr(each, part) for each in group)
 
+    reduces = [each for each in data if each.phase == "backward"]
+    all_data = sum(each.seconds() for each in data)
+    overlaps = conventions.overlap == "backward" and layout.zero < 3 and all_data > 0
     held = stage_parameters(model, layout, busiest) / layout.sharers
     return Work(
         layers=layers,
@@ -156,6 +161,8 @@ def work(model, layout, cluster, conventions=None):
         data_between=total(data, "between"),
         data_latency=total(data, "latency"),
         hidden=float(layout.zero == 3),
+        overlapped=sum(each.seconds() for each in reduces) / all_data if overlaps else 0.0,
+        reducing=m if layout.zero == 2 and conventions.gather == "each" else 1,
         optimizer=0.0 if layout.offload else OPTIMIZER_BYTES * held / speed,
     )
 
@@ -171,8 +178,9 @@ def parts_of(work, constants):
     m micro-batches pass the busiest stage, and p-1 more times of a stage is what the first waits for the last and the
     last for the first, divided by v where stages are interleaved (Narayanan et al. 2021, section 2.2). A layer takes
     √(work² + launch²): a host that launches its kernels more slowly than the GPU runs them is what the GPU waits for.
-    fully_shard's collectives hide behind computing. DDP's and ZeRO's follow it, as in Megatron-LM when it was measured;
-    PyTorch's DDP hides most of them behind the last backward, so that "data parallel" is its upper bound.
+    fully_shard's collectives hide behind computing. DDP's and ZeRO's follow it, as in Megatron-LM when it was measured:
+    an upper bound. With the convention overlap = "backward" the gradients' hide behind the last backward, as PyTorch's
+    DDP reduces its buckets (Li et al. 2020, section 3.2.3); a layer's part of them, and what takes longer, stays.
     """
     w, c = work, constants
     tensor = w.tensor_in_node / c.in_node + w.tensor_between / c.between
@@ -185,6 +193,9 @@ def parts_of(work, constants):
     data = w.data_in_node / c.in_node + w.data_between / c.between + w.data_latency
     # Behind computing all hides but the first gather and the last reduce, and what takes longer than computing.
     shown = data / once + larger(data * (1 - 1 / once) - once * layer, 0.0)
+    behind = w.reducing * w.layers * layer * (w.passes - 1) / w.passes
+    reduced = data * w.overlapped
+    follows = data - reduced + reduced / w.layers + larger(reduced * (1 - 1 / w.layers) - behind, 0.0)
     return {
         "matrix products": once * w.matmul / c.matmul,
         "element by element": once * w.elementwise / c.memory,
@@ -195,7 +206,7 @@ def parts_of(work, constants):
         "sending to stages": w.micro_batches * send,
         "waiting for stages": (w.stages - 1) * (w.layers * layer + send) / w.interleave,
         "output layer": w.micro_batches * (w.output_matmul / c.matmul + w.output_elementwise / c.memory),
-        "data parallel": data * (1 - w.hidden) + shown * w.hidden,
+        "data parallel": follows * (1 - w.hidden) + shown * w.hidden,
         "optimizer": w.optimizer / c.memory,
     }
 
