@@ -102,6 +102,23 @@ def test_the_harness_on_meshes_sees_a_job_that(lie, tmp_path, capsys):
     assert re.search(says, capsys.readouterr().out)
 
 
+def test_a_start_on_a_mesh_removes_what_a_kill_left(tmp_path):
+    script, folder = kills.export(tmp_path / "script", kills_on_meshes.CHAPTER), tmp_path / "run"
+    agent = kills_on_meshes.Agent(kills.alone(tmp_path), tmp_path / "errors.txt")
+    try:
+        agent.start(script, (1, 1, 1), folder)
+        agent.end()
+        names = sorted(path.name for path in folder.iterdir())
+        for left in (".step_00000010", ".step_00000018.part"):  # half removed, half written
+            (folder / left).mkdir()
+        agent.start(script, (1, 1, 1), folder)  # there is nothing left to train, or to save
+        begun, trained, result = agent.end()
+    finally:
+        agent.close()
+    assert begun == kills_on_meshes.STEPS and not trained and result
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
 def test_a_signal_to_the_agent_stops_all_ranks_with_a_snapshot(job, tmp_path):
     folder = tmp_path / "snapshots"
     running = job("--epochs", "2000", "--save-every", "20", "--checkpoint-dir", str(folder))
