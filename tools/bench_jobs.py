@@ -122,7 +122,7 @@ if __name__ == "__main__":
 """
 
 
-def time_restarts(kills=3, nproc=2):
+def time_restarts(kills=2, nproc=2):
     """{way: [seconds from a kill to the next step]} of chapter 11's trainer, which saves every step."""
     found = {}
     with exported("11") as script:
