@@ -44,7 +44,7 @@ help:
 	@echo
 	@echo "  make rehearse     run seven chapters' GPU path on 8 and 2 x 8 pretended GPUs"
 	@echo "  make sabotage     tell the chapters lies, see which cells notice, and name asserts that cannot fail"
-	@echo "  make bench        measure this project against other ways to do the same"
+	@echo "  make bench        measure this project beside other ways to do the same  (ARGS=--record writes the book's tables)"
 	@echo "  make soak         run a chapter's script 40 times on 2 ranks and 40 times on 4  (CHAPTER=04 RUNS=40)"
 	@echo "  make soak N=1000  kill ranks of chapter 16's job 1000 times, each time on another mesh, and compare its weights"
 	@echo "  make soak N=200 CHAPTER=13    kill ranks of chapter 13's job, and compare its last weights to the last bit"

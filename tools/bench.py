@@ -1,7 +1,8 @@
 """Measure this project beside other ways to do the same work; `make bench` runs it.
 
 Every round runs every contender once, each in an interpreter of its own, so that a slow minute of the machine slows all
-of them. The table shows medians and spreads; all numbers go to a JSON file.
+of them. The tables show medians and spreads; all numbers go to a JSON file. ``--record`` writes the tables of
+book/bench.md, too.
 """
 
 import argparse
@@ -9,7 +10,6 @@ import contextlib
 import inspect
 import json
 import os
-import platform
 import shutil
 import signal
 import statistics
@@ -17,17 +17,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import bench_jobs
+import bench_record
 from bench_jobs import exported, loaded
+from rehearse_all import result
 
 from helpers.ranks.ports import hold_port
 
 ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "notebooks" / "04_ddp.ipynb"
 SIZES = (2, 4, 8)
 CALLS = {"launch": 8, "mp.spawn": 2, "accelerate": 4, "torchrun": 2}  # calls in one interpreter, the first one apart
 IPYPARALLEL = 4  # engines: each takes as long to start as a rank of mp.spawn
+PAIRS, EPOCHS = 100, 4  # of the script and the loop by hand, in one round
+GPUS = 8  # pretended
+TRACE_LIMIT = 10  # seconds
 
 
 # --- the same work for all: an all-reduce of a small tensor, its result brought back ----------------------------------
@@ -143,12 +150,13 @@ def by_torchrun(nproc):
 
 
 def torchrun(nproc, *command):
-    """Run a script on nproc ranks of this machine."""
+    """Run a script on nproc ranks of this machine; return what it printed."""
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", "--master-addr=127.0.0.1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()}
     with hold_port() as port:
         line = [*start, f"--master-port={port}", *command]
-        subprocess.run(line, env=environment, check=True, capture_output=True, timeout=300)
+        done = subprocess.run(line, env=environment, check=True, capture_output=True, text=True, timeout=300)
+    return done.stdout
 
 
 def loopback():
@@ -301,7 +309,7 @@ def hand_written(script, train_set, val_set, epochs, batch_size, lr, seed, devic
         dist.all_reduce(totals)
 
 
-def compare_script(path, results, pairs=200, epochs=4):
+def compare_script(path, results, pairs=PAIRS, epochs=EPOCHS):
     """Under torchrun: train by the exported script's function and by hand, in turn, in the same processes.
 
     The ratio of one pair varies by 13 %, so it takes hundreds of pairs to see 2 %.
@@ -314,7 +322,7 @@ def compare_script(path, results, pairs=200, epochs=4):
     settings["train_set"], settings["val_set"] = script.digits()
     names = inspect.signature(script.train).parameters
     settings = {name: settings[name] for name in names}
-    rates = {"script": [], "by hand": []}
+    seconds = {"script": [], "by hand": []}
     ways = {"script": lambda: script.train(**settings), "by hand": lambda: hand_written(script, **settings)}
     with contextlib.redirect_stdout(None):
         for pair in range(pairs + 1):
@@ -323,21 +331,82 @@ def compare_script(path, results, pairs=200, epochs=4):
                 start = time.perf_counter()
                 ways[name]()
                 dist.barrier()
-                rates[name].append(epochs * len(settings["train_set"]) / (time.perf_counter() - start))
+                seconds[name].append(time.perf_counter() - start)
     if dist.get_rank() == 0:
-        Path(results).write_text(json.dumps({name: values[1:] for name, values in rates.items()}))  # no warm-up
+        Path(results).write_text(json.dumps({name: values[1:] for name, values in seconds.items()}))  # no warm-up
     os._exit(0)
 
 
 def time_script():
-    """{way: [samples per second of each repetition]} on two ranks."""
+    """{way: [seconds of each repetition]} on two ranks."""
     with exported("04") as script:
         results = script.with_name("results")
         torchrun(2, __file__, "--child", json.dumps(["compare_script", str(script), str(results)]))
         return json.loads(results.read_text())
 
 
-# --- rounds and the table ---------------------------------------------------------------------------------------------
+# --- a rehearsal and the same script on gloo --------------------------------------------------------------------------
+
+
+def time_rehearsal(way):
+    """{way: [seconds]} of chapter 4's script on 8 ranks: with pretended GPUs, or on the CPU."""
+    with exported("04") as script:
+        start = time.perf_counter()
+        if way == "rehearsal":
+            command = [sys.executable, "-m", "helpers", "rehearse", str(script), "--gpus", str(GPUS)]
+            done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300)
+            out = done.stdout
+        else:
+            out = torchrun(GPUS, str(script))
+        seconds = time.perf_counter() - start
+    assert result(out)["world_size"] == GPUS, out
+    return {way: [seconds]}
+
+
+# --- rounds and the tables --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A function that returns {kind: [seconds]}, and where each kind stands: {kind: (measure, row)} of a table."""
+
+    table: str
+    places: dict
+    function: object
+    args: tuple
+    once: bool = False  # in the first round only
+
+
+def contenders(notebook):
+    """[Contender] in the order in which a round runs them. The first row of a measure is the one with the ratio 1."""
+    found = []
+
+    def add(table, measure, row, kinds, function, *args, once=False):
+        """A {} in the measure or the row becomes the kind."""
+        places = {kind: (measure.format(kind), row.format(kind)) for kind in kinds}
+        found.append(Contender(table, places, function, args, once))
+
+    for nproc in SIZES:
+        for way in CALLS:
+            slow = nproc == max(SIZES) and way in ("mp.spawn", "torchrun")
+            kinds = ("first", "later")
+            add("calls", f"{{}} call, {nproc} ranks", way, kinds, child, "time_calls", way, nproc, once=slow)
+        if nproc == IPYPARALLEL:
+            add("calls", f"{{}} call, {nproc} ranks", "ipyparallel", ("first", "later"), child, "time_ipyparallel")
+            found[-1].places["kept"] = f"later call, {nproc} ranks", "ipyparallel, group kept"
+    for way in ("launch", "mp.spawn"):
+        add("calls", "a rank fails: {}", way, ("raise", "SIGKILL"), child, "time_failures", way)
+    for runner in ("nbval", "nbclient"):
+        add("jobs", f"all of {notebook.name}", "{}", (runner,), time_notebook, runner, notebook, once=True)
+    add("jobs", f"{EPOCHS} epochs of chapter 4, 2 ranks", "{}", ("script", "by hand"), time_script)
+    add("jobs", "a step of the trainer, 2 ranks", "{}", bench_jobs.SAVES, child, "time_checkpoints")
+    add("jobs", "a pipeline's step, 2 ranks", "{}", bench_jobs.SCHEDULES, child, "time_schedules")
+    add("jobs", "SIGKILL to the next step", "{}", bench_jobs.RESTARTS, child, "time_restarts")
+    for task in bench_jobs.PLANNER:
+        add("planner", task, "{}", ("first call", "later call"), child, "time_planner", task)
+    for way in ("gloo", "rehearsal"):
+        add("planner", f"chapter 4's script, {GPUS} ranks", "{}", (way,), time_rehearsal, way)
+    return found
 
 
 def child(name, *args):
@@ -349,54 +418,27 @@ def child(name, *args):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(rounds, notebook, only):
-    """{measure: {row: [numbers]}} of all rounds. A contender that fails or is not installed is named and left out."""
-    found = {}
-
-    def attempt(measure, row, function, *args):
-        """Add the numbers that the function returns, {kind: [numbers]}. A {} in a measure or a row becomes the kind."""
-        if only not in measure:
-            return
-        try:
-            for kind, numbers in function(*args).items():
-                found.setdefault(measure.format(kind), {}).setdefault(row.format(kind), []).extend(numbers)
-        except Exception as error:
-            print(f"  left out: {args}: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
-
+def measure(rounds, chosen):
+    """({measure: {row: [seconds]}}, {(measure, row): rounds that failed}) of all rounds of these contenders."""
+    found, failed = {}, {}
+    for measure, row in [place for one in chosen for place in one.places.values()]:
+        found.setdefault(measure, {})[row] = []
     for number in range(rounds):
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-        for nproc in SIZES:
-            for way in CALLS:
-                attempt(f"{{}} call, {nproc} ranks", way, child, "time_calls", way, nproc)
-            if nproc == IPYPARALLEL:
-                attempt(f"{{}} call, {nproc} ranks", "ipyparallel", child, "time_ipyparallel")
-        for way in ("launch", "mp.spawn"):
-            attempt("a rank fails: {}", way, child, "time_failures", way)
-        for runner in ("nbval", "nbclient"):
-            attempt(f"all of {notebook.name}", "{}", time_notebook, runner, notebook)
-        attempt("samples per second, 2 ranks", "{}", time_script)
-        attempt("a step of the trainer, 2 ranks", "{}", child, "time_checkpoints")
-        attempt("a pipeline's step, 2 ranks", "{}", child, "time_schedules")
-        attempt("SIGKILL to the next step", "{}", child, "time_restarts")
-    if kept := found.pop(f"kept call, {IPYPARALLEL} ranks", None):
-        found[f"later call, {IPYPARALLEL} ranks"]["ipyparallel, group kept"] = kept["ipyparallel"]
-    return found
-
-
-def table(found):
-    """The lines of the table: each row's median, its spread, and its ratio to the first row of the measure."""
-    for measure, rows in found.items():
-        unit = "1/s" if "per second" in measure else "s"
-        yield f"\n{measure + f' [{unit}]':32}{'median':>10}{'from':>10}{'to':>10}{'ratio':>9}{'n':>5}"
-        base = statistics.median(next(iter(rows.values())))
-        for row, numbers in rows.items():
-            middle = statistics.median(numbers)
-            cells = "".join(f"{value:10.0f}" if unit == "1/s" else f"{value:10.3f}" for value in spread(numbers))
-            yield f"  {row:30}{cells}{middle / base:8.2f}x{len(numbers):5}"
-
-
-def spread(numbers):
-    return statistics.median(numbers), min(numbers), max(numbers)
+        for one in [one for one in chosen if not (number and one.once)]:
+            start, name = time.monotonic(), ": ".join(next(iter(one.places.values())))
+            try:
+                seconds = one.function(*one.args)
+                assert set(seconds) == set(one.places), f"{set(seconds)} instead of {set(one.places)}"
+            except Exception as error:
+                print(f"  failed: {name}: {(str(error).strip().splitlines() or [error])[-1]}", file=sys.stderr)
+                for place in one.places.values():
+                    failed[place] = failed.get(place, 0) + 1
+                continue
+            for kind, (measure, row) in one.places.items():
+                found[measure][row].extend(seconds[kind])
+            print(f"  {time.monotonic() - start:4.0f} s  {name}", file=sys.stderr, flush=True)
+    return found, failed
 
 
 def targets(found):
@@ -406,16 +448,25 @@ def targets(found):
         numbers = found.get(measure, {}).get(row)
         return statistics.median(numbers) if numbers else float("nan")
 
-    rates = "samples per second, 2 ranks"
+    epochs, trace = f"{EPOCHS} epochs of chapter 4, 2 ranks", bench_jobs.TRACE
     later, first = middle("later call, 4 ranks", "launch"), middle("first call, 4 ranks", "launch")
     killed = {way: middle("a rank fails: SIGKILL", way) for way in ("launch", "mp.spawn")}
     checks = [
-        ("a later launch is at most 1/20 of mp.spawn", later / middle("later call, 4 ranks", "mp.spawn"), 1 / 20),
-        ("and below a call of ipyparallel's warm engines", later / middle("later call, 4 ranks", "ipyparallel"), 0.95),
-        ("a first launch is at most 1/2 of mp.spawn", first / middle("first call, 4 ranks", "mp.spawn"), 1 / 2),
+        ("a later launch takes at most 1/20 of mp.spawn", later / middle("later call, 4 ranks", "mp.spawn"), 1 / 20),
+        (
+            "and less than a call of ipyparallel's warm engines",
+            later / middle("later call, 4 ranks", "ipyparallel"),
+            0.95,
+        ),
+        ("a first launch takes at most 1/2 of mp.spawn", first / middle("first call, 4 ranks", "mp.spawn"), 1 / 2),
         ("a rank's exception arrives within 0.5 s", middle("a rank fails: raise", "launch"), 0.5),
         ("a killed rank is told no later than by mp.spawn", killed["launch"] / killed["mp.spawn"], 1),
-        ("the script loses at most 2 %", 1 - middle(rates, "script") / middle(rates, "by hand"), 0.02),
+        (
+            "the script is at most 2 % slower than by hand",
+            1 - middle(epochs, "by hand") / middle(epochs, "script"),
+            0.02,
+        ),
+        (f"{trace} takes less than {TRACE_LIMIT} s", middle(trace, "first call"), TRACE_LIMIT),
     ]
     for text, value, limit in checks:
         yield (text, None, limit, None) if value != value else (text, value, limit, value <= limit)
@@ -427,8 +478,9 @@ def main():
     parser.add_argument("--json", type=Path, default=ROOT / "_build" / "bench.json", help="default: _build/bench.json")
     parser.add_argument("--notebook", type=Path, help="default: notebooks/04_ddp.ipynb")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="measures with this in their name: call, fails, step"
+        "--only", default="", metavar="TEXT", help="measures with this in their name: call, fails, step, trace"
     )
+    parser.add_argument("--record", action="store_true", help="write the tables of book/bench.md; takes all measures")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -436,18 +488,24 @@ def main():
         function = globals().get(name) or getattr(bench_jobs, name)
         print("\n" + json.dumps(function(*rest)))
         return
-    notebook = args.notebook or ROOT / "notebooks" / "04_ddp.ipynb"
-    found = measure(args.rounds, notebook.resolve(), args.only)
-    load = f"load {os.getloadavg()[0]:.1f}"
-    print(f"{platform.system()}, {os.cpu_count()} cores, {load}, Python {platform.python_version()}")
-    print(*table(found), sep="\n")
-    print("\nTargets, at 4 ranks")
-    for text, value, limit, met in targets(found):
-        verdict = {True: "met", False: "MISSED", None: "not measured"}[met]
-        print(f"  {verdict:14}{text}" + (f": {value:.3f} (at most {limit:.3f})" if value is not None else ""))
+    if args.record and (args.only or args.notebook):
+        parser.error("--record takes all measures of the default notebook: leave out --only and --notebook")
+    machine = bench_record.machine(args.rounds)  # first, for the load at the start
+    every = contenders((args.notebook or NOTEBOOK).resolve())
+    chosen = [one for one in every if any(args.only in measure for measure, _ in one.places.values())]
+    start = time.monotonic()
+    found, failed = measure(args.rounds, chosen)
+    machine["it took"] = f"{(time.monotonic() - start) / 60:.0f} minutes"
+    tables = bench_record.tables(chosen, found, failed)
+    tables |= {"accuracy": bench_jobs.accuracy(), "targets": bench_record.verdicts(targets(found))}
+    tables["machine"] = [{"What": name, "Here": value} for name, value in machine.items()]
+    for rows in tables.values():
+        print(bench_record.text(rows))
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"targets": list(targets(found)), "numbers": found}, indent=1))
-    print(f"\nAll numbers are in {os.path.relpath(args.json)}.")
+    args.json.write_text(json.dumps({"machine": machine, "targets": list(targets(found)), "numbers": found}, indent=1))
+    print(f"All numbers are in {os.path.relpath(args.json)}.")
+    if args.record:
+        bench_record.write(tables)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What complete jobs cost, for tools/bench.py: checkpoints, a pipeline's schedules, a restart."""
+"""What complete jobs cost, for tools/bench.py: checkpoints, a pipeline's schedules, a restart, the planner."""
 
 import contextlib
 import importlib.util
@@ -12,6 +12,9 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[1]
+SAVES = {"no checkpoint": None, "one every 20 steps": 20, "one every step": 1}
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+RESTARTS = ("torchrun", "torchrun, looks more often", "ranks forked, imports done")
 
 
 @contextlib.contextmanager
@@ -35,7 +38,7 @@ def loaded(path):
 # --- checkpoints: the trainer's own loop, with and without them -------------------------------------------------------
 
 
-def seconds_of_steps(path, folder, rounds, save_every):
+def seconds_of_steps(path, folder, rounds):
     """On a rank: {way: [seconds per step in each round]} of the trainer's script, with and without checkpoints."""
     import torch
     import torch.distributed as dist
@@ -44,10 +47,9 @@ def seconds_of_steps(path, folder, rounds, save_every):
     script, device, found = loaded(path), torch.device("cpu"), {}
     args = script.parse_args()
     train_set, val_set = script.load_data(args)
-    ways = {"no checkpoint": None, **{f"one every {steps} steps": steps for steps in save_every}}
     with contextlib.redirect_stdout(None):
         for number in range(rounds + 1):
-            for way, every in ways.items():
+            for way, every in SAVES.items():
                 args.checkpoint_dir, args.save_every = f"{folder}/{number}-{every}" if every else "", every or 1
                 dist.barrier()
                 start = time.perf_counter()
@@ -61,7 +63,7 @@ def time_checkpoints(rounds=5, nproc=2):
     from helpers.ranks.launch import launch
 
     with exported("11") as script, tempfile.TemporaryDirectory() as folder:
-        return launch(seconds_of_steps, str(script), folder, rounds, (20, 1), nproc=nproc, timeout=300)[0]
+        return launch(seconds_of_steps, str(script), folder, rounds, nproc=nproc, timeout=300)[0]
 
 
 # --- a pipeline's schedules: the same stages and the same batch -------------------------------------------------------
@@ -75,7 +77,7 @@ def seconds_of_schedules(path, rounds, micro_batches):
     script, device, found = loaded(path), torch.device("cpu"), {}
     images, labels = script.digits()[0][:96]
     grey, steps = script.grey_levels(images), {}
-    for kind in ("gpipe", "1f1b", "interleaved"):
+    for kind in SCHEDULES:
         stages = dist.get_world_size() * (2 if kind == "interleaved" else 1)
         parts = script.my_stages(32, 8, 0, stages, device)
         runner = script.make_runner(kind, parts, stages, micro_batches, device, script.next_pixel_loss)
@@ -120,7 +122,7 @@ if __name__ == "__main__":
 """
 
 
-def time_restarts(kills=3, nproc=2):
+def time_restarts(kills=2, nproc=2):
     """{way: [seconds from a kill to the next step]} of chapter 11's trainer, which saves every step."""
     found = {}
     with exported("11") as script:
@@ -128,12 +130,8 @@ def time_restarts(kills=3, nproc=2):
         preloaded.write_text(PRELOADED.format(name=script.stem, nproc=nproc))
         torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={nproc}", "--max-restarts=100"]
         torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-        ways = {
-            "torchrun": [*torchrun, script],
-            "torchrun, looks more often": [*torchrun, "--monitor-interval=0.02", script],
-            "ranks forked, imports done": [preloaded],
-        }
-        for number, (way, command) in enumerate(ways.items()):
+        commands = [*torchrun, script], [*torchrun, "--monitor-interval=0.02", script], [preloaded]
+        for number, (way, command) in enumerate(zip(RESTARTS, commands, strict=True)):
             work = script.parent / f"work{number}"
             work.mkdir()
             flags = ["--epochs=1000", "--log-every=1", "--save-every=1", "--resume", f"--checkpoint-dir={work}"]
@@ -171,3 +169,72 @@ def restarts(command, folder, kills):
             one.kill()
         job.kill()
         job.wait()
+
+
+# --- the planner ------------------------------------------------------------------------------------------------------
+
+
+def plan_published():
+    """The plan of a published run: GPT-175B on 64 A100s (Korthikanti et al. 2023, table 3)."""
+    from helpers.planner.plan import plan
+
+    layout = {"tp": 8, "pp": 8, "interleave": 3, "batch": 64, "sequence_parallel": True, "recompute": "selective"}
+    found = plan("gpt-175b", "a100", {**layout, "attention": "scores"})
+    assert 10 < found["step"]["seconds"] < 20, found["step"]  # 13.75 were measured
+
+
+def search_layouts():
+    from helpers.planner.cluster import cluster_of
+    from helpers.planner.search import search
+
+    found = search("llama3-70b", cluster_of("h100", 1024), 1024)
+    assert found.best.layout.gpus == 1024
+
+
+def trace_ranks():
+    from helpers.planner.layout import Layout
+    from helpers.planner.model import model_of
+    from helpers.planner.trace import trace
+
+    found = trace(model_of("llama3-70b"), Layout(dp=2048, tp=8, zero=3))
+    assert found.world == 16384 and found.first.numbers > found.divided
+
+
+TRACE = "a trace of 16,384 ranks"
+PLANNER = {  # what is done, and calls in one interpreter
+    "a plan, 64 GPUs": (plan_published, 11),
+    "a search of layouts, 1,024 GPUs": (search_layouts, 4),
+    TRACE: (trace_ranks, 4),
+}
+
+
+def time_planner(task):
+    """{"first call": [seconds with the imports], "later call": [seconds]}."""
+    function, calls = PLANNER[task]
+    seconds = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return {"first call": seconds[:1], "later call": seconds[1:]}
+
+
+# The mean errors that the authors of other tools published, in percent.
+PUBLISHED_ERRORS = (
+    ("vTrain {cite}`bang2024vtrain`", "its runs on many nodes, with these 88 steps", "14.73"),
+    ("Calculon {cite}`isaev2023calculon`", "eight other published steps", "3.65"),
+)
+
+
+def accuracy():
+    """[row] of the mean errors of predicted step times: the planner's for sizes left out of its fit, and published."""
+    from helpers.planner.step_time import left_out, mean_error
+
+    sizes = left_out()
+    found = [("this planner", f"{one.steps} steps of {one.size} on {one.gpus} A100s", one.error) for one in sizes]
+    found.append(("this planner", f"all {sum(one.steps for one in sizes)} steps", mean_error(sizes)))
+    rows = [(tool, what, f"{100 * error:.1f}") for tool, what, error in found]
+    return [
+        {"Tool": tool, "Predicted": what, "Mean error": f"{error} %"}
+        for tool, what, error in rows + [*PUBLISHED_ERRORS]
+    ]
