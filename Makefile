@@ -125,7 +125,7 @@ run: $(READY)
 
 # --- verification ---------------------------------------------------------------------------------------------------
 
-# A file's tests stay on one worker, and so does a notebook's kernel; conftest.py puts the longest files first. Many
+# A file's tests stay on one worker, and so does a notebook's kernel; conftest.py puts the longest first. Many
 # tests wait, for a cluster, a time-out or a network: so there are more workers than a small machine has cores.
 PYTEST = $(BIN)/python -m pytest --nbval --dist loadfile --no-loadscope-reorder -n $(WORKERS)
 

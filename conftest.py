@@ -10,6 +10,7 @@ from pathlib import Path
 import nbval.kernel
 import pytest
 from jupyter_client.manager import KernelManager
+from xdist.scheduler import LoadFileScheduling
 
 # All of them test the CPU's path. They share its cores: an OpenMP thread that waits must sleep, not spin.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -42,6 +43,7 @@ KINDS = {
 OTHER = "everything else"
 FROM_SYSTEM = ("browsers", "hosts", "slurm")  # what they need is not a Python package
 DURATIONS = Path(__file__).parent / "tests" / "durations.json"  # seconds of each file
+APART = ("test_fault_tolerance.py", "test_scripts.py")  # long files whose tests share nothing: each goes to any worker
 
 
 def pytest_addoption(parser):
@@ -74,7 +76,22 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if kind_of(item) != OTHER])
         items[:] = [item for item in items if kind_of(item) == OTHER]
     seconds = json.loads(DURATIONS.read_text())
+    counts = collections.Counter(item.path.name for item in items)
+    seconds |= {name: seconds[name] / counts[name] for name in APART if counts[name]}
     items.sort(key=lambda item: -seconds.get(item.path.name, 1000))  # a new file goes first
+
+
+class Scheduling(LoadFileScheduling):
+    """A file's tests go to one worker, in order, except those of APART."""
+
+    def _split_scope(self, nodeid):
+        file = super()._split_scope(nodeid)
+        return nodeid if Path(file).name in APART else file
+
+
+@pytest.hookimpl(optionalhook=True)  # -p no:xdist leaves the hook out
+def pytest_xdist_make_scheduler(config, log):
+    return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)
