@@ -1,6 +1,7 @@
 """How all tests run, the notebooks' cells included. What test files share is in tests/conftest.py."""
 
 import collections
+import gc
 import json
 import os
 import tempfile
@@ -10,6 +11,8 @@ from pathlib import Path
 import nbval.kernel
 import pytest
 from jupyter_client.manager import KernelManager
+
+gc.disable()  # imports and collection leave little garbage, and looking for it takes a fifth of their time
 
 # All of them test the CPU's path. They share its cores: an OpenMP thread that waits must sleep, not spin.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -75,6 +78,12 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if kind_of(item) == OTHER]
     seconds = json.loads(DURATIONS.read_text())
     items.sort(key=lambda item: -seconds.get(item.path.name, 1000))  # a new file goes first
+
+
+def pytest_collection_finish():
+    """From now on garbage is collected, but not looked for among the modules and tests that stay until the end."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
