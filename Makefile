@@ -56,6 +56,9 @@ help:
 	@echo
 	@echo "The first command makes .venv, with PYTHON=python3; that takes a few minutes."
 
+# Without bytecode each of the tests' processes would compile this project's sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # --- set-up ---------------------------------------------------------------------------------------------------------
 
 setup: $(READY)

@@ -1,6 +1,7 @@
 """How all tests run, the notebooks' cells included. What test files share is in tests/conftest.py."""
 
 import collections
+import gc
 import json
 import os
 import tempfile
@@ -11,6 +12,8 @@ import nbval.kernel
 import pytest
 from jupyter_client.manager import KernelManager
 from xdist.scheduler import LoadFileScheduling
+
+gc.disable()  # imports and collection leave little garbage, and looking for it takes a fifth of their time
 
 # All of them test the CPU's path. They share its cores: an OpenMP thread that waits must sleep, not spin.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -92,6 +95,12 @@ class Scheduling(LoadFileScheduling):
 @pytest.hookimpl(optionalhook=True)  # -p no:xdist leaves the hook out
 def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log) if config.option.dist == "loadfile" else None
+
+
+def pytest_collection_finish():
+    """From now on garbage is collected, but not looked for among the modules and tests that stay until the end."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -50,9 +50,13 @@ class Visit:
 
 
 @pytest.fixture(scope="module")
-def shared_context(browser):
-    """One browser context for all pages, which loads shared files once. No host's name resolves in it."""
+def shared_context(browser, book_url):
+    """One browser context for all pages, which loads shared files once. No host's name resolves in it.
+
+    One page stays open, so that the browser shows all pages in one process: a new one would take 0.7 s each time.
+    """
     context = browser.new_context(viewport=WIDE)
+    context.new_page().goto(f"{book_url}/genindex.html")
     yield context
     context.close()
 

@@ -168,16 +168,20 @@ def test_process_group_that_is_killed_right_after_the_forkservers_start_leaves_n
 
 WARM = """
     %reload_ext helpers
-    import os, time, pathlib, torch
-    import torch.distributed as dist
+    import os, time, pathlib
     from helpers.ranks.launch import launch
 
+    def rank():  # the ranks import torch; a kernel that does not starts in half the time
+        import torch.distributed as dist
+        return dist.get_rank()
+
     def hang():
+        import torch.distributed as dist
         inside = pathlib.Path(os.environ["WORLD_SIZE_ONE_STORE"]).parent
         (inside / f"inside{dist.get_rank()}").touch()
         dist.barrier() if dist.get_rank() else sum(range(10**13))  # in a collective; and where the GIL is not let go
 
-    print(launch(dist.get_rank, nproc=2))
+    print(launch(rank, nproc=2))
 """
 
 
@@ -204,14 +208,14 @@ def test_interrupt_of_the_kernel(kernel):
     reply = kernel.client.get_shell_msg(timeout=60)["content"]
     assert (reply["status"], reply["ename"]) == ("error", "KeyboardInterrupt")
     assert kernel.ranks() == 0  # no wait here: ranks end before their cell
-    assert kernel.run("print(launch(dist.get_rank, nproc=2))")[1] == "[0, 1]\n"
+    assert kernel.run("print(launch(rank, nproc=2))")[1] == "[0, 1]\n"
 
 
 def test_interrupt_of_an_idle_kernel_spares_the_forkserver(kernel):
     server = "from multiprocessing.forkserver import _forkserver as server; print(server._forkserver_pid)"
     before = kernel.run(server)[1]
     kernel.manager.interrupt_kernel()
-    assert kernel.run("print(launch(dist.get_rank, nproc=2))")[1] == "[0, 1]\n"
+    assert kernel.run("print(launch(rank, nproc=2))")[1] == "[0, 1]\n"
     assert kernel.run(server)[1] == before
 
 
