@@ -30,8 +30,9 @@ def pdf(book, browser, tmp_path_factory):
 
 
 def title_of(html, docname):
-    heading = re.search(r"<h1\b.*?</h1>", (html / f"{docname}.html").read_text(encoding="utf-8"), re.S)[0]
-    title = BeautifulSoup(heading, "html.parser")  # all of the pages would take seven seconds
+    headings = re.findall(r"<h1\b.*?</h1>", (html / f"{docname}.html").read_text(encoding="utf-8"), re.S)
+    [heading] = [heading for heading in headings if "headerlink" in heading]
+    title = BeautifulSoup(heading, "html.parser")  # to read all elements of all pages would take seven seconds
     title.select_one("h1 .headerlink").decompose()
     return title.h1.get_text()
 

@@ -19,6 +19,7 @@ from helpers.export.script import script_from_notebook
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+FORKING = [sys.executable, str(ROOT / "tools" / "forked_torchrun.py")]  # the same agent; its ranks do not import torch
 RECORD = "python -m pytest tests/test_two_hosts.py"
 STATIC = [
     ["--nnodes=2", "--master-addr=node0", f"--node-rank={node}", f"--nproc-per-node={2 - node}"] for node in (0, 1)
@@ -72,13 +73,13 @@ def place(tmp_path, monkeypatch):
 class Job:
     """One torchrun on each host. ``flags`` has a list of flags for each host."""
 
-    def __init__(self, both, flags, program, environment):
+    def __init__(self, both, flags, program, environment, torchrun=TORCHRUN):
         self.both, self.program = both, [str(word) for word in program]
         self.flags = flags
         self.processes = []
         for host, own in zip(both, flags, strict=True):
             with open(f"{host.name}.out", "w") as out, open(f"{host.name}.err", "w") as err:
-                command = [*TORCHRUN, *own, *self.program]
+                command = [*torchrun, *own, *self.program]
                 self.processes.append(host.start(command, env=environment, stdout=out, stderr=err))
 
     def statuses(self, seconds=120):
@@ -157,8 +158,8 @@ def test_two_kinds_of_rendezvous(place):
     text = ""
     with hosts.two_hosts() as both:
         c10d = both_flags(C10D, ["--nproc-per-node=2"], ["--nproc-per-node=1"])
-        for flags in (STATIC, c10d):
-            job = Job(both, flags, [script, "--size=1048576"], place)
+        for flags, torchrun in ((STATIC, TORCHRUN), (c10d, FORKING)):
+            job = Job(both, flags, [script, "--size=1048576"], place, torchrun)
             try:
                 assert job.statuses() == [0, 0], job.told()
             finally:
@@ -282,7 +283,8 @@ def test_elastic_goes_on_with_one_host(place):
     fast = "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
     common = ["--nnodes=1:2", *C10D[1:], fast, "--monitor-interval=0.5", "--max-restarts=3"]
     with hosts.two_hosts() as both:
-        job = Job(both, both_flags(common, ["--nproc-per-node=2"], ["--nproc-per-node=1"]), [beating(), "3"], place)
+        flags = both_flags(common, ["--nproc-per-node=2"], ["--nproc-per-node=1"])
+        job = Job(both, flags, [beating(), "3"], place, FORKING)
         try:
             assert leftovers.soon(lambda: beats(0)[1] == 3, 60), job.told()
             before = beats(0)[0]
