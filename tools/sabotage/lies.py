@@ -529,9 +529,10 @@ def checkpoint_keeps_all_activations(module):
 
 
 @lie("10", "HSDP|write|slice", module="torch.distributed.checkpoint.default_planner")
-def every_copy_of_a_slice_is_written(module):
-    """Every rank that holds a slice writes it, though one is enough."""
-    module.dedup_save_plans = lambda plans, *_: plans
+def the_lowest_rank_writes_every_copy(module):
+    """Of the ranks that hold a slice, the lowest one writes it, however much that rank has to write already."""
+    true = module.dedup_save_plans
+    module.dedup_save_plans = lambda plans, _: true(plans, True)
 
 
 @lie("10", "load|resume|same bits", module="torch.distributed.checkpoint.state_dict_loader")
