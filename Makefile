@@ -42,7 +42,7 @@ help:
 	@echo "  make scripts      write every chapter's torchrun script to scripts/"
 	@echo "  make run          export one chapter and run it under torchrun  (CHAPTER=04 NPROC=4 ARGS='--epochs 2')"
 	@echo
-	@echo "  make rehearse     run seven chapters' GPU path on 8 and 2 x 8 pretended GPUs"
+	@echo "  make rehearse     run the GPU path of eleven chapters on 8 or 2 x 8 pretended GPUs"
 	@echo "  make sabotage     tell the chapters lies, see which cells notice, and name asserts that cannot fail"
 	@echo "  make bench        measure this project beside other ways to do the same  (ARGS=--record writes the book's tables)"
 	@echo "  make soak         run a chapter's script 40 times on 2 ranks and 40 times on 4  (CHAPTER=04 RUNS=40)"
