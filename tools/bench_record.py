@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from helpers.doctor.report import aligned
+
 FOLDER = Path(__file__).parents[1] / "book" / "recorded"
 PEERS = ("torch", "accelerate", "ipyparallel", "nbval", "nbclient")
 
@@ -107,8 +109,7 @@ def version_of(name):
 def text(rows):
     """The rows in columns, with a line of heads."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "".join("  ".join(map(str.ljust, line, widths)).rstrip() + "\n" for line in lines)
+    return "".join(f"{line}\n" for line in aligned(lines, left=range(len(rows[0]))))
 
 
 def write(tables):

@@ -196,7 +196,6 @@ def document(html, body, articles):
 
 def print_pdf(html, out):
     """Print the book in the folder ``html`` to the file ``out``; return the number of pages."""
-    gc.disable()  # the pages' elements stay until the end, and looking for garbage takes an eighth of the time
     parts = table_of_contents()
     docnames = [docname for _, names in parts for docname in names]
     articles = {docname: article(html, docname, docnames) for docname in docnames}
@@ -271,4 +270,5 @@ def main():
 
 
 if __name__ == "__main__":
+    gc.disable()  # the pages' elements stay until the end, and looking for garbage takes an eighth of the time
     main()

@@ -146,7 +146,9 @@ def main(args):
             return show_published(args.model, args.json)
         tables = given(args)
         if args.search or not tables["layout"].keys() & {"dp", "tp", "pp", "cp"}:
-            return show_search(args, tables)
+            if not (found := show_search(args, tables)).fits:
+                raise found.none()
+            return 0
         from helpers.planner.plan import plan
         from helpers.planner.report import lines
 
@@ -161,7 +163,7 @@ def main(args):
 
 
 def show_search(args, tables):
-    """Rank the layouts of a model on a cluster; the layout's fields that are given stay as they are."""
+    """Rank and print the layouts of a model on a cluster, and return the Search; fields that are given stay."""
     from helpers.planner.layout import layout_of
     from helpers.planner.search import search, words
 
@@ -181,7 +183,7 @@ def show_search(args, tables):
         explained = found.explain() if found.fits else found.explain()[:1]  # the rest is the error
         lines = explained + [f"refused {count}: {why}" for why, count in found.refused.most_common(5)]
         print("\n".join(lines))
-        return show_none(found)
+        return found
     ranked = [
         {"seconds": one.seconds, "low": one.step.low, "high": one.step.high, "bytes": one.bytes}
         | {"words": words(one.layout), "layout": one.layout.__dict__}
@@ -189,16 +191,7 @@ def show_search(args, tables):
     ]
     told = {"tried": found.tried, "refused": found.refused, "too_large": found.by_memory(), "fits": len(found.fits)}
     print(json.dumps({"conventions": found.conventions.words(), **told, "ranked": ranked}, indent=1))
-    return show_none(found)
-
-
-def show_none(found):
-    """The exit status of a search: 1 where no layout fits, which then stands on stderr, too."""
-    try:
-        return 0 if found.best else 1
-    except PlanError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return found
 
 
 def cluster_for(args, tables):

@@ -56,9 +56,13 @@ class Search:
     def best(self):
         """The Candidate with the least predicted seconds."""
         if not self.fits:
-            word = "fits" if self.too_large else "can be"
-            raise PlanError(f"no layout of {self.model.name} {word}.\n{self.explain()[-1]}")
+            raise self.none()
         return self.fits[0]
+
+    def none(self):
+        """The PlanError of a search in which no layout fits."""
+        word = "fits" if self.too_large else "can be"
+        return PlanError(f"no layout of {self.model.name} {word}.\n{self.explain()[-1]}")
 
     @property
     def tried(self):
