@@ -3,10 +3,9 @@
 import argparse
 import os
 import sys
-import tempfile
 import traceback
 
-from helpers.ranks.torchrun import run, stop_at_signals
+from helpers.ranks.torchrun import folder_until_a_signal, run
 
 
 class Parser(argparse.ArgumentParser):
@@ -157,8 +156,7 @@ def run_doctor(args, flags):
         if args.master:
             print("error: --master is for srun or torchrun, which start the ranks; leave it out here.", file=sys.stderr)
             return 2
-        with tempfile.TemporaryDirectory() as folder:
-            stop_at_signals(folder)
+        with folder_until_a_signal():
             return doctor.start_local(args.nproc, flags)
     status = 1
     try:
@@ -188,8 +186,7 @@ def main(arguments):
             return rehearse(args, flags)
         if args.command != "run":
             return carry_out(args, flags)
-        with tempfile.TemporaryDirectory() as folder:
-            stop_at_signals(folder)
+        with folder_until_a_signal() as folder:
             return carry_out(args, flags, folder)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)

@@ -102,7 +102,7 @@ def test_wrong_usage(helpers, tmp_path):
 
 def test_an_interrupted_rehearsal_leaves_nothing(tmp_path):
     script = tmp_path / "endless.py"
-    script.write_text("import time\nprint('training', flush=True)\nwhile True:\n    time.sleep(1)\n")
+    script.write_text("import os, time\nos.write(1, b'training\\n')\nwhile True:\n    time.sleep(1)\n")
     (tmp_path / "temporary").mkdir()
     mark = uuid.uuid4().hex
     environment = {**os.environ, leftovers.MARK: mark, "TMPDIR": str(tmp_path / "temporary")}

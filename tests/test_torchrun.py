@@ -179,18 +179,31 @@ def test_what_ignores_sigterm_is_killed(tmp_path):
     shell = "trap '' TERM; echo ready; while :; do sleep 0.1; done"
     source = f"""
         import subprocess
-        from helpers.ranks.torchrun import stop_at_signals
-        stop_at_signals({str(tmp_path / "folder")!r})
-        subprocess.run(["sh", "-c", {shell!r}], start_new_session=True)
+        from helpers.ranks.torchrun import folder_until_a_signal
+        with folder_until_a_signal():
+            subprocess.run(["sh", "-c", {shell!r}], start_new_session=True)
     """
-    (tmp_path / "folder").mkdir()
-    environment = {**os.environ, leftovers.MARK: uuid.uuid4().hex}
+    environment = {**os.environ, leftovers.MARK: uuid.uuid4().hex, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", textwrap.dedent(source)]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.terminate()
         assert process.wait(timeout=60) == 130
-    assert not leftovers.processes(environment[leftovers.MARK]) and not (tmp_path / "folder").exists()
+    assert not leftovers.processes(environment[leftovers.MARK]) and not list(tmp_path.iterdir())
+
+
+def test_a_command_gives_the_signals_back(helpers):
+    def mine(number, frame):
+        pass
+
+    before = {number: signal.signal(number, mine) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for command in ("run", "rehearse"):
+            assert helpers(command, "99")[0] == 1
+            assert [signal.getsignal(number) for number in before] == [mine] * 2
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_run_passes_flags_and_status(tmp_path):

@@ -5,14 +5,17 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 
 import psutil
 
 
-def stop_at_signals(folder):
-    """From now on, Ctrl-C, SIGTERM and SIGHUP end all that this process started, remove the folder and exit with 130.
+@contextlib.contextmanager
+def folder_until_a_signal():
+    """A temporary folder, and meanwhile Ctrl-C, SIGTERM and SIGHUP end all that this process started and this process.
 
-    The handler does not raise: in some places of torchrun an exception would be lost, or a rank that has just started.
+    Such a signal also removes the folder; the exit status is 130. The handler does not raise: in some places of
+    torchrun an exception would be lost, or a rank that has just started.
     """
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     signals = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # as nohup sets SIGHUP
@@ -34,8 +37,13 @@ def stop_at_signals(folder):
         finally:
             os._exit(130)
 
-    for number in signals:
-        signal.signal(number, stop)
+    with tempfile.TemporaryDirectory() as folder:
+        before = {number: signal.signal(number, stop) for number in signals}
+        try:
+            yield folder
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def run(script, nproc, flags):
@@ -49,7 +57,7 @@ def run(script, nproc, flags):
     # The system picks the store's port. The address is a number: --standalone would need the host's name to resolve.
     options = [f"--nproc-per-node={nproc}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     options += ["--local-addr=127.0.0.1", f"--log-dir={script.parent}"]
-    options += ["--signals-to-handle=SIGQUIT"]  # stop_at_signals handles the others
+    options += ["--signals-to-handle=SIGQUIT"]  # folder_until_a_signal handles the others
     try:
         torchrun([*options, str(script), *flags])
     except ChildFailedError as error:

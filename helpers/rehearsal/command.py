@@ -5,12 +5,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import psutil
 
-from helpers.ranks.torchrun import stop_at_signals
+from helpers.ranks.torchrun import folder_until_a_signal
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 3  # seconds that a node's ranks have to end by themselves after another node has failed
@@ -27,8 +26,7 @@ def add_arguments(command, whole, chapter):
 
 def rehearse(args, flags):
     """Rehearse a chapter, a notebook or a script; return the exit status, 0 or 1."""
-    with tempfile.TemporaryDirectory() as folder:
-        stop_at_signals(folder)
+    with folder_until_a_signal() as folder:
         script = Path(args.chapter)
         if script.suffix != ".py" or not script.is_file():
             from helpers.export import chapters
