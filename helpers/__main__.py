@@ -1,43 +1,11 @@
 """The command line, ``python -m helpers``: list, export, run and rehearse the chapters, plan a job, check a cluster."""
 
-import argparse
 import os
 import sys
 import traceback
 
+from helpers.command_line import Parser, positive, whole
 from helpers.ranks.torchrun import folder_until_a_signal, run
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser, and by it those of its commands, that says what is wrong in two lines, without the whole usage."""
-
-    def error(self, message):
-        self.exit(2, f"error: {message}\nSee {self.prog} --help.\n")
-
-
-def processes(text):
-    """The value of --nproc as a number. Raises ArgumentTypeError for anything but a whole number above 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes; give 1, 2, 3, …")
-    return int(text)
-
-
-def whole(text):
-    """The value of --nodes, --gpus or --gpus-per-node as a number. Raises ArgumentTypeError as ``processes`` does."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0; give 1, 2, 3, …")
-    return int(text)
-
-
-def positive(text):
-    """The value of --timeout as a number of seconds. Raises ArgumentTypeError for 0, less, or text."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0
-    if not 0 < seconds < 1_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0; give 60, say")
-    return seconds
 
 
 def parse(arguments):
@@ -64,12 +32,12 @@ def parse(arguments):
         command.add_argument(flag, type=kind, metavar=metavar, help=f"with --slurm (default: {default})")
     command = commands.add_parser("run", help="run a chapter's script on this machine")
     command.add_argument("chapter", metavar="CHAPTER", help=chapter)
-    command.add_argument("--nproc", type=processes, default=2, metavar="N", help="how many ranks (default: 2)")
+    command.add_argument("--nproc", type=whole, default=2, metavar="N", help="how many ranks (default: 2)")
     command.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the script, after two dashes")
     from helpers.rehearsal import command as rehearsal
 
     command = commands.add_parser("rehearse", help="run a script's GPU path on pretended GPUs of this machine")
-    rehearsal.add_arguments(command, whole, chapter)
+    rehearsal.add_arguments(command, chapter)
     command = commands.add_parser(
         "doctor",
         help="check the machines, the network and the collectives",
@@ -77,7 +45,7 @@ def parse(arguments):
         "srun. The exit status is 1 where something is wrong.",
     )
     command.add_argument(
-        "--nproc", type=processes, metavar="N", help="without a launcher: how many ranks (default: one per GPU, or 2)"
+        "--nproc", type=whole, metavar="N", help="without a launcher: how many ranks (default: one per GPU, or 2)"
     )
     command.add_argument(
         "--timeout", type=positive, default=60, metavar="S", help="seconds to wait for a rank (default: 60)"
@@ -90,7 +58,7 @@ def parse(arguments):
     from helpers.planner import command as planner
 
     command = commands.add_parser("plan", help="what a job needs: memory, messages, time, failures, cost")
-    planner.add_arguments(command, whole)
+    planner.add_arguments(command)
     flags = []
     if arguments[:1] in (["run"], ["rehearse"]) and "--" in arguments:
         arguments, flags = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]

@@ -121,7 +121,7 @@ def test_interrupted(surroundings):
     [
         (["--timeout", "soon"], "'soon' is not a number of seconds"),
         (["--timeout", "-1"], "'-1' is not a number"),
-        (["--nproc", "0"], "'0' is not a number of processes"),
+        (["--nproc", "0"], "'0' is not a whole number above 0"),
         (["--backend", "mpi"], "invalid choice: 'mpi'"),
         (["--master", "node1"], "--master is for srun or torchrun"),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from helpers.doctor.report import aligned
+from helpers.command_line import aligned
 
 FOLDER = Path(__file__).parents[1] / "book" / "recorded"
 PEERS = ("torch", "accelerate", "ipyparallel", "nbval", "nbclient")

@@ -6,6 +6,7 @@ Every function here only computes: it reads no file and no clock, and prints not
 import textwrap
 from statistics import harmonic_mean, mean, median
 
+from helpers.command_line import aligned
 from helpers.doctor.plan import compared
 
 SLOW_CLOCK = 1.0  # seconds that clocks may differ: c10d's rendezvous and every log compare them
@@ -174,18 +175,6 @@ def scarce_memory(found):
                 f"{host} has only {free / 1e6:.0f} MB of shared memory; data loaders and NCCL use it.",
                 "In a container: docker run --shm-size=8g, or --ipc=host",
             )
-
-
-def aligned(rows, left=()):
-    """Rows of text as lines with aligned columns: flush left if a column's number is in ``left``, else flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            text.ljust(width) if k in left else text.rjust(width)
-            for k, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def short(number):

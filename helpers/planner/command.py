@@ -5,6 +5,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+from helpers.command_line import whole
 from helpers.planner import cluster as clusters
 from helpers.planner import model as models
 from helpers.planner.model import PlanError, known
@@ -13,8 +14,8 @@ TABLES = ("model", "cluster", "layout", "job", "conventions")
 EXAMPLE = 'write model = "llama3-8b", cluster = "h100", [layout] dp = 8'
 
 
-def add_arguments(command, whole):
-    """The arguments of ``plan``, for the command line's parser. ``whole`` reads a number."""
+def add_arguments(command):
+    """Add the arguments of ``plan`` to its parser."""
     command.add_argument(
         "model", metavar="MODEL|FILE", help=f"a file (.toml or .json) with {', '.join(TABLES)}; or a model's name"
     )

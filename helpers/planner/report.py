@@ -1,5 +1,6 @@
 """A plan in words: text of at most 100 columns. Pure."""
 
+from helpers.command_line import aligned
 from helpers.planner.conventions import GIGA
 
 
@@ -23,15 +24,6 @@ def of_bytes(size):
     return f"{size:.0f} B"
 
 
-def table(rows):
-    """Rows of texts as lines; the first column on the left, the others on the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [cell.ljust(width) if not column else cell.rjust(width)
-                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
-        yield "  " + "  ".join(cells).rstrip()
-
-
 def memory_lines(memory, unit):
     """The first, the fullest and the last stage by kind."""
     stages = memory["stages"]
@@ -41,7 +33,7 @@ def memory_lines(memory, unit):
     rows = [[unit] + [f"stage {stage}" for stage in shown]]
     for kind in kinds:
         rows.append([kind] + [f"{stages[stage].get(kind, 0) / GIGA[unit]:.2f}" for stage in shown])
-    yield from table(rows)
+    yield from (f"  {line}" for line in aligned(rows, left=[0]))
     word = "fits in" if memory["fits"] else "does not fit in"
     yield f"  {word} {memory['limit'] / GIGA[unit]:.1f} {unit} of a GPU; not counted: {memory['not_counted']}"
 
@@ -65,7 +57,7 @@ def lines(found):
             words = f"{one['dimension']} {one['kind']}, {one['phase']}: {one['what']}"
             sizes = [of_bytes(one["bytes"]), of_bytes(one["sent"]), of_time(one["seconds"])]
             rows.append([words, f"{one['ranks']}", f"{one['count']}", *sizes])
-        yield from table(rows)
+        yield from (f"  {line}" for line in aligned(rows, left=[0]))
     between = f"{of_time(step['low'])} to {of_time(step['high'])}"
     between += f" in {step['coverage']:.0%}" if step["coverage"] else ", extrapolated: how often is not known"
     yield f"step: {of_time(step['seconds'])} ({between}), {step['tokens_per_second']:,.0f} tokens/s"

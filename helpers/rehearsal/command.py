@@ -9,14 +9,15 @@ from pathlib import Path
 
 import psutil
 
+from helpers.command_line import whole
 from helpers.ranks.torchrun import folder_until_a_signal
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 3  # seconds that a node's ranks have to end by themselves after another node has failed
 
 
-def add_arguments(command, whole, chapter):
-    """Add the arguments of ``rehearse`` to its parser. ``whole`` reads a number; ``chapter`` is CHAPTER's help."""
+def add_arguments(command, chapter):
+    """Add the arguments of ``rehearse`` to its parser. ``chapter`` is CHAPTER's help."""
     command.add_argument("chapter", metavar="CHAPTER", help=f"{chapter}, or of any script")
     command.add_argument("--gpus", type=whole, default=2, metavar="N", help="pretended GPUs of a node (default: 2)")
     command.add_argument("--nodes", type=whole, default=1, metavar="N", help="pretended nodes (default: 1)")
