@@ -2,6 +2,7 @@
 
     python tools/variants.py tests/test_process_group.py -k plain
     python tools/variants.py --only Turkish,nohup --nbval notebooks/01_process_groups.ipynb
+    python tools/variants.py --only "many at once" --nbval --dist loadfile --no-loadscope-reorder -n 4
 
 Arguments that are not options of this file go to pytest. It needs Linux. For another user it needs to be root, and that
 user has to be able to read the interpreter. For Turkish it needs the package locales. The table has no line for a
@@ -16,8 +17,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import matplotlib
+
 ROOT, IS_ROOT = Path(__file__).parents[1], os.getuid() == 0
 NOBODY = 65534
+# All that do not contradict each other: the whole suite takes long, and one run of it has them all, in "an é space".
+TOGETHER = ["host without address", "umask 077", "nohup", "Turkish", "UTC+14", "space in TMPDIR", "random hashes"]
+TOGETHER += ["no OMP_NUM_THREADS", "matplotlib's fonts"]
 
 
 def under(command):
@@ -48,6 +54,8 @@ def variants(folder):
         subprocess.run(["chown", "-R", str(NOBODY), others], check=True)
     readable = subprocess.run([*user, "test", "-x", sys.executable]).returncode == 0
     own = {"TMPDIR": str(others / "tmp")}
+    fonts = folder / "fonts.conf"
+    fonts.write_text(f"<fontconfig><dir>{matplotlib.get_data_path()}/fonts/ttf</dir></fontconfig>\n")
     found = {
         "as it is": ([], {}, ROOT),
         "Turkish": locale and ([], {"LANG": "tr_TR.UTF-8", "LC_ALL": "tr_TR.UTF-8", "LOCPATH": str(folder)}, ROOT),
@@ -64,10 +72,15 @@ def variants(folder):
         "random hashes": ([], {"PYTHONHASHSEED": "random"}, ROOT),
         "nohup": (under("trap '' HUP"), {}, ROOT),
         "another user": IS_ROOT and readable and (user, {"HOME": str(others), **own}, others / "tree"),
+        "matplotlib's fonts": ([], {"FONTCONFIG_FILE": str(fonts)}, ROOT),
         "no home": readable and (user, {"HOME": "/nonexistent", **own}, others / "tree"),
         "closed home": readable and (user, {"HOME": str(folder / "closed"), **own}, others / "tree"),
     }
-    return {name: variant for name, variant in found.items() if variant}
+    found = {name: variant for name, variant in found.items() if variant}
+    together = [found[name] for name in TOGETHER if name in found]
+    words, changes, _ = zip(*together, strict=True)
+    merged = {key: value for change in changes for key, value in change.items()}
+    return found | {"many at once": (sum(words, []), merged, elsewhere)}
 
 
 def main(arguments):
