@@ -94,7 +94,7 @@ def test_interrupt_that_another_thread_takes():
 def test_interrupt_in_the_middle_of_a_call():
     """A Ctrl-C ends a call at any moment, and nothing is left.
 
-    It may come between an open and its with, also in the standard library: then the file's end closes it, with a warning.
+    It may come between an open and its with, also in the standard library. Then the file's end closes it, and warns.
     """
 
     def step():
