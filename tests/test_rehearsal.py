@@ -118,13 +118,17 @@ def test_a_rank_is_as_new_as_one_of_torchrun(tmp_path):
     assert runs[0] == runs[1]
 
 
-def test_a_script_s_own_status_and_a_lost_node(tmp_path):
+LOST = [("sys.exit('rank 1 stops')", "exit status 1"), ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL")]
+
+
+@pytest.mark.parametrize(("end", "told"), LOST, ids=["its own status", "a signal"])
+def test_a_rank_that_fails_ends_the_other_node(end, told, tmp_path):
     script = tmp_path / "fails.py"
-    script.write_text(
-        "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('rank 1 stops')\ntime.sleep(100)\n"
-    )
+    rank_1 = f"if os.environ['RANK'] == '1':\n    {end}\n"
+    script.write_text(f"import os, signal, sys, time\n{rank_1}time.sleep(100)\n")
     done = rehearse_here(script, "--nodes", "2", "--gpus", "1", timeout=90)
-    assert done.returncode == 1 and "rank 1 stops" in done.stderr
+    stops = "rank 1 stops\n" if "stops" in end else ""
+    assert (done.returncode, done.stderr.endswith(f"{stops}rank 1 failed: {told}\n")) == (1, True), done.stderr
 
 
 def test_wrong_usage(helpers, tmp_path):
