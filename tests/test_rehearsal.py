@@ -99,7 +99,7 @@ facts = {
     "threads": len(threading.enumerate()),
     "draw": numpy.random.rand(),
 }
-atexit.register(lambda: print(json.dumps(facts)))
+atexit.register(lambda: os.write(1, f"{json.dumps(facts)}\\n".encode()))  # one write: no other cuts it
 """
 
 
