@@ -1,30 +1,27 @@
-"""A rank of ``launch`` that becomes one of a rehearsal. Each rank imports this file, so it imports little itself."""
+"""``python -m helpers`` in a forked process with torch imported. It imports this file, which so imports little."""
 
 import atexit
+import multiprocessing
 import os
-
-import torch.distributed as dist
-
-
-class Left(BaseException):
-    """In the place of os._exit: a rehearsed script has ended."""
+import sys
+from pathlib import Path
 
 
-def rehearse_rank(port, script, gpus, flags, folder):
-    """This rank of ``launch`` becomes one of a rehearsal; return its exit status."""
-    from helpers.rehearsal import rank
+def be_a_command(arguments, environment, output, connection):
+    """Become ``python -m helpers arguments``. ``output`` gets the files out and errors.
 
-    def leave(status):
-        raise Left(status)
+    This process and all that it forks hold the connection open.
+    """
+    import torch
 
-    atexit._clear()  # the forkserver's, which would end this rank: a fresh process has none
-    dist.destroy_process_group()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ |= {"REHEARSAL_GPUS": str(gpus), "REHEARSAL_FOLDER": folder, "REHEARSAL_JSON": f"{folder}/report.json"}
-    rank.EXIT, end = leave, os._exit
-    try:
-        rank.main(script, flags)
-    except Left as left:
-        return left.args[0]
-    finally:
-        os._exit = end
+    from helpers.__main__ import main
+
+    atexit._clear()  # the forkserver's, which would end this process's ranks
+    multiprocessing.set_start_method(None, force=True)
+    for number, name in ((1, "out"), (2, "errors")):
+        os.dup2(os.open(Path(output, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    os.environ.clear()  # the forkserver's are those of its start
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch read it when the forkserver imported it
+    os._exit(main(arguments))

@@ -12,7 +12,7 @@ from pathlib import Path
 import leftovers
 import psutil
 import pytest
-from scripting import ROOT, rehearse
+from scripting import ROOT, rehearse, rehearse_here, torchrun
 
 pytestmark = pytest.mark.rehearsals
 
@@ -60,7 +60,7 @@ ENDS = [("nccl", "os._exit"), ("cpu:gloo,cuda:nccl", "sys.exit")]  # the chapter
 def test_counts_by_line(backend, end, tmp_path):
     script, report = HERE / "rehearsal_counted.py", tmp_path / "report.json"
     nodes = 2 if end == "sys.exit" else 1
-    done = rehearse(script, "--nodes", str(nodes), "--json", report, flags=[backend, end])
+    done = rehearse_here(script, "--nodes", str(nodes), "--json", report, flags=[backend, end])
     assert done.returncode == 0, done.stderr
     gpus = [(str(node), f"GPU-{node}-{gpu}") for node in range(nodes) for gpu in range(2)]
     assert done.stdout.splitlines() == [str(gpus), "over"]
@@ -85,13 +85,50 @@ def test_counts_by_line(backend, end, tmp_path):
     assert (reduced["count"], reduced["bytes"]) == (5, 5 * 5 * 4)
 
 
-def test_a_script_s_own_status_and_a_lost_node(tmp_path):
+FACTS = """
+import atexit, json, multiprocessing, os, signal, sys, threading
+import numpy
+signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
+facts = {
+    "variables": dict(os.environ),
+    "signals": [str(signal.getsignal(number)) for number in signals],
+    "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "leads a session": os.getsid(0) == os.getpid(),
+    "line": [__name__, __file__, *sys.argv, sys.path[0]],
+    "processes": [str(multiprocessing.current_process()), multiprocessing.get_start_method()],
+    "threads": len(threading.enumerate()),
+    "draw": numpy.random.rand(),
+}
+atexit.register(lambda: os.write(1, f"{json.dumps(facts)}\\n".encode()))  # one write: no other cuts it
+"""
+
+
+def test_a_rank_is_as_new_as_one_of_torchrun(tmp_path):
+    script = tmp_path / "facts.py"
+    script.write_text(FACTS)
+    given = {*os.environ, "PYTHONPATH", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_DIST_USE_NCCL2"}
+    runs = [rehearse(script, flags=["--steps", "3"]).stdout, torchrun(script, 2, {**os.environ}, "--steps", "3")[1]]
+    for number, out in enumerate(runs):
+        runs[number] = ranks = sorted(map(json.loads, out.splitlines()), key=lambda facts: facts["variables"]["RANK"])
+        assert len({facts.pop("draw") for facts in ranks}) == 2
+        for facts in ranks:
+            facts["variables"] = {name: facts["variables"][name] for name in facts["variables"].keys() - given}
+            for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
+                facts["variables"][name] = bool(facts["variables"][name])
+    assert runs[0] == runs[1]
+
+
+LOST = [("sys.exit('rank 1 stops')", "exit status 1"), ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL")]
+
+
+@pytest.mark.parametrize(("end", "told"), LOST, ids=["its own status", "a signal"])
+def test_a_rank_that_fails_ends_the_other_node(end, told, tmp_path):
     script = tmp_path / "fails.py"
-    script.write_text(
-        "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('rank 1 stops')\ntime.sleep(100)\n"
-    )
-    done = rehearse(script, "--nodes", "2", "--gpus", "1", timeout=90)
-    assert done.returncode == 1 and "rank 1 stops" in done.stderr
+    rank_1 = f"if os.environ['RANK'] == '1':\n    {end}\n"
+    script.write_text(f"import os, signal, sys, time\n{rank_1}time.sleep(100)\n")
+    done = rehearse_here(script, "--nodes", "2", "--gpus", "1", timeout=90)
+    stops = "rank 1 stops\n" if "stops" in end else ""
+    assert (done.returncode, done.stderr.endswith(f"{stops}rank 1 failed: {told}\n")) == (1, True), done.stderr
 
 
 def test_wrong_usage(helpers, tmp_path):
@@ -111,7 +148,7 @@ def test_an_interrupted_rehearsal_leaves_nothing(tmp_path):
     with subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0, **pipes) as process:
         try:
             assert [process.stdout.readline() for _ in range(2)] == ["training\n"] * 2
-            assert len(psutil.Process(process.pid).children(recursive=True)) == 4
+            assert len(psutil.Process(process.pid).children(recursive=True)) == 2
             os.killpg(process.pid, signal.SIGINT)
             errors = process.communicate(timeout=60)[1]
         finally:

@@ -14,14 +14,14 @@ import sys
 import pytest
 import recorded
 from ruff import find_ruff_bin
-from scripting import ROOT, TOLERANCE, Forked, export, rehearse, rehearse_here, result, stand_alone, torchrun
+from scripting import ROOT, TOLERANCE, Forked, export, rehearse_here, result, stand_alone, torchrun
 
 pytestmark = [pytest.mark.scripts, pytest.mark.timeout(900)]
 
 CHAPTERS = sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))
 TEMPLATE = ROOT / "notebooks" / "template.ipynb"
 GPUS = {"11_trainer": 8}  # how many pretended GPUs; the other scripts have 2
-BY_COMMAND = {"04_ddp": "04"}  # rehearsed through the command line, as its user writes it
+BY_NUMBER = {"04_ddp": "04"}  # rehearsed by its number, as its user writes it
 FLAGS = {"02_collectives": ["--repeat", "0.001"]}  # on several ranks: a time is printed, and no test is about it
 REHEARSAL_FLAGS = {"05_amp": ["--bench-width", "64", "--bench-batch", "64", "--bench-steps", "2"]}
 GOOD_ENOUGH = {
@@ -104,12 +104,10 @@ def test_chapter(notebook, alone, tmp_path):
     assert set(os.listdir(folder)) <= {script.name, "__pycache__"}
 
     gpus, flags = GPUS.get(notebook.stem, 2), [*flags, *REHEARSAL_FLAGS.get(notebook.stem, [])]
-    if command := BY_COMMAND.get(notebook.stem):
-        done = rehearse(command, "--gpus", gpus, "--json", folder / "report.json")
-        statuses, out = [done.returncode] * gpus, done.stdout + done.stderr
-    else:
-        statuses, out = rehearse_here(script, gpus, flags, folder)
-    assert statuses == [0] * gpus, out
+    command = BY_NUMBER.get(notebook.stem, script)
+    done = rehearse_here(command, "--gpus", gpus, "--json", folder / "report.json", flags=flags)
+    out = done.stdout + done.stderr
+    assert done.returncode == 0, out
     rehearsed = numbers(out, gpus, f"{gpus} rank(s), nccl on cuda")
     assert rehearsed == pytest.approx(expected, abs=TOLERANCE)
     assert out.count(f"Rehearsal on {gpus} pretended GPUs") == 1

@@ -37,13 +37,14 @@ def folder_until_a_signal():
         finally:
             os._exit(130)
 
-    with tempfile.TemporaryDirectory() as folder:
-        before = {number: signal.signal(number, stop) for number in signals}
-        try:
-            yield folder
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    folder = tempfile.mkdtemp()  # a TemporaryDirectory would be removed at the end of a forked rank, too
+    before = {number: signal.signal(number, stop) for number in signals}
+    try:
+        yield folder
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def run(script, nproc, flags):

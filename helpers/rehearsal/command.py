@@ -3,17 +3,19 @@
 import contextlib
 import json
 import os
-import subprocess
+import signal
+import socket
 import sys
+import time
 from pathlib import Path
-
-import psutil
 
 from helpers.command_line import whole
 from helpers.ranks.torchrun import folder_until_a_signal
 
 ROOT = Path(__file__).resolve().parents[2]
-GRACE = 3  # seconds that a node's ranks have to end by themselves after another node has failed
+STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+PEERS_WITHIN = 0.2  # seconds that the other ranks have to tell their errors after the first one
+GRACE = 3  # seconds that they then have to end at a SIGTERM
 
 
 def add_arguments(command, chapter):
@@ -26,7 +28,7 @@ def add_arguments(command, chapter):
 
 
 def rehearse(args, flags):
-    """Rehearse a chapter, a notebook or a script; return the exit status, 0 or 1."""
+    """Rehearse a chapter, a notebook or a script; leave with the exit status 0 or 1, or return 1 without a script."""
     with folder_until_a_signal() as folder:
         script = Path(args.chapter)
         if script.suffix != ".py" or not script.is_file():
@@ -41,71 +43,108 @@ def rehearse(args, flags):
         if status:
             for line in refusals(Path(folder)):
                 print(line, file=sys.stderr)
-        return status
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # without the interpreter's end, which takes half a second when torch is loaded
 
 
 def run(script, gpus, nodes, flags, folder, counts=None):
-    """Run a script under one torchrun for each node and wait; return 0, or 1 where a node failed.
+    """Run a script on ranks that are forked from this process, and wait; return 0, or 1 where one failed.
 
-    ``folder`` takes logs and refusals, ``counts`` is the path for rank 0's counts, or None.
+    ``folder`` takes refusals and torch's error files, ``counts`` is the path for rank 0's counts, or None. A forked
+    rank has its imports done, which saves two seconds of a processor at each start.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    environment = {
-        "OMP_NUM_THREADS": str(max(1, cores // (gpus * nodes))),
-        "GLOO_SOCKET_IFNAME": loopback,
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "REHEARSAL_GPUS": str(gpus),
-        "REHEARSAL_FOLDER": str(folder),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (gpus * nodes))))  # read when torch is loaded
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    import torch._dynamo  # else every rank would: an optimizer's constructor imports it
+
+    from helpers.rehearsal import rank
+
+    ranks = {}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # a new rank still has this process's handlers
+        for number in range(gpus * nodes):
+            pid = os.fork()
+            if not pid:
+                try:
+                    server.close()
+                    become_a_rank(before)
+                    os.environ.update(variables(number, gpus, nodes, port, folder))
+                    rank.main(str(script), flags, gpus, folder, counts)
+                finally:
+                    rank.EXIT(1)  # main does not return
+            ranks[pid] = number
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # After the forks, because a store has threads. The ranks' connections have waited in the socket.
+        address = {"host_name": "127.0.0.1", "port": port, "master_listen_fd": server.detach()}
+        store = torch.distributed.TCPStore(**address, is_master=True, wait_for_workers=False)
+    status = wait(ranks)
+    del store  # the ranks needed it until now
+    return status
+
+
+def become_a_rank(mask):
+    """Make this forked process as new as one that torchrun has started: its session, its signals, its numbers."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in STOPS - {signal.SIGINT}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    sys.stdout.reconfigure(line_buffering=True)
+    sys.path.insert(1, str(ROOT))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # else all ranks would draw the same numbers
+
+
+def variables(rank, gpus, nodes, port, folder):
+    """The environment variables that torchrun sets for a rank."""
+    node, local = divmod(rank, gpus)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+        "GROUP_RANK": str(node),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": str(gpus * nodes),
+        "LOCAL_WORLD_SIZE": str(gpus),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "ROLE_WORLD_SIZE": str(gpus * nodes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "rehearsal",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": str(Path(folder, f"error-{rank}.json")),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
-    if counts:
-        environment["REHEARSAL_JSON"] = str(counts.absolute())
-    options = [f"--nproc-per-node={gpus}", f"--nnodes={nodes}", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
-    store, endpoint = meeting_point(nodes)
-    options += [f"--rdzv-endpoint={endpoint}", f"--log-dir={folder}", "--rdzv-id=rehearsal"]
-    if store:
-        options.append("--rdzv-conf=is_host=false")
-    command = [sys.executable, "-m", "helpers.rehearsal.node", *options, "-m", "helpers.rehearsal.rank", str(script)]
-    agents = [subprocess.Popen([*command, *flags], env=environment) for _ in range(nodes)]
-    return wait(agents)
 
 
-def meeting_point(nodes):
-    """(a store, its address). This process serves it for several nodes; the torchrun of one node serves its own."""
-    if nodes == 1:
-        return None, "127.0.0.1:0"
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store, f"127.0.0.1:{store.port}"
-
-
-def wait(agents):
-    """Wait for all agents; return 0, or 1 where one failed: the others are ended, GRACE seconds later at the latest."""
+def wait(ranks):
+    """Wait for all ranks, {process: rank}; return 0, or 1 where one failed, which ends the others as torchrun does."""
     failed = False
-    while agents:
-        for agent in list(agents):
-            try:
-                failed |= agent.wait(timeout=GRACE if failed else 0.2) != 0
-                agents.remove(agent)
-            except subprocess.TimeoutExpired:
-                if failed:
-                    end(agent)
-                    agents.remove(agent)
+    while ranks and not failed:
+        pid, status = os.wait()
+        rank, code = ranks.pop(pid, None), os.waitstatus_to_exitcode(status)
+        failed = rank is not None and code != 0
+    if failed:
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        print(f"rank {rank} failed: {how}", file=sys.stderr, flush=True)
+    for ending, seconds in ((0, PEERS_WITHIN), (signal.SIGTERM, GRACE), (signal.SIGKILL, GRACE)):  # 0 sends nothing
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, ending)  # with what the rank has started
+        patience = time.monotonic() + seconds
+        while ranks and time.monotonic() < patience:
+            ranks.pop(os.waitpid(-1, os.WNOHANG)[0], None)
+            time.sleep(0.01)
     return int(failed)
-
-
-def end(agent):
-    """End a node's torchrun and its ranks: each rank has its own process group, so one signal does not reach all."""
-    ranks = psutil.Process(agent.pid).children(recursive=True)
-    agent.terminate()  # torchrun ends its ranks at it
-    psutil.wait_procs(ranks, timeout=GRACE)
-    for process in [psutil.Process(agent.pid), *ranks]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    agent.wait()
 
 
 def refusals(folder):

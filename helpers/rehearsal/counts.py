@@ -11,7 +11,7 @@ from pathlib import Path
 
 LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    | {*site.getsitepackages(), str(Path(__file__).parent)}
+    | {*site.getsitepackages(), str(Path(__file__).parents[1])}
 )
 
 # Kinds of events. At a wait, and at a blocking upload, the host stops until the GPU has done all its work.

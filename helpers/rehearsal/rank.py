@@ -1,7 +1,4 @@
-"""One rank of a rehearsal: ``python -m helpers.rehearsal.rank SCRIPT [flags]`` under torchrun.
-
-It gives this process pretended GPUs, then runs the script as ``__main__``.
-"""
+"""One rank of a rehearsal: it gives its process pretended GPUs, then runs the script as ``__main__``."""
 
 import atexit
 import json
@@ -18,7 +15,6 @@ from helpers.rehearsal.report import tell
 from helpers.rehearsal.tensor import State
 
 EXIT = os._exit
-PROCESS = os.getpid()
 
 
 def pretend(count):
@@ -30,25 +26,25 @@ def pretend(count):
     wrappers.patch()
 
 
-def leave(status):
-    """The script's os._exit: it first writes the report and the refusals. A forked child leaves at once."""
-    if os.getpid() == PROCESS:
-        folder = os.environ.get("REHEARSAL_FOLDER")
-        if folder and COUNTS.refusals:
-            Path(folder, f"refused-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(COUNTS.refusals))
-        try:
-            tell()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        except BrokenPipeError:
-            pass
-    EXIT(status)
+def main(script, flags, gpus, folder, counts):
+    """Run the script as ``__main__`` and leave with its exit status. ``counts`` is the report's path, or None."""
+    process = os.getpid()
 
+    def leave(status):
+        """The script's os._exit: it first writes the report and the refusals. A forked child leaves at once."""
+        if os.getpid() == process:
+            if COUNTS.refusals:
+                Path(folder, f"refused-{os.environ['RANK']}.json").write_text(json.dumps(COUNTS.refusals))
+            try:
+                tell(counts)
+                sys.stdout.flush()
+                sys.stderr.flush()
+            except BrokenPipeError:
+                pass
+        EXIT(status)
 
-def main(script, flags):
-    """Run the script as ``__main__`` and leave with its exit status."""
     warnings.filterwarnings("ignore", message=".*wrapper subclass.*")
-    pretend(int(os.environ["REHEARSAL_GPUS"]))
+    pretend(gpus)
     os._exit = leave
     sys.argv = [script, *flags]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
@@ -64,7 +60,3 @@ def main(script, flags):
         status = 1
     atexit._run_exitfuncs()
     leave(status)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])

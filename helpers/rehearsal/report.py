@@ -59,13 +59,12 @@ def text(counted):
     return "\n".join([*lines, UNSEEN.rstrip()])
 
 
-def tell():
-    """On rank 0 alone: print the report to stderr and write the JSON file."""
+def tell(path):
+    """On rank 0 alone: print the report to stderr and write it as JSON to the path, unless that is None."""
     if os.environ.get("RANK", "0") != "0":
         return
     with COUNTS.paused():
         counted = numbers()
-    path = os.environ.get("REHEARSAL_JSON")
     if path:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(counted, file, indent=1)
