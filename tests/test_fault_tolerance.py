@@ -70,7 +70,7 @@ def test_the_harness_sees_weights_that_differ(tmp_path, capsys):
 
 @pytest.mark.timeout(900)
 def test_25_kills_on_changing_meshes_lose_no_step():
-    command = [sys.executable, Path(kills_on_meshes.__file__), "--kills", "25", "--seed", "9"]
+    command = [sys.executable, Path(kills_on_meshes.__file__), "--kills", "25", "--seed", "53"]  # draws all meshes
     done = subprocess.run(command, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^25 kills .* 0 jobs differ or failed", done.stdout, re.MULTILINE), done.stdout
