@@ -15,7 +15,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -867,9 +866,8 @@ def test_the_script_is_killed_and_goes_on(tmp_path):
     assert status == 0, errors
     through = result(out)
     settings += ["--checkpoint-dir", "runs/a"]
-    command = [sys.executable, script, *settings]
-    done = subprocess.run(command, cwd=script.parent, env=alone, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1 and "Correct its name, or: mkdir -p runs/a" in done.stderr
+    status, _, errors, _ = Forked(script, 1, alone, *settings).end()
+    assert status == 1 and "Correct its name, or: mkdir -p runs/a" in errors
     runs = script.parent / "runs" / "a"
     runs.mkdir(parents=True)
     kill_a_rank(script, alone, settings, runs, "step_00000020")

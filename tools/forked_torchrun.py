@@ -2,11 +2,13 @@
 
 Arguments, agent, rendezvous, restarts and variables are torchrun's own. A forked rank has its imports done, which saves
 two seconds of a processor at each start. Use it to test what ranks do between their start and their end: a forked rank
-leaves by os._exit, without atexit handlers. With ``--serve`` it runs one job after the other: each line that it reads
-is a list of arguments, as JSON, and it prints ``ended`` with the job's status, 0 or 1, when the job is over.
+leaves by os._exit, without atexit handlers. With ``--serve MODULE …`` it imports the modules, which ranks then have,
+and runs one job after the other: each line that it reads is a list of arguments, as JSON, and it prints ``ended`` with
+the job's status, 0 or 1, when the job is over.
 """
 
 import atexit
+import importlib
 import json
 import os
 import runpy
@@ -57,7 +59,9 @@ def be_an_agent(arguments, folder, environment, output):
     main(arguments)
 
 
-def serve():
+def serve(modules):
+    for module in modules:
+        importlib.import_module(module)
     for line in sys.stdin:
         status = 0
         try:
@@ -69,4 +73,4 @@ def serve():
 
 
 if __name__ == "__main__":
-    serve() if sys.argv[1:] == ["--serve"] else main(sys.argv[1:])
+    serve(sys.argv[2:]) if sys.argv[1:2] == ["--serve"] else main(sys.argv[1:])

@@ -96,7 +96,7 @@ class Job:
             ranks = self.ranks()
             if len(ranks) == self.nproc and not set(ranks) & set(before):
                 return ranks
-            time.sleep(0.01)
+            time.sleep(0.05)  # a look reads all processes of the machine
         raise Failure("the ranks were not restarted")
 
     def ended_within(self, seconds):
