@@ -65,14 +65,13 @@ def check_report(out, count):
         assert row and (count == 1 or float(row[2]) > 0), name
 
 
-@pytest.mark.parametrize("count", [1, 4])  # test_alone has 2
 @pytest.mark.ranks
-def test_under_torchrun(count, surroundings):
-    command = [*TORCHRUN, f"--nproc-per-node={count}", "-m", "helpers", "doctor"]
+def test_under_torchrun(surroundings):
+    command = [*TORCHRUN, "--nproc-per-node=2", "-m", "helpers", "doctor"]
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # without a network c10d warns that its client's name is not found
     done = run({**surroundings, **quiet, "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}, *command)
     assert (done.returncode, done.stderr) == (0, "")
-    check_report(done.stdout, count)
+    check_report(done.stdout, 2)
 
 
 @pytest.mark.ranks
@@ -205,6 +204,14 @@ def world(capsys):
         return statuses, re.sub(r"^\[ranks? [^]]*\] ?", "", capsys.readouterr().out, flags=re.MULTILINE)
 
     return start
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.ranks
+def test_healthy_ranks(count, world):
+    statuses, out = world(count, lambda rank: None)
+    assert statuses == [0] * count
+    check_report(out, count)
 
 
 @pytest.mark.parametrize("absent", [0, 2])

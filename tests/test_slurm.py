@@ -12,6 +12,7 @@ import pytest
 import recorded
 import slurm_cluster
 import torch
+from kills import AT_ADDRESS, FORKING
 from leftovers import unchanged
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -78,11 +79,6 @@ class Job:
                     found.append(process)
         return found
 
-    def result(self):
-        """(the numbers that the script prints at its end, its last checkpoint)."""
-        last = json.loads(re.search(r"result (\{.*\})", self.starts()[-1])[1])
-        return last, torch.load(self.work / f"step_{last['step']:08}.pt", weights_only=True)
-
     def record(self, name, first):
         """Compare two starts of the job with what the book shows: one, and the next until it trains or ends.
 
@@ -104,8 +100,22 @@ class Job:
         recorded.compare(name, "\n".join(lines), "python -m pytest tests/test_slurm.py", VARYING, slurm=version)
 
 
+def result_of(text, work):
+    """(the numbers that a script has printed at its end, its last checkpoint)."""
+    last = json.loads(re.search(r"result (\{.*\})", text)[1])
+    return last, torch.load(work / f"step_{last['step']:08}.pt", weights_only=True)
+
+
+def undisturbed(folder, cluster):
+    """The result of chapter 11's script on two ranks without Slurm. The agent forks them, which saves their imports."""
+    flags = [*FLAGS, "--checkpoint-dir", "undisturbed"]
+    command = [sys.executable, *FORKING, "--nproc-per-node=2", *AT_ADDRESS, "11_trainer.py", *flags]
+    environment = {**cluster.environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return result_of(done.stdout, folder / "undisturbed")
+
+
 def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had_happened(cluster, folder):
-    undisturbed = Job(cluster, folder, flags=FLAGS)
     job = Job(cluster, folder, flags=FLAGS)
 
     # The time limit is cut so that the signal is due at once. The controller looks every 30 s. Until then the ranks are
@@ -148,17 +158,16 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
     for number in (0, 1):  # it went on from the step at which it was told to stop
         assert f"at step {steps[number]}:" in job.starts()[number]
     assert job.starts()[3].startswith("start 3 on n[1,3]\n")
-    assert len(undisturbed.starts()) == 1
-    result, checkpoint = job.result()
-    expected, expected_checkpoint = undisturbed.result()
+    result, checkpoint = result_of(job.starts()[-1], job.work)
+    expected, expected_checkpoint = undisturbed(folder, cluster)
     assert result == expected
     for one, other in ((checkpoint, expected_checkpoint), (checkpoint["optimizer"], expected_checkpoint["optimizer"])):
         part = "model" if "model" in one else "state"
         torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
     assert result["world_size"] == 2 and result["step"] == 1440
-    for node in ("n1", "n2"):
-        logs = list((undisturbed.work / "logs" / node).glob("*/attempt_0/*/stdout.log"))
-        assert len(logs) == 1
+    for node, starts in {"n1": 4, "n2": 3, "n3": 1}.items():
+        logs = list((job.work / "logs" / node).glob("*/attempt_0/*/stdout.log"))
+        assert len(logs) == starts
 
     job.record("slurm_time_limit", 0)
     job.record("slurm_preempted", 1)
@@ -169,7 +178,12 @@ def test_the_capstone_goes_on_from_shards_of_two_nodes(cluster, tmp_path):
     export = ["export", "16", "--slurm", "--nodes=2", "--gpus-per-node=1", "--time=00:30:00", f"--out={tmp_path}"]
     subprocess.run([sys.executable, "-m", "helpers", *export], check=True, stdout=subprocess.DEVNULL)
     flags = "--steps 60 --warmup 5 --log-every 5 --save-every 10 --pp 2 --backend gloo".split()
-    job = Job(cluster, tmp_path, flags=flags, script="16_capstone.sbatch")
+    forking = tmp_path / "bin" / "torchrun"  # the same agent; its ranks do not import torch
+    forking.parent.mkdir()
+    forking.write_text(f'#!/bin/sh\nexec {sys.executable} {FORKING[0]} "$@"\n')
+    forking.chmod(0o755)
+    path = f"--export=ALL,PATH={forking.parent}:{cluster.environment['PATH']}"
+    job = Job(cluster, tmp_path, path, flags=flags, script="16_capstone.sbatch")
     job.wait_for(lambda: job.trains(0))
     options = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
     cluster.submit(*options, cwd=tmp_path)
@@ -310,9 +324,10 @@ def test_slurm_accepts_the_file(cluster, folder, tmp_path):
 def test_doctor_under_srun(cluster, folder):
     """If a node's name in Slurm has no address, the doctor says what it needs."""
     doctor = [sys.executable, "-m", "helpers", "doctor", "--backend=gloo"]
-    line = ["srun", "--nodes=2", "--nodelist=n[1,3]", "--ntasks-per-node=2", "--time=5", *doctor]
+    line = ["srun", "--nodes=2", "--nodelist=n[1,3]", "--time=5"]
     with pytest.raises(AssertionError, match="The host name n1 has no address here.* give an address in MASTER_ADDR"):
-        cluster.run(*line, cwd=recorded.FOLDER.parents[1])
-    told = cluster.run("env", "MASTER_ADDR=10.88.0.11", *line, cwd=recorded.FOLDER.parents[1])
+        cluster.run(*line, *doctor, cwd=recorded.FOLDER.parents[1])
+    line = ["env", "MASTER_ADDR=10.88.0.11", *line, "--ntasks-per-node=2", *doctor]
+    told = cluster.run(*line, cwd=recorded.FOLDER.parents[1])
     nodes = re.findall(r"^[\d-]+ +[\d-]+ +(compute\d) ", told, re.MULTILINE)
     assert nodes == ["compute1", "compute3"] and "4 ranks on 2 hosts, gloo" in told, told
