@@ -6,7 +6,6 @@ from base64 import b64encode
 
 import pytest
 from axe_playwright_python.base import AXE_SCRIPT
-from axe_playwright_python.sync_playwright import Axe
 from conftest import CHAPTERS, toc_files
 from fontTools.fontBuilder import FontBuilder
 from fontTools.ttLib.tables._g_l_y_f import Glyph
@@ -113,27 +112,42 @@ ONE_OF_A_LOOK = """() => {
     const seen = new Set(), behind = new Map([[null, '']]);
     const look = (tag, ...names) => names.map(name => getComputedStyle(tag)[name]).join();
     const ground = tag => {
-        if (!behind.has(tag))
-            behind.set(tag, ground(tag.parentElement) + look(tag, 'backgroundColor', 'backgroundImage', 'opacity'));
+        if (!behind.has(tag)) {
+            const paint = look(tag, 'backgroundColor', 'backgroundImage', 'opacity');
+            behind.set(tag, ground(tag.parentElement) + (paint == 'rgba(0, 0, 0, 0),none,1' ? '' : paint));
+        }
         return behind.get(tag);
     };
     for (const tag of document.querySelectorAll('body *')) {
         delete tag.dataset.look;
         const texts = [...tag.childNodes].filter(node => node.nodeType == Node.TEXT_NODE && node.data.trim()[1]);
         if (!texts.length || !tag.checkVisibility({checkVisibilityCSS: true, checkOpacity: true})) continue;
-        const kind = look(tag, 'color', 'fontSize', 'fontWeight', 'textShadow') + ground(tag);
+        const {fontSize, fontWeight} = getComputedStyle(tag);
+        const large = parseFloat(fontSize) >= (fontWeight >= 700 ? 18.67 : 24);  // then axe asks for less contrast
+        const kind = large + look(tag, 'color', 'textShadow') + ground(tag);
         if (!seen.has(kind)) tag.dataset.look = 'first';
         seen.add(kind);
     }
 }"""
-AXE = Axe(AXE_SCRIPT + ";axe.configure({rules: [{id: 'color-contrast', selector: '[data-look]'}]})")
+AXE = AXE_SCRIPT + ";axe.configure({rules: [{id: 'color-contrast', selector: '[data-look]'}]})"
+RUN_AXE = (
+    "options => axe.run({resultTypes: ['violations'], preload: false, ...options}).then(found => found.violations)"
+)
+
+# Axe says nothing about what is hidden. The drawings of the frames that a figure hides are half of a page's elements.
+WITHOUT_HIDDEN_FRAMES = """() => {
+    for (const view of document.querySelectorAll('.wso-view')) if (!view.checkVisibility()) view.replaceChildren();
+}"""
 
 
 def violations(page, **options):
     """[(rule, HTML)] of axe's findings on a page, without those about the theme."""
-    page.evaluate(ONE_OF_A_KIND)
+    if not page.evaluate("!!window.axe"):
+        page.evaluate(WITHOUT_HIDDEN_FRAMES)
+        page.evaluate(ONE_OF_A_KIND)
+        page.evaluate(AXE)
     page.evaluate(ONE_OF_A_LOOK)
-    found = AXE.run(page, options={"resultTypes": ["violations"], **options}).response["violations"]
+    found = page.evaluate(RUN_AXE, options)
     return [
         (rule["id"], node["html"][:200]) for rule in found if rule["id"] not in THEMES_OWN for node in rule["nodes"]
     ]
@@ -221,8 +235,8 @@ def not_drawn(page):
 
 def sliders_that_fail(page):
     """Yields a problem for each slider without a label, or that does not move its figure by mouse and by keyboard."""
-    for figure in figures(page).all():
-        for slider in figure.locator("input[type=range]").all():
+    for figure in figures(page).element_handles():  # a locator would search the whole page for each of its uses
+        for slider in figure.query_selector_all("input[type=range]"):
             name = slider.evaluate("input => ((input.labels[0]?.innerText ?? '') + (input.ariaLabel ?? '')).trim()")
             if not name:
                 yield "a slider without a label"
@@ -262,25 +276,34 @@ def test_page_has_no_problem(visit, name):
     assert not problems, "\n".join(problems)
 
 
-def test_figures_show_their_first_frame_and_no_dead_slider_without_javascript(browser, book_url):
+def test_figures_show_their_first_frame_and_no_dead_slider_without_javascript(browser, book, book_url):
+    """The figures of all chapters are shown on one page, in place of the first figure with sliders."""
+    pages = {name: (book.html / f"{name}.html").read_text(encoding="utf-8") for name in CHAPTERS}
+    found = {
+        name: [figure for figure in re.findall(r"(?s)<figure\b.*?</figure>", text) if 'type="range"' in figure]
+        for name, text in pages.items()
+    }
+    assert sum(map(bool, found.values())) > len(CHAPTERS) / 2
+    first = next(name for name in CHAPTERS if found[name])
+    every = [figure for of_page in found.values() for figure in of_page]
+    body = pages[first].replace(every[0], "".join(every), 1)
     page = browser.new_page(java_script_enabled=False)
     page.set_default_timeout(PATIENCE)
-    shown = {}
-    for chapter in CHAPTERS:
-        page.goto(f"{book_url}/{chapter}.html")
-        shown[chapter] = figures(page).evaluate_all("""figures => figures.map(figure => ['svg', 'input'].map(
-            name => [...figure.querySelectorAll(name)].filter(tag => tag.checkVisibility()).length))""")
+    page.route(f"**/{first}.html", lambda route: route.fulfill(body=body, content_type="text/html"))
+    page.goto(f"{book_url}/{first}.html")
+    shown = figures(page).evaluate_all("""figures => figures.map(figure => ['svg', 'input'].map(
+        name => [...figure.querySelectorAll(name)].filter(tag => tag.checkVisibility()).length))""")
     page.close()
-    assert shown == {chapter: [[1, 0]] * len(found) for chapter, found in shown.items()}
-    assert sum(map(bool, shown.values())) > len(CHAPTERS) / 2
+    assert shown == [[1, 0]] * (len(every) + len(found[first]) - 1)
 
 
 def test_a_text_that_is_hard_to_read_is_found(visit):
-    """It is found in paragraphs, in a listing's keywords and in captions."""
+    """It is found in paragraphs, in a listing's keywords and in captions, each of its own colour."""
     page = visit(CHAPTERS[0]).page
-    for scheme, colour in {"light": "#bbb", "dark": "#555"}.items():
+    for scheme, digit in {"light": "b", "dark": "5"}.items():
         turn(page, scheme)
-        page.add_style_tag(content=f"article p, article pre .k, figcaption {{ color: {colour} !important }}")
+        for k, tag in enumerate(["p", "pre .k", "figcaption"]):
+            page.add_style_tag(content=f"article {tag} {{ color: #{digit * 5}{k} !important }}")
         found = {(rule, re.match(r"<(\w+)", html)[1]) for rule, html in violations(page, **OF_COLOURS)}
         assert found >= {("color-contrast", tag) for tag in ("figcaption", "p", "span")}
 
