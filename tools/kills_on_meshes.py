@@ -53,9 +53,7 @@ STEPS, EVERY = 16, 2
 MODEL = ["--width", "16", "--layers", "2", "--batch-size", "32", "--warmup", "4"]
 FLAGS = ["--steps", str(STEPS), "--save-every", str(EVERY), "--log-every", "1", "--backend", "gloo", *MODEL]
 PLACES = ["training", "a write", "a commit"]
-COMMIT = (
-    0.005  # seconds from a checkpoint's last file, about as long as its renaming and the removal of an old one take
-)
+COMMIT = 0.005  # seconds from a checkpoint's last file: its renaming and the removal of an old one take about as long
 TOLERANCE = 1e-5  # uninterrupted jobs on these meshes differ by 0.0000005
 IMPORTS = [  # of the job: done once in the agent, not in each rank
     "numpy",
