@@ -9,6 +9,8 @@ import tempfile
 
 import psutil
 
+STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
 
 @contextlib.contextmanager
 def folder_until_a_signal():
@@ -17,8 +19,7 @@ def folder_until_a_signal():
     Such a signal also removes the folder; the exit status is 130. The handler does not raise: in some places of
     torchrun an exception would be lost, or a rank that has just started.
     """
-    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    signals = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # as nohup sets SIGHUP
+    signals = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]  # as nohup sets SIGHUP
 
     def stop(number, frame):
         for other in signals:
@@ -47,11 +48,16 @@ def folder_until_a_signal():
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run(script, nproc, flags):
-    """Run the script at a path on ``nproc`` ranks; return 0, or 1 if a rank failed. torchrun's logs go beside it."""
+def set_defaults(nproc):
+    """Set OMP_NUM_THREADS, which torch reads when it is loaded, and gloo's loopback for ``nproc`` ranks, if unset."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # needs no host's name
+
+
+def run(script, nproc, flags):
+    """Run the script at a path on ``nproc`` ranks; return 0, or 1 if a rank failed. torchrun's logs go beside it."""
+    set_defaults(nproc)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 

@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 from helpers.command_line import whole
-from helpers.ranks.torchrun import folder_until_a_signal
+from helpers.ranks.torchrun import STOPS, folder_until_a_signal, set_defaults
 
 ROOT = Path(__file__).resolve().parents[2]
-STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 PEERS_WITHIN = 0.2  # seconds that the other ranks have to tell their errors after the first one
 GRACE = 3  # seconds that they then have to end at a SIGTERM
 
@@ -54,9 +53,8 @@ def run(script, gpus, nodes, flags, folder, counts=None):
     ``folder`` takes refusals and torch's error files, ``counts`` is the path for rank 0's counts, or None. A forked
     rank has its imports done, which saves two seconds of a processor at each start.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (gpus * nodes))))  # read when torch is loaded
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    set_defaults(gpus * nodes)
+    counts = counts and counts.absolute()  # the script may change its folder
     import torch._dynamo  # else every rank would: an optimizer's constructor imports it
 
     from helpers.rehearsal import rank
