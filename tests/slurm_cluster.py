@@ -1,6 +1,6 @@
 """A real Slurm on one Linux machine: a controller and nodes, which are namespaces and have files in place of GPUs.
 
-    with slurm(folder) as cluster:
+    with slurm() as cluster:
         job = cluster.submit("job.sbatch", cwd=folder)
         cluster.wait(job)
 
@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -164,10 +165,11 @@ def missing():
 
 
 @contextlib.contextmanager
-def slurm(folder, nodes=3):
-    """A context with a Cluster whose nodes n1, n2, ... are ready for jobs. ``folder`` exists and takes its files."""
+def slurm(nodes=3):
+    """A context with a Cluster whose nodes n1, n2, ... are ready for jobs."""
     with contextlib.ExitStack() as stack:
-        cluster = Cluster(folder, nodes)
+        # Not in TMPDIR: slurm.conf cannot hold a path with a space.
+        cluster = Cluster(Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))), nodes)
         cluster.start(stack)
         cluster.wait(
             lambda: (

@@ -298,8 +298,9 @@ def test_end_of_memory_is_worded(monkeypatch):
 
 
 def test_hang_names_each_ranks_line():
+    """Also in a function, a file or a folder whose name is not ASCII, which faulthandler escapes."""
     page = cell("""
-        def step():
+        def step_é_β():
             x = torch.ones(1)
             if dist.get_rank() == 0:
                 return "done"
@@ -310,14 +311,14 @@ def test_hang_names_each_ranks_line():
                 time.sleep(1000)
             dist.all_reduce(x)
     """)
-    error = failure(page.step, nproc=5, timeout=1)
+    error = failure(page.step_é_β, nproc=5, timeout=1)
     first, *lines = str(error).splitlines()
     assert first == "4 of 5 ranks still ran after timeout=1 s:"
     assert lines[0] == "  rank 0: finished"
-    assert lines[1] in ("  rank 1: at line 6 of step: while True:", "  rank 1: at line 7 of step: pass")
+    assert lines[1] in ("  rank 1: at line 6 of step_é_β: while True:", "  rank 1: at line 7 of step_é_β: pass")
     assert lines[2:] == [
-        "  rank 2: at line 9 of step: time.sleep(1000)",
-        "  ranks 3-4: at line 10 of step: dist.all_reduce(x)",
+        "  rank 2: at line 9 of step_é_β: time.sleep(1000)",
+        "  ranks 3-4: at line 10 of step_é_β: dist.all_reduce(x)",
     ]
     assert error.rank is None and sorted(error.failures) == [1, 2, 3, 4]
 

@@ -25,8 +25,8 @@ VARYING = [r"step_\d+", r"at step \d+", r"(step|epoch) \d+: .*", r"job \d+", r"-
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with unchanged(), slurm_cluster.slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+def cluster():
+    with unchanged(), slurm_cluster.slurm() as cluster:
         yield cluster
 
 

@@ -255,7 +255,8 @@ def main_thread(dump):
 
 
 def innermost(stack):
-    """The innermost line of the reader's code in one thread's part of a dump."""
+    """The innermost line of the reader's code in one thread's part of a dump, which faulthandler writes in ASCII."""
+    stack = re.sub(r"\\(?:x(..)|u(.{4})|U(.{8}))", lambda found: chr(int(found[found.lastindex], 16)), stack)
     for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', stack):
         if not is_library(file):
             source = linecache.getline(file, int(line)).strip()
