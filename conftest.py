@@ -42,9 +42,12 @@ KINDS = {
     "browsers": "pages in a browser",
     "hosts": "several hosts",
     "slurm": "a Slurm cluster",
+    "harnesses": "lies and many kills",
 }
 OTHER = "everything else"
 FROM_SYSTEM = ("browsers", "hosts", "slurm")  # what they need is not a Python package
+LONG = (*FROM_SYSTEM, "harnesses")  # a third of the time, for what seldom breaks alone
+LEFT_OUT = "not in make test, for its ten minutes. To run these too: make test ALL=1"
 DURATIONS = Path(__file__).parent / "tests" / "durations.json"  # seconds of each file
 APART = ("test_fault_tolerance.py", "test_scripts.py")  # long files whose tests share nothing: each goes to any worker
 
@@ -52,6 +55,7 @@ APART = ("test_fault_tolerance.py", "test_scripts.py")  # long files whose tests
 def pytest_addoption(parser):
     group = parser.getgroup("this project")
     group.addoption("--quick", action="store_true", help="leave out " + ", ".join(KINDS.values()))
+    group.addoption("--short", action="store_true", help="skip " + ", ".join(KINDS[kind] for kind in LONG))
     group.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}, by which files start")
 
 
@@ -78,6 +82,10 @@ def pytest_collection_modifyitems(config, items):
     if config.option.quick:
         config.hook.pytest_deselected(items=[item for item in items if kind_of(item) != OTHER])
         items[:] = [item for item in items if kind_of(item) == OTHER]
+    if config.option.short:
+        for item in items:
+            if kind_of(item) in LONG:
+                item.add_marker(pytest.mark.skip(reason=LEFT_OUT))
     seconds = json.loads(DURATIONS.read_text())
     counts = collections.Counter(item.path.name for item in items)
     seconds |= {name: seconds[name] / counts[name] for name in APART if counts[name]}
@@ -134,8 +142,8 @@ def pytest_terminal_summary(terminalreporter, config):
             terminalreporter.line(f"{text:30}{row['seconds']:7.1f} s   {', '.join(outcomes)}")
     for (_, reason), count in skipped.items():
         terminalreporter.line(f"skipped {count}: {reason}")
-    if any(kind in FROM_SYSTEM for kind, _ in skipped):
-        terminalreporter.line("To run these: make system, then make test; hosts and Slurm need root too.")
+    if any(kind in FROM_SYSTEM and reason != LEFT_OUT for kind, reason in skipped):
+        terminalreporter.line("To run these: make system, then make test ALL=1; hosts and Slurm need root too.")
     if config.option.record_durations:
         recorded = json.loads(DURATIONS.read_text()) | {name: round(seconds) for name, seconds in by_file.items()}
         DURATIONS.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n")

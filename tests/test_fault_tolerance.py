@@ -14,7 +14,7 @@ import pytest
 
 from helpers.export import chapters
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.harnesses
 
 FORGETFUL = """\
 import os, sys, time, uuid
