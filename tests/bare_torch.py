@@ -1,8 +1,8 @@
-"""Runs scripts one after the other, each in a fork of this process, which has imported torch and nothing else.
+"""Runs scripts one after the other, each in a fork of this process, which has imported torch.
 
 Each line of the standard input is [script, flags…] as JSON. The answer is the script's exit status, and its output is
 in the files out and errors in the folder for temporary files. A fork saves the import of torch, and os._exit saves the
-end of the interpreter. A script still has to import whatever else it uses.
+end of the interpreter. A script still has to import whatever it uses, but for the compiler, which every optimizer does.
 """
 
 import atexit
@@ -15,7 +15,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-import torch  # noqa: F401
+import torch._dynamo  # noqa: F401
 
 
 def run(script, *flags):

@@ -51,13 +51,13 @@ def test_every_page_of_the_toc_is_there_under_its_title_and_number(pdf):
     assert [mark.title for mark in reader.outline] == titles
     numbers = [reader.get_destination_page_number(mark) + 1 for mark in reader.outline]
     assert numbers == sorted(set(numbers))
-    contents = " ".join(page.extract_text() for page in reader.pages[1 : numbers[0] - 1])
-    contents = re.sub(r"\s+", " ", contents)
+    contents = "\n".join(page.extract_text() for page in reader.pages[1 : numbers[0] - 1])
     for title, number in zip(titles, numbers, strict=True):
         text = reader.pages[number - 1].extract_text()
-        assert title in " ".join(text.split("\n", 4)[:4])
+        letters = r"\s*".join(map(re.escape, "".join(title.split())))  # kerning can be read as a space
+        assert re.search(letters, "\n".join(text.split("\n", 4)[:4]))
         assert str(number) in text.splitlines(), "no page number"
-        assert f"{title} {number}" in contents
+        assert re.search(rf"{letters}\s+{number}\b", contents)
 
 
 def test_links_lead_to_a_place_in_the_book_or_to_the_web(pdf):
