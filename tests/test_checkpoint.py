@@ -337,7 +337,7 @@ def test_a_newer_torch_may_have_other_dataclasses(tmp_path, kind):
         ("torch.serialization", "load"),
         ("torch.hub", "load"),
         ("pathlib", "Path.unlink"),
-        ("pathlib", "os"),
+        ("shutil", "os"),
     ],
 )
 def test_what_is_not_plain_is_not_even_looked_up(tmp_path, module, name):

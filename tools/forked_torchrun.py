@@ -26,6 +26,7 @@ def be_a_rank(script, *flags):
     """Run the script in this process as ``python script flags`` would."""
     sys.argv, sys.path[0] = [script, *flags], str(Path(script).parent)
     torch.distributed.set_debug_level_from_env()  # torch read the variable in the agent
+    torch.set_num_threads(torch.get_num_threads())  # else autograd's threads race to renew the pool that a fork breaks
     runpy.run_path(script, run_name="__main__")
 
 
