@@ -135,11 +135,26 @@ def test_chapter_1_names_a_rank_that_is_missing(own_store, alone, tmp_path):
     assert [line.split()[0] for line in out.splitlines()] == ["rank", "0", "2"]
 
 
+# It prints what FAILING prints, without torch: for an interruption that does not depend on what the ranks do.
+ENDLESS = """\
+import os
+import time
+
+if steps < 0:
+    import torch.distributed as dist
+
+    dist.init_process_group()
+if os.environ["RANK"] == "0":
+    print("2 rank(s), gloo on cpu\\ntraining", flush=True)
+time.sleep(1000)
+"""
+
+
 @pytest.fixture
-def running(tmp_path):
+def running(tmp_path, request):
     """``python -m helpers run``, started as by a terminal, for a test to interrupt. At the end nothing may be left."""
     mark = uuid.uuid4().hex
-    notebook = write_notebook(tmp_path, FAILING)
+    notebook = write_notebook(tmp_path, getattr(request, "param", ENDLESS))
     command = [sys.executable, "-m", "helpers", "run", notebook, "--nproc", "2", "--", "--steps", "100000000"]
     environment = {**os.environ, leftovers.MARK: mark, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -157,9 +172,10 @@ def running(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("send", "numbers"),
-    [(os.killpg, [signal.SIGINT] * 3), (os.kill, [signal.SIGTERM])],
+    ("running", "send", "numbers"),
+    [(FAILING, os.killpg, [signal.SIGINT] * 3), (ENDLESS, os.kill, [signal.SIGTERM])],
     ids=["impatient Ctrl-C at a terminal", "SIGTERM"],
+    indirect=["running"],
 )
 def test_an_interrupted_run_leaves_nothing(running, send, numbers):
     assert [running.stdout.readline() for _ in range(2)] == ["2 rank(s), gloo on cpu\n", "training\n"]
