@@ -323,12 +323,7 @@ def test_readme_starts_with_the_two_commands():
     assert [command for command in found if command.startswith("make")][:2] == ["make book", "make test"]
 
 
-def with_ranks(command):
-    """The command as a parameter of a test, with a mark if it starts ranks."""
-    return pytest.param(command, marks=[pytest.mark.ranks] if "helpers doctor" in command else [])
-
-
-@pytest.mark.parametrize("command", [with_ranks(command) for command in all_commands()])
+@pytest.mark.parametrize("command", all_commands())
 def test_command_in_the_prose_works(command, tmp_path, helpers):
     """A make target exists. A command of this project, or its help, is run. Others are among the known commands."""
     words = shlex.split(command)
@@ -344,11 +339,10 @@ def test_command_in_the_prose_works(command, tmp_path, helpers):
     elif words[:3] == ["python", "-m", "helpers"]:
         if words[3] == "export" and "--out" not in words:
             words += ["--out", str(tmp_path)]
-        if words[3] == "doctor":  # it starts a process group
-            run(sys.executable, *words[1:])
-        else:
-            status, _, said = helpers(*([words[3], "--help"] if words[3] in ("run", "rehearse") else words[3:]))
-            assert not status, said
+        assert words[3] != "doctor" or words[4:] == []  # test_doctor.py runs it so
+        long = words[3] in ("run", "rehearse", "doctor")
+        status, _, said = helpers(*([words[3], "--help"] if long else words[3:]))
+        assert not status, said
     elif words[:2] == ["jupyter", "nbconvert"]:
         run(sys.executable, "-m", "nbconvert", *words[2:], "--output-dir", tmp_path)
         assert list(tmp_path.iterdir())

@@ -76,6 +76,7 @@ def test_under_torchrun(surroundings):
 
 @pytest.mark.ranks
 def test_alone(surroundings):
+    """The command as the prose has it."""
     done = run(surroundings, "helpers", "doctor")
     assert (done.returncode, done.stderr) == (0, "")
     check_report(done.stdout, 2)

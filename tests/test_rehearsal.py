@@ -34,7 +34,7 @@ def line_of(script, words):
 def test_every_planted_mistake_is_seen_with_its_line(tmp_path):
     script = HERE / "rehearsal_mistakes.py"
     report = tmp_path / "report.json"
-    done = rehearse(script, "--json", report, flags=[tmp_path])
+    done = rehearse_here(script, "--json", report, flags=[tmp_path])
     names = re.findall(r'^    \("(.*?)", ', script.read_text(), re.MULTILINE)
     assert len(names) >= 22
     names.append("objects without a set device")

@@ -38,13 +38,13 @@ for step in range(steps):
 stop_process_group()
 """
 
-# A script that starts no group, so that its start takes little time.
+# A script that starts no group and does not import torch, so that its start takes little time.
 GROUPLESS = """\
 import os
 
-import torch.distributed as dist
-
 if steps < 0:
+    import torch.distributed as dist
+
     dist.init_process_group()
 print(steps, os.environ["OMP_NUM_THREADS"])
 assert steps < 5
@@ -59,12 +59,12 @@ def alone(tmp_path):
 
 def test_a_rank_that_raises_ends_the_job_and_is_named(alone, tmp_path):
     script = export(write_notebook(tmp_path, FAILING), tmp_path / "empty")
-    status, _, errors, left = torchrun(script, 3, alone, "--fail", "2", "--steps", "100000000")
+    status, _, errors, left = torchrun(script, 2, alone, "--fail", "1", "--steps", "100000000")
     assert status == 1 and not left
     assert 'raise ValueError(f"rank {args.fail} cannot go on")' in errors  # the rank's own traceback, with its line
-    assert "ValueError: rank 2 cannot go on" in errors
+    assert "ValueError: rank 1 cannot go on" in errors
     summary = errors.partition("sample.py FAILED\n")[2]
-    assert re.search(r"rank      : 2 \(local_rank: 2\)\n +exitcode  : 1 ", summary)  # not the status of SIGABRT
+    assert re.search(r"rank      : 1 \(local_rank: 1\)\n +exitcode  : 1 ", summary)  # not the status of SIGABRT
 
 
 ENDING = """\
@@ -135,11 +135,26 @@ def test_chapter_1_names_a_rank_that_is_missing(own_store, alone, tmp_path):
     assert [line.split()[0] for line in out.splitlines()] == ["rank", "0", "2"]
 
 
+# It prints what FAILING prints, without torch: for an interruption that does not depend on what the ranks do.
+ENDLESS = """\
+import os
+import time
+
+if steps < 0:
+    import torch.distributed as dist
+
+    dist.init_process_group()
+if os.environ["RANK"] == "0":
+    print("2 rank(s), gloo on cpu\\ntraining", flush=True)
+time.sleep(1000)
+"""
+
+
 @pytest.fixture
-def running(tmp_path):
+def running(tmp_path, request):
     """``python -m helpers run``, started as by a terminal, for a test to interrupt. At the end nothing may be left."""
     mark = uuid.uuid4().hex
-    notebook = write_notebook(tmp_path, FAILING)
+    notebook = write_notebook(tmp_path, getattr(request, "param", ENDLESS))
     command = [sys.executable, "-m", "helpers", "run", notebook, "--nproc", "2", "--", "--steps", "100000000"]
     environment = {**os.environ, leftovers.MARK: mark, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -157,9 +172,10 @@ def running(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("send", "numbers"),
-    [(os.killpg, [signal.SIGINT] * 3), (os.kill, [signal.SIGTERM])],
+    ("running", "send", "numbers"),
+    [(FAILING, os.killpg, [signal.SIGINT] * 3), (ENDLESS, os.kill, [signal.SIGTERM])],
     ids=["impatient Ctrl-C at a terminal", "SIGTERM"],
+    indirect=["running"],
 )
 def test_an_interrupted_run_leaves_nothing(running, send, numbers):
     assert [running.stdout.readline() for _ in range(2)] == ["2 rank(s), gloo on cpu\n", "training\n"]
