@@ -181,7 +181,7 @@ def test_the_capstone_goes_on_from_shards_of_two_nodes(cluster, tmp_path):
     flags = "--steps 60 --warmup 5 --log-every 5 --save-every 10 --pp 2 --backend gloo".split()
     forking = tmp_path / "bin" / "torchrun"  # the same agent; its ranks do not import torch
     forking.parent.mkdir()
-    forking.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, FORKING[0]])} "$@"\n')
+    forking.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(FORKING[0])])} "$@"\n')
     forking.chmod(0o755)
     path = f"--export=ALL,PATH={forking.parent}:{cluster.environment['PATH']}"
     job = Job(cluster, tmp_path, path, flags=flags, script="16_capstone.sbatch")
