@@ -3,7 +3,7 @@
 A chapter's runs on one rank by itself, on 4 ranks that torchrun's agent forks, and on pretended GPUs; the template's
 runs under torchrun on 1, 2 and 4. A script's last line is ``result {json}``, printed by rank 0. Its ``world_size`` must
 be the launched one; its other numbers must not depend on it. Where a step takes long, it is the result of fewer steps
-that must not; tools/rehearse_all.py runs these scripts without flags.
+that must not.
 """
 
 import json
@@ -26,7 +26,7 @@ GPUS = {"11_trainer": 8}  # how many pretended GPUs; the other scripts have 2
 BY_NUMBER = {"04_ddp": "04"}  # rehearsed by its number, as its user writes it
 FRESH = ["10_checkpointing", "14_profiling_debugging"]  # run by themselves in an interpreter of their own, to its end
 FEWER = ["--batch-size", "144", "--width", "16"]
-FLAGS = {  # for less work than by default
+FLAGS = {  # on several ranks, for less work than by default; one rank runs with them as well
     "02_collectives": ["--repeat", "0.001"],
     "06_fsdp": ["--epochs", "2", *FEWER],
     "07_tensor_parallel": FEWER,
@@ -42,7 +42,7 @@ GOOD_ENOUGH = {
     "03_samplers": lambda result: result["val_accuracy"] > 0.9,
     "04_ddp": lambda result: result["val_accuracy"] > 0.95,
     "05_amp": lambda result: result["learned"] > 0.9,
-    "06_fsdp": lambda result: result["val_loss"] < 1.2 and result["bytes_per_parameter"] == pytest.approx(16, abs=0.1),
+    "06_fsdp": lambda result: result["val_loss"] < 0.85 and result["bytes_per_parameter"] == pytest.approx(16, abs=0.1),
     "10_checkpointing": lambda result: result["val_accuracy"] > 0.94 and result["step"] == 120,
     "11_trainer": lambda result: result["val_accuracy"] > 0.94 and result["step"] == 90,
     "13_fault_tolerance": lambda result: result["val_accuracy"] > 0.95 and result["step"] == 120,
@@ -53,10 +53,10 @@ GOOD_ENOUGH = {
         and result["ranks_without_trace"] == result["tensors_that_differ"] == 0
         and result["loss"] < 1.2
     ),
-    "07_tensor_parallel": lambda result: result["train_loss"] < 1.7 and result["off_by"] == 0,
-    "08_pipeline_parallel": lambda result: result["val_loss"] < 1.2,
-    "09_long_sequences_experts": lambda result: result["train_loss"] < 1.5 and result["gradient_off"] < 0.001,
-    "16_capstone": lambda result: result["val_loss"] < 1.8 and result["step"] == 12,
+    "07_tensor_parallel": lambda result: result["train_loss"] < 1.3 and result["off_by"] == 0,
+    "08_pipeline_parallel": lambda result: result["val_loss"] < 1.0,
+    "09_long_sequences_experts": lambda result: result["train_loss"] < 1.0 and result["gradient_off"] < 0.001,
+    "16_capstone": lambda result: result["val_loss"] < 1.6 and result["step"] == 40,
 }
 
 
@@ -130,9 +130,10 @@ def test_the_ranks_cannot_import_helpers(alone, tmp_path):
 def test_chapter(notebook, alone, on_one_rank, tmp_path):
     folder = tmp_path / "empty"
     script = written(notebook, folder)
-    flags = FLAGS.get(notebook.stem, [])
-    expected = in_its_interpreter(script, alone) if notebook.stem in FRESH else on_one_rank(script, *flags)
+    expected = in_its_interpreter(script, alone) if notebook.stem in FRESH else on_one_rank(script)
     assert GOOD_ENOUGH[notebook.stem](expected), expected
+    if flags := FLAGS.get(notebook.stem, []):
+        expected = on_one_rank(script, *flags)
     assert on_ranks(4, Forked(script, 4, alone, *flags).end()) == pytest.approx(expected, abs=TOLERANCE)
     assert set(os.listdir(folder)) <= {script.name, "__pycache__"}
 
