@@ -123,7 +123,7 @@ def pytest_runtest_makereport(item):
 
 def pytest_terminal_summary(terminalreporter, config):
     """What ran, by kind; what was skipped, why, and the command that enables it."""
-    rows, skipped, by_file, lacking = {}, collections.Counter(), collections.Counter(), False
+    rows, skipped, by_file = {}, collections.Counter(), collections.Counter()
     for outcome in ("passed", "failed", "error", "skipped", ""):  # "" is a test's preparation and its end
         for report in terminalreporter.stats.get(outcome, []):
             kind = dict(getattr(report, "user_properties", [])).get("kind", OTHER)
@@ -133,7 +133,6 @@ def pytest_terminal_summary(terminalreporter, config):
             by_file[Path(report.fspath).name] += getattr(report, "duration", 0)
             if outcome == "skipped":
                 skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
-                lacking = lacking or (kind in FROM_SYSTEM and not config.option.short)
     terminalreporter.section("what ran")
     for kind, text in {**KINDS, OTHER: OTHER}.items():
         if row := rows.get(kind):
@@ -143,7 +142,7 @@ def pytest_terminal_summary(terminalreporter, config):
             terminalreporter.line(f"{text:30}{row['seconds']:7.1f} s   {', '.join(outcomes)}")
     for reason, count in skipped.items():
         terminalreporter.line(f"skipped {count}: {reason}")
-    if lacking:
+    if not config.option.short and any(rows[kind]["skipped"] for kind in FROM_SYSTEM if kind in rows):
         terminalreporter.line("To run these: make system, then make test ALL=1; hosts and Slurm need root too.")
     if config.option.record_durations:
         recorded = json.loads(DURATIONS.read_text()) | {name: round(seconds) for name, seconds in by_file.items()}

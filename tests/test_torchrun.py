@@ -38,14 +38,18 @@ for step in range(steps):
 stop_process_group()
 """
 
-# A script that starts no group and does not import torch, so that its start takes little time.
-GROUPLESS = """\
+# The beginning of a script that starts no group and does not import torch, so that its start takes little time.
+NO_GROUP = """\
 import os
+import time
 
 if steps < 0:
     import torch.distributed as dist
 
     dist.init_process_group()
+"""
+GROUPLESS = f"""\
+{NO_GROUP}
 print(steps, os.environ["OMP_NUM_THREADS"])
 assert steps < 5
 """
@@ -136,14 +140,8 @@ def test_chapter_1_names_a_rank_that_is_missing(own_store, alone, tmp_path):
 
 
 # It prints what FAILING prints, without torch: for an interruption that does not depend on what the ranks do.
-ENDLESS = """\
-import os
-import time
-
-if steps < 0:
-    import torch.distributed as dist
-
-    dist.init_process_group()
+ENDLESS = f"""\
+{NO_GROUP}
 if os.environ["RANK"] == "0":
     print("2 rank(s), gloo on cpu\\ntraining", flush=True)
 time.sleep(1000)
