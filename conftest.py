@@ -33,12 +33,13 @@ def kernel_manager(**options):
 nbval.kernel.KernelManager = kernel_manager
 
 
-# What a test needs, by its mark. A notebook's cells and the tests that use the fixture `browser` get theirs here.
+# What a test needs, by its mark. A notebook's cells and tests with the fixture `browser` or `book` get theirs here.
 KINDS = {
     "cells": "notebooks' cells",
     "scripts": "scripts under torchrun",
     "rehearsals": "rehearsals on pretended GPUs",
     "ranks": "process groups",
+    "pages": "the built book",
     "browsers": "pages in a browser",
     "hosts": "several hosts",
     "slurm": "a Slurm cluster",
@@ -46,7 +47,8 @@ KINDS = {
 }
 OTHER = "everything else"
 FROM_SYSTEM = ("browsers", "hosts", "slurm")  # what they need is not a Python package
-LONG = (*FROM_SYSTEM, "harnesses")  # a third of the time, for what seldom breaks alone
+LONG = ("pages", *FROM_SYSTEM, "harnesses")  # a third of the time, for what seldom breaks alone
+QUICK = ("pages", OTHER)
 LEFT_OUT = "not in make test, for its ten minutes. To run these too: make test ALL=1"
 DURATIONS = Path(__file__).parent / "tests" / "durations.json"  # seconds of each file
 APART = ("test_fault_tolerance.py", "test_scripts.py")  # long files whose tests share nothing: each goes to any worker
@@ -54,7 +56,7 @@ APART = ("test_fault_tolerance.py", "test_scripts.py")  # long files whose tests
 
 def pytest_addoption(parser):
     group = parser.getgroup("this project")
-    group.addoption("--quick", action="store_true", help="leave out " + ", ".join(KINDS.values()))
+    group.addoption("--quick", action="store_true", help="leave out what starts ranks, browsers or clusters")
     group.addoption("--short", action="store_true", help="skip " + ", ".join(KINDS[kind] for kind in LONG))
     group.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}, by which files start")
 
@@ -78,10 +80,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("cells")
         elif "browser" in item.fixturenames:
             item.add_marker("browsers")
+        elif "book" in item.fixturenames:
+            item.add_marker("pages")
         item.user_properties.append(("kind", kind_of(item)))  # travels with the report from xdist's worker
     if config.option.quick:
-        config.hook.pytest_deselected(items=[item for item in items if kind_of(item) != OTHER])
-        items[:] = [item for item in items if kind_of(item) == OTHER]
+        config.hook.pytest_deselected(items=[item for item in items if kind_of(item) not in QUICK])
+        items[:] = [item for item in items if kind_of(item) in QUICK]
     if config.option.short:
         for item in items:
             if kind_of(item) in LONG:

@@ -46,7 +46,7 @@ class Project:
         """Run make; return the finished process, with Python's arguments as ``.calls``."""
         calls = self.folder / "calls"
         calls.write_text("")
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "TORCH"))}
         command = ["make", "PYTHON=./python3", *arguments]
         done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True)
         done.calls = calls.read_text()

@@ -89,7 +89,7 @@ def become_a_rank(mask):
     """Make this forked process as new as one that torchrun has started: its session, its signals, its numbers."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in STOPS - {signal.SIGINT}:
+    for number in STOPS - {signal.SIGINT} | {signal.SIGQUIT}:  # a shell's background job ignores SIGQUIT
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     sys.stdout.reconfigure(line_buffering=True)
