@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest import mock
 
 import leftovers
 import pytest
@@ -27,6 +28,13 @@ from helpers.ranks.launch import RankError, launch, warm
 ROOT = Path(__file__).parents[1]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 COLLECTIVES = ["broadcast", "scatter", "gather", "reduce", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    """The doctor sets a log level for the ranks that it starts. Here that ends with the test."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------
