@@ -69,6 +69,7 @@ def lab(tmp_path_factory):
         assert not alive, f"left running: {alive}"
     finally:
         server.kill()  # if it has not ended by itself
+        server.wait()
 
 
 def wait_for(condition, seconds):
@@ -91,7 +92,8 @@ def run_all(browser, lab):
     def open_and_run(chapter):
         page = context.new_page()
         page.goto(f"{url}lab/tree/{chapter}.ipynb?token={token}&reset")
-        page.wait_for_function(f"window.jupyterapp && {NOTEBOOK}?.sessionContext?.session?.kernel?.status === 'idle'")
+        ready = f"window.jupyterapp && {NOTEBOOK}?.sessionContext?.session?.kernel?.status === 'idle'"
+        page.wait_for_function(ready, timeout=120_000)
         page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
         wait_for(lambda: has_run(page.evaluate(STATE)), 240)
         return page
@@ -104,7 +106,7 @@ def has_run(state):
     return state["status"] == "idle" and state["cells"][-1]["count"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("chapter", NAMES)
 def test_chapter_runs_in_jupyterlab(run_all, chapter):
     page = run_all(chapter)

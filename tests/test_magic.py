@@ -283,7 +283,9 @@ def test_extension_can_be_loaded_again(kernel):
 @pytest.mark.ranks
 def test_works_without_the_extensions_early_start(kernel):
     run(kernel, "import os, signal\nfrom multiprocessing.forkserver import _forkserver as server")
-    run(kernel, "os.kill(server._forkserver_pid, signal.SIGKILL)\nimport time; time.sleep(0.2)")
+    run(kernel, "os.kill(server._forkserver_pid, signal.SIGKILL)")
+    run(kernel, "import psutil, time\nkilled = psutil.Process(server._forkserver_pid)")
+    run(kernel, "while killed.status() != psutil.STATUS_ZOMBIE:\n    time.sleep(0.05)")
     assert run(kernel, "%%ranks 2\nworld_size") == "[ranks 0-1] 2\n"
 
 

@@ -70,7 +70,7 @@ def warm():
     with without_main():
         running = forkserver._forkserver._forkserver_pid
         forkserver.ensure_running()
-    started, patience = forkserver._forkserver._forkserver_pid, time.monotonic() + 1
+    started, patience = forkserver._forkserver._forkserver_pid, time.monotonic() + 10
     with contextlib.suppress(ProcessLookupError):
         # Restarting a kernel kills its process group. The forkserver has to leave it first: it tidies up afterwards.
         while started != running and os.getpgid(started) == os.getpgrp() and time.monotonic() < patience:
