@@ -135,7 +135,7 @@ class Cluster:
         """A job's state, such as RUNNING; None after its end, when Slurm has forgotten it."""
         return self.run("squeue", "--noheader", "--format=%T", f"--job={job}", check=False).strip() or None
 
-    def wait(self, condition, seconds=90):
+    def wait(self, condition, seconds=300):
         """Wait until a condition holds."""
         end = time.monotonic() + seconds
         while not condition():

@@ -145,7 +145,7 @@ def run_script(path, last_line):
     path.write_text(f"{SCRIPT}{last_line}\n")
     with leftovers.surroundings() as environment:
         command = [sys.executable, "-W", "error", path.name]
-        return subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=200)
 
 
 def test_plain_script_needs_no_main_guard_and_shows_the_ranks_traceback(tmp_path):

@@ -63,7 +63,7 @@ class Job:
         """Whether the job has trained since this start."""
         return len(self.starts()) > start and re.search(PROGRESS, self.starts()[start]) is not None
 
-    def wait_for(self, condition, seconds=90):
+    def wait_for(self, condition, seconds=300):
         """Wait for a condition. If it does not come true, the error shows what the job wrote."""
         try:
             self.cluster.wait(condition, seconds)

@@ -204,7 +204,7 @@ def test_a_name_that_means_the_loopback(place):
         ]
         job = Job(both, both_flags(c10d, *hosted), [script, "--patience=8"], place)
         try:
-            leftovers.soon(lambda: 1 in [process.poll() for process in job.processes], 40)
+            leftovers.soon(lambda: 1 in [process.poll() for process in job.processes], 200)
             assert 1 in [process.poll() for process in job.processes], job.told()
         finally:
             job.end()
