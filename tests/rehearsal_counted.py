@@ -58,4 +58,5 @@ if rank == 0:
 dist.destroy_process_group()
 if rank == 0:
     print("over", flush=True)
+os.chdir(os.path.dirname(__file__))  # the report's path was relative to the folder before
 {"os._exit": os._exit, "sys.exit": sys.exit}[sys.argv[2]](0)

@@ -60,7 +60,7 @@ ENDS = [("nccl", "os._exit"), ("cpu:gloo,cuda:nccl", "sys.exit")]  # the chapter
 def test_counts_by_line(backend, end, tmp_path):
     script, report = HERE / "rehearsal_counted.py", tmp_path / "report.json"
     nodes = 2 if end == "sys.exit" else 1
-    done = rehearse_here(script, "--nodes", str(nodes), "--json", report, flags=[backend, end])
+    done = rehearse_here(script, "--nodes", str(nodes), "--json", os.path.relpath(report), flags=[backend, end])
     assert done.returncode == 0, done.stderr
     gpus = [(str(node), f"GPU-{node}-{gpu}") for node in range(nodes) for gpu in range(2)]
     assert done.stdout.splitlines() == [str(gpus), "over"]

@@ -13,6 +13,7 @@ from helpers.command_line import whole
 from helpers.ranks.torchrun import STOPS, folder_until_a_signal, set_defaults
 
 ROOT = Path(__file__).resolve().parents[2]
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by torchrun's agent
 PEERS_WITHIN = 0.2  # seconds that the other ranks have to tell their errors after the first one
 GRACE = 3  # seconds that they then have to end at a SIGTERM
 
@@ -88,9 +89,8 @@ def run(script, gpus, nodes, flags, folder, counts=None):
 def become_a_rank(mask):
     """Make this forked process as new as one that torchrun has started: its session, its signals, its numbers."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in STOPS - {signal.SIGINT} | {signal.SIGQUIT}:  # a shell's background job ignores SIGQUIT
-        signal.signal(number, signal.SIG_DFL)
+    for number in HANDLED:  # some are ignored in a shell's background job
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     sys.stdout.reconfigure(line_buffering=True)
     sys.path.insert(1, str(ROOT))
@@ -119,7 +119,7 @@ def variables(rank, gpus, nodes, port, folder):
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": str(Path(folder, f"error-{rank}.json")),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in HANDLED),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
 
