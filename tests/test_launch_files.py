@@ -339,7 +339,8 @@ def test_after_a_signal_to_torchrun_its_shutdown_timeout_is_what_a_save_gets(tmp
 REPORT = """\
 import os, sys
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"]
-print(" ".join(["here", *(os.environ[name] for name in names), *sys.argv[1:]]), flush=True)  # in one write
+words = " ".join(["here", *(os.environ[name] for name in names), *sys.argv[1:]])
+print(f"{words}\\n", end="", flush=True)  # one write, where Python does not buffer as well
 """
 
 

@@ -50,7 +50,7 @@ if steps < 0:
 """
 GROUPLESS = f"""\
 {NO_GROUP}
-print(steps, os.environ["OMP_NUM_THREADS"])
+print(f"{{steps}} {{os.environ['OMP_NUM_THREADS']}}\\n", end="")  # one write: the ranks share this stream
 assert steps < 5
 """
 
