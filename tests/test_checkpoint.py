@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from unittest import mock
 
 import cloudpickle
@@ -349,6 +350,26 @@ def test_what_is_not_plain_is_not_even_looked_up(tmp_path, module, name):
     (tmp_path / ".metadata").write_bytes(code + pickle.STACK_GLOBAL + pickle.STOP)
     said = message(check_metadata, tmp_path)
     assert f".metadata asks for {module}.{name}, which was not executed" in said
+
+
+class Asks:
+    """Its unpickling calls getattr with these arguments."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def test_getattr_looks_up_members_of_an_enum_alone(tmp_path):
+    """Python 3.11.2 pickles a member so, and other versions read what it has saved."""
+    formats = dcp.metadata._MEM_FORMAT_ENCODING
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Asks(formats, "TORCH_CHANNELS_LAST")))
+    check_metadata(tmp_path)
+    for kind, name in ((Path, "unlink"), (formats, "__members__"), (torch.Size, "numel"), ("text", "format")):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Asks(kind, name)))
+        assert message(check_metadata, tmp_path).endswith("Use a checkpoint that you trust.")
 
 
 # ---- Kills
