@@ -35,7 +35,7 @@ help:
 	@echo
 	@echo "  make check        ruff, and all tests that start no ranks, browsers and clusters"
 	@echo "  make check CHAPTER=04    ruff, and one chapter: its cells, its script, its rehearsal"
-	@echo "  make test         run every notebook's cell, every script, and what else needs Python alone; ten minutes on two cores"
+	@echo "  make test         run every notebook's cell, every script, and what else needs Python alone; 10 to 20 minutes on two cores"
 	@echo "  make test ALL=1   also the built pages, in browsers too, several hosts, a Slurm cluster, lies and many kills, as CI does"
 	@echo "  make test TORCH=2.15.0   the same under another PyTorch, in an environment of its own"
 	@echo "  make system       install what some tests and the PDF need: chromium, Slurm  (asks first)"
