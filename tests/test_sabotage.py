@@ -1,5 +1,7 @@
 """Sabotage: the record agrees with the lies and the notebooks, and three lies are really told."""
 
+import ast
+import contextlib
 import dataclasses
 import re
 
@@ -20,7 +22,14 @@ def test_the_record_has_a_row_for_every_lie_and_no_other():
     assert len(run.recorded()) == len(ROWS) and len({lie.says for lie in LIES.values()}) == len(LIES)
 
 
-def test_rows_name_a_cell_about_the_lie():
+def code_of(source):
+    """A cell's source as the record quotes it: as it is written, and then with each statement on one line."""
+    with contextlib.suppress(SyntaxError):  # for a cell that begins with %%
+        source += "\n" + ast.unparse(ast.parse(source))
+    return run.quoted(source, len(source))
+
+
+def test_rows_quote_a_cell_about_the_lie():
     problems = []
     told = [(lie, chapter) for lie in LIES.values() for chapter in lie.chapters]
     for lie, chapter in told:
@@ -34,6 +43,9 @@ def test_rows_name_a_cell_about_the_lie():
             problems.append(f"{lie.name}: {cell} stands under {heading}, not {row['Noticed in']}")
         if row["By"] not in ("assert", "error", "hang", "output") or not re.search(lie.words, words, re.IGNORECASE):
             problems.append(f"{lie.name}: {cell} is not about {lie.words}")
+        said = row["What the cell said"].strip("`").removesuffix(" …")
+        if said.startswith("assert ") and said not in code_of(next(one.source for one in nb.cells if one.id == cell)):
+            problems.append(f"{lie.name}: {cell} does not say {said}")
     assert not problems, "\n".join([*problems, "run `make sabotage ARGS=…` for these"])
 
 
