@@ -22,6 +22,13 @@ def test_the_record_has_a_row_for_every_lie_and_no_other():
     assert len(run.recorded()) == len(ROWS) and len({lie.says for lie in LIES.values()}) == len(LIES)
 
 
+def test_a_lie_about_a_file_changes_it():
+    for lie in LIES.values():
+        for chapter in lie.chapters if lie.file else ():
+            text = (run.ROOT / lie.file.format(chapter=run.notebook_of(chapter).name)).read_text()
+            assert lie.tell(text) != text, lie.name  # and raises LookupError where it finds nothing to change
+
+
 def code_of(source):
     """A cell's source as the record quotes it: as it is written, and then with each statement on one line."""
     with contextlib.suppress(SyntaxError):  # for a cell that begins with %%

@@ -959,7 +959,7 @@ def replicas_see_the_same_images(text):
 @lie("16", "norm|clip|equal|plain", file="notebooks/16_capstone.ipynb")
 def what_all_slices_hold_counts_for_each(text):
     """The norm over a mesh counts a gradient once for each slice that holds it."""
-    return swap(text, '1 if sliced else mesh[\\"tp\\"].size()', "1")
+    return swap(text, "1 if sliced else slices", "1")
 
 
 @lie("16", "bfloat16|precision", file="notebooks/16_capstone.ipynb")
