@@ -34,7 +34,7 @@ def lie(chapters, words, module="", file=""):
 
 
 def swap(text, old, new, times=1):
-    """The text with ``new`` in place of ``old``. Raises AssertionError unless ``old`` occurs ``times`` times."""
+    """The text with ``new`` in place of ``old``. Raises LookupError unless ``old`` occurs ``times`` times."""
     if text.count(old) != times:
         raise LookupError(f"the lie does not apply: the file has {text.count(old)} times {old!r}, not {times}")
     return text.replace(old, new)
