@@ -681,6 +681,7 @@ def test_each_rank_hashes_and_syncs_what_it_writes_and_nobody_reads_it(tmp_path)
             model = fully_shard(nn.Linear(4, 4))
             save_sharded(get_model_state_dict(model), path)
             save_file(torch.rand(10), path / f"own_{rank}.pt")
+            dist.barrier()  # then nobody renames a file that another rank lists
             mine = {file.name for file in path.iterdir() if synced.get(file.stat().st_ino) == file.stat().st_size}
         folders = {file.stat().st_ino in synced for file in (tmp_path, latest_good(tmp_path))}
         assert folders == {True} or rank == 1
