@@ -240,8 +240,21 @@ def one_after_the_other():
 def test_late_peer_that_fails_in_the_same_way_is_named_too(capsys):
     """A peer that still computes is waited for, because a busy machine slows it."""
     page = one_after_the_other()
-    assert str(failure(page.step, page.work, 0.8, nproc=2)).startswith("ranks 0-1 failed: ValueError: no data")
+    assert str(failure(page.step, page.work, 0.5, nproc=2)).startswith("ranks 0-1 failed: ValueError: no data")
     assert capsys.readouterr().out == "[ranks 0-1] here\n"
+
+
+@linux
+def test_peer_that_fails_while_the_launcher_asks_who_is_busy_is_named_too(monkeypatch):
+    page = one_after_the_other()
+    busy = launcher.busy
+
+    def held_up(process):
+        time.sleep(0.6)  # longer than the peer computes, so it has reported and is not busy any more
+        return busy(process)
+
+    monkeypatch.setattr(launcher, "busy", held_up)
+    assert str(failure(page.step, page.work, 0.5, nproc=2)).startswith("ranks 0-1 failed: ValueError: no data")
 
 
 @pytest.mark.parametrize("do", ["sleep", "work"])

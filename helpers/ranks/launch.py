@@ -181,18 +181,18 @@ def collect(folder, ranks, timeout):
     met, returned, failures, deadline = set(), set(), {}, time.monotonic() + MEET_WITHIN + timeout
     while waiting := {rank: pair for rank, pair in enumerate(ranks) if rank not in returned | failures.keys()}:
         patience = deadline - time.monotonic()
+        last = patience <= 0
         if failures:
             waited = time.monotonic() - min(failure.when for failure in failures.values())
             killed = any(failure.killed for failure in failures.values())  # no peer is killed for the same reason
             within, late_within = (0, PEERS_WITHIN) if killed else (PEERS_WITHIN, LATE_WITHIN)
             # Ranks that have reported count as well: a thread of theirs may still send what a peer waits for.
             if waited > within and (waited > late_within or not any(busy(process) for process, _ in ranks)):
-                break
+                last = True
             patience = min(patience, max(within - waited, 0.02))
-        if patience <= 0:
-            break
         handles = [handle for process, here in waiting.values() for handle in (process.sentinel, here)]
-        ready = connection.wait(handles, min(patience, NOTICE_WITHIN))
+        # The last look comes after the question whether a rank is busy: one may have reported just before the answer.
+        ready = connection.wait(handles, 0 if last else min(patience, NOTICE_WITHIN))
         for rank, (process, here) in waiting.items():
             told = os.read(here.fileno(), 2) if here in ready else b""  # also b"" if the rank has closed its end
             if MET in told:
@@ -205,6 +205,8 @@ def collect(folder, ranks, timeout):
                 failures[rank] = pickle.loads((folder / f"report{rank}").read_bytes())
             elif process.sentinel in ready and not told:
                 failures[rank] = death(process)
+        if last:
+            break
     return returned, failures
 
 
