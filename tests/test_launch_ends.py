@@ -42,8 +42,9 @@ def test_fifty_calls_leave_this_process_as_it_was():
     *before, mine, server = grown()
     for _ in range(50):
         launch(step, nproc=2)
-    *after, mine_after, server_after = grown()
-    assert after == before
+    # The forkserver closes a pipe of a rank a moment after it has told of the rank's end.
+    assert leftovers.soon(lambda: all(now <= then for now, then in zip(grown()[:3], before, strict=True)))
+    *_, mine_after, server_after = grown()
     assert mine_after - mine < 8e6 and server_after - server < 8e6  # bytes
 
 
@@ -68,13 +69,13 @@ def test_helper_process_that_was_killed_between_calls(victim):
 
 
 def test_forkserver_that_is_killed_during_a_call():
-    def kill_it():
+    def kill_it(server):
         time.sleep(0.2)
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(server, signal.SIGKILL)  # a zombie until the next call, so it keeps its number
         time.sleep(1000)
 
     pid = forkserver._forkserver._forkserver_pid
-    error = failure(kill_it, nproc=2)
+    error = failure(kill_it, pid, nproc=2)
     assert "ranks 0-1 died" in str(error)
     assert leftovers.soon(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     assert launch(dist.get_rank, nproc=2) == [0, 1]

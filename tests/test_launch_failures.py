@@ -10,16 +10,18 @@ import sys
 import textwrap
 import threading
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
 import leftovers
+import psutil
 import pytest
 import torch.distributed as dist
 from launching import cell, failure, linux, nothing_left, warmed_up, without_carets  # noqa: F401  (fixtures)
 
 from helpers.ranks import launch as launcher
-from helpers.ranks.launch import collect
+from helpers.ranks.launch import collect, where_they_stand
 from helpers.ranks.rank import MET, RETURNED
 
 pytestmark = pytest.mark.ranks
@@ -186,6 +188,33 @@ def test_cause_is_named_and_not_the_echo(nproc, how):
         assert error.rank == 1, error.failures
 
 
+@linux
+def test_death_that_is_told_after_its_echo():
+    """The forkserver tells of a rank's death. Here it is stopped until the peer has reported the lost connection."""
+    page = cell("""
+        def step(server):
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            if dist.get_rank() == 1:
+                os.kill(server, signal.SIGSTOP)
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(x)
+    """)
+    server = psutil.Process(forkserver._forkserver._forkserver_pid)
+
+    def go_on():
+        leftovers.soon(lambda: server.status() == psutil.STATUS_STOPPED)
+        time.sleep(0.8)  # the peer has reported long since, and is not busy
+        server.resume()
+
+    late = threading.Thread(target=go_on)
+    late.start()
+    error = failure(page.step, server.pid, nproc=2)
+    late.join()
+    assert str(error).startswith("rank 1 died first: killed by SIGKILL")
+    assert "Connection" in error.failures[0]
+
+
 def test_cause_that_comes_after_its_echo(tmp_path):
     """Rank 1 closes its connections, waits until its peer has failed for that reason, and then raises the cause."""
     page = cell("""
@@ -208,15 +237,17 @@ def test_cause_that_comes_after_its_echo(tmp_path):
     assert "Connection" in error.failures[0] and "own words" in error.failures[0]
 
 
-def test_first_of_two_failures_is_named():
+def test_first_of_two_failures_is_named(monkeypatch):
+    monkeypatch.setattr(launcher, "PEERS_WITHIN", 60)  # both are reported before the launcher goes on
     page = cell("""
         def step():
-            dist.barrier()
-            if dist.get_rank() == 0:
-                time.sleep(0.15)
+            folder = os.path.dirname(os.environ["WORLD_SIZE_ONE_STORE"])
+            while dist.get_rank() == 0 and not os.path.exists(os.path.join(folder, "report1")):
+                time.sleep(0.001)
             raise ValueError(f"from {dist.get_rank()}")
     """)
-    assert "from 1" in str(failure(page.step, nproc=2))
+    error = failure(page.step, nproc=2)
+    assert "from 1" in str(error) and sorted(error.failures) == [0, 1]
 
 
 def one_after_the_other():
@@ -324,9 +355,9 @@ def test_hang_names_each_ranks_line():
                 time.sleep(1000)
             dist.all_reduce(x)
     """)
-    error = failure(page.step_é_β, nproc=5, timeout=1)
+    error = failure(page.step_é_β, nproc=5, timeout=3)
     first, *lines = str(error).splitlines()
-    assert first == "4 of 5 ranks still ran after timeout=1 s:"
+    assert first == "4 of 5 ranks still ran after timeout=3 s:"
     assert lines[0] == "  rank 0: finished"
     assert lines[1] in ("  rank 1: at line 6 of step_é_β: while True:", "  rank 1: at line 7 of step_é_β: pass")
     assert lines[2:] == [
@@ -357,8 +388,8 @@ def test_hang_of_any_kind_ends_at_the_timeout(hang):
             lock.acquire()
             {hang}
     """)
-    error = failure(page.step, nproc=2, timeout=1)
-    assert str(error).startswith("2 of 2 ranks still ran after timeout=1 s:")
+    error = failure(page.step, nproc=2, timeout=3)
+    assert str(error).startswith("2 of 2 ranks still ran after timeout=3 s:")
     assert "line 6 of step" in str(error)
 
 
@@ -396,8 +427,8 @@ def test_every_signal_is_the_readers(hang, capsys):
                 signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
             {hang}
     """)
-    assert str(failure(page.step, nproc=2, timeout=1)) == (
-        f"2 of 2 ranks still ran after timeout=1 s:\n  ranks 0-1: at line 9 of step: {hang}"
+    assert str(failure(page.step, nproc=2, timeout=3)) == (
+        f"2 of 2 ranks still ran after timeout=3 s:\n  ranks 0-1: at line 9 of step: {hang}"
     )
     assert capsys.readouterr().out == ""
 
@@ -428,9 +459,25 @@ def test_rank_that_tells_its_line_late_is_waited_for(monkeypatch):
         if dist.get_rank() == 1:
             subprocess.Popen(["sh", "-c", f"sleep 2.3; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(1000)
         dist.barrier()
 
     message = str(failure(stop, nproc=2, timeout=2))
     assert message.startswith("2 of 2 ranks still ran after timeout=2 s:")
-    assert "rank 1: at line" in message or "ranks 0-1: at line" in message
-    assert "no line" not in message
+    assert "rank 0: at line" in message and "rank 1: at line" in message
+
+
+def test_line_is_told_when_its_stack_is_complete(tmp_path):
+    """faulthandler writes a stack piece by piece, the innermost frame first."""
+    begin = "0x1\nTimeout (0:00:01)!\nThread 0x1 (most recent call first):\n"
+    (tmp_path / "stack0").write_text(begin + f'  File "{os.__file__}", line 1 in wait\n')
+    end = '  File "mine.py", line 7 in step\n  File "<string>", line 1 in <module>\n'
+
+    def go_on():
+        with open(tmp_path / "stack0", "a") as stack:
+            stack.write(end)
+
+    late = threading.Timer(0.4, go_on)
+    late.start()
+    assert where_they_stand(tmp_path, 1)[0].startswith("line 7 of step in mine.py")
+    late.join()

@@ -179,6 +179,7 @@ def cannot_be_sent(parts):
 def collect(folder, ranks, timeout):
     """Wait until every rank has reported, one has failed, or the timeout: (ranks that returned, {rank: Failure})."""
     met, returned, failures, deadline = set(), set(), {}, time.monotonic() + MEET_WITHIN + timeout
+    closed = set()  # ranks without a pipe: dead, which the forkserver has yet to tell
     while waiting := {rank: pair for rank, pair in enumerate(ranks) if rank not in returned | failures.keys()}:
         patience = deadline - time.monotonic()
         last = patience <= 0
@@ -187,14 +188,17 @@ def collect(folder, ranks, timeout):
             killed = any(failure.killed for failure in failures.values())  # no peer is killed for the same reason
             within, late_within = (0, PEERS_WITHIN) if killed else (PEERS_WITHIN, LATE_WITHIN)
             # Ranks that have reported count as well: a thread of theirs may still send what a peer waits for.
-            if waited > within and (waited > late_within or not any(busy(process) for process, _ in ranks)):
-                last = True
+            alive = closed & waiting.keys() or any(busy(process) for process, _ in ranks)
+            last = last or waited > within and (waited > late_within or not alive)
             patience = min(patience, max(within - waited, 0.02))
-        handles = [handle for process, here in waiting.values() for handle in (process.sentinel, here)]
+        handles = [process.sentinel for process, _ in waiting.values()]
+        handles += [here for rank, (_, here) in waiting.items() if rank not in closed]
         # The last look comes after the question whether a rank is busy: one may have reported just before the answer.
         ready = connection.wait(handles, 0 if last else min(patience, NOTICE_WITHIN))
         for rank, (process, here) in waiting.items():
-            told = os.read(here.fileno(), 2) if here in ready else b""  # also b"" if the rank has closed its end
+            told = os.read(here.fileno(), 2) if here in ready else b""
+            if here in ready and not told:
+                closed.add(rank)
             if MET in told:
                 met.add(rank)
                 if len(met) == len(ranks):
@@ -243,17 +247,19 @@ def end(ranks):
 
 def where_they_stand(folder, nproc):
     """{rank: the innermost line of the reader's code} at the timeout. Waits for the ranks to dump their stacks."""
-    patience, dumps, before = time.monotonic() + LATE_WITHIN, [], None
-    while time.monotonic() < patience and not (dumps == before and all(map(main_thread, dumps))):
-        time.sleep(0.1)
-        before, dumps = dumps, [read(folder / f"stack{rank}") for rank in range(nproc)]
-    return {rank: innermost(main_thread(dump)) for rank, dump in enumerate(dumps)}
+    patience = time.monotonic() + LATE_WITHIN
+    while True:
+        late = time.monotonic() > patience
+        stacks = [main_thread(read(folder / f"stack{rank}")) for rank in range(nproc)]
+        if late or all(stack.endswith((" in <module>\n", "\n  ...\n")) for stack in stacks):  # or over 100 frames
+            return {rank: innermost(stack) for rank, stack in enumerate(stacks)}
+        time.sleep(0.05)
 
 
 def main_thread(dump):
     """The main thread's part of a faulthandler dump, or "". The dump's first line is the main thread's id."""
     main, _, dump = dump.partition("\n")
-    return next((block for block in dump.split("\n\n") if f"Thread {main} " in block), "")
+    return next((block for block in re.split(r"(?<=\n)\n", dump) if f"Thread {main} " in block), "")
 
 
 def innermost(stack):
