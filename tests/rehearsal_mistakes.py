@@ -87,9 +87,12 @@ plant("objects without a set device", "Duplicate GPU", lambda: dist.all_gather_o
 dist.destroy_process_group()
 
 start["store"] = dist.PrefixStore("third", store)
-dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=2), **start)
+dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=60), **start)
 if rank == 1:
+    options = dist.group.WORLD._get_backend(device).pretended_options
+    options._timeout = timedelta(seconds=2)
     plant("a group that a rank does not make", "ranks [0]", lambda: dist.new_group([1]))
+    options._timeout = timedelta(seconds=60)
     store.set("refused", "")
 store.wait(["refused"])
 dist.all_reduce(torch.ones(3, device=device))

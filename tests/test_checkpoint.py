@@ -419,57 +419,65 @@ def kill_everywhere(folder, keep):
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.ranks
 def test_a_kill_at_every_operation_loses_nothing(tmp_path, keep):
-    [found] = launch(kill_everywhere, tmp_path / "runs", keep, nproc=1)
+    [found] = launch(kill_everywhere, tmp_path / "runs", keep, nproc=1, timeout=240)
     assert len(found) > 15  # operations
     assert found == sorted(found) and set(found) == {2, 3}  # the old one up to the rename, the new one from then on
 
 
-def written(folder):
-    """The number of bytes in a folder's files, some of which may vanish while they are counted."""
-    total = 0
-    for where, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                total += os.stat(os.path.join(where, name)).st_size
-    return total
+def killed_while_writing(folder, step, weights, point):
+    """Write a checkpoint, and die when this part of the weights is in the file."""
+
+    class File(io.FileIO):
+        def write(self, data):
+            if len(data) < weights.nbytes:
+                return super().write(data)
+            super().write(data[: int(point * len(data))])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch("io.FileIO", File), new_checkpoint(folder, step, 2) as path:
+        save_file(weights, path / "weights.pt")
 
 
 def kill_while_writing(folder, points):
+    """[how many bytes of the weights are in the file after a kill, for each point]."""
     dist.destroy_process_group()
-    size, found, cut = 2_000_000, [], 0
-    with new_checkpoint(folder, 1, 2) as path:
-        save_file(torch.zeros(size), path / "weights.pt")
-    whole = written(folder)
+    size, found = 2_000_000, []
 
-    def write_next(step, weights):  # computes nothing: a forked child has no threads of OpenMP
+    def weights_of(step):
+        return torch.full((size,), float(step))
+
+    def save(step):
         with new_checkpoint(folder, step, 2) as path:
-            save_file(weights, path / "weights.pt")
+            save_file(weights_of(step), path / "weights.pt")
 
-    good = 1
-    for step, point in enumerate(points, start=2):
-        before = written(folder)
-        child = fork.Process(target=write_next, args=(step, torch.full((size,), float(step))))
-        child.start()
-        while child.is_alive() and written(folder) - before < point * whole:
-            pass
-        child.kill()
-        child.join()
+    def good():
+        """The newest checkpoint's step."""
         newest = latest_good(folder)
         number = int(newest.name[5:])
-        assert torch.equal(load_file(newest / "weights.pt"), torch.full((size,), float(number) if number > 1 else 0.0))
-        assert number in (good, step)
-        good = number
-        found.append(good)
-        cut += any(0 < written(left) < whole for left in folder.glob(".step_*.tmp"))
-    return found, cut
+        assert torch.equal(load_file(newest / "weights.pt"), weights_of(number))
+        return number
+
+    save(1)
+    before = (latest_good(folder) / "weights.pt").read_bytes().index(weights_of(1).numpy().tobytes())
+    for step, point in enumerate(points, start=2):
+        # The weights are made here: a forked child has no threads of OpenMP.
+        child = fork.Process(target=killed_while_writing, args=(folder, step, weights_of(step), point))
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL and good() == 1
+        [left] = folder.glob(".step_*.tmp/*")
+        found.append(left.stat().st_size - before)
+    save(step + 1)
+    assert good() == step + 1 and not list(folder.glob(".*"))
+    return found
 
 
 @pytest.mark.ranks
 def test_a_kill_in_the_middle_of_a_file_loses_nothing(tmp_path):
     chance = random.Random(1)
     points = [chance.uniform(0, 1) for _ in range(30)]
-    [(found, cut)] = launch(kill_while_writing, tmp_path / "runs", points, nproc=1)
-    assert len(found) == 30 and cut > 5  # many were really cut in the middle
+    [found] = launch(kill_while_writing, tmp_path / "runs", points, nproc=1, timeout=240)
+    assert found == [int(point * 8_000_000) for point in points]
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
@@ -867,10 +875,10 @@ def test_a_full_disk_leaves_no_half_file_beside_another(tmp_path):
 # ---- Chapter 10's script
 
 
-def kill_a_rank(script, environment, flags, folder, name):
-    """Start a script on two ranks, and kill one of them when the folder holds that checkpoint."""
+def kill_a_rank(script, environment, flags, folder, step):
+    """Start a script on two ranks, and kill one of them when the folder holds a checkpoint of that step or a later."""
     agent = Forked(script, 2, environment, *flags)
-    while not agent.ended() and not (folder / name).exists():
+    while not agent.ended() and not any(int(path.name[5:]) >= step for path in finished(folder)):
         time.sleep(0.001)
     rank = next(pid for pid in agent.left() if pid != agent.pid)
     os.kill(rank, signal.SIGKILL)
@@ -892,7 +900,7 @@ def test_the_script_is_killed_and_goes_on(tmp_path):
     assert status == 1 and "Correct its name, or: mkdir -p runs/a" in errors
     runs = script.parent / "runs" / "a"
     runs.mkdir(parents=True)
-    kill_a_rank(script, alone, settings, runs, "step_00000020")
+    kill_a_rank(script, alone, settings, runs, 20)
     newest = latest_good(runs)
     assert 20 <= int(newest.name[5:]) < 120
     status, out, errors, _ = Forked(script, 2, alone, *settings).end()

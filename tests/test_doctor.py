@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import cloudpickle
 import leftovers
 import pytest
 import torch
@@ -28,6 +29,8 @@ from helpers.ranks.launch import RankError, launch, warm
 ROOT = Path(__file__).parents[1]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 COLLECTIVES = ["broadcast", "scatter", "gather", "reduce", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
 
 
 @pytest.fixture(autouse=True)
@@ -187,15 +190,16 @@ def world(capsys):
     """A function that starts the doctor on local ranks and returns (statuses, output).
 
     Each rank first calls ``prepare()``; if that returns "absent", the rank does not come. As with torchrun, the store
-    is not a rank's: this process serves it.
+    is not a rank's: this process serves it. ``report`` replaces REPORT_SECONDS, where a rank is waited for in vain.
     """
 
-    def start(count, prepare, timeout=4):
+    def start(count, prepare, timeout=60, report=membership.REPORT_SECONDS):
         store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
         def rank(port):
             torch.set_num_threads(1)
-            membership.REPORT_SECONDS = 0.5
+            membership.REPORT_SECONDS = report
+            dist.barrier()
             dist.destroy_process_group()
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             number = int(os.environ["RANK"])
@@ -331,7 +335,7 @@ def test_a_rank_that_is_gone_on_the_way_is_named(victim, world):
         if rank == victim:
             dist.all_reduce = raises(SystemExit())
 
-    statuses, out = world(3, prepare, timeout=2)
+    statuses, out = world(3, prepare, timeout=2, report=0.5)
     assert statuses == ["dead" if rank == victim else 1 for rank in range(3)]
     assert f"Rank {victim} on " in out and "stopped answering in the step: all_reduce." in flat(out)
     assert "1 problem found" in out and re.search(r"^all_to_all +yes", out, re.MULTILINE)
@@ -350,7 +354,7 @@ def test_a_rank_that_hangs_where_no_timeout_reaches_leaves(capsys):
 
 @pytest.mark.ranks
 def test_a_rank_that_comes_too_late_says_so(world):
-    statuses, out = world(3, lambda rank: time.sleep(6 * (rank == 1)), timeout=2)
+    statuses, out = world(3, lambda rank: time.sleep(6 * (rank == 1)), timeout=3)
     assert statuses == [1, 1, 1]
     assert "Rank 1 of 3 did not come" in out and "The others went on without this rank" in out
 
@@ -795,7 +799,7 @@ def test_what_two_hosts_have_between_them(world, written):
         run_rank = doctor.run_rank
         doctor.run_rank = lambda *args, **options: run_rank(*args, **options, plan=plan)
 
-    statuses, out = world(4, prepare, timeout=20)
+    statuses, out = world(4, prepare)
     assert re.search(r"^nodes +has 2, the plan counts on 2$", out, re.MULTILINE)
     for label in ("in a node", "between  "):
         assert re.search(rf"^{label} has \S+ GB/s on rank \d, the plan counts on 1e-06$", out, re.MULTILINE), out

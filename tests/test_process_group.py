@@ -310,6 +310,14 @@ def test_missing_rank_is_named_by_rank_0():
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         if rank == 1:
             return "never came"
+        rendezvous = dist.rendezvous
+
+        def unhurried(*where, timeout):  # the connection, which is not what has to time out
+            for server, *place in rendezvous(*where, timeout=timedelta(seconds=60)):
+                server.set_timeout(timeout)
+                yield server, *place
+
+        dist.rendezvous = unhurried
         try:
             start_process_group(timeout=timedelta(seconds=2))
         except dist.DistStoreError as error:

@@ -161,7 +161,10 @@ def run_rank(place, backend=None, timeout=60, plan=None):
     if status and "TORCHELASTIC_RUN_ID" in os.environ:
         # torchrun prints a long report for each rank that fails or is stopped: one rank of each host is enough.
         status = int(place["LOCAL_RANK"] == 0)
-        time.sleep(0.5 * status)
+        if status:
+            with contextlib.suppress(dist.DistError):  # the store may end with the first host
+                membership.wait_for([f"gone/{one}" for one in membership.members], time.monotonic() + REPORT_SECONDS)
+            time.sleep(0.5)
     return status
 
 

@@ -8,14 +8,14 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from helpers.command_line import whole
 from helpers.ranks.torchrun import STOPS, folder_until_a_signal, set_defaults
 
 ROOT = Path(__file__).resolve().parents[2]
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by torchrun's agent
-PEERS_WITHIN = 0.2  # seconds that the other ranks have to tell their errors after the first one
-GRACE = 3  # seconds that they then have to end at a SIGTERM
+GRACE = 3  # seconds that ranks have to end at a SIGTERM
 
 
 def add_arguments(command, chapter):
@@ -126,6 +126,8 @@ def variables(rank, gpus, nodes, port, folder):
 
 def wait(ranks):
     """Wait for all ranks, {process: rank}; return 0, or 1 where one failed, which ends the others as torchrun does."""
+    from helpers.ranks.launch import LATE_WITHIN, PEERS_WITHIN, busy  # here, because other commands do without it
+
     failed = False
     while ranks and not failed:
         pid, status = os.wait()
@@ -134,12 +136,16 @@ def wait(ranks):
     if failed:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         print(f"rank {rank} failed: {how}", file=sys.stderr, flush=True)
-    for ending, seconds in ((0, PEERS_WITHIN), (signal.SIGTERM, GRACE), (signal.SIGKILL, GRACE)):  # 0 sends nothing
+    # First the other ranks may tell their errors, longer if they are at work: 0 sends nothing.
+    endings = ((0, PEERS_WITHIN, LATE_WITHIN), (signal.SIGTERM, GRACE, GRACE), (signal.SIGKILL, GRACE, GRACE))
+    for ending, within, late_within in endings:
         for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, ending)  # with what the rank has started
-        patience = time.monotonic() + seconds
-        while ranks and time.monotonic() < patience:
+        start = time.monotonic()
+        while ranks and (waited := time.monotonic() - start) < late_within:
+            if waited > within and not any(busy(SimpleNamespace(pid=pid)) for pid in ranks):
+                break
             ranks.pop(os.waitpid(-1, os.WNOHANG)[0], None)
             time.sleep(0.01)
     return int(failed)

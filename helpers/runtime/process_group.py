@@ -43,12 +43,12 @@ def compare(store, rank, world_size, choice):
     """Raise RuntimeError on every rank, naming hosts, unless all use one backend."""
     store.set(f"backend of rank {rank}", f"{choice} on {os.uname().nodename}")
     if rank == 0:  # the store's timeout names a key, and with it the missing rank
-        keys = [f"backend of rank {r}" for r in range(world_size)]
-        choices = sorted({store.get(key).decode() for key in keys})
-        agreed = {choice.split(" on ")[0] for choice in choices} in ({"nccl"}, {"gloo"})
-        store.set("word of rank 0", "" if agreed else ", ".join(choices))
+        said = {store.get(f"backend of rank {r}").decode() for r in range(world_size)}
+        agreed = {choice.split(" on ")[0] for choice in said} in ({"nccl"}, {"gloo"})
+        store.set("word of rank 0", "" if agreed else ", ".join(sorted(said)))
     if wrong := store.get("word of rank 0").decode():
-        time.sleep(1)  # else the store may end before others have read it
+        store.set(f"rank {rank} knows", "")  # rank 0 waits: it may serve the store
+        rank == 0 and store.wait([f"rank {r} knows" for r in range(world_size)])
         raise RuntimeError(f"No common backend: {wrong}. On CPUs: --backend gloo.")
 
 
