@@ -24,7 +24,7 @@ def kernel_manager(**options):
     """A notebook's kernel that listens on sockets in a folder.
 
     jupyter_client looks for five free ports, and the kernel takes them later. Meanwhile the ranks of other tests take
-    ports all the time, and a kernel that finds one taken dies.
+    ports all the time, and a kernel that finds one taken dies. tools/ipc_kernels.py has the same for nbclient.
     """
     address = Path(tempfile.gettempdir(), f"kernel-{uuid.uuid4().hex[:12]}")
     return KernelManager(transport="ipc", ip=str(address), **options)
@@ -51,6 +51,7 @@ LONG = ("pages", *FROM_SYSTEM, "harnesses")  # a third of the time, for what sel
 QUICK = ("pages", OTHER)
 LEFT_OUT = "not in make test, for its ten minutes. To run these too: make test ALL=1"
 DURATIONS = Path(__file__).parent / "tests" / "durations.json"  # seconds of each file
+BOOKS_SECONDS = 900  # for a test of the built book: it may build it, or wait until another worker has built it
 APART = ("test_fault_tolerance.py", "test_scripts.py")  # long files whose tests share nothing: each goes to any worker
 
 
@@ -76,6 +77,8 @@ def kind_of(item):
 def pytest_collection_modifyitems(config, items):
     """Give each test its kind, and let the longest files start first: one that came last would run alone."""
     for item in items:
+        if "book" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(BOOKS_SECONDS))
         if item.path.suffix == ".ipynb":
             item.add_marker("cells")
         elif "browser" in item.fixturenames:

@@ -71,6 +71,17 @@ def run_build(folder, env):
     return folder / "_build" / "html", done.returncode, done.stderr
 
 
+def run_nbval(path, *options):
+    """Run nbval on a notebook that is not this project's, in the notebook's folder. Returns the finished process.
+
+    pytest does not find the root conftest.py from there. Its name is given, so that this kernel takes no ports either.
+    """
+    command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
+    command += ["-p", "conftest", *options, path.name]
+    return subprocess.run(command, cwd=path.parent, env=env, capture_output=True, text=True)
+
+
 def pytest_runtest_setup(item):
     """Skip a test of two hosts, or of Slurm, on a machine that cannot have them."""
     for mark, missing in (("hosts", hosts.missing), ("slurm", slurm_cluster.missing)):
@@ -90,6 +101,7 @@ def book(tmp_path_factory, worker_id):
     folder = shared / "built-book"
     with FileLock(shared / "built-book.lock"):
         if not (folder / "status").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # a builder whose time was up may have left it
             folder.mkdir()
             _, status, complaints = build_book(folder, BOOK_REPOSITORY_URL="")
             (folder / "complaints").write_text(complaints)

@@ -25,23 +25,34 @@ VISIBLE_PICTURE = """figure => [...figure.querySelectorAll('.wso-view')]
 
 
 class Visit:
-    """An open page of the book, with what the browser complained about and what it requested from other hosts."""
+    """An open page of the book, with all replies and complaints: the browser's, and of requests to other hosts."""
 
     def __init__(self, context, url, page):
-        self.complaints = []
+        self.complaints, self.replies = [], []
         self.page = context.new_page()
         self.page.set_default_timeout(PATIENCE)
         self.page.on("console", lambda message: message.type in ("error", "warning") and self.complain(message.text))
         self.page.on("pageerror", lambda error: self.complain(f"page error: {error}"))
-        self.page.on("requestfailed", lambda request: self.complain(f"failed: {request.url}"))
+        self.page.on("requestfailed", self.failed)
         self.page.on("request", lambda request: self.check(request.url, url))
-        self.page.on("response", lambda reply: reply.status >= 400 and self.complain(f"{reply.status}: {reply.url}"))
+        self.page.on("response", self.replied)
         self.page.emulate_media(color_scheme="light")
         self.page.goto(f"{url}/{page}.html")
         self.page.wait_for_function("window.MathJax ? MathJax.startup?.promise.then(() => true) : true")
 
     def complain(self, text):
         self.complaints.append(text)
+
+    def failed(self, request):
+        # Chromium requests the icon again a second later, and ends that request where another page comes first. An icon
+        # that is missing is still a complaint: the page itself loads the same file, as its logo.
+        if (request.url.rpartition("/")[2], request.failure) != ("favicon.svg", "net::ERR_ABORTED"):
+            self.complain(f"failed: {request.url}")
+
+    def replied(self, reply):
+        self.replies.append(reply)
+        if reply.status >= 400:
+            self.complain(f"{reply.status}: {reply.url}")
 
     def check(self, address, url):
         if not address.startswith((url, "data:", "blob:")):
@@ -55,6 +66,7 @@ def shared_context(browser, book_url):
     One page stays open, so that the browser shows all pages in one process: a new one would take 0.7 s each time.
     """
     context = browser.new_context(viewport=WIDE)
+    context.set_default_timeout(PATIENCE)
     context.new_page().goto(f"{book_url}/genindex.html")
     yield context
     context.close()

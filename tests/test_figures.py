@@ -6,11 +6,12 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import nbformat
 import numpy as np
 import pytest
+from conftest import ROOT, run_nbval
+from ipc_kernels import SocketKernelManager
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
@@ -20,8 +21,6 @@ from nbclient import NotebookClient
 from helpers.figures import drawing as figures
 from helpers.figures.ddp import ddp_overlap, exposed, overlap_schedule, replicas
 from helpers.figures.drawing import RANK_COLORS, rank_color, rank_hatch, show
-
-ROOT = Path(__file__).parents[1]
 
 # How dichromats see linear RGB, from Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of
 # color vision deficiency", 2009, severity 1.
@@ -268,10 +267,7 @@ CELLS = {
 
 def nbval(path):
     """Run nbval on a notebook, with the project's sanitising. Returns each cell's outcome, "." or "F"."""
-    command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "-q"]
-    command += [f"--nbval-sanitize-with={ROOT / 'tests' / 'nbval_sanitize.cfg'}", path.name]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(command, cwd=path.parent, env=env, capture_output=True, text=True)
+    done = run_nbval(path, "-q", f"--nbval-sanitize-with={ROOT / 'tests' / 'nbval_sanitize.cfg'}")
     found = re.search(r"^([.FEsx]+) +\[100%\]$", done.stdout, re.MULTILINE)
     assert found, done.stdout + done.stderr
     return found[1], done.stdout
@@ -280,7 +276,8 @@ def nbval(path):
 def stored(path, cells):
     """Write a notebook of these cells, with their present outputs."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    client = NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}})
+    options = {"kernel_manager_class": SocketKernelManager, "kernel_name": "python3"}
+    client = NotebookClient(notebook, **options, resources={"metadata": {"path": str(path.parent)}})
     client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
     nbformat.write(notebook, path)
     return notebook

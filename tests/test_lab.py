@@ -10,12 +10,15 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
 from conftest import CHAPTERS, ROOT
+from test_browser import PATIENCE
 
 ALL = [chapter.split("/")[1] for chapter in CHAPTERS]
 NAMES = ALL if os.environ.get("LAB") == "all" else ["template"]
@@ -43,6 +46,7 @@ def lab(tmp_path_factory):
     """The address, with its token, of a JupyterLab on a copy of the notebooks. It ends with the test."""
     folder = tmp_path_factory.mktemp("lab")
     shutil.copytree(ROOT / "notebooks", folder / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    sockets = Path(tempfile.mkdtemp(prefix="lab-"))  # instead of ports, which others may take first
     token = secrets.token_hex(16)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "PYTEST"))}
     for name in ["CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"]:  # leave the user's own alone
@@ -51,12 +55,12 @@ def lab(tmp_path_factory):
         sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0",
         f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder / 'notebooks'}",
         "--LabApp.expose_app_in_browser=True", "--LabApp.news_url=", "--LabApp.check_for_updates_class="
-        "jupyterlab.NeverCheckForUpdate",
+        "jupyterlab.NeverCheckForUpdate", "--KernelManager.transport=ipc", f"--KernelManager.ip={sockets / 'kernel'}",
     ]  # fmt: skip
     with open(folder / "log", "w") as log:
         server = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     try:
-        info = wait_for(lambda: next((folder / "RUNTIME_DIR").glob("jpserver-*.json"), None), 60)
+        info = wait_for(lambda: next((folder / "RUNTIME_DIR").glob("jpserver-*.json"), None), 120)
         url = wait_for(lambda: json.loads(info.read_text() or "{}").get("url"), 10)
         yield url, token
         kernels = psutil.Process(server.pid).children(recursive=True)
@@ -70,6 +74,7 @@ def lab(tmp_path_factory):
     finally:
         server.kill()  # if it has not ended by itself
         server.wait()
+        shutil.rmtree(sockets, ignore_errors=True)
 
 
 def wait_for(condition, seconds):
@@ -88,12 +93,13 @@ def run_all(browser, lab):
     """A function that opens a chapter in JupyterLab, runs all its cells and returns the browser's page."""
     url, token = lab
     context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(PATIENCE)
 
     def open_and_run(chapter):
         page = context.new_page()
         page.goto(f"{url}lab/tree/{chapter}.ipynb?token={token}&reset")
         ready = f"window.jupyterapp && {NOTEBOOK}?.sessionContext?.session?.kernel?.status === 'idle'"
-        page.wait_for_function(ready, timeout=120_000)
+        page.wait_for_function(ready, timeout=PATIENCE)
         page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
         wait_for(lambda: has_run(page.evaluate(STATE)), 240)
         return page
@@ -128,7 +134,7 @@ def test_chapter_runs_in_jupyterlab(run_all, chapter):
             handle.focus()
             at_the_end = handle.get_attribute("aria-valuenow") == handle.get_attribute("aria-valuemax")
             page.keyboard.press("ArrowLeft" if at_the_end else "ArrowRight")
-            wait_for(lambda output=output, before=before: pictures(output) not in ([], before), 10)
+            wait_for(lambda output=output, before=before: pictures(output) not in ([], before), 60)
 
 
 def pictures(output):

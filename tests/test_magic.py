@@ -1,12 +1,13 @@
 """``%%ranks``: which names a cell needs, how its body runs on the ranks, and that nbval can compare it."""
 
 import os
-import subprocess
 import sys
 
 import leftovers
 import nbformat
 import pytest
+from conftest import run_nbval
+from ipc_kernels import SocketKernelManager
 from nbclient import NotebookClient
 
 from helpers.ranks.launch import LaunchError
@@ -312,7 +313,9 @@ def test_nbval_compares_ranks(tmp_path):
     cells = [nbformat.v4.new_code_cell(source) for source in CELLS]
     cells += [nbformat.v4.new_code_cell(cell, metadata={"tags": ["raises-exception"]}) for cell in FAILING]
     notebook = NotebookClient(
-        nbformat.v4.new_notebook(cells=cells), resources={"metadata": {"path": tmp_path}}
+        nbformat.v4.new_notebook(cells=cells),
+        kernel_manager_class=SocketKernelManager,
+        resources={"metadata": {"path": tmp_path}},
     ).execute()
     path = tmp_path / "ranks.ipynb"
     nbformat.write(notebook, path)
@@ -325,6 +328,5 @@ def test_nbval_compares_ranks(tmp_path):
     assert "rank 1 died first: ended by itself with exit code 3" in compared
     for private in (str(tmp_path), sys.prefix, "ipykernel_", os.path.expanduser("~") + os.sep, "pymp-"):
         assert private not in compared
-    compare = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-q", "-p", "no:cacheprovider", path]
-    done = subprocess.run(compare, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = run_nbval(path, "-q")
     assert done.returncode == 0 and f"{len(cells)} passed" in done.stdout, done.stdout

@@ -1,15 +1,13 @@
 """Hygiene of the notebooks: every rule of hygiene.py on every notebook, and each rule on one that breaks it."""
 
 import re
-import subprocess
-import sys
 from copy import deepcopy
 
 import hygiene
 import nbformat
 import pytest
 import torch
-from conftest import ROOT, toc_files
+from conftest import ROOT, run_nbval, toc_files
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from store_outputs import WIDGET_VIEW, normalised, text_of
 
@@ -201,8 +199,7 @@ def test_warning_of_a_chapters_own_line_fails_under_nbval(tmp_path):
     sources = ["%load_ext helpers", *(WARNING_CELLS[name].format(category=category) for name, category in named)]
     cells = [new_code_cell(source, execution_count=count) for count, source in enumerate(sources, 1)]
     nbformat.write(new_notebook(cells=cells), tmp_path / "warns.ipynb")
-    command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-rA", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = run_nbval(tmp_path / "warns.ipynb", "-rA")
     outcomes = {
         int(cell): outcome
         for outcome, cell in re.findall(r"^(PASSED|FAILED) .*?\.ipynb::Cell (\d)", done.stdout, flags=re.M)

@@ -108,7 +108,7 @@ def listing(folder):
 
 def assert_gone(folder, mark):
     """Wait for the processes with this mark to be gone and for the folder to be empty."""
-    if not soon(lambda: not processes(mark) and not listing(folder), 60):  # a forkserver ends only after its imports
+    if not soon(lambda: not processes(mark) and not listing(folder), 200):  # a forkserver ends only after its imports
         raise AssertionError(f"left: {processes(mark)}, {listing(folder)}")
 
 
@@ -117,7 +117,8 @@ class Kernel:
 
     def __init__(self, environment):
         self.folder, self.mark = environment["TMPDIR"], environment[MARK]
-        self.manager = KernelManager(connection_file=f"{self.folder}.json", shutdown_wait_time=2)
+        # Its sockets are files beside the folder. Ports are chosen before it starts, and others may take them first.
+        self.manager = KernelManager(transport="ipc", connection_file=f"{self.folder}.json", shutdown_wait_time=2)
         self.manager.start_kernel(env=environment)
         self.client = None
         self.connect()
@@ -143,7 +144,7 @@ class Kernel:
 
         # With stop_on_error, ipykernel would drop this cell if it were waiting while the one before fails.
         reply = self.client.execute_interactive(
-            textwrap.dedent(source), stop_on_error=False, output_hook=show, timeout=60
+            textwrap.dedent(source), stop_on_error=False, output_hook=show, timeout=200
         )
         return reply["content"], "".join(printed)
 

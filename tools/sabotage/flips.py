@@ -1,9 +1,9 @@
-"""Find asserts of the notebooks that cannot fail: ``python tools/sabotage/flips.py [notebooks/04_ddp.ipynb …]``.
+"""Find asserts that cannot fail: ``PYTHONPATH=tools python -m sabotage.flips [notebooks/04_ddp.ipynb …]``.
 
-Every assert is rewritten to call ``recorder.check``: in the kernel, in ``%%ranks``, and in functions that ranks run.
-Then the notebook runs once. The table names each assert that was never reached, that would hold with a comparison
-reversed, or that would hold with a wrong number: 10 % off where two numbers have to be equal, twice or half as large
-where one has to be above a bound. ``--again`` prints the table of the last runs.
+Every assert of a notebook is rewritten to call ``recorder.check``: in the kernel, in ``%%ranks``, and in functions that
+ranks run. Then the notebook runs once. The table names each assert that was never reached, that would hold with a
+comparison reversed, or that would hold with a wrong number: 10 % off where two numbers have to be equal, twice or half
+as large where one has to be above a bound. ``--again`` prints the table of the last runs.
 """
 
 import ast
@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import nbformat
+from ipc_kernels import SocketKernelManager
 from nbclient import NotebookClient
 
 HERE = Path(__file__).resolve().parent
@@ -177,7 +178,11 @@ def run(path):
     searched = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     os.environ.update(FLIPS_RECORD=str(record), PYTHONPATH=searched)
     resources = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(nb, timeout=1200, kernel_name="python3", allow_errors=True, resources=resources).execute()
+    client = NotebookClient(
+        nb, timeout=1200, kernel_name="python3", kernel_manager_class=SocketKernelManager, allow_errors=True,
+        resources=resources,
+    )  # fmt: skip
+    client.execute()
     with record.open("a") as file:
         for cell in nb.cells:
             errors = [one for one in cell.get("outputs", []) if one.output_type == "error"]
