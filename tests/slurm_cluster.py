@@ -118,11 +118,11 @@ class Cluster:
         """Run a command in the controller's network, but with the process numbers of this machine."""
         subprocess.run(["nsenter", f"--target={self.head.pid}", "--net", "--", *command], check=True, timeout=60)
 
-    def run(self, *command, on=None, cwd="/", check=True):
+    def run(self, *command, on=None, cwd="/", check=True, timeout=60):
         """Run a command on the controller's host, or on ``on``; return its output. Fails with the status and output."""
         enter = (on or self.head).enter(command)
         enter[enter.index("--") - 1] = f"--wd={cwd}"
-        done = subprocess.run(enter, env=self.environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(enter, env=self.environment, capture_output=True, text=True, timeout=timeout)
         if check and done.returncode:
             raise AssertionError(f"{' '.join(map(str, command))}: status {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout

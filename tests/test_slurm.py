@@ -267,11 +267,11 @@ SLOW_TO_SAVE = """\
 import os, pathlib, signal, sys, time
 
 def stop(number, frame):
-    print("epoch 2: told", flush=True)
+    (folder / "told").touch()
     sys.exit()
 
-signal.signal(signal.SIGUSR1, stop)
 folder = pathlib.Path(sys.argv[sys.argv.index("--checkpoint-dir") + 1])
+signal.signal(signal.SIGUSR1, stop)
 (folder / "unfinished.part").touch()
 time.sleep(35)
 (folder / "unfinished.part").rename(folder / "step_1.pt")
@@ -282,11 +282,11 @@ time.sleep(200)
 
 def test_a_job_whose_saves_take_long_is_told_earlier(cluster, folder, tmp_path):
     """With three minutes, the signal comes 60 s + 3 x 35 s before the end, though Slurm was asked for one second."""
-    begun = time.monotonic()
     options = ["--nodes=1", "--time=3", "--signal=USR1@1"]
     job = Job(cluster, in_place_of_the_script(folder, tmp_path, SLOW_TO_SAVE), *options)
     job.wait_for(lambda: cluster.state(job.number) is None)
-    assert "epoch 2: told" in job.starts()[0] and 35 < time.monotonic() - begun < 100
+    saved, told = ((job.work / name).stat().st_ctime for name in ("step_1.pt", "told"))
+    assert 0 < told - saved < 60  # by itself, Slurm would send it later: in the job's last minute
 
 
 def test_the_preflight_of_chapter_12(cluster, folder, tmp_path):
@@ -327,8 +327,8 @@ def test_doctor_under_srun(cluster, folder):
     doctor = [sys.executable, "-m", "helpers", "doctor", "--backend=gloo"]
     line = ["srun", "--nodes=2", "--nodelist=n[1,3]", "--time=5"]
     with pytest.raises(AssertionError, match="The host name n1 has no address here.* give an address in MASTER_ADDR"):
-        cluster.run(*line, *doctor, cwd=recorded.FOLDER.parents[1])
+        cluster.run(*line, *doctor, cwd=recorded.FOLDER.parents[1], timeout=240)
     line = ["env", "MASTER_ADDR=10.88.0.11", *line, "--ntasks-per-node=2", *doctor]
-    told = cluster.run(*line, cwd=recorded.FOLDER.parents[1])
+    told = cluster.run(*line, cwd=recorded.FOLDER.parents[1], timeout=240)
     nodes = re.findall(r"^[\d-]+ +[\d-]+ +(compute\d) ", told, re.MULTILINE)
     assert nodes == ["compute1", "compute3"] and "4 ranks on 2 hosts, gloo" in told, told

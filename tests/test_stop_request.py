@@ -25,8 +25,11 @@ ROOT = Path(__file__).parents[1]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 # In the first start rank 1 dies. Rank 0 waits in C code, where no Python handler runs, as in a collective of NCCL.
+# The death waits for rank 0 to be in the block: before, SIGTERM is none of StopRequest's.
 STUCK = """\
-import ctypes, os, sys
+import ctypes, os, sys, time
+from pathlib import Path
+
 import torch.distributed as dist
 from helpers.runtime.stop_request import StopRequest
 
@@ -35,7 +38,10 @@ with StopRequest(patience=1) as stop:
     stop.agreed()
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         if dist.get_rank() == 1:
+            while not Path("armed").exists():
+                time.sleep(0.01)
             os._exit(3)
+        Path("armed").touch()
         lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
         libc.pthread_mutex_lock(lock)
         libc.pthread_mutex_lock(lock)

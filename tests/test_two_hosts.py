@@ -206,6 +206,8 @@ def test_a_name_that_means_the_loopback(place):
         try:
             leftovers.soon(lambda: 1 in [process.poll() for process in job.processes], 200)
             assert 1 in [process.poll() for process in job.processes], job.told()
+            refused = r"Gloo connectFullMesh failed with .*127\.0\.1\.1.*\n"  # it may come from the other host
+            leftovers.soon(lambda: re.search(refused, job.err(0) + job.err(1)))
         finally:
             job.end()
         said = [
@@ -235,7 +237,7 @@ def test_a_worker_an_agent_a_link_are_lost(place):
     with hosts.two_hosts() as both:
         job = Job(both, STATIC, [script, "60"], place)
         try:
-            all_beat(job)
+            all_beat(job, seconds=200)  # with the ranks' start
             [worker] = job.agent(1).children()
             assert worker.environ()["RANK"] == "2"
             worker.kill()
@@ -253,7 +255,7 @@ def test_a_worker_an_agent_a_link_are_lost(place):
             Path(f"beats{rank}").unlink()
         job = Job(both, STATIC, [script, "6"], place)
         try:
-            all_beat(job)
+            all_beat(job, seconds=200)
             job.agent(1).kill()
             time.sleep(1)
             all_beat(job)  # all three, although nobody watches rank 2
@@ -261,8 +263,8 @@ def test_a_worker_an_agent_a_link_are_lost(place):
             text += "node1's agent is killed\n  ranks 0, 1 and 2: train on, rank 2 without an agent\n"
             text += "  node0's agent: sees nothing\n\n"
 
-            both[1].cut()
             cut = time.monotonic()
+            both[1].cut()
             time.sleep(1)
             stopped = [beats(rank) for rank in range(3)]
             time.sleep(2)
@@ -286,7 +288,7 @@ def test_elastic_goes_on_with_one_host(place):
         flags = both_flags(common, ["--nproc-per-node=2"], ["--nproc-per-node=1"])
         job = Job(both, flags, [beating(), "3"], place, FORKING)
         try:
-            assert leftovers.soon(lambda: beats(0)[1] == 3, 60), job.told()
+            assert leftovers.soon(lambda: beats(0)[1] == 3, 200), job.told()
             before = beats(0)[0]
             both[1].switch_off()
             assert leftovers.soon(lambda: beats(0)[1] == 2, 60), job.told()
@@ -309,6 +311,9 @@ def test_doctor_sees_both_hosts(place):
         text = job.lines() + job.out(0)
     assert "3 ranks on 2 hosts, gloo" in text and "Nothing is wrong here." in text
     assert "3 of 3 pairs right" in text
+    # A load that meets one rank or one pair makes it slow, and the report has a note on that.
+    slow = r"note   (?:Rank \d on node\d computes far|The link of ranks \d and \d has far) "
+    text = re.sub(rf"(?m)^{slow}.*\n(?: {{7}}.*\n)*  try: .*\n(?: {{7}}.*\n)*", "", text)
     machine = [r"(?m)^(memory|clocks) .*$", r"(?ms)^(slowest|pairs:) .*?$(?=\n\n)", r"python \S+, torch \S+"]
     numbers = r"(?m) +[\d.,]+(?= |$)"
     recorded.compare("two_hosts_doctor", text, f"{RECORD} -k doctor", varying=[*machine, numbers])

@@ -1,6 +1,7 @@
 """torchrun with ranks that are forked from its agent, which has imported torch: ``python tools/forked_torchrun.py …``.
 
-Arguments, agent, rendezvous, restarts and variables are torchrun's own. A forked rank has its imports done, which saves
+Arguments, agent, rendezvous, restarts and variables are torchrun's own, but a port that it picks for a store on rank 0
+stays reserved: another program could take it before the store starts. A forked rank has its imports done, which saves
 two seconds of a processor at each start. Use it to test what ranks do between their start and their end: a forked rank
 leaves by os._exit, without atexit handlers. With ``--serve MODULE …`` it imports the modules, which ranks then have,
 and runs one job after the other: each line that it reads is a list of arguments, as JSON, and it prints ``ended`` with
@@ -12,14 +13,28 @@ import importlib
 import json
 import os
 import runpy
+import socket
 import sys
 from pathlib import Path
 
 import torch._dynamo  # else every rank would: an optimizer's constructor imports it
 import torch.utils.data
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import api
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
+
+held = []
+
+
+def get_held_port():
+    """A port for the store of the ranks that start next, which stays bound as in helpers.ranks.ports.hold_port."""
+    while held:
+        held.pop().close()
+    held.append(socket.socket())
+    held[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held[0].bind(("127.0.0.1", 0))
+    return held[0].getsockname()[1]
 
 
 def be_a_rank(script, *flags):
@@ -34,6 +49,7 @@ def main(arguments):
     args = parse_args(arguments)
     config, _, _ = config_from_args(args)
     config.start_method = "fork"
+    api.get_free_port = get_held_port
     try:
         elastic_launch(config, be_a_rank)(args.training_script, *args.training_script_args)
     except ChildFailedError as error:

@@ -5,7 +5,8 @@
 The torchrun and the SIGKILL are real, and any rank may be the victim. Half of the moments are drawn evenly from the
 seconds of a start-up, the others from the first second of training. Half of those wait for the next snapshot's write.
 At the end the weights must equal the undisturbed job's to the last bit, and no process, no half written snapshot and no
-hanging job may be left.
+hanging job may be left. What a kill leaves, the next save removes: so a kill during the last save may leave its part,
+and an emergency save, where the next start has nothing to train.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import contextlib
 import itertools
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -30,7 +32,7 @@ import psutil
 ROOT = Path(__file__).parents[1]
 CHAPTER = ROOT / "notebooks" / "13_fault_tolerance.ipynb"
 WINDOW = 1.0  # seconds of training from which half of the moments are drawn
-LENGTH = ["--epochs", "32"]  # 480 steps, long enough for some twenty kills
+LENGTH, STEPS = ["--epochs", "32"], 480  # long enough for some twenty kills
 PATIENCE = 180  # seconds: a restart or a job's end that takes longer counts as a hang
 TORCHRUN, FORKING = ["-m", "torch.distributed.run"], [Path(__file__).with_name("forked_torchrun.py")]
 TUNED = ["--monitor-interval=0.02"]
@@ -187,9 +189,12 @@ def disturbed(script, nproc, environment, flags, agent, folder, kills, start_up,
             ranks = job.next_ranks(ranks)
         if not job.ended_within(PATIENCE):
             raise Failure("it does not end")
-        if strange := [path.name for path in folder.iterdir() if not path.name.startswith("step_")]:
+        found, names = job.outcome(), r"step_.*"
+        if job.said(f"going on from step {STEPS},", job.said("start ")[0]):  # it had nothing to train, or to save
+            names += rf"|emergency_\d+\.pt|\.step_{STEPS:08}\.pt\.part"
+        if strange := [path.name for path in folder.iterdir() if not re.fullmatch(names, path.name)]:
             raise Failure(f"its folder holds {strange}")
-        return *job.outcome(), job.lines
+        return *found, job.lines
     except Failure:
         errors = Path(job.errors.name).read_text().splitlines()
         print("\n".join(["", *(line for _, line in job.lines[-10:]), *errors[-40:]]))

@@ -1,6 +1,7 @@
 """Run a script on several ranks of this machine: torchrun in this process, and a Ctrl-C that ends every process."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -26,8 +27,9 @@ def folder_until_a_signal():
             signal.signal(other, signal.SIG_IGN)  # so that a second Ctrl-C does not interrupt this handler
         try:
             left = psutil.Process().children(recursive=True)
-            for ending in (signal.SIGTERM, signal.SIGKILL):
-                for process in left:
+            # Each is stopped until all have got SIGTERM: a rank that sees another end would print a traceback.
+            for endings in ((signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT), (signal.SIGKILL,)):
+                for ending, process in itertools.product(endings, left):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.send_signal(ending)
                     with contextlib.suppress(OSError):
@@ -38,9 +40,10 @@ def folder_until_a_signal():
         finally:
             os._exit(130)
 
-    folder = tempfile.mkdtemp()  # a TemporaryDirectory would be removed at the end of a forked rank, too
+    folder = ""  # rmtree removes nothing until it is made
     before = {number: signal.signal(number, stop) for number in signals}
     try:
+        folder = tempfile.mkdtemp()  # a TemporaryDirectory would be removed at the end of a forked rank, too
         yield folder
     finally:
         for number, handler in before.items():
