@@ -280,9 +280,9 @@ def test_peer_that_fails_while_the_launcher_asks_who_is_busy_is_named_too(monkey
     page = one_after_the_other()
     busy = launcher.busy
 
-    def held_up(process):
+    def held_up(pid):
         time.sleep(0.6)  # longer than the peer computes, so it has reported and is not busy any more
-        return busy(process)
+        return busy(pid)
 
     monkeypatch.setattr(launcher, "busy", held_up)
     assert str(failure(page.step, page.work, 0.5, nproc=2)).startswith("ranks 0-1 failed: ValueError: no data")

@@ -188,8 +188,10 @@ def collect(folder, ranks, timeout):
             killed = any(failure.killed for failure in failures.values())  # no peer is killed for the same reason
             within, late_within = (0, PEERS_WITHIN) if killed else (PEERS_WITHIN, LATE_WITHIN)
             # Ranks that have reported count as well: a thread of theirs may still send what a peer waits for.
-            alive = closed & waiting.keys() or any(busy(process) for process, _ in ranks)
-            last = last or waited > within and (waited > late_within or not alive)
+            if waited > within and (
+                waited > late_within or not (closed & waiting.keys() or any(busy(process.pid) for process, _ in ranks))
+            ):
+                last = True
             patience = min(patience, max(within - waited, 0.02))
         handles = [process.sentinel for process, _ in waiting.values()]
         handles += [here for rank, (_, here) in waiting.items() if rank not in closed]
@@ -214,10 +216,10 @@ def collect(folder, ranks, timeout):
     return returned, failures
 
 
-def busy(process):
+def busy(pid):
     """Whether a thread of a process runs, or waits for a processor or a disk. False on systems without /proc."""
     try:
-        stats = [stat.read_text() for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")]
+        stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
     except (FileNotFoundError, ProcessLookupError):  # a thread has ended since glob listed it
         return True
     return any(stat.rpartition(")")[2].split()[0] in "RD" for stat in stats)

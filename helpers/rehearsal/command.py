@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 from helpers.command_line import whole
 from helpers.ranks.torchrun import STOPS, folder_until_a_signal, set_defaults
@@ -144,7 +143,7 @@ def wait(ranks):
                 os.killpg(pid, ending)  # with what the rank has started
         start = time.monotonic()
         while ranks and (waited := time.monotonic() - start) < late_within:
-            if waited > within and not any(busy(SimpleNamespace(pid=pid)) for pid in ranks):
+            if waited > within and not any(map(busy, ranks)):
                 break
             ranks.pop(os.waitpid(-1, os.WNOHANG)[0], None)
             time.sleep(0.01)
