@@ -42,6 +42,8 @@ def variants(folder):
     locale = shutil.which("localedef") and subprocess.run(turkish, capture_output=True).returncode == 0
     elsewhere, spaced, others = (folder / name for name in ("an é space", "a b", "other"))
     listed = subprocess.run(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        sys.exit(f"variants run in copies of what git lists here: {listed.stderr.strip()}")
     for name in filter(None, listed.stdout.split("\0")):
         for copy in (elsewhere, others / "tree"):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
