@@ -116,8 +116,10 @@ def place(nb, cell_id):
 
 
 def quoted(text, most=160):
-    """A line of code, or of an error, as inline code for a page, cut after ``most`` characters."""
-    text = " ".join(text.replace("`", "'").split())
+    """A line of code, or of an error, as inline code for a page, without this machine's path of Python, cut after
+    ``most`` characters.
+    """
+    text = " ".join(text.replace("`", "'").replace(f"{Path(sys.executable).parent}/", "").split())
     return f"`{text if len(text) <= most else text[: most - 2] + ' …'}`"
 
 
