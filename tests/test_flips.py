@@ -6,10 +6,12 @@ from nbformat.v4 import new_code_cell, new_notebook
 from sabotage import flips
 
 CELLS = {  # {verdict: a cell}; the verdict is "" for an assert that can fail
-    "setup": ("%load_ext helpers\nfrom helpers.ranks.launch import launch\nloss, empty = 2.0, []", None),
+    "setup": ("%load_ext helpers\nimport torch\nfrom helpers.ranks.launch import launch\nloss, empty = 2.0, []", None),
     "equal": ("assert loss == 2 and [loss] == [2.0]\nassert abs(loss - 2.01) < 0.02 and not empty", ""),
     "constants": ("assert 2 < 3", "compares constants alone"),
     "skipped": ("if empty:\n    assert loss == 2", "never reached"),
+    "old": ("if torch.__version__ < '2':\n    assert loss == 3\nelse:\n    assert loss == 2", ""),
+    "new": ("if torch.__version__ >= '2':\n    if empty:\n        assert loss == 2", "never reached"),
     "nothing": ("assert all(value < 3 for value in empty)", "over nothing: all((value < 3 for value in empty))"),
     "wide": ("assert abs(loss - 2.1) < 0.5", "10 % off still holds: abs(loss - 2.1) < 0.5 (0.1 and 0.5)"),
     "far": ("assert loss > 0.05", "a number ten times too large or small still holds: loss > 0.05 (2 and 0.05)"),

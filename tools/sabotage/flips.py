@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import nbformat
+import torch
 from ipc_kernels import SocketKernelManager
 from nbclient import NotebookClient
 
@@ -139,7 +140,8 @@ def rewrite(cell, sites):
         body = ast.parse(plain)
     except SyntaxError:  # a cell in another language
         return cell.source
-    asserts = [node for node in ast.walk(body) if isinstance(node, ast.Assert)]
+    elsewhere = set(of_other_versions(body))
+    asserts = [node for node in ast.walk(body) if isinstance(node, ast.Assert) and node not in elsewhere]
     lines = source.encode().split(b"\n")
     for number, node in sorted(enumerate(asserts), key=lambda pair: pair[1].lineno, reverse=True):
         site, tree = f"{cell.id} {number}", Tree()
@@ -151,6 +153,15 @@ def rewrite(cell, sites):
         lines[first : last + 1] = new.split(b"\n")
         sites[site] = {"text": ast.unparse(node.test), "parts": tree.parts, "guarded": node in unguarded(body)}
     return magic + b"\n".join(lines).decode()
+
+
+def of_other_versions(body):
+    """Yields all nodes of the branches that ``if torch.__version__ …`` does not take under this version."""
+    for node in ast.walk(body):
+        test = ast.unparse(node.test) if isinstance(node, ast.If) else ""
+        if re.fullmatch(r"torch\.__version__ [<>]=? '[\d.]+'", test):
+            for statement in node.orelse if eval(test, {"torch": torch}) else node.body:
+                yield from ast.walk(statement)
 
 
 def unguarded(body):
