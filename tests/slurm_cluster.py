@@ -67,7 +67,7 @@ class Cluster:
         self.environment = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("SLURM_", "SBATCH_", "PYTEST_", "TORCH", "OMP_", "GLOO_"))
+            if not name.startswith(("SLURM_", "SBATCH_", "PYTEST_", "PYTHONUNBUFFERED", "TORCH", "OMP_", "GLOO_"))
         }
         self.environment["SLURM_CONF"] = str(folder / "slurm.conf")
         self.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -33,6 +33,7 @@ SLURM = """\
 $preflight# ----
 
 export OMP_NUM_THREADS=1
+export PYTHONUNBUFFERED=1  # without it, torchrun shows a rank's lines late, some kilobytes at a time
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # without it, ranks that start again may read dead ranks' addresses
 export WORK=$${WORK:-$$SLURM_JOB_NAME-$$SLURM_JOB_ID}  # $work
 export START=$${SLURM_RESTART_COUNT:-0}
