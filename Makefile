@@ -155,7 +155,7 @@ system:
 	@sh tools/install_system.sh
 
 soak: $(READY)
-	@$(BIN)/python $(if $(N),tools/kills$(if $(filter 13,$(CHAPTER)),,_on_meshes).py --kills $(N),tools/soak.py --chapter $(or $(CHAPTER),04) --runs $(RUNS) $(ARGS))
+	@PYTHONPATH=tests/support $(BIN)/python $(if $(N),tools/kills$(if $(filter 13,$(CHAPTER)),,_on_meshes).py --kills $(N),tools/soak.py --chapter $(or $(CHAPTER),04) --runs $(RUNS) $(ARGS))
 
 # ATEN_CPU_CAPABILITY and DNNL_MAX_CPU_ISA limit which of the CPU's instructions PyTorch and oneDNN use, as an older CPU
 # would. They go together: no CPU has the one limit alone, and PyTorch then fails in attention ("pack_vnni2").
@@ -171,7 +171,7 @@ rehearse: $(READY)
 	@$(BIN)/python tools/rehearse_all.py
 
 sabotage: $(READY)
-	@PYTHONPATH=tools $(BIN)/python -m sabotage.run $(ARGS)
+	@PYTHONPATH=tools:tests/support $(BIN)/python -m sabotage.run $(ARGS)
 
 # On a busy machine, an OpenMP thread that spins keeps its own rank waiting.
 outputs: export OMP_WAIT_POLICY := passive

@@ -24,7 +24,7 @@ def kernel_manager(**options):
     """A notebook's kernel that listens on sockets in a folder.
 
     jupyter_client looks for five free ports, and the kernel takes them later. Meanwhile the ranks of other tests take
-    ports all the time, and a kernel that finds one taken dies. tools/ipc_kernels.py has the same for nbclient.
+    ports all the time, and a kernel that finds one taken dies. tests/support/ipc_kernels.py has the same for nbclient.
     """
     address = Path(tempfile.gettempdir(), f"kernel-{uuid.uuid4().hex[:12]}")
     return KernelManager(transport="ipc", ip=str(address), **options)

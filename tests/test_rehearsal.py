@@ -16,7 +16,7 @@ from scripting import ROOT, rehearse, rehearse_here, torchrun
 
 pytestmark = pytest.mark.rehearsals
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "support"
 
 
 def counts(path, kind):

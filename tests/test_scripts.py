@@ -68,7 +68,7 @@ def alone(tmp_path_factory):
 @pytest.fixture(scope="module")
 def on_one_rank(alone):
     """A function that runs a script by itself, in a fork of a process with torch, and returns its numbers."""
-    command = [sys.executable, ROOT / "tests" / "bare_torch.py"]
+    command = [sys.executable, ROOT / "tests" / "support" / "bare_torch.py"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=alone, **pipes) as process:
 

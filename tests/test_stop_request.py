@@ -141,7 +141,12 @@ def test_a_rank_that_is_stuck_in_c_ends_and_the_job_goes_on(tmp_path):
     (tmp_path / "stuck.py").write_text(STUCK)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    agent = [sys.executable, ROOT / "tools" / "forked_torchrun.py", "--nproc-per-node=2", "--max-restarts=1"]
+    agent = [
+        sys.executable,
+        ROOT / "tests/support/forked_torchrun.py",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+    ]
     agent += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     done = subprocess.run(
         [*agent, "stuck.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120

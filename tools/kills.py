@@ -34,7 +34,7 @@ CHAPTER = ROOT / "notebooks" / "13_fault_tolerance.ipynb"
 WINDOW = 1.0  # seconds of training from which half of the moments are drawn
 LENGTH, STEPS = ["--epochs", "32"], 480  # long enough for some twenty kills
 PATIENCE = 180  # seconds: a restart or a job's end that takes longer counts as a hang
-TORCHRUN, FORKING = ["-m", "torch.distributed.run"], [Path(__file__).with_name("forked_torchrun.py")]
+TORCHRUN, FORKING = ["-m", "torch.distributed.run"], [ROOT / "tests/support/forked_torchrun.py"]
 TUNED = ["--monitor-interval=0.02"]
 AT_ADDRESS = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
 

@@ -1,4 +1,4 @@
-"""torchrun with ranks that are forked from its agent, which has imported torch: ``python tools/forked_torchrun.py …``.
+"""torchrun with ranks that are forked from its agent, which has imported torch: ``forked_torchrun.py …``.
 
 Arguments, agent, rendezvous, restarts and variables are torchrun's own, but a port that it picks for a store on rank 0
 stays reserved: another program could take it before the store starts. A forked rank has its imports done, which saves
@@ -57,7 +57,7 @@ def main(arguments):
 
 
 def be_an_agent(arguments, folder, environment, output):
-    """Become ``python tools/forked_torchrun.py arguments``, in a process that the forkserver of ``launch`` has forked.
+    """Become ``python forked_torchrun.py arguments``, in a process that the forkserver of ``launch`` has forked.
 
     ``environment`` is that of scripting.stand_alone, which hides helpers; ``output`` gets the files out and errors.
     """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-FOLDER = Path(__file__).parents[1] / "book" / "recorded"
+FOLDER = Path(__file__).parents[2] / "book" / "recorded"
 
 
 def compare(name, text, command, varying=(), **versions):

@@ -22,7 +22,7 @@ from rehearsing import be_a_command
 from helpers.export import chapters
 from helpers.ranks.launch import context, warm, without_main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.002  # for numbers in a result, which are rounded to three digits
 
 # As a module that comes first on a rank's path, this text hides the project, however it is installed.
@@ -99,7 +99,7 @@ class Forked:
     """A script under torchrun's agent, where agent and ranks are forked from a process that has imported torch.
 
     Each process saves the two seconds of the processor that its imports take. The agent is that of
-    tools/forked_torchrun.py; the environment is the caller's, and helpers is hidden as ``stand_alone`` hides it.
+    forked_torchrun.py; the environment is the caller's, and helpers is hidden as ``stand_alone`` hides it.
     """
 
     def __init__(self, script, nproc, environment, *flags):

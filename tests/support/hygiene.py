@@ -11,7 +11,7 @@ from store_outputs import normalised, text_of
 
 MAGICS = {"load_ext", "ranks"}  # nbval may pass an unknown magic, so the known ones are listed here
 MOST_BYTES = 1_500_000
-GLOSSARY = Path(__file__).parents[1] / "book/glossary.md"
+GLOSSARY = Path(__file__).parents[2] / "book/glossary.md"
 
 # nbval's markers: it reads them in tags, and in comments as well.
 RAISES = {"raises-exception", "nbval-raises-exception", "NBVAL_RAISES_EXCEPTION"}
