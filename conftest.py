@@ -1,8 +1,7 @@
-"""How all tests run, the notebooks' cells included. What test files share is in tests/conftest.py."""
+"""How all tests run, the notebooks' cells included. What test files share is in tests/conftest.py and tests/support."""
 
 import collections
 import gc
-import json
 import os
 import tempfile
 import uuid
@@ -11,13 +10,21 @@ from pathlib import Path
 import nbval.kernel
 import pytest
 from jupyter_client.manager import KernelManager
-from xdist.scheduler import LoadFileScheduling
 
 gc.disable()  # imports and collection leave little garbage, and looking for it takes a fifth of their time
 
 # All of them test the CPU's path. They share its cores: an OpenMP thread that waits must sleep, not spin.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_WAIT_POLICY"] = "passive"
+
+MARKS = {
+    "ranks": "starts ranks: the notebooks' cells, process groups, scripts under torchrun, rehearsals",
+    "slow": "builds the book, or tells lies and kills ranks many times; make test ALL=1 runs it",
+    "system": "needs chromium, Slurm, or root for several hosts; make test ALL=1 runs it",
+}
+UNMARKED = "no ranks"
+BOOKS_SECONDS = 900  # for a test of the built book: it may build it, or wait until another worker has built it
+APART = ("test_fault_tolerance.py", "test_scripts.py")  # long files whose tests share nothing: each goes to any worker
 
 
 def kernel_manager(**options):
@@ -33,83 +40,36 @@ def kernel_manager(**options):
 nbval.kernel.KernelManager = kernel_manager
 
 
-# What a test needs, by its mark. A notebook's cells and tests with the fixture `browser` or `book` get theirs here.
-KINDS = {
-    "cells": "notebooks' cells",
-    "scripts": "scripts under torchrun",
-    "rehearsals": "rehearsals on pretended GPUs",
-    "ranks": "process groups",
-    "pages": "the built book",
-    "browsers": "pages in a browser",
-    "hosts": "several hosts",
-    "slurm": "a Slurm cluster",
-    "harnesses": "lies and many kills",
-}
-OTHER = "everything else"
-FROM_SYSTEM = ("browsers", "hosts", "slurm")  # what they need is not a Python package
-LONG = ("pages", *FROM_SYSTEM, "harnesses")  # a third of the time, for what seldom breaks alone
-QUICK = ("pages", OTHER)
-LEFT_OUT = "not in make test, for its ten minutes. To run these too: make test ALL=1"
-DURATIONS = Path(__file__).parent / "tests" / "durations.json"  # seconds of each file
-BOOKS_SECONDS = 900  # for a test of the built book: it may build it, or wait until another worker has built it
-APART = ("test_fault_tolerance.py", "test_scripts.py")  # long files whose tests share nothing: each goes to any worker
-
-
-def pytest_addoption(parser):
-    group = parser.getgroup("this project")
-    group.addoption("--quick", action="store_true", help="leave out what starts ranks, browsers or clusters")
-    group.addoption("--short", action="store_true", help="skip " + ", ".join(KINDS[kind] for kind in LONG))
-    group.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}, by which files start")
-
-
 def pytest_configure(config):
-    for kind, text in KINDS.items():
-        config.addinivalue_line("markers", f"{kind}: the test needs {text}")
-    if config.option.quick:  # no process can make a group now, so that a test without its mark fails
+    for mark, text in MARKS.items():
+        config.addinivalue_line("markers", f"{mark}: the test {text}")
+    if "not ranks" in config.option.markexpr:  # no process can make a group now, so that a test without its mark fails
         os.environ["GLOO_DEVICE_TRANSPORT"] = "none"
 
 
-def kind_of(item):
-    return next((kind for kind in KINDS if item.get_closest_marker(kind)), OTHER)
+def mark_of(item):
+    return next((mark for mark in reversed(MARKS) if item.get_closest_marker(mark)), UNMARKED)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own -m
-def pytest_collection_modifyitems(config, items):
-    """Give each test its kind, and let the longest files start first: one that came last would run alone."""
+def pytest_collection_modifyitems(items):
+    """Mark what a fixture or a file's kind tells; keep a file on one worker; let what takes long start first."""
     for item in items:
-        if "book" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(BOOKS_SECONDS))
+        needs = getattr(item, "fixturenames", ())
         if item.path.suffix == ".ipynb":
-            item.add_marker("cells")
-        elif "browser" in item.fixturenames:
-            item.add_marker("browsers")
-        elif "book" in item.fixturenames:
-            item.add_marker("pages")
-        item.user_properties.append(("kind", kind_of(item)))  # travels with the report from xdist's worker
-    if config.option.quick:
-        config.hook.pytest_deselected(items=[item for item in items if kind_of(item) not in QUICK])
-        items[:] = [item for item in items if kind_of(item) in QUICK]
-    if config.option.short:
-        for item in items:
-            if kind_of(item) in LONG:
-                item.add_marker(pytest.mark.skip(reason=LEFT_OUT))
-    seconds = json.loads(DURATIONS.read_text())
-    counts = collections.Counter(item.path.name for item in items)
-    seconds |= {name: seconds[name] / counts[name] for name in APART if counts[name]}
-    items.sort(key=lambda item: -seconds.get(item.path.name, 1000))  # a new file goes first
-
-
-class Scheduling(LoadFileScheduling):
-    """A file's tests go to one worker, in order, except those of APART."""
-
-    def _split_scope(self, nodeid):
-        file = super()._split_scope(nodeid)
-        return nodeid if Path(file).name in APART else file
-
-
-@pytest.hookimpl(optionalhook=True)  # -p no:xdist leaves the hook out
-def pytest_xdist_make_scheduler(config, log):
-    return Scheduling(config, log) if config.option.dist == "loadfile" else None
+            item.add_marker("ranks")
+        if "browser" in needs:
+            item.add_marker("system")
+        if "book" in needs:
+            item.add_marker("slow")
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(BOOKS_SECONDS))
+        if item.path.name not in APART:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+        item.user_properties.append(("mark", mark_of(item)))  # travels with the report from xdist's worker
+    items.sort(key=lambda item: item.path.name, reverse=True)  # later chapters take longer, and so do their kernels
+    order = ["slow", "system", "ranks", UNMARKED]
+    items.sort(key=lambda item: (item.path.name in APART, order.index(mark_of(item)), item.path.suffix != ".ipynb"))
 
 
 def pytest_collection_finish():
@@ -121,36 +81,21 @@ def pytest_collection_finish():
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
     report = yield
-    if report.skipped and os.environ.get("CI") and kind_of(item) in FROM_SYSTEM:
+    if report.skipped and os.environ.get("CI") and mark_of(item) == "system":
         report.outcome, report.longrepr = "failed", f"Under CI: {report.longrepr[2]}"
-    if report.failed and item.config.option.quick and "unsupported gloo device" in str(report.longrepr):
+    if report.failed and mark_of(item) == UNMARKED and "unsupported gloo device" in str(report.longrepr):
         report.sections.append(("A process group in a test without a mark", "Give it one: @pytest.mark.ranks"))
     return report
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    """What ran, by kind; what was skipped, why, and the command that enables it."""
-    rows, skipped, by_file = {}, collections.Counter(), collections.Counter()
+def pytest_terminal_summary(terminalreporter):
+    """What ran, by mark, with the seconds of all workers together."""
+    rows = collections.defaultdict(collections.Counter)
     for outcome in ("passed", "failed", "error", "skipped", ""):  # "" is a test's preparation and its end
         for report in terminalreporter.stats.get(outcome, []):
-            kind = dict(getattr(report, "user_properties", [])).get("kind", OTHER)
-            row = rows.setdefault(kind, collections.Counter())
-            row[outcome] += 1
-            row["seconds"] += getattr(report, "duration", 0)
-            by_file[Path(report.fspath).name] += getattr(report, "duration", 0)
-            if outcome == "skipped":
-                skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+            row = rows[dict(getattr(report, "user_properties", [])).get("mark", UNMARKED)]
+            row.update({outcome: 1, "seconds": getattr(report, "duration", 0)})
     terminalreporter.section("what ran")
-    for kind, text in {**KINDS, OTHER: OTHER}.items():
-        if row := rows.get(kind):
-            outcomes = [
-                f"{row[outcome]} {outcome}" for outcome in ("passed", "failed", "error", "skipped") if row[outcome]
-            ]
-            terminalreporter.line(f"{text:30}{row['seconds']:7.1f} s   {', '.join(outcomes)}")
-    for reason, count in skipped.items():
-        terminalreporter.line(f"skipped {count}: {reason}")
-    if not config.option.short and any(rows[kind]["skipped"] for kind in FROM_SYSTEM if kind in rows):
-        terminalreporter.line("To run these: make system, then make test ALL=1; hosts and Slurm need root too.")
-    if config.option.record_durations:
-        recorded = json.loads(DURATIONS.read_text()) | {name: round(seconds) for name, seconds in by_file.items()}
-        DURATIONS.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n")
+    for mark, row in sorted(rows.items()):
+        outcomes = [f"{row[name]} {name}" for name in ("passed", "failed", "error", "skipped") if row[name]]
+        terminalreporter.line(f"{mark:10}{row['seconds']:7.1f} s   {', '.join(outcomes)}")
