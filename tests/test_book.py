@@ -30,7 +30,7 @@ FETCHED_LINKS = {"stylesheet", "icon", "preload", "prefetch", "preconnect", "mod
 
 
 @cache
-def parsed(path):
+def soup(path):
     gc.disable()  # a page has up to 20,000 elements and no garbage: looking for some takes a third of the time
     try:
         return BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
@@ -41,17 +41,17 @@ def parsed(path):
 @cache
 def anchors(path):
     """The ids of a page's elements, which are collected once: each search for an id goes through the whole page."""
-    return {tag["id"] for tag in parsed(path)(id=True)}
+    return {tag["id"] for tag in soup(path)(id=True)}
 
 
 def pages(html):
     """[(name, parsed page)] of each page; the name is its path below the book's folder."""
     names = [path.relative_to(html).as_posix() for path in sorted(html.rglob("*.html"))]
-    return [(name, parsed(html / name)) for name in names if not name.startswith("_")]
+    return [(name, soup(html / name)) for name in names if not name.startswith("_")]
 
 
 def page_of(book, docname):
-    return parsed(book.html / f"{docname}.html")
+    return soup(book.html / f"{docname}.html")
 
 
 # --- checks of a page, each also shown a page that breaks it ----------------------------------------------------------
@@ -130,7 +130,7 @@ def images_without_text(page, path, html):
 def test_no_page_has_what_the_check_sees_on_a_broken_one(book, tmp_path, check, broken, problems):
     path = tmp_path / "page.html"
     path.write_text(broken)
-    assert list(check(parsed(path), path, tmp_path)) == problems
+    assert list(check(soup(path), path, tmp_path)) == problems
     of_book = [f"{name}: {it}" for name, page in pages(book.html) for it in check(page, book.html / name, book.html)]
     assert not of_book, "\n".join(of_book)
 
@@ -171,9 +171,9 @@ def test_pages_and_their_drawing_carry_the_fonts(book):
 @each_chapter
 def test_chapter_offers_its_notebook_and_its_script(book, chapter):
     page, folder = page_of(book, chapter), (book.html / chapter).parent
-    offered = [(folder / tag["href"]).resolve() for tag in page("a", class_="download")]
+    downloads = [(folder / tag["href"]).resolve() for tag in page("a", class_="download")]
     notebook, script = ROOT / f"{chapter}.ipynb", book.scripts / f"{chapter.split('/')[1]}.py"
-    contents = {path.name: path.read_bytes() for path in offered}
+    contents = {path.name: path.read_bytes() for path in downloads}
     assert contents.get(notebook.name) == notebook.read_bytes()
     assert contents.get(script.name) == script.read_bytes()
     button = page.select_one(".btn-download-source-button")
@@ -192,9 +192,9 @@ def test_page_shows_the_stored_outputs(book, chapter):
     """Every text that the notebook prints stands on the page."""
     page = page_of(book, chapter).get_text()
     cells = json.loads((ROOT / f"{chapter}.ipynb").read_text())["cells"]
-    printed = ["".join(output["text"]) for cell in cells for output in cell.get("outputs", []) if "text" in output]
-    assert printed
-    assert [text for text in printed if text.strip() not in page] == []
+    texts = ["".join(output["text"]) for cell in cells for output in cell.get("outputs", []) if "text" in output]
+    assert texts
+    assert [text for text in texts if text.strip() not in page] == []
 
 
 # --- with and without a repository ------------------------------------------------------------------------------------
@@ -212,15 +212,15 @@ def test_no_repository_link_without_the_variable(book):
 def test_repository_and_launch_links_with_the_variable(tmp_path):
     html, status, complaints = build_small_book(tmp_path, BOOK_REPOSITORY_URL="https://github.com/an-owner/a.name/")
     assert (status, complaints) == (0, "")
-    links = repository_links(parsed(html / "notebooks" / "page.html"))
+    links = repository_links(soup(html / "notebooks" / "page.html"))
     assert "https://github.com/an-owner/a.name" in links
     assert "https://mybinder.org/v2/gh/an-owner/a.name/main?urlpath=lab/tree/notebooks/page.ipynb" in links
     assert "https://colab.research.google.com/github/an-owner/a.name/blob/main/notebooks/page.ipynb" in links
     assert not any(fetched_from_outside(page, html / name, html) for name, page in pages(html))
-    card = {tag["property"]: tag["content"] for tag in parsed(html / "notebooks" / "page.html")("meta", property=True)}
+    card = {tag["property"]: tag["content"] for tag in soup(html / "notebooks" / "page.html")("meta", property=True)}
     assert card["og:title"] == "A page" and card["og:url"] == "https://an-owner.github.io/a.name/notebooks/page.html"
     assert card["og:image"] == "https://an-owner.github.io/a.name/_static/card.png"
-    sheets = [link["href"] for link in parsed(html / "404.html").select("link[rel=stylesheet]")]
+    sheets = [link["href"] for link in soup(html / "404.html").select("link[rel=stylesheet]")]
     assert sheets and all(sheet.startswith("/a.name/_static/") for sheet in sheets)
 
 
@@ -263,15 +263,15 @@ def test_the_front_shows_what_a_notebook_holds(page, kinds):
 def test_the_intro_lists_the_parts_as_the_toc_has_them():
     """Its headings are the parts. Below each are the part's pages, in order, with the titles that the pages have."""
     parts = re.split(r"(?m)^### ", (ROOT / "book" / "intro.md").read_text())[1:]
-    listed = {part.splitlines()[0]: re.findall(r"(?m)^\|(?: \d+ \|)? \[([^]]+)\]\(([^)]+)\)", part) for part in parts}
+    tables = {part.splitlines()[0]: re.findall(r"(?m)^\|(?: \d+ \|)? \[([^]]+)\]\(([^)]+)\)", part) for part in parts}
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text())["parts"]
     expected = {part["caption"]: [page["file"] for page in part["chapters"]] for part in toc if "caption" in part}
     files = {
         caption: [(ROOT / "book" / link).resolve().relative_to(ROOT).with_suffix("").as_posix() for _, link in pages]
-        for caption, pages in listed.items()
+        for caption, pages in tables.items()
     }
     assert list(files.items()) == list(expected.items())
-    for title, link in [page for pages in listed.values() for page in pages if page[1].endswith(".ipynb")]:
+    for title, link in [page for pages in tables.values() for page in pages if page[1].endswith(".ipynb")]:
         head = nbformat.read(ROOT / "book" / link, 4).cells[0].source.splitlines()[0]
         assert re.sub(r"^# (\d+\. )?", "", head) == title
 
@@ -315,7 +315,7 @@ def test_readme_starts_with_the_two_commands():
 
 @pytest.mark.parametrize("command", all_commands())
 def test_command_in_the_prose_works(command, tmp_path, helpers):
-    """A make target exists. A command of this project, or its help, is run. Others are listed here."""
+    """A make target exists. A command of this project, or its help, is run. Others are tables here."""
     words = shlex.split(command)
     while "=" in words[0]:
         words.pop(0)  # VARIABLE=value before the command
@@ -349,8 +349,8 @@ def test_command_in_the_prose_works(command, tmp_path, helpers):
 
 
 def run(*command):
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def flags_of_chapters():

@@ -69,8 +69,8 @@ def rooms():
 
 
 def test_contributing_lists_the_rooms_in_this_order():
-    listed = re.findall(r"(?m)^- `(\w+)`: ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
-    assert listed == rooms()
+    names = re.findall(r"(?m)^- `(\w+)`: ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert names == rooms()
     assert {*rooms(), "__init__"} == {path.name for path in packages()} | {path.stem for path in HELPERS.glob("*.py")}
 
 

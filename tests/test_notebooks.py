@@ -91,10 +91,10 @@ def test_normalising_twice_changes_nothing_more():
     nb = deepcopy(GOOD)
     nb.metadata.language_info.version = "3.13.0"
     nb.cells[5].outputs[0].traceback = [f"File {torch.__file__}:3", f"File {ROOT}/helpers/ranks/launch.py:4"]
-    once = normalised(nb)
-    assert normalised(once) == once != nb
-    assert once.cells[5].outputs[0].traceback == ["File torch/__init__.py:3", "File helpers/ranks/launch.py:4"]
-    assert not any(hygiene.MACHINE.search(text) for cell in once.cells for text in hygiene.texts(cell))
+    clean = normalised(nb)
+    assert normalised(clean) == clean != nb
+    assert clean.cells[5].outputs[0].traceback == ["File torch/__init__.py:3", "File helpers/ranks/launch.py:4"]
+    assert not any(hygiene.MACHINE.search(text) for cell in clean.cells for text in hygiene.texts(cell))
 
 
 # --- nbval really sees warnings ---------------------------------------------------------------------------------------
@@ -110,18 +110,18 @@ WARNING_CELLS = {
 @pytest.mark.ranks
 def test_warning_of_a_chapters_own_line_fails_under_nbval(tmp_path):
     """In the kernel and on a rank, a warning about a line of the notebook prints text that is not stored."""
-    named = [(name, category) for name in WARNING_CELLS for category in ("FutureWarning", "DeprecationWarning")]
-    sources = ["%load_ext helpers", *(WARNING_CELLS[name].format(category=category) for name, category in named)]
+    pairs = [(name, category) for name in WARNING_CELLS for category in ("FutureWarning", "DeprecationWarning")]
+    sources = ["%load_ext helpers", *(WARNING_CELLS[name].format(category=category) for name, category in pairs)]
     cells = [new_code_cell(source, execution_count=count) for count, source in enumerate(sources, 1)]
     nbformat.write(new_notebook(cells=cells), tmp_path / "warns.ipynb")
-    done = run_nbval(tmp_path / "warns.ipynb", "-rA")
+    process = run_nbval(tmp_path / "warns.ipynb", "-rA")
     outcomes = {
         int(cell): outcome
-        for outcome, cell in re.findall(r"^(PASSED|FAILED) .*?\.ipynb::Cell (\d)", done.stdout, flags=re.M)
+        for outcome, cell in re.findall(r"^(PASSED|FAILED) .*?\.ipynb::Cell (\d)", process.stdout, flags=re.M)
     }
-    assert sorted(outcomes) == list(range(len(cells))), done.stdout
-    failed = {named[cell - 1] for cell, outcome in outcomes.items() if outcome == "FAILED"}
-    assert outcomes[0] == "PASSED" and failed == {pair for pair in named if pair[0] != "calm"}, done.stdout
+    assert sorted(outcomes) == list(range(len(cells))), process.stdout
+    failures = {pairs[cell - 1] for cell, outcome in outcomes.items() if outcome == "FAILED"}
+    assert outcomes[0] == "PASSED" and failures == {pair for pair in pairs if pair[0] != "calm"}, process.stdout
 
 
 # --- the table of contents against the files --------------------------------------------------------------------------

@@ -225,14 +225,14 @@ def print_pdf(html: Path, out: Path) -> int:
     docnames = [docname for _, names in parts for docname in names]
     articles = {docname: article(html, docname, docnames) for docname in docnames}
     body = "".join(str(article.content) for article in articles.values())
-    with printer(html) as printed:
-        book = PdfWriter(printed(document(html, front(parts, articles, {}) + body, articles)))
+    with printer(html) as pdf_of:
+        book = PdfWriter(pdf_of(document(html, front(parts, articles, {}) + body, articles)))
         numbers = {
             name.removeprefix("/"): number + 1
             for name, target in book.named_destinations.items()
             if (number := book.get_destination_page_number(target)) is not None
         }
-        numbered = PdfReader(printed(document(html, front(parts, articles, numbers), articles)))
+        numbered = PdfReader(pdf_of(document(html, front(parts, articles, numbers), articles)))
     if len(numbered.pages) != numbers[name_of(docnames[0])] - 1:
         raise SystemExit("Page numbers make the table of contents longer. Give its lines room for them.")
     for unnumbered, page in zip(book.pages, numbered.pages, strict=False):  # keep the links, replace the text
@@ -250,7 +250,7 @@ def printer(html: Path) -> Iterator[Callable[[str], io.BytesIO]]:
     file = html.resolve() / "print.html"
     with chromium() as browser:
 
-        def printed(text: str) -> io.BytesIO:
+        def pdf_of(text: str) -> io.BytesIO:
             file.write_text(text, encoding="utf-8")
             page = browser.new_page(color_scheme="light", viewport={"width": PAPER_WIDTH, "height": 1000})
             page.set_default_timeout(300_000)  # milliseconds, for a machine that is busy with other things
@@ -264,7 +264,7 @@ def printer(html: Path) -> Iterator[Callable[[str], io.BytesIO]]:
             return io.BytesIO(page.pdf(prefer_css_page_size=True, print_background=True))
 
         try:
-            yield printed
+            yield pdf_of
         finally:
             file.unlink(missing_ok=True)
 
