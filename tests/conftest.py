@@ -168,17 +168,17 @@ def context(browser):
 
 @pytest.fixture
 def visit(context, book_url):
-    """A function that opens a page of the book and returns the Visit. No page may have complained until the end."""
-    from visits import Visit
+    """A function that opens a page of the book, at ``url`` if it is not the served one. No page may complain."""
+    from visits import open_page
 
-    visits = []
+    pages, complaints = [], []
 
-    def open_page(page, url=book_url):
-        visits.append(Visit(context, url, page))
-        return visits[-1]
+    def visit_page(name, url=book_url):
+        pages.append(open_page(context, url, name, complaints))
+        return pages[-1]
 
-    yield open_page
-    complaints = [complaint for opened in visits for complaint in opened.complaints]
-    for opened in visits:
-        opened.page.close()
-    assert not complaints, "\n".join(complaints)
+    yield visit_page
+    problems = "\n".join(complaints)  # closing a page may add to them
+    for page in pages:
+        page.close()
+    assert not problems, problems

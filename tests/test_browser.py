@@ -8,7 +8,7 @@ import pytest
 from conftest import CHAPTERS, toc_files
 from fontTools.fontBuilder import FontBuilder
 from fontTools.ttLib.tables._g_l_y_f import Glyph
-from visits import PATIENCE, WIDE, Visit, seen_by_axe, too_wide, unfold
+from visits import PATIENCE, WIDE, open_page, seen_by_axe, too_wide, unfold
 
 PAGES = [*toc_files(), "search", "genindex"]
 OWN_FONTS = re.compile("Inter-|JetBrainsMono-")
@@ -140,7 +140,7 @@ def sliders_that_fail(page):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_page_has_no_problem(visit, name):
-    page = visit(name).page
+    page = visit(name)
     unfold(page)
     checks = [too_wide, not_drawn, foreign_characters, *[sliders_that_fail] * (name in CHAPTERS), seen_by_axe]
     problems = [problem for check in checks for problem in check(page)]
@@ -184,7 +184,7 @@ SPOILED = [
 
 @pytest.mark.parametrize(("spoil", "check", "problems"), SPOILED, ids=[check.__name__ for _, check, _ in SPOILED])
 def test_the_check_sees_a_spoiled_page(visit, spoil, check, problems):
-    page = visit("notebooks/04_ddp").page
+    page = visit("notebooks/04_ddp")
     unfold(page)
     page.evaluate(f"() => {{ {spoil} }}")
     text = "\n".join(check(page))
@@ -212,13 +212,29 @@ def test_figures_show_their_first_frame_and_no_dead_slider_without_javascript(br
     assert counts == [[1, 0]] * (len(every) + len(sliding[first]) - 1)
 
 
+def test_complaints_are_heard(context, book_url):
+    complaints = []
+    page = open_page(context, book_url, "genindex", complaints)
+    assert complaints == []
+    page.evaluate("""() => {
+        document.body.insertAdjacentHTML('beforeend', `<img src="gone.png"><link rel="stylesheet" href="gone.css">
+            <img src="https://outside.example/x.png">`);
+        setTimeout(() => { throw Error('thrown') });
+        return fetch('http://127.0.0.1:9/refused').catch(() => console.warn('warned'));
+    }""")
+    page.wait_for_load_state("networkidle")
+    page.close()
+    words = ["gone.png", "gone.css", "outside request: https://outside", "page error: thrown", "9/refused", "warned"]
+    assert [word for word in words if not any(word in complaint for complaint in complaints)] == []
+
+
 def test_index_leads_to_the_first_page(visit):
-    visit("index").page.wait_for_url(f"**/{toc_files()[0]}.html")
+    visit("index").wait_for_url(f"**/{toc_files()[0]}.html")
 
 
 def test_dark_mode_toggles(browser, book_url):
     """The button cycles through the system's setting, light and dark. The page and the ink of its figures follow."""
-    page = Visit(browser, book_url, CHAPTERS[0]).page
+    page = open_page(browser, book_url, CHAPTERS[0], [])
     unfold(page)  # in a closed fold a colour's transition never ends
     colours = (
         "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('figure')).color]"
@@ -237,7 +253,7 @@ def test_cheat_sheet_prints_on_one_page(visit):
     """The book promises one page. Another of its pages needs several, so the count can fail."""
 
     def pages_on_paper(page):
-        return visit(page).page.pdf(format="A4").count(b"/Type /Page\n")
+        return visit(page).pdf(format="A4").count(b"/Type /Page\n")
 
     assert pages_on_paper("notebooks/cheat_sheet") == 1
     assert pages_on_paper("book/glossary") > 1

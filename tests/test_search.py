@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import CHAPTERS, ROOT, toc_files
-from visits import NARROW, PATIENCE, WIDE, Visit, seen_by_axe, too_wide
+from visits import NARROW, PATIENCE, WIDE, open_page, seen_by_axe, too_wide
 
 QUESTIONS = Path(__file__).with_name("search_questions.txt")
 FIRST = 3  # results that a reader looks at
@@ -99,7 +99,7 @@ def test_sphinx_has_no_search_beside_it(book):
 @pytest.fixture(scope="module")
 def search(browser, book_url):
     """The book's first page, with the search opened."""
-    page = Visit(browser, book_url, toc_files()[0]).page
+    page = open_page(browser, book_url, toc_files()[0], [])
     page.keyboard.press("Control+k")
     page.wait_for_function("window.MiniSearch && window.bookSearch && window.searchEntries")
     yield page
@@ -203,7 +203,7 @@ def heading_is_seen(page):
 
 def test_search_works_from_the_keyboard(visit):
     """Ctrl+K opens the search, arrows move through the results, Enter opens one, Escape closes the search."""
-    page = visit(toc_files()[0]).page
+    page = visit(toc_files()[0])
     dialog = page.locator("#pst-search-dialog")
     hrefs = type_query(page, "gradient accumulation").evaluate_all("links => links.map(link => link.href)")
     choices = [choice(page)]
@@ -227,7 +227,7 @@ def test_search_works_from_the_keyboard(visit):
 
 
 def test_search_works_in_a_book_that_was_opened_from_a_folder(visit, book):
-    page = visit(CHAPTERS[0], book.html.as_uri()).page
+    page = visit(CHAPTERS[0], book.html.as_uri())
     type_query(page, "CUDA out of memory")
     target = choice(page)
     page.keyboard.press("Enter")
@@ -237,13 +237,14 @@ def test_search_works_in_a_book_that_was_opened_from_a_folder(visit, book):
 
 
 def test_search_loads_little_and_only_when_it_is_used(visit, book_url):
-    first = visit(CHAPTERS[0])
-    first.page.wait_for_load_state("networkidle")
-    before = {reply.url for reply in first.replies}  # the icon's too, which chromium may fetch again at any time
-    assert type_query(first.page, "how to run on 2 gpus").count() > FIRST
-    sizes = {reply.url.rpartition("/")[2]: len(reply.body()) for reply in first.replies if reply.url not in before}
+    page, replies = visit(CHAPTERS[0]), []
+    page.wait_for_load_state("networkidle")
+    page.on("response", lambda reply: replies.append(reply))  # playwright marks its handlers
+    assert type_query(page, "how to run on 2 gpus").count() > FIRST
+    sizes = {reply.url.rpartition("/")[2]: len(reply.body()) for reply in replies}
+    sizes.pop("favicon.svg", None)  # which chromium may fetch again at any time
     assert set(sizes) == {"minisearch.js", "search_engine.js", "search_entries.js"}
-    own = len(first.page.request.get(f"{book_url}/_static/search.js").body())
+    own = len(page.request.get(f"{book_url}/_static/search.js").body())
     assert sum(sizes.values()) + own <= MOST_BYTES, sizes
 
 
@@ -251,7 +252,7 @@ def test_search_loads_little_and_only_when_it_is_used(visit, book_url):
 def test_results_are_legible_and_named(visit, book_url, place):
     """Axe finds nothing, light or dark, wide or narrow, and nothing scrolls sideways."""
     query = "find_unused_parameters set_model_state_dict"
-    page = visit("search" if place == "page" else toc_files()[0]).page
+    page = visit("search" if place == "page" else toc_files()[0])
     if place == "page":
         page.goto(f"{book_url}/search.html?q={query}")
         page.locator("main [role=option]").first.wait_for()
@@ -270,7 +271,7 @@ def test_results_are_legible_and_named(visit, book_url, place):
 
 def test_a_query_of_the_address_is_answered(visit, book_url):
     """Readers get there by pressing Enter before the search has loaded, or by a bookmark."""
-    page = visit("search").page
+    page = visit("search")
     page.goto(f"{book_url}/search.html?q=busbw")
     page.locator("main [role=option]").first.click(timeout=PATIENCE)
     page.wait_for_url("**/*busbw*")

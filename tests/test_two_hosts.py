@@ -19,10 +19,8 @@ from helpers.export.script import script_from_notebook
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-FORKING = [
-    sys.executable,
-    str(ROOT / "tests/support/forked_torchrun.py"),
-]  # the same agent; its ranks do not import torch
+# The same agent, whose ranks do not import torch.
+FORKING = [sys.executable, str(ROOT / "tests/support/forked_torchrun.py")]
 RECORD = "python -m pytest tests/test_two_hosts.py"
 STATIC = [
     ["--nnodes=2", "--master-addr=node0", f"--node-rank={node}", f"--nproc-per-node={2 - node}"] for node in (0, 1)

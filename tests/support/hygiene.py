@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -213,7 +213,10 @@ def unlinked_terms(nb):
 
 
 class Rule(NamedTuple):
-    """``finding(thing)`` is true, or says more, where a cell (or what else ``things`` gives) has the problem."""
+    """``finding`` of a cell, or of what else ``things`` gives, is true or says more if that has the problem.
+
+    Each of ``breaks`` changes the good notebook so that it has the problem.
+    """
 
     problem: str
     finding: Callable
@@ -223,7 +226,9 @@ class Rule(NamedTuple):
     def findings(self, nb):
         for name, thing in self.things(nb):
             finding = self.finding(thing)
-            if finding := list(finding) if hasattr(finding, "__next__") else finding:
+            if isinstance(finding, Iterator):
+                finding = list(finding)
+            if finding:
                 yield f"{name} {self.problem}" + ("" if finding is True else f": {finding}")
 
 

@@ -10,39 +10,29 @@ NARROW = {"width": 360, "height": 740}
 PATIENCE = 120_000  # milliseconds: a busy machine is slow, and no test here measures speed
 
 
-class Visit:
-    """An open page of the book, with all replies and complaints: the browser's, and of requests to other hosts."""
+def open_page(context, url, name, complaints):
+    """Open a page of the book, and go on adding to ``complaints``: the browser's, and requests to other hosts.
 
-    def __init__(self, context, url, page):
-        self.complaints, self.replies = [], []
-        self.page = context.new_page()
-        self.page.set_default_timeout(PATIENCE)
-        self.page.on("console", lambda message: message.type in ("error", "warning") and self.complain(message.text))
-        self.page.on("pageerror", lambda error: self.complain(f"page error: {error}"))
-        self.page.on("requestfailed", self.failed)
-        self.page.on("request", lambda request: self.check(request.url, url))
-        self.page.on("response", self.replied)
-        self.page.emulate_media(color_scheme="light")
-        self.page.goto(f"{url}/{page}.html")
-        self.page.wait_for_function("window.MathJax ? MathJax.startup?.promise.then(() => true) : true")
+    Chromium's complaints have the requests that fail, and replies such as 404.
+    """
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE)
 
-    def complain(self, text):
-        self.complaints.append(text)
+    def hear(message):
+        if message.type in ("error", "warning"):
+            complaints.append(f"{message.text} {message.location['url']}")
 
-    def failed(self, request):
-        # Chromium requests the icon again a second later, and ends that request where another page comes first. An icon
-        # that is missing is still a complaint: the page itself loads the same file, as its logo.
-        if (request.url.rpartition("/")[2], request.failure) != ("favicon.svg", "net::ERR_ABORTED"):
-            self.complain(f"failed: {request.url}")
+    def check(request):
+        if not request.url.startswith((url, "data:", "blob:")):
+            complaints.append(f"outside request: {request.url}")
 
-    def replied(self, reply):
-        self.replies.append(reply)
-        if reply.status >= 400:
-            self.complain(f"{reply.status}: {reply.url}")
-
-    def check(self, address, url):
-        if not address.startswith((url, "data:", "blob:")):
-            self.complain(f"outside request: {address}")
+    page.on("console", hear)
+    page.on("pageerror", lambda error: complaints.append(f"page error: {error}"))
+    page.on("request", check)
+    page.emulate_media(color_scheme="light")
+    page.goto(f"{url}/{name}.html")
+    page.wait_for_function("window.MathJax ? MathJax.startup?.promise.then(() => true) : true")
+    return page
 
 
 def unfold(page):
