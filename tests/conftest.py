@@ -67,8 +67,8 @@ def build_small_book(folder, **env):
 def run_build(folder, env):
     """Build the book whose sources are in ``folder``. Returns what ``build_book`` returns."""
     build = [Path(sys.executable).with_name("jupyter-book"), "build", folder, "-W", "--keep-going", "-n", "-q"]
-    done = subprocess.run(build, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    return folder / "_build" / "html", done.returncode, done.stderr
+    process = subprocess.run(build, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return folder / "_build" / "html", process.returncode, process.stderr
 
 
 def run_nbval(path, *options):
@@ -155,7 +155,30 @@ def browser():
     """A headless chromium, or a skip."""
     with contextlib.ExitStack() as stack:
         try:
-            found = stack.enter_context(chromium())
+            yield stack.enter_context(chromium())
         except Missing as missing:
             pytest.skip(str(missing).splitlines()[0])
-        yield found
+
+
+@pytest.fixture(scope="module")
+def context(browser):
+    """What opens the pages of ``visit``: each page in a context of its own. A test file may have one for all."""
+    return browser
+
+
+@pytest.fixture
+def visit(context, book_url):
+    """A function that opens a page of the book, at ``url`` if it is not the served one. No page may complain."""
+    from visits import open_page
+
+    pages, complaints = [], []
+
+    def visit_page(name, url=book_url):
+        pages.append(open_page(context, url, name, complaints))
+        return pages[-1]
+
+    yield visit_page
+    problems = "\n".join(complaints)  # closing a page may add to them
+    for page in pages:
+        page.close()
+    assert not problems, problems

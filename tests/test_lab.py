@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import CHAPTERS, ROOT
-from test_browser import PATIENCE
+from visits import PATIENCE
 
 ALL = [chapter.split("/")[1] for chapter in CHAPTERS]
 NAMES = ALL if os.environ.get("LAB") == "all" else ["template"]

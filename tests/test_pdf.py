@@ -19,14 +19,14 @@ pytestmark = pytest.mark.timeout(1800)  # the first test prints the book: half a
 
 @pytest.fixture(scope="module")
 def pdf(book, browser, tmp_path_factory):
-    """The PDF of the built book: its ``.file`` and ``.reader``, ``.html``, the book's folder, ``.said``, the output."""
+    """The PDF of the built book: ``.file``, its ``.reader``, the book's folder ``.html``, the tool's ``.output``."""
     folder = tmp_path_factory.mktemp("pdf")
     html, file = folder / "html", folder / "book.pdf"
     shutil.copytree(book.html, html)
     command = [sys.executable, "-W", "error", ROOT / "tools" / "print_pdf.py", html, file]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    return SimpleNamespace(html=html, file=file, reader=PdfReader(file), said=done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")
+    return SimpleNamespace(html=html, file=file, reader=PdfReader(file), output=process.stdout)
 
 
 def title_of(html, docname):
@@ -41,7 +41,7 @@ def test_it_is_a_book_of_a_size_that_one_can_download(pdf):
     pages, size = len(pdf.reader.pages), pdf.file.stat().st_size
     assert pages > 20 * len(CHAPTERS)
     assert 1e6 < size < 20e6
-    assert f"{pages} pages" in pdf.said
+    assert f"{pages} pages" in pdf.output
     assert pdf.reader.metadata.title == "World Size One"
 
 
@@ -83,10 +83,10 @@ def test_fonts_are_the_books_own_and_embedded(pdf):
     for page in pdf.reader.pages:
         for font in page["/Resources"].get("/Font", {}).values():
             font = font.get_object()
-            for part in [one.get_object() for one in font.get("/DescendantFonts", [font])]:
-                described = part["/FontDescriptor"]
-                drawn = part["/Subtype"] == "/Type3"
-                fonts[described["/FontName"]] = drawn or any(key.startswith("/FontFile") for key in described)
+            for part in [part.get_object() for part in font.get("/DescendantFonts", [font])]:
+                descriptor = part["/FontDescriptor"]
+                drawing = part["/Subtype"] == "/Type3"
+                fonts[descriptor["/FontName"]] = drawing or any(key.startswith("/FontFile") for key in descriptor)
     assert len(fonts) > 5 and all(fonts.values()), fonts
     assert [name for name in fonts if not re.fullmatch(FONTS, name)] == []
 

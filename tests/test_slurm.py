@@ -72,13 +72,13 @@ class Job:
 
     def ranks(self):
         """The processes of the script, without torchrun's."""
-        found = []
+        ranks = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 line = process.cmdline()
                 if self.work.name in line and "-u" in line and process.cwd() == str(self.folder):
-                    found.append(process)
-        return found
+                    ranks.append(process)
+        return ranks
 
     def record(self, name, first):
         """Compare two starts of the job with what the book shows: one, and the next until it trains or ends.
@@ -88,13 +88,13 @@ class Job:
         lines = [f"$ {' '.join(self.command)}", f"Submitted batch job {self.number}", f"$ cat {self.output.name}"]
         lines = lines if first == 0 else ["…"]
         for number, start in enumerate(self.starts()[first : first + 2], first):
-            trained = False
+            progress = False
             for line in start.splitlines():
-                if trained and first < number < len(self.starts()) - 1:
+                if progress and first < number < len(self.starts()) - 1:
                     break
-                if re.match(PROGRESS, line) and not trained:
+                if re.match(PROGRESS, line) and not progress:
                     lines += [line, "…"]
-                    trained = True
+                    progress = True
                 elif re.match(KEPT, line):
                     lines.append(line)
         version = self.cluster.run("sbatch", "--version").split()[1]
@@ -112,8 +112,8 @@ def undisturbed(folder, cluster):
     flags = [*FLAGS, "--checkpoint-dir", "undisturbed"]
     command = [sys.executable, *FORKING, "--nproc-per-node=2", *AT_ADDRESS, "11_trainer.py", *flags]
     environment = {**cluster.environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return result_of(done.stdout, folder / "undisturbed")
+    process = subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return result_of(process.stdout, folder / "undisturbed")
 
 
 def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had_happened(cluster, folder):
@@ -152,9 +152,9 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
     assert "Node failure on n2" in job.starts()[2] and "stopped by" not in job.starts()[2]
     job.wait_for(lambda: cluster.state(job.number) is None)
 
-    begun = [re.search(r"going on from step_(\d+)|starting anew", start) for start in job.starts()]
-    assert [found[0] == "starting anew" for found in begun] == [True, False, False, False]
-    steps = [int(found[1]) for found in begun[1:]]
+    beginnings = [re.search(r"going on from step_(\d+)|starting anew", start) for start in job.starts()]
+    assert [beginning[0] == "starting anew" for beginning in beginnings] == [True, False, False, False]
+    steps = [int(beginning[1]) for beginning in beginnings[1:]]
     assert 0 < steps[0] < steps[1] <= steps[2] < 1440
     for number in (0, 1):  # it went on from the step at which it was told to stop
         assert f"at step {steps[number]}:" in job.starts()[number]
@@ -162,9 +162,9 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
     result, checkpoint = result_of(job.starts()[-1], job.work)
     expected, expected_checkpoint = undisturbed(folder, cluster)
     assert result == expected
-    for one, other in ((checkpoint, expected_checkpoint), (checkpoint["optimizer"], expected_checkpoint["optimizer"])):
-        part = "model" if "model" in one else "state"
-        torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
+    torch.testing.assert_close(checkpoint["model"], expected_checkpoint["model"], rtol=0, atol=0)
+    states = [saved["optimizer"]["state"] for saved in (checkpoint, expected_checkpoint)]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
     assert result["world_size"] == 2 and result["step"] == 1440
     for node, starts in {"n1": 4, "n2": 3, "n3": 1}.items():
         logs = list((job.work / "logs" / node).glob("*/attempt_0/*/stdout.log"))
@@ -267,7 +267,7 @@ SLOW_TO_SAVE = """\
 import os, pathlib, signal, sys, time
 
 def stop(number, frame):
-    (folder / "told").touch()
+    (folder / "signal").touch()
     sys.exit()
 
 folder = pathlib.Path(sys.argv[sys.argv.index("--checkpoint-dir") + 1])
@@ -285,8 +285,8 @@ def test_a_job_whose_saves_take_long_is_told_earlier(cluster, folder, tmp_path):
     options = ["--nodes=1", "--time=3", "--signal=USR1@1"]
     job = Job(cluster, in_place_of_the_script(folder, tmp_path, SLOW_TO_SAVE), *options)
     job.wait_for(lambda: cluster.state(job.number) is None)
-    saved, told = ((job.work / name).stat().st_ctime for name in ("step_1.pt", "told"))
-    assert 0 < told - saved < 60  # by itself, Slurm would send it later: in the job's last minute
+    save, signal = ((job.work / name).stat().st_ctime for name in ("step_1.pt", "signal"))
+    assert 0 < signal - save < 60  # by itself, Slurm would send it later: in the job's last minute
 
 
 def test_the_preflight_of_chapter_12(cluster, folder, tmp_path):
@@ -296,8 +296,8 @@ def test_the_preflight_of_chapter_12(cluster, folder, tmp_path):
     subprocess.run([sys.executable, "-m", "helpers", *export], check=True, stdout=subprocess.DEVNULL)
     job = Job(cluster, place)
     job.wait_for(lambda: cluster.state(job.number) is None)
-    checked, trained = job.output.read_text().split("epoch 1: trained", 1)
-    assert re.search(r"between nodes +0,1 +yes ", checked) and "all-reduce" not in trained
+    preflight, training = job.output.read_text().split("epoch 1: trained", 1)
+    assert re.search(r"between nodes +0,1 +yes ", preflight) and "all-reduce" not in training
 
     check = place / "12_multi_node.py"
     check.write_text(check.read_text().replace("pattern * total", "pattern * total + 1"))
@@ -313,13 +313,13 @@ def test_slurm_accepts_the_file(cluster, folder, tmp_path):
     wrong.write_text((folder / "11_trainer.sbatch").read_text().replace("--nodes=2", "--nodes=200"))
     with pytest.raises(AssertionError, match="sbatch --test-only .*status 1"):
         cluster.run("sbatch", "--test-only", str(wrong), cwd=folder)
-    filled_in = tmp_path / "filled_in.sbatch"
+    complete = tmp_path / "complete.sbatch"
     text = (folder / "11_trainer.sbatch").read_text().replace("# #SBATCH", "#SBATCH")
-    filled_in.write_text(text.replace("PARTITION", "main"))
-    cluster.run("sbatch", "--test-only", str(filled_in), cwd=folder)
-    filled_in.write_text(text)
+    complete.write_text(text.replace("PARTITION", "main"))
+    cluster.run("sbatch", "--test-only", str(complete), cwd=folder)
+    complete.write_text(text)
     with pytest.raises(AssertionError, match="sbatch --test-only .*status 1"):  # the line is read
-        cluster.run("sbatch", "--test-only", str(filled_in), cwd=folder)
+        cluster.run("sbatch", "--test-only", str(complete), cwd=folder)
 
 
 def test_doctor_under_srun(cluster, folder):
@@ -329,6 +329,6 @@ def test_doctor_under_srun(cluster, folder):
     with pytest.raises(AssertionError, match="The host name n1 has no address here.* give an address in MASTER_ADDR"):
         cluster.run(*line, *doctor, cwd=recorded.FOLDER.parents[1], timeout=240)
     line = ["env", "MASTER_ADDR=10.88.0.11", *line, "--ntasks-per-node=2", *doctor]
-    told = cluster.run(*line, cwd=recorded.FOLDER.parents[1], timeout=240)
-    nodes = re.findall(r"^[\d-]+ +[\d-]+ +(compute\d) ", told, re.MULTILINE)
-    assert nodes == ["compute1", "compute3"] and "4 ranks on 2 hosts, gloo" in told, told
+    report = cluster.run(*line, cwd=recorded.FOLDER.parents[1], timeout=240)
+    nodes = re.findall(r"^[\d-]+ +[\d-]+ +(compute\d) ", report, re.MULTILINE)
+    assert nodes == ["compute1", "compute3"] and "4 ranks on 2 hosts, gloo" in report, report

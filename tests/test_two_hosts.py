@@ -19,10 +19,8 @@ from helpers.export.script import script_from_notebook
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-FORKING = [
-    sys.executable,
-    str(ROOT / "tests/support/forked_torchrun.py"),
-]  # the same agent; its ranks do not import torch
+# The same agent, whose ranks do not import torch.
+FORKING = [sys.executable, str(ROOT / "tests/support/forked_torchrun.py")]
 RECORD = "python -m pytest tests/test_two_hosts.py"
 STATIC = [
     ["--nnodes=2", "--master-addr=node0", f"--node-rank={node}", f"--nproc-per-node={2 - node}"] for node in (0, 1)
@@ -96,7 +94,7 @@ class Job:
     def err(self, node):
         return Path(f"node{node}.err").read_text()
 
-    def told(self):
+    def outputs(self):
         """The output of both hosts, for an assertion's message."""
         return "\n".join(self.out(node) + self.err(node)[-3000:] for node in (0, 1))
 
@@ -149,7 +147,7 @@ def all_beat(job, ranks=(0, 1, 2), seconds=60):
     more = leftovers.soon(
         lambda: all(beats(rank)[0] >= old + 5 for rank, old in zip(ranks, before, strict=True)), seconds
     )
-    assert more, job.told()
+    assert more, job.outputs()
 
 
 # --- two hosts meet ---------------------------------------------------------------------------------------------------
@@ -164,7 +162,7 @@ def test_two_kinds_of_rendezvous(place):
         for flags, torchrun in ((STATIC, TORCHRUN), (c10d, FORKING)):
             job = Job(both, flags, [script, "--size=1048576"], place, torchrun)
             try:
-                assert job.statuses() == [0, 0], job.told()
+                assert job.statuses() == [0, 0], job.outputs()
             finally:
                 job.end()
             result = json.loads(job.out(0).splitlines()[-1].removeprefix("result "))
@@ -192,39 +190,39 @@ def test_a_name_that_means_the_loopback(place):
 
         job = Job(both, both_flags([*c10d, "--rdzv-conf=read_timeout=3"]), [script], place)
         try:
-            assert job.statuses() == [1, 1], job.told()
+            assert job.statuses() == [1, 1], job.outputs()
         finally:
             job.end()
         text += job.lines()
         for node in (0, 1):
-            said = re.findall(r"DistNetworkError: (The client socket has timed out.*)", job.err(node))
-            assert said and "RendezvousConnectionError" in job.err(node), job.told()
-            text += f"node{node}: {said[0]}\n"
+            errors = re.findall(r"DistNetworkError: (The client socket has timed out.*)", job.err(node))
+            assert errors and "RendezvousConnectionError" in job.err(node), job.outputs()
+            text += f"node{node}: {errors[0]}\n"
 
-        hosted = [
+        one_host_serves = [
             ["--rdzv-conf=is_host=true", "--local-addr=10.88.0.1"],
             ["--rdzv-conf=is_host=false", "--local-addr=10.88.0.2"],
         ]
-        job = Job(both, both_flags(c10d, *hosted), [script, "--patience=8"], place)
+        job = Job(both, both_flags(c10d, *one_host_serves), [script, "--patience=8"], place)
         try:
             leftovers.soon(lambda: 1 in [process.poll() for process in job.processes], 200)
-            assert 1 in [process.poll() for process in job.processes], job.told()
+            assert 1 in [process.poll() for process in job.processes], job.outputs()
             refused = r"Gloo connectFullMesh failed with .*127\.0\.1\.1.*\n"  # it may come from the other host
             leftovers.soon(lambda: re.search(refused, job.err(0) + job.err(1)))
         finally:
             job.end()
-        said = [
-            found
+        errors = [
+            error
             for node in (0, 1)
-            for found in re.findall(r"Gloo connectFullMesh failed with \[\S+\] (.*?)(?:\$\d)?$", job.err(node), re.M)
+            for error in re.findall(r"Gloo connectFullMesh failed with \[\S+\] (.*?)(?:\$\d)?$", job.err(node), re.M)
         ]
-        assert any("127.0.1.1" in line for line in said), job.told()
+        assert any("127.0.1.1" in line for line in errors), job.outputs()
         text += "\n" + job.lines()
-        text += re.sub(r"(127\.0\.1\.1\]):\d+", r"\1:PORT", next(line for line in said if "127.0.1.1" in line)) + "\n"
+        text += re.sub(r"(127\.0\.1\.1\]):\d+", r"\1:PORT", next(line for line in errors if "127.0.1.1" in line)) + "\n"
 
-        job = Job(both, both_flags(c10d, *hosted), [script], {**place, "GLOO_SOCKET_IFNAME": hosts.INTERFACE})
+        job = Job(both, both_flags(c10d, *one_host_serves), [script], {**place, "GLOO_SOCKET_IFNAME": hosts.INTERFACE})
         try:
-            assert job.statuses() == [0, 0], job.told()
+            assert job.statuses() == [0, 0], job.outputs()
         finally:
             job.end()
         text += "\n" + re.sub(r"(?m)^(node\d\$) ", rf"\1 GLOO_SOCKET_IFNAME={hosts.INTERFACE} ", job.lines())
@@ -244,12 +242,12 @@ def test_a_worker_an_agent_a_link_are_lost(place):
             [worker] = job.agent(1).children()
             assert worker.environ()["RANK"] == "2"
             worker.kill()
-            assert job.statuses() == [1, 1], job.told()
+            assert job.statuses() == [1, 1], job.outputs()
         finally:
             job.end()
         assert re.search(r"exitcode +: -9", job.err(1)) and "SIGKILL" in job.err(1)
         echo = re.search(r"Connection (closed|reset) by peer", job.err(0))
-        assert echo, job.told()
+        assert echo, job.outputs()
         text += "rank 2, on node1, is killed\n"
         text += "  node1's agent: its rank ended with -9 (SIGKILL); it ends, status 1\n"
         text += "  node0's ranks: Connection closed by peer; its agent ends, status 1\n\n"
@@ -269,13 +267,13 @@ def test_a_worker_an_agent_a_link_are_lost(place):
             cut = time.monotonic()
             both[1].cut()
             time.sleep(1)
-            stopped = [beats(rank) for rank in range(3)]
+            counts = [beats(rank) for rank in range(3)]
             time.sleep(2)
-            assert [beats(rank) for rank in range(3)] == stopped  # no error, no step
+            assert [beats(rank) for rank in range(3)] == counts  # no error, no step
             assert job.processes[0].poll() is None
             leftovers.soon(lambda: job.processes[0].poll() is not None, 40)
-            assert job.processes[0].poll() == 1 and time.monotonic() - cut > 5, job.told()
-            assert "imed out" in job.err(0), job.told()
+            assert job.processes[0].poll() == 1 and time.monotonic() - cut > 5, job.outputs()
+            assert "imed out" in job.err(0), job.outputs()
             text += "the link between them is cut\n  ranks 0, 1 and 2: stand still, without an error\n"
             text += "  after the group's timeout, here 6 s: Timed out; node0's agent ends, status 1\n"
         finally:
@@ -291,10 +289,10 @@ def test_elastic_goes_on_with_one_host(place):
         flags = both_flags(common, ["--nproc-per-node=2"], ["--nproc-per-node=1"])
         job = Job(both, flags, [beating(), "3"], place, FORKING)
         try:
-            assert leftovers.soon(lambda: beats(0)[1] == 3, 200), job.told()
+            assert leftovers.soon(lambda: beats(0)[1] == 3, 200), job.outputs()
             before = beats(0)[0]
             both[1].switch_off()
-            assert leftovers.soon(lambda: beats(0)[1] == 2, 60), job.told()
+            assert leftovers.soon(lambda: beats(0)[1] == 2, 60), job.outputs()
             all_beat(job, [0, 1])
             assert beats(0)[0] > before and job.processes[0].poll() is None
         finally:
@@ -308,7 +306,7 @@ def test_doctor_sees_both_hosts(place):
     with hosts.two_hosts() as both:
         job = Job(both, STATIC, ["-m", "helpers", "doctor"], place)
         try:
-            assert job.statuses() == [0, 0], job.told()
+            assert job.statuses() == [0, 0], job.outputs()
         finally:
             job.end()
         text = job.lines() + job.out(0)

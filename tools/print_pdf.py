@@ -10,13 +10,15 @@ import io
 import re
 import shutil
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import yaml
-from bs4 import BeautifulSoup
+from bs4 import BeautifulSoup, Tag
 from chromium import Missing, chromium
 from pypdf import PdfReader, PdfWriter
 
@@ -87,56 +89,78 @@ mjx-container { max-width: 100%; }
 """
 
 
-def table_of_contents():
-    """[(the part's caption or "", [files without suffix])], in the order of _toc.yml."""
+Parts = list[tuple[str, list[str]]]  # (the part's caption or "", its pages: files without suffix)
+
+
+@dataclass(frozen=True)
+class Article:
+    """A page of the book as a part of the one long page."""
+
+    title: str
+    content: Tag
+
+
+def element(tag: Tag, selector: str) -> Tag:
+    """The first element that a selector finds; ValueError where the theme has changed and there is none."""
+    match = tag.select_one(selector)
+    if match is None:
+        raise ValueError(f"A built page has no element {selector}: has the theme changed?")
+    return match
+
+
+def table_of_contents() -> Parts:
+    """The parts in the order of _toc.yml."""
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
     parts = [(part.get("caption", ""), [page["file"] for page in part["chapters"]]) for part in toc["parts"]]
     return [("", [toc["root"]]), *parts]
 
 
-def name_of(docname, anchor=""):
+def name_of(docname: str, anchor: str = "") -> str:
     """The id that a page, or an anchor on it, has in the one long page."""
     return re.sub(r"\W", "-", docname) + (f"--{anchor}" if anchor else "")
 
 
-def article(html, docname, docnames):
-    """The content of one built page, ready for the one document that holds all pages."""
+def article(html: Path, docname: str, docnames: Sequence[str]) -> Article:
+    """One built page, ready for the one document that holds all pages."""
     page = BeautifulSoup((html / f"{docname}.html").read_text(encoding="utf-8"), "html.parser")
-    content = page.select_one("article.bd-article")
+    content = element(page, "article.bd-article")
     for tag in content.select(ON_SCREEN_ONLY):
         tag.decompose()
     for controls in content.select(".wso-controls"):
-        settings = [f"{label.span.get_text()} {label.find_next('output').get_text()}" for label in controls("label")]
+        pairs = zip(controls.select("label span"), controls("output"), strict=True)
+        settings = [f"{name.get_text()} {value.get_text()}" for name, value in pairs]
         controls.name, controls.attrs, controls.string = "p", {"class": "folded"}, f"Shown: {', '.join(settings)}."
     for fold in content("details"):
         listing, solution = fold.select_one(".sd-summary-text"), fold.find_parent(class_="tag_solution")
         title = page.new_tag("p", attrs={"class": "folded"})
-        own = fold.summary.get_text() if not fold.get("class") else ""  # the theme's own folds have a class
+        summary = element(fold, "summary")
+        own = summary.get_text() if not fold.get("class") else ""  # the theme's own folds have a class
         title.string = listing.get_text() if listing else "Solution" if solution else own
-        fold.summary.replace_with(title)
+        summary.replace_with(title)
         fold.name, fold.attrs = "div", {"class": "fold solution" if solution else "fold"}
     for tag in content(id=True):
         if not tag.find_parent("svg") and tag.name != "svg":
-            tag["id"] = name_of(docname, tag["id"])
+            tag["id"] = name_of(docname, str(tag["id"]))
     for link in content("a", href=True):
         redirect(link, html, docname, docnames)
     for image in content("img", src=True):
-        image["src"] = resolved(html, docname, image["src"])
+        image["src"] = resolved(html, docname, str(image["src"]))
     content.name, content.attrs = "article", {"class": "bd-article page", "id": name_of(docname)}
-    return content
+    return Article(element(content, "h1").get_text(), content)
 
 
-def resolved(html, docname, address):
+def resolved(html: Path, docname: str, address: str) -> str:
     """A relative address on a page, as an address relative to the folder of the HTML."""
     target = ((html / docname).parent / unquote(urlsplit(address).path)).resolve()
     return target.relative_to(html.resolve()).as_posix()
 
 
-def redirect(link, html, docname, docnames):
+def redirect(link: Tag, html: Path, docname: str, docnames: Sequence[str]) -> None:
     """Make a link lead to the same place in the one document. A link to a file outside of it becomes text."""
-    if urlsplit(link["href"]).scheme:
+    address = str(link["href"])
+    if urlsplit(address).scheme:
         return
-    path, _, anchor = link["href"].partition("#")
+    path, _, anchor = address.partition("#")
     target = resolved(html, docname, path).removesuffix(".html") if path else docname
     if target in docnames:
         link["href"] = "#" + name_of(target, unquote(anchor))
@@ -145,10 +169,10 @@ def redirect(link, html, docname, docnames):
         link.unwrap()
 
 
-def contents(parts, articles, numbers):
+def contents(parts: Parts, articles: Mapping[str, Article], numbers: Mapping[str, int]) -> Iterator[str]:
     """The lines of the table of contents, as HTML. ``numbers`` is {id: page number}."""
 
-    def line(kind, target, text):
+    def line(kind: str, target: str, text: str) -> str:
         page = f' data-page="{numbers[target]}"' if target in numbers else ""
         return f'<div class="{kind}"{page}><a href="#{target}">{escape(text)}</a><i></i></div>'
 
@@ -156,34 +180,35 @@ def contents(parts, articles, numbers):
         if caption:
             yield f'<p class="part">{escape(caption)}</p>'
         for docname in docnames:
-            yield line("of-page", name_of(docname), articles[docname].h1.get_text())
+            yield line("of-page", name_of(docname), articles[docname].title)
             if re.match(r"notebooks/\d", docname):
-                for section in articles[docname].select("section > section"):
+                for section in articles[docname].content.select("section > section"):
                     if section.h2 and section.h2.parent is section:
-                        yield line("of-section", section["id"], section.h2.get_text())
+                        yield line("of-section", str(section["id"]), section.h2.get_text())
 
 
-def front(parts, articles, numbers):
+def front(parts: Parts, articles: Mapping[str, Article], numbers: Mapping[str, int]) -> str:
     """The title page and the table of contents, as HTML."""
     config = yaml.safe_load((ROOT / "_config.yml").read_text())
+    picture = element(articles[INTRO].content, "img")["src"]
     return (
         f'<div id="title"><h1>{config["title"]}</h1><p>Distributed training with PyTorch, in a book whose code '
-        f'runs in its tests</p><img src="{articles[INTRO].img["src"]}" alt=""><p>{config["author"]}</p>'
+        f'runs in its tests</p><img src="{picture}" alt=""><p>{config["author"]}</p>'
         f"<small>{config['copyright']}</small></div>"
         f'<nav id="contents"><h1>Contents</h1>{"".join(contents(parts, articles, numbers))}</nav>'
     )
 
 
-def document(html, body, articles):
+def document(html: Path, body: str, articles: Mapping[str, Article]) -> str:
     """The complete HTML document, with the style for paper. Its addresses count from the folder ``html``."""
     first = BeautifulSoup((html / f"{INTRO}.html").read_text(encoding="utf-8"), "html.parser")
-    styles = [resolved(html, INTRO, tag["href"]) for tag in first("link", rel="stylesheet")]
-    mathjax = next(tag["src"] for tag in first("script", src=True) if "mathjax" in tag["src"])
+    styles = [resolved(html, INTRO, str(tag["href"])) for tag in first("link", rel="stylesheet")]
+    mathjax = next(str(tag["src"]) for tag in first("script", src=True) if "mathjax" in tag["src"])
     settings = next(tag.get_text() for tag in first("script") if "window.MathJax" in tag.get_text())
     running_heads = "\n".join(
         f"#{name_of(docname)} {{ page: {name_of(docname)}; }} @page {name_of(docname)} "
-        f'{{ @top-left {{ content: "{content.h1.get_text()}"; font: 8.5pt Inter; color: #555; }} }}'
-        for docname, content in articles.items()
+        f'{{ @top-left {{ content: "{article.title}"; font: 8.5pt Inter; color: #555; }} }}'
+        for docname, article in articles.items()
     )
     return (
         '<!DOCTYPE html><html lang="en" data-theme="light"><head><meta charset="utf-8"><title>World Size One</title>'
@@ -194,67 +219,68 @@ def document(html, body, articles):
     )
 
 
-def print_pdf(html, out):
+def print_pdf(html: Path, out: Path) -> int:
     """Print the book in the folder ``html`` to the file ``out``; return the number of pages."""
     parts = table_of_contents()
     docnames = [docname for _, names in parts for docname in names]
     articles = {docname: article(html, docname, docnames) for docname in docnames}
-    body = "".join(map(str, articles.values()))
-    with printer(html) as printed:
-        book = PdfWriter(printed(document(html, front(parts, articles, {}) + body, articles)))
+    body = "".join(str(article.content) for article in articles.values())
+    with printer(html) as pdf_of:
+        book = PdfWriter(pdf_of(document(html, front(parts, articles, {}) + body, articles)))
         numbers = {
-            name.removeprefix("/"): book.get_destination_page_number(target) + 1
+            name.removeprefix("/"): number + 1
             for name, target in book.named_destinations.items()
+            if (number := book.get_destination_page_number(target)) is not None
         }
-        numbered = PdfReader(printed(document(html, front(parts, articles, numbers), articles)))
+        numbered = PdfReader(pdf_of(document(html, front(parts, articles, numbers), articles)))
     if len(numbered.pages) != numbers[name_of(docnames[0])] - 1:
         raise SystemExit("Page numbers make the table of contents longer. Give its lines room for them.")
     for unnumbered, page in zip(book.pages, numbered.pages, strict=False):  # keep the links, replace the text
         del unnumbered["/Contents"]
         unnumbered.merge_page(page)
-    for docname, content in articles.items():
-        book.add_outline_item(title=content.h1.get_text(), page_number=numbers[name_of(docname)] - 1)
+    for docname, part in articles.items():
+        book.add_outline_item(title=part.title, page_number=numbers[name_of(docname)] - 1)
     book.write(out)
     return len(book.pages)
 
 
 @contextmanager
-def printer(html):
+def printer(html: Path) -> Iterator[Callable[[str], io.BytesIO]]:
     """A function that prints a document, opened in the folder ``html``, and returns the PDF as a file in memory."""
     file = html.resolve() / "print.html"
     with chromium() as browser:
 
-        def printed(text):
+        def pdf_of(text: str) -> io.BytesIO:
             file.write_text(text, encoding="utf-8")
             page = browser.new_page(color_scheme="light", viewport={"width": PAPER_WIDTH, "height": 1000})
             page.set_default_timeout(300_000)  # milliseconds, for a machine that is busy with other things
             page.emulate_media(media="print")
             page.goto(file.as_uri())
             page.evaluate("MathJax.startup.promise.then(() => document.fonts.ready).then(() => null)")
-            if page.evaluate("document.documentElement.scrollWidth") > page.viewport_size["width"]:
+            if page.evaluate("document.documentElement.scrollWidth") > PAPER_WIDTH:
                 raise SystemExit(
                     "An element is wider than the paper. Look at tools/print_pdf.py's styles and at your last change."
                 )
             return io.BytesIO(page.pdf(prefer_css_page_size=True, print_background=True))
 
         try:
-            yield printed
+            yield pdf_of
         finally:
             file.unlink(missing_ok=True)
 
 
-def link_from_intro(html, pdf, pages):
+def link_from_intro(html: Path, pdf: Path, pages: int) -> None:
     """Put the PDF into the book's folder, and a link to it into the intro, in place of the hint how to make it."""
     shutil.copy(pdf, html / NAME)
     intro = html / f"{INTRO}.html"
     link = f'<p class="pdf"><a href="../{NAME}">The whole book as one PDF</a>, {pages} pages.</p>'
-    text, found = re.subn(r'<p class="pdf">.*?</p>', link, intro.read_text(encoding="utf-8"), flags=re.S)
-    if found != 1:
-        raise SystemExit(f"{intro} has {found} paragraphs of the class pdf, and the link belongs into one.")
+    text, count = re.subn(r'<p class="pdf">.*?</p>', link, intro.read_text(encoding="utf-8"), flags=re.S)
+    if count != 1:
+        raise SystemExit(f"{intro} has {count} paragraphs of the class pdf, and the link belongs into one.")
     intro.write_text(text, encoding="utf-8")
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("html", type=Path, help="the folder of the built book")
     parser.add_argument("out", type=Path, help="the file to write")

@@ -6,11 +6,14 @@ BOOK_REPOSITORY_URL names the repository. The book's address is then the one tha
 import os
 import re
 from importlib.metadata import version
+from typing import Any
 
+from sphinx.application import Sphinx
+from sphinx.config import Config
 from sphinx.util import logging
 
 
-def theme_options(url):
+def theme_options(url: str) -> dict[str, Any]:
     """The theme's options for a repository on GitHub; ValueError for any other address."""
     url = url.strip().removesuffix("/").removesuffix(".git")
     if not re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+", url):
@@ -32,14 +35,14 @@ def theme_options(url):
     }
 
 
-def add_mark_and_version(app, config):
+def add_mark_and_version(app: Sphinx, config: Config) -> None:
     torch = version("torch").partition("+")[0]
     config.html_theme_options["extra_footer"] = f"<p>Verified with PyTorch {torch}.</p>"
     mark = "_static/favicon.svg"
     config.html_theme_options["logo"] = {"image_light": mark, "image_dark": mark, "text": config.html_title}
 
 
-def add_repository(app, config):
+def add_repository(app: Sphinx, config: Config) -> None:
     url = os.environ.get("BOOK_REPOSITORY_URL")
     if not url:
         return
@@ -54,7 +57,7 @@ def add_repository(app, config):
     config.notfound_urls_prefix = f"/{name}/"
 
 
-def setup(app):
+def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("config-inited", add_mark_and_version)
     app.connect("config-inited", add_repository)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

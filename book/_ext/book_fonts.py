@@ -6,6 +6,9 @@ folder too. A drawing that a page shows as an image may load nothing, so it carr
 
 import base64
 from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
 
 FONTS = Path(__file__).parents[1] / "fonts"
 FACES = {  # file: family, style, range of weights
@@ -18,7 +21,7 @@ FACES = {  # file: family, style, range of weights
 OF_DRAWINGS = ["Inter-Regular", "Inter-SemiBold", "JetBrainsMono-Regular"]
 
 
-def font_face(file):
+def font_face(file: str) -> str:
     """The ``@font-face`` rule of a file, with the font in it."""
     family, style, weights = FACES[file]
     font = base64.b64encode((FONTS / f"{file}.woff2").read_bytes()).decode()
@@ -28,7 +31,7 @@ def font_face(file):
     )
 
 
-def write_style_sheet(app):
+def write_style_sheet(app: Sphinx) -> None:
     if app.builder.format == "html":
         folder = Path(app.outdir, "_static")
         folder.mkdir(exist_ok=True)
@@ -36,14 +39,14 @@ def write_style_sheet(app):
         (folder / "fonts.css").write_text("\n".join([*licences, *map(font_face, FACES)]), encoding="utf-8")
 
 
-def put_into_drawings(app, exception):
+def put_into_drawings(app: Sphinx, exception: Exception | None) -> None:
     if exception is None and app.builder.format == "html":
         for path in Path(app.outdir, "_images").glob("*.svg"):
             style = "".join(["<style>", *map(font_face, OF_DRAWINGS)])
             path.write_text(path.read_text(encoding="utf-8").replace("<style>", style, 1), encoding="utf-8")
 
 
-def setup(app):
+def setup(app: Sphinx) -> dict[str, Any]:
     app.add_css_file("fonts.css")
     app.connect("builder-inited", write_style_sheet)
     app.connect("build-finished", put_into_drawings)

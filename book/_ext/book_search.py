@@ -9,9 +9,12 @@ import base64
 import gzip
 import json
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from docutils import nodes
+from sphinx.application import Sphinx
 
 NO_WORDS = (nodes.title, nodes.term, nodes.raw, nodes.math_block, nodes.Invisible)
 ONE_LINE = (nodes.paragraph, nodes.row, nodes.rubric, nodes.caption)
@@ -19,12 +22,22 @@ ONE_LINE = (nodes.paragraph, nodes.row, nodes.rubric, nodes.caption)
 NAMES = re.compile(r"[A-Za-z_]\w{3,}(?=\()|(?<=\.)[A-Za-z_]\w{3,}|\b[A-Z][A-Z_]{4,}\b")
 
 
-def is_entry(node):
+class Entry(NamedTuple):
+    """A section or a term; in JSON it is a list of these five."""
+
+    page: str
+    anchor: str
+    headings: list[str]  # from the page's title on
+    text: str
+    code: str
+
+
+def is_entry(node: nodes.Node) -> bool:
     is_term = isinstance(node, nodes.definition_list_item) and node[0]["ids"]
     return isinstance(node, (nodes.section, nodes.citation)) or bool(is_term)
 
 
-def line(node):
+def line(node: nodes.Node) -> str:
     """A node's words on one line, without its formulas."""
     if isinstance(node, nodes.Text):
         return re.sub(r"\s+", " ", node)
@@ -35,7 +48,7 @@ def line(node):
     return (" | " if isinstance(node, nodes.row) else "").join(map(line, node.children))
 
 
-def listing(node, scripts):
+def listing(node: nodes.literal_block, scripts: Path) -> Iterator[tuple[str, str]]:
     """("text" or "code", lines) of a listing. The script of a chapter is left out: its cells have the same lines."""
     text = node.astext()
     if "traceback" in node["classes"]:  # the message, without the frames
@@ -46,55 +59,57 @@ def listing(node, scripts):
         yield "code", text
 
 
-def said(node, scripts):
+def passages(node: nodes.Element, scripts: Path) -> Iterator[tuple[str, str]]:
     """("text" or "code", lines) of everything in an entry but its heading and the entries inside it."""
     for child in node.children:
         if isinstance(child, nodes.literal_block):
             yield from listing(child, scripts)
         elif isinstance(child, (nodes.Text, *ONE_LINE)):
             yield "text", line(child)
-        elif not isinstance(child, NO_WORDS) and not is_entry(child):
-            yield from said(child, scripts)
+        elif isinstance(child, nodes.Element) and not isinstance(child, NO_WORDS) and not is_entry(child):
+            yield from passages(child, scripts)
 
 
-def entries(node, page, scripts, above=()):
-    """[page, anchor, headings from the page's title on, text, code] of each section and each term below ``node``."""
+def entries(node: nodes.Element, page: str, scripts: Path, above: Sequence[str] = ()) -> Iterator[Entry]:
+    """The entries of each section and each term below ``node``."""
     for child in node.children:
-        headings = above
+        if not isinstance(child, nodes.Element):
+            continue
+        headings = [*above]
         if is_entry(child):
-            headings = [*above, "".join(map(line, child[0].children))]
-            lines = {"text": [], "code": []}
-            for kind, words in said(child, scripts):
+            headings += ["".join(map(line, child[0].children))]
+            lines: dict[str, list[str]] = {"text": [], "code": []}
+            for kind, words in passages(child, scripts):
                 lines[kind] += [words.strip()] if words.strip() else []
             anchor = (child["ids"] or child[0]["ids"])[0]
-            yield [page, anchor, headings, "\n".join(lines["text"]), "\n".join(lines["code"])]
+            yield Entry(page, anchor, headings, "\n".join(lines["text"]), "\n".join(lines["code"]))
         yield from entries(child, page, scripts, headings)
 
 
-def replace_search(app):
+def replace_search(app: Sphinx) -> None:
     if app.builder.format == "html":
-        app.builder.search = False
+        app.builder.search = False  # type: ignore[attr-defined]  # an HTML builder has it
 
 
-def write(app):
+def write(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
     """Write the entries of all pages, also of those that did not change; name the search's own page."""
     scripts = Path(app.srcdir, "scripts")
-    found = []
+    book: list[Entry] = []
     for page in sorted(app.env.found_docs):
-        found += entries(app.env.get_and_resolve_doctree(page, app.builder), page, scripts)
-    data = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+        book += entries(app.env.get_and_resolve_doctree(page, app.builder), page, scripts)
+    data = json.dumps(book, ensure_ascii=False, separators=(",", ":"))
     packed = base64.b64encode(gzip.compress(data.encode(), mtime=0)).decode()
     Path(app.outdir, "_static", "search_entries.js").write_text(f'var searchEntries = "{packed}";\n', encoding="utf-8")
     return [("search", {"title": "Search"}, "search.html")]
 
 
-def remove_search(app, exception):
+def remove_search(app: Sphinx, exception: Exception | None) -> None:
     """Remove the scripts of Sphinx's search, which no page loads."""
     for name in ["searchtools.js", "language_data.js"]:
         Path(app.outdir, "_static", name).unlink(missing_ok=True)
 
 
-def setup(app):
+def setup(app: Sphinx) -> dict[str, Any]:
     app.add_css_file("search.css")
     app.add_js_file("search.js")
     app.connect("builder-inited", replace_search)

@@ -74,9 +74,9 @@ def missing():
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
         return "making network namespaces needs root"
-    lacking = [program for program in ("unshare", "nsenter", "ip", "mount") if not shutil.which(program)]
-    if lacking:
-        return f"no {', '.join(lacking)} on this machine (util-linux and iproute2)"
+    programs = [program for program in ("unshare", "nsenter", "ip", "mount") if not shutil.which(program)]
+    if programs:
+        return f"no {', '.join(programs)} on this machine (util-linux and iproute2)"
     spaces = ["--net", "--uts", "--mount", "--pid"]
     if subprocess.run(["unshare", *spaces, "--fork", "true"], capture_output=True).returncode:
         return "this machine lets nobody make a network namespace"
@@ -93,10 +93,10 @@ def two_hosts(own_name=None, aliases=((), ())):
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder, contextlib.ExitStack() as stack:
         hosts = []
         for name in NAMES:
-            known = {"localhost": "127.0.0.1", **ADDRESSES, **({name: own_name} if own_name else {})}
+            addresses = {"localhost": "127.0.0.1", **ADDRESSES, **({name: own_name} if own_name else {})}
             path = Path(folder, name)
-            known |= {alias: ADDRESSES[host] for host, more in zip(NAMES, aliases, strict=True) for alias in more}
-            path.write_text("".join(f"{address} {known_as}\n" for known_as, address in known.items()))
+            addresses |= {alias: ADDRESSES[host] for host, more in zip(NAMES, aliases, strict=True) for alias in more}
+            path.write_text("".join(f"{address} {alias}\n" for alias, address in addresses.items()))
             host = Host(name, path)
             stack.callback(host.end)
             hosts.append(host)

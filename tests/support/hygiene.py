@@ -1,16 +1,19 @@
-"""Rules for notebooks beyond what nbval compares. Each rule is a generator of what is wrong with a notebook."""
+"""Rules for notebooks beyond what nbval compares: a table, in which each rule stands beside what breaks it."""
 
 import itertools
 import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
-from store_outputs import normalised, text_of
+from nbformat.v4 import new_markdown_cell, new_output
+from store_outputs import WIDGET_VIEW, normalised, text_of
 
 MAGICS = {"load_ext", "ranks"}  # nbval may pass an unknown magic, so the known ones are listed here
-MOST_BYTES = 1_500_000
+MOST_BYTES, MOST_CELLS, MOST_WORDS = 1_500_000, 62, 2_550
 GLOSSARY = Path(__file__).parents[2] / "book/glossary.md"
 
 # nbval's markers: it reads them in tags, and in comments as well.
@@ -18,6 +21,7 @@ RAISES = {"raises-exception", "nbval-raises-exception", "NBVAL_RAISES_EXCEPTION"
 IGNORES = {"nbval-ignore-output", "NBVAL_IGNORE_OUTPUT", "PYTEST_VALIDATE_IGNORE_OUTPUT"}
 SKIPS = {"nbval-skip", "NBVAL_SKIP", "skip-execution"}
 
+FENCE = re.compile(r"^(`{3,}|~{3,}).*?^\1", flags=re.M | re.S)
 # Fences, headings, rows of tables, links, roles other than {term}, code, formulas.
 BESIDE_SENTENCES = re.compile(
     r"^(?:`{3,}|~{3,}).*?^(?:`{3,}|~{3,})$|^#+ .*?$|^\|.*?$|!?\[[^\]]*\]\([^)]*\)"
@@ -35,14 +39,21 @@ MACHINE = re.compile(
 # --- looking into a notebook ------------------------------------------------------------------------------------------
 
 
-def named_cells(nb):
-    """Yields (name, cell) for each cell; the name for messages is the cell's number and id."""
+def whole(nb):
+    return [("the notebook", nb)]
+
+
+def all_cells(nb):
+    """[(name, cell)]; the name for messages is the cell's number and id."""
     return [(f"cell {number} ({cell.get('id')})", cell) for number, cell in enumerate(nb.cells, 1)]
 
 
 def code_cells(nb):
-    """Yields (name, cell) for each code cell."""
-    return [(name, cell) for name, cell in named_cells(nb) if cell.cell_type == "code"]
+    return [(name, cell) for name, cell in all_cells(nb) if cell.cell_type == "code"]
+
+
+def solutions(nb):
+    return [(name, cell) for name, cell in code_cells(nb) if "solution" in marks(cell)]
 
 
 def marks(cell):
@@ -51,257 +62,128 @@ def marks(cell):
     return set(cell.metadata.get("tags", [])) | comments
 
 
-def last_code_line(cell):
-    """The cell's last line of code, without a comment at its end; "" if there is none."""
-    lines = [line.split("#")[0].rstrip() for line in cell.source.splitlines()]
-    return next(filter(None, reversed(lines)), "")
+def texts(cell):
+    """Yields every text in a cell's outputs: streams, representations, errors, tracebacks."""
+    for output in cell.get("outputs", []):
+        yield from [output.get("text", ""), output.get("evalue", ""), *output.get("traceback", [])]
+        for mime, value in output.get("data", {}).items():
+            if not mime.startswith("image/") or mime == "image/svg+xml":
+                yield value if isinstance(value, str) else json.dumps(value)
 
 
-def texts(output):
-    """Yields every text in an output: streams, representations, errors, tracebacks."""
-    yield from [output.get("text", ""), output.get("evalue", ""), *output.get("traceback", [])]
-    for mime, value in output.get("data", {}).items():
-        if not mime.startswith("image/") or mime == "image/svg+xml":
-            yield value if isinstance(value, str) else json.dumps(value)
+def matches(pattern, text):
+    """What a pattern matches in a text, with a few characters beside it."""
+    return [text[max(0, match.start() - 20) : match.end() + 30] for match in re.finditer(pattern, text)]
+
+
+def as_python(cell):
+    """The cell's code as IPython runs it: with calls in place of magics and shell lines."""
+    return TransformerManager().transform_cell(cell.source)
 
 
 def prose(nb):
     """The markdown of all cells as one text, changed so that no line of a fence looks like a heading."""
     text = "\n\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
-    return re.sub(r"^(`{3,}|~{3,}).*?^\1", lambda fence: fence[0].replace("\n#", "\n "), text, flags=re.M | re.S)
-
-
-def headings(nb):
-    """(level, text) of each heading."""
-    return [(len(level), text.strip()) for level, text in re.findall(r"^(#{1,6}) (.+)$", prose(nb), flags=re.M)]
+    return FENCE.sub(lambda fence: fence[0].replace("\n#", "\n "), text)
 
 
 def section(nb, title):
     """The prose under the first heading that contains ``title``, up to the next heading of that level; else ""."""
-    found = re.search(rf"^(#{{2,6}}) [^\n]*{title}.*?(?=^\1 |\Z)", prose(nb), flags=re.M | re.S | re.I)
-    return found[0] if found else ""
+    match = re.search(rf"^(#{{2,6}}) [^\n]*{title}.*?(?=^\1 |\Z)", prose(nb), flags=re.M | re.S | re.I)
+    return match[0] if match else ""
 
 
-# --- every notebook ---------------------------------------------------------------------------------------------------
+# --- what is wrong with a notebook: the longer checks -----------------------------------------------------------------
 
 
-def is_valid(nb):
-    """The notebook is valid by nbformat's schema, and its format is 4.5, which asks for cells' ids."""
+def invalid(nb):
     if (nb.nbformat, nb.nbformat_minor) != (4, 5):
-        yield f"format {nb.nbformat}.{nb.nbformat_minor} instead of 4.5"
-    for error in nbformat.validator.iter_validate(nb):
-        yield error.message
+        yield f"the format is {nb.nbformat}.{nb.nbformat_minor}"
+    yield from (error.message for error in nbformat.validator.iter_validate(nb))
     ids = [cell.get("id") for cell in nb.cells]
-    for name in {name for name in ids if ids.count(name) > 1}:
-        yield f"two cells have the id {name}"
+    yield from {f"two cells have the id {name}" for name in ids if ids.count(name) > 1}
 
 
-def is_executed_in_order(nb):
-    """All cells were run, in order. nbval passes a cell without an execution count and does not compare it."""
-    for count, (name, cell) in enumerate(code_cells(nb), 1):
-        if cell.execution_count != count:
-            yield f"{name} has the execution count {cell.execution_count} instead of {count}"
-        if not cell.source.strip():
-            yield f"{name} is empty"
+def not_run_in_order(nb):
+    cells = enumerate(code_cells(nb), 1)
+    return [f"{name} has {cell.execution_count}" for count, (name, cell) in cells if cell.execution_count != count]
 
 
-def is_normalised(nb):
-    """It is stored as `make outputs` does: no widget state, timings, versions, collapsed cells or machine's paths."""
+def not_normalised(nb):
     clean = normalised(nb)
-    if nb.metadata != clean.metadata:
-        yield "the notebook's metadata differ from what `make outputs` stores"
-    for (name, cell), stored in zip(named_cells(nb), clean.cells, strict=True):
-        if cell != stored:
-            yield f"{name} differs from what `make outputs` stores: metadata, a widget view or a traceback"
+    cells = zip(all_cells(nb), clean.cells, strict=True)
+    return ["its metadata"] * (nb.metadata != clean.metadata) + [name for (name, cell), other in cells if cell != other]
 
 
-def has_no_attachments(nb):
-    for name, cell in named_cells(nb):
-        if cell.get("attachments"):
-            yield f"{name} has attachments"
-
-
-def has_known_magics(nb):
-    """It uses known magics alone, and no shell lines: nbval may pass an unknown magic's error, or a shell's."""
-    for name, cell in code_cells(nb):
-        python = TransformerManager().transform_cell(cell.source)
-        for magic in re.findall(r"get_ipython\(\)\.run_(?:line|cell)_magic\('([^']*)'", python):
-            if magic not in MAGICS:
-                yield f"{name} uses %{magic}, which is not among {sorted(MAGICS)}"
-        if re.search(r"get_ipython\(\)\.(system|getoutput)\(", python):
-            yield f"{name} runs a shell line, whose failure would pass: use subprocess.run(…, check=True)"
-        if any("UsageError" in text for output in cell.outputs for text in texts(output)):
-            yield f"{name} stores a UsageError"
-
-
-def raises_what_it_announces(nb):
-    """A cell has the tag raises-exception if and only if it stores an error: nbval checks the tag by that error."""
-    for name, cell in code_cells(nb):
-        stored = any(output.output_type == "error" for output in cell.outputs)
-        if stored and not marks(cell) & RAISES:
-            yield f"{name} stores an error and has no tag raises-exception"
-        if not stored and marks(cell) & RAISES:
-            yield f"{name} is tagged as raising and stores no error"
-
-
-def compares_every_output(nb):
-    """A cell whose output is not compared says why, and it or the next code cell asserts something in its place."""
+def unchecked(nb):
     cells = code_cells(nb)
-    for place, (name, cell) in enumerate(cells):
-        if marks(cell) & SKIPS:
-            yield f"{name} is skipped"
-        if marks(cell) & IGNORES:
-            if not re.search(r"^# not compared: \w+ \w+", cell.source, flags=re.M):
-                yield f"{name} is not compared and does not say why in a line `# not compared: why`"
-            if not any("assert" in near.source for _, near in cells[place : place + 2]):
-                yield f"{name} is not compared, and neither it nor the next code cell asserts anything"
+    for (name, cell), (_, below) in itertools.pairwise([*cells, cells[-1]]):
+        if marks(cell) & IGNORES and "assert" not in cell.source + below.source:
+            yield name
 
 
-def has_no_warnings(nb):
-    """It stores no warning: a warning that is not stored fails under nbval, and that is how it is noticed."""
-    for name, cell in code_cells(nb):
-        for output in cell.outputs:
-            if output.get("name") == "stderr":
-                yield f"{name} stores what it printed to stderr: {output.text[:80]!r}"
-            for text in texts(output):
-                for warning in re.findall(r"\w+Warning: .*", text):
-                    yield f"{name} stores a {warning}"
+def bare_image(cell):
+    shows = any(mime.startswith("image/") for output in cell.outputs for mime in output.get("data", {}))
+    return shows and not cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "").strip()
 
 
-def names_no_machine(nb):
-    for name, cell in named_cells(nb):
-        for text in [cell.source, *(text for output in cell.get("outputs", []) for text in texts(output))]:
-            for found in MACHINE.finditer(text):
-                yield f"{name} names this machine: {text[max(0, found.start() - 20) : found.end() + 30]!r}"
+def ends_with_a_semicolon(cell):
+    lines = [line.split("#")[0].rstrip() for line in cell.source.splitlines()]
+    return next(filter(None, reversed(lines)), "").endswith(";")
 
 
-def describes_its_images(nb):
-    """Images have an alt text in the cell's metadata; without it the page would use the image's path."""
-    for name, cell in code_cells(nb):
-        if any(mime.startswith("image/") for output in cell.outputs for mime in output.get("data", {})):
-            if not cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "").strip():
-                yield f"{name} shows an image without metadata mystnb.image.alt"
-
-
-def ends_no_cell_with_a_semicolon(nb):
-    """No cell ends with a semicolon: it hides an output in a notebook, but not under nbval."""
-    for name, cell in code_cells(nb):
-        if last_code_line(cell).endswith(";"):
-            yield f"{name} ends with a semicolon"
-
-
-def has_sensible_headings(nb):
-    found = headings(nb)
-    if nb.cells[0].cell_type != "markdown" or [level for level, _ in found[:1]] != [1]:
+def bad_headings(nb):
+    headings = [(len(level), text) for level, text in re.findall(r"^(#{1,6}) (.+)$", prose(nb), flags=re.M)]
+    if nb.cells[0].cell_type != "markdown" or [level for level, _ in headings[:1]] != [1]:
         yield "the first cell is not the title"
-    for (above, before), (level, text) in zip(found, found[1:], strict=False):
+    for (above, before), (level, text) in itertools.pairwise(headings):
         if level == 1:
-            yield f"heading {text!r} is a second title"
+            yield f"{text!r} is a second title"
         if level > above + 1:
-            yield f"heading {text!r} (level {level}) follows {before!r} (level {above})"
+            yield f"{text!r} (level {level}) follows {before!r} (level {above})"
 
 
-def is_small(nb):
-    size = len(text_of(nb).encode())
-    if size > MOST_BYTES:
-        yield f"{size:,} bytes; one page of a book has at most {MOST_BYTES:,}"
-
-
-# --- a chapter, and the template of one -------------------------------------------------------------------------------
-
-
-def starts_with_helpers(nb):
-    """The first cell loads the extension, which begins to import torch for the ranks in the background."""
-    if not code_cells(nb)[0][1].source.startswith("%load_ext helpers"):
-        yield "the first code cell does not start with `%load_ext helpers`"
-
-
-def promises_what_it_proves(nb):
-    """The list 'What you will prove' has three to six invariants, each with a link to the cell that asserts it."""
+def bad_promises(nb):
     promise = re.search(r"^(?:#+ |\*\*)What you will prove.*?(?=^#|\Z)", prose(nb), flags=re.M | re.S)
     promises = re.split(r"^(?:[-*]|\d+\.) ", promise[0] if promise else "", flags=re.M)[1:]
     if not 3 <= len(promises) <= 6:
-        yield f"'What you will prove' lists {len(promises)} invariants, not three to six"
-    for promise in promises:
-        if "](#" not in promise.split("\n\n")[0]:
-            yield f"a promise links to no cell: {promise[:60]!r}"
+        yield f"it lists {len(promises)}"
+    yield from (f"no link: {promise[:60]!r}" for promise in promises if "](#" not in promise.split("\n\n")[0])
 
 
-def has_one_parameters_cell(nb):
-    """One cell has the tag parameters, with a line ``name: type = value  # what it does`` for each flag."""
+def bad_parameters(nb):
     cells = [cell for _, cell in code_cells(nb) if "parameters" in marks(cell)]
     if len(cells) != 1:
-        yield f"{len(cells)} cells are tagged parameters, not one"
-    for line in [line for cell in cells for line in cell.source.splitlines()]:
-        if line.strip() and not re.match(r"#|\w+: .+ = .+  # \w", line):
-            yield f"a parameter is not `name: type = value  # what it does`: {line}"
+        yield f"{len(cells)} cells are tagged parameters"
+    lines = [line for cell in cells for line in cell.source.splitlines() if line.strip()]
+    yield from (line for line in lines if not re.match(r"#|\w+: .+ = .+  # \w", line))
 
 
-def exports_a_script(nb):
-    if not any("export" in marks(cell) for _, cell in code_cells(nb)):
-        yield "no cell is tagged export"
-
-
-def asks_for_a_prediction(nb):
-    if not re.search(r"^[:`]{3,}\{admonition\}.*predict", prose(nb), flags=re.M | re.I):
-        yield "no admonition asks to predict"
-
-
-def hides_its_answers(nb):
-    """After a prediction, the cell with the answer and the prose that explains it are folded."""
-    for place, (name, cell) in enumerate(named_cells(nb)):
+def open_answers(nb):
+    """The code cell after a prediction has the answer, and the prose before the next section explains it."""
+    for place, (name, cell) in enumerate(all_cells(nb), 1):
         if cell.cell_type == "markdown" and re.search(r"^[:`]{3,}\{admonition\} *Predict", cell.source, flags=re.M):
-            below = nb.cells[place + 1 :]
-            after = below[:1] + list(itertools.takewhile(lambda cell: not re.match("## ", cell.source), below[1:]))
+            first, rest = nb.cells[place : place + 1], nb.cells[place + 1 :]
+            after = first + list(itertools.takewhile(lambda cell: not cell.source.startswith("## "), rest))
             code = [cell for cell in after if cell.cell_type == "code"][:1]
             if not code or not marks(code[0]) & {"hide-output", "hide-cell"}:
-                yield f"{name} predicts, and the next cell shows the answer: tag it hide-output or hide-cell"
+                yield f"{name}: tag the next code cell hide-output or hide-cell"
             elif not any("<details>" in cell.source for cell in after if cell.cell_type == "markdown"):
-                yield f"{name} predicts, and no <details> below it hides the explanation"
+                yield f"{name}: no <details> below it hides the explanation"
 
 
-MOST_CELLS, MOST_WORDS = 62, 2_550
-
-
-def is_short(nb):
-    words = len(re.findall(r"\w[\w'’-]*", re.sub(r"^(`{3,}|~{3,}).*?^\1", "", prose(nb), flags=re.M | re.S)))
+def too_long(nb):
+    words = len(re.findall(r"\w[\w'’-]*", FENCE.sub("", prose(nb))))
     if len(nb.cells) > MOST_CELLS or words > MOST_WORDS:
-        yield f"{len(nb.cells)} cells and {words} words; a page has at most {MOST_CELLS} and {MOST_WORDS}"
+        return f"{len(nb.cells)} cells, {words} words"
 
 
-def hands_over_its_script(nb):
-    """'Take it to your GPUs' has downloads of the notebook and the script, the script's listing and commands."""
+def not_handed_over(nb):
     text = section(nb, "Take it to your GPUs")
     least = {"{download}": 2, ".ipynb>": 1, "../scripts/": 2, "{literalinclude}": 1, "torchrun": 1}
-    for wanted, times in least.items():
-        if text.count(wanted) < times:
-            yield f"'Take it to your GPUs' has {wanted} {text.count(wanted)} times, fewer than {times}"
-
-
-def has_solved_exercises(nb):
-    """It has exercises, with solutions that assert something and are folded on the page."""
-    if not section(nb, "Exercises"):
-        yield "there is no section 'Exercises'"
-    solutions = [(name, cell) for name, cell in code_cells(nb) if "solution" in marks(cell)]
-    if not solutions:
-        yield "no cell is tagged solution"
-    for name, cell in solutions:
-        if not marks(cell) & {"hide-cell", "hide-input"}:
-            yield f"{name} is a solution that is not folded"
-        if "assert" not in cell.source:
-            yield f"{name} is a solution that asserts nothing"
-
-
-def has_several_exercises(nb):
-    """It has two to four exercises, each with a heading, or with a number in bold: ``**1. Name.**``."""
-    exercises = re.findall(r"^(?:###+ |\*\*\d)", section(nb, "Exercises"), flags=re.M)
-    if not 2 <= len(exercises) <= 4:
-        yield f"there are {len(exercises)} exercises, not two to four"
-
-
-def recapitulates(nb):
-    if not re.search(r"^\|.*\|$", section(nb, "Recap"), flags=re.M):
-        yield "there is no section 'Recap' with a table"
+    return [
+        f"{part} {text.count(part)} times, not {times}" for part, times in least.items() if text.count(part) < times
+    ]
 
 
 def glossary():
@@ -310,37 +192,155 @@ def glossary():
     return re.findall(r"^(?=\S)(.+)$", entries, flags=re.M)
 
 
-def running_text(source):
-    """A markdown cell's source with blanks in place of all that is not a sentence, so that positions stay the same."""
-    return BESIDE_SENTENCES.sub(lambda found: found[0] if "{term}" in found[0][:6] else " " * len(found[0]), source)
+def unlinked_terms(nb):
+    """The first use of each term of the glossary, where it is no link. What is no sentence becomes blanks."""
 
+    def blanks(match):
+        return match[0] if "{term}" in match[0][:6] else " " * len(match[0])
 
-def first_uses(nb):
-    """Yields (term, the cell's name, match) for the first use of each glossary term in the prose, linked or not."""
-    texts = [(name, running_text(cell.source)) for name, cell in named_cells(nb) if cell.cell_type == "markdown"]
+    markdown = [(name, cell) for name, cell in all_cells(nb) if cell.cell_type == "markdown"]
+    sentences = [(name, BESIDE_SENTENCES.sub(blanks, cell.source)) for name, cell in markdown]
     for term in glossary():
         word = re.escape(term) + ("s?" if term.islower() else "")
-        use = re.compile(
-            rf"\{{term\}}`(?:{word}|[^`]*<{re.escape(term)}>)`|(?<![\w-]){word}(?![\w-])", re.I * term.islower()
-        )
-        yield from itertools.islice(((term, name, found) for name, text in texts for found in use.finditer(text)), 1)
+        link = rf"\{{term\}}`(?:{word}|[^`]*<{re.escape(term)}>)`"
+        use = re.compile(rf"{link}|(?<![\w-]){word}(?![\w-])", re.I * term.islower())
+        first = next(((name, match[0]) for name, text in sentences for match in use.finditer(text)), None)
+        if first and not first[1].startswith("{term}"):
+            yield f"{first[0]} uses {term!r}: write {{term}}`{first[1]}`"
 
 
-def links_terms_at_first_use(nb):
-    for term, name, found in first_uses(nb):
-        if not found[0].startswith("{term}"):
-            yield f"{name} uses {term!r} first and does not link it: write {{term}}`{found[0]}`"
+# --- the rules, each beside the changes of a good notebook that break it ----------------------------------------------
 
 
-# For every notebook; for the chapters and the template; for the chapters alone, since the template has no page.
-RULES = [
-    is_valid, is_executed_in_order, is_normalised, has_no_attachments, has_known_magics, raises_what_it_announces,
-    compares_every_output, has_no_warnings, names_no_machine, describes_its_images, ends_no_cell_with_a_semicolon,
-    has_sensible_headings, is_small, starts_with_helpers,
+class Rule(NamedTuple):
+    """``finding`` of a cell, or of what else ``things`` gives, is true or says more if that has the problem.
+
+    Each of ``breaks`` changes the good notebook so that it has the problem.
+    """
+
+    problem: str
+    finding: Callable
+    breaks: list[Callable]
+    things: Callable = code_cells
+
+    def findings(self, nb):
+        for name, thing in self.things(nb):
+            finding = self.finding(thing)
+            if isinstance(finding, Iterator):
+                finding = list(finding)
+            if finding:
+                yield f"{name} {self.problem}" + ("" if finding is True else f": {finding}")
+
+
+def change(cell, **new):
+    """A change of the good notebook: new attributes for one of its cells."""
+    return lambda nb: nb.cells[cell].update(nbformat.from_dict(new))
+
+
+def prints(text, name="stdout"):
+    """Another change: the output of a cell."""
+    return change(4, outputs=[new_output("stream", name=name, text=text)])
+
+
+def replace(cell, old, new):
+    return lambda nb: nb.cells[cell].update(source=nb.cells[cell].source.replace(old, new))
+
+
+def tag(cell, *tags):
+    return change(cell, metadata={"tags": list(tags)} if tags else {})
+
+
+SECRET_PATH = "/".join(["", "home", "reader", "book.py"])
+
+RULES = [  # for every notebook
+    Rule("is not valid in format 4.5, which asks for cells' ids", invalid, [
+        lambda nb: nb.update(nbformat_minor=4), lambda nb: nb.cells[1].pop("id"), change(1, cell_type="kode"),
+        lambda nb: nb.cells[1].update(id=nb.cells[2].id)], whole),
+    Rule("was not run in order, and nbval does not compare a cell without a count", not_run_in_order, [
+        change(4, execution_count=None, outputs=[]), change(4, execution_count=9)], whole),
+    Rule("is empty", lambda cell: not cell.source.strip(), [change(4, source="")]),
+    Rule("differs from what `make outputs` stores: metadata, widget views, tracebacks", not_normalised, [
+        lambda nb: nb.metadata.update(widgets={}), lambda nb: nb.metadata.kernelspec.update(name="my-env"),
+        lambda nb: nb.metadata.language_info.update(version="3.11.7"), change(4, metadata={"collapsed": True}),
+        change(4, metadata={"execution": {"iopub.execute_input": "12:00"}}), tag(7, "solution", "hide-cell"),
+        change(4, outputs=[new_output("display_data", {WIDGET_VIEW: {}})])], whole),
+    Rule("has attachments", lambda cell: cell.get("attachments"), [
+        change(0, attachments={"a.png": {"image/png": "AAAA"}})], all_cells),
+    Rule(f"uses magics other than {sorted(MAGICS)}, whose errors nbval may pass",
+         lambda cell: {*re.findall(r"get_ipython\(\)\.run_(?:line|cell)_magic\('([^']*)'", as_python(cell))} - MAGICS,
+         [replace(4, "f(steps)", "%tiem f(steps)"), replace(4, "f(steps)", "%%bash\nls")]),
+    Rule("runs a shell line, whose failure would pass: use subprocess.run(…, check=True)",
+         lambda cell: re.findall(r"get_ipython\(\)\.(system|getoutput)\(", as_python(cell)),
+         [replace(4, "f(steps)", "!ls"), replace(4, "f(steps)", "files = !ls")]),
+    Rule("stores a UsageError", lambda cell: any("UsageError" in text for text in texts(cell)), [
+        prints("UsageError: Line magic function `%tiem` not found.")]),
+    Rule("stores an error without the tag raises-exception, or has the tag and stores none",
+         lambda cell: bool(marks(cell) & RAISES) != any(output.output_type == "error" for output in cell.outputs),
+         [change(5, outputs=[]), tag(5), replace(4, "f(steps)", "# NBVAL_RAISES_EXCEPTION\nf(steps)")]),
+    Rule("is skipped", lambda cell: marks(cell) & SKIPS, [
+        tag(4, "nbval-skip"), replace(4, "f(steps)", "# NBVAL_SKIP\nf(steps)")]),
+    Rule("is not compared, and does not say why in a line `# not compared: why`",
+         lambda cell: marks(cell) & IGNORES and not re.search(r"^# not compared: \w+ \w+", cell.source, flags=re.M),
+         [tag(7, "nbval-ignore-output"), replace(7, "assert", "# NBVAL_IGNORE_OUTPUT\nassert")]),
+    Rule("has cells that are not compared, and neither they nor the next code cells assert anything", unchecked, [
+        change(4, source="# not compared: a time\nf(steps)", metadata={"tags": ["nbval-ignore-output"]})], whole),
+    # A warning that is not stored fails under nbval, and that is how it is noticed.
+    Rule("stores stderr", lambda cell: any(output.get("name") == "stderr" for output in cell.outputs), [
+        prints("hello", "stderr")]),
+    Rule("stores a warning", lambda cell: re.findall(r"\w+Warning: .*", "\n".join(texts(cell))), [
+        prints("[rank 1] FutureWarning: use all_gather_single\n")]),
+    Rule("names this machine", lambda cell: matches(MACHINE, "\n".join([cell.source, *texts(cell)])), [
+        replace(4, "f(steps)", f"open({SECRET_PATH!r})"), change(0, source=f"# Title\n\nSee {SECRET_PATH}."),
+        prints(f"wrote {SECRET_PATH}"), prints("<object at 0x7f6e1529c710>"), prints("rank 0 has pid 4711"),
+        change(5, outputs=[new_output("error", traceback=[f"File {SECRET_PATH}, line 3"])])], all_cells),
+    Rule("shows an image without metadata mystnb.image.alt: the page would use the image's path", bare_image, [
+        change(4, outputs=[new_output("display_data", {"image/png": "AAAA"})])]),
+    Rule("ends with a semicolon, which hides an output in a notebook, but not under nbval", ends_with_a_semicolon, [
+        replace(4, "f(steps)", "f(steps);  # quiet\n# end")]),
+    Rule("has headings in disorder", bad_headings, [
+        replace(0, "# Title", "Title"), replace(9, "## Recap", "# Recap"), replace(6, "### One", "#### One")], whole),
+    Rule(f"has more than {MOST_BYTES:,} bytes", lambda nb: len(text_of(nb).encode()) > MOST_BYTES, [
+        prints("x" * MOST_BYTES)], whole),
+    # The extension begins to import torch for the ranks, in the background.
+    Rule("does not start with `%load_ext helpers`",
+         lambda nb: not code_cells(nb)[0][1].source.startswith("%load_ext helpers"), [
+             change(1, source="import torch")], whole),
 ]  # fmt: skip
-PATTERN = [
-    promises_what_it_proves, has_one_parameters_cell, exports_a_script, asks_for_a_prediction, hides_its_answers,
-    is_short, recapitulates,
+
+PATTERN = [  # for the chapters and the template
+    Rule("has no 'What you will prove' with three to six promises that link to their cells", bad_promises, [
+        replace(0, "What you will prove", "Contents"), replace(0, "- [one](#one)\n", ""),
+        replace(0, "[one](#one)", "one")], whole),
+    Rule("has no single parameters cell of lines `name: type = value  # what it does`", bad_parameters, [
+        tag(2), replace(2, "  # how many", ""), replace(2, ": int", "")], whole),
+    Rule("exports no cell", lambda nb: not any("export" in marks(cell) for _, cell in code_cells(nb)), [tag(3)], whole),
+    Rule("asks for no prediction",
+         lambda nb: not re.search(r"^[:`]{3,}\{admonition\}.*predict", prose(nb), flags=re.M | re.I),
+         [replace(9, "Predict", "Note")], whole),
+    Rule("shows answers to its predictions", open_answers, [tag(10), replace(11, "details", "p")], whole),
+    Rule(f"has more than {MOST_CELLS} cells or {MOST_WORDS} words", too_long, [
+        replace(0, "- two", f"- {'word ' * MOST_WORDS}"),
+        lambda nb: nb.cells.extend([new_markdown_cell("More.")] * MOST_CELLS)], whole),
+    Rule("has no section 'Recap' with a table", lambda nb: not re.search(r"^\|.*\|$", section(nb, "Recap"), re.M), [
+        replace(9, "|", "")], whole),
 ]  # fmt: skip
-EXERCISES = [has_solved_exercises, has_several_exercises]
-CHAPTERS_RULES = [hands_over_its_script, links_terms_at_first_use]
+
+EXERCISES = [  # for the chapters but the first, which is ten minutes long
+    Rule("has no section 'Exercises'", lambda nb: not section(nb, "Exercises"), [
+        replace(6, "## Exercises", "## More")], whole),
+    Rule("has not two to four exercises, each with a heading, or with a number in bold: **1. Name.**",
+         lambda nb: not 2 <= len(re.findall(r"^(?:###+ |\*\*\d)", section(nb, "Exercises"), flags=re.M)) <= 4,
+         [replace(6, "### Two", "Two")], whole),
+    Rule("has no cell tagged solution", lambda nb: not solutions(nb), [lambda nb: (tag(7)(nb), tag(8)(nb))], whole),
+    Rule("is a solution that is not folded", lambda cell: not marks(cell) & {"hide-cell", "hide-input"}, [
+        tag(7, "solution")], solutions),
+    Rule("is a solution that asserts nothing", lambda cell: "assert" not in cell.source, [
+        change(7, source="f(1)")], solutions),
+]  # fmt: skip
+
+CHAPTERS = [  # for the chapters alone, since the template has no page
+    Rule("lacks downloads, listing or commands in 'Take it to your GPUs'", not_handed_over, [
+        replace(6, "{download}`notebook <a.ipynb>`", ""), replace(6, "torchrun", "python")], whole),
+    Rule("does not link terms of the glossary at their first use", unlinked_terms, [
+        replace(6, "{term}`rank`", "rank"), replace(0, "- two", "- two ranks")], whole),
+]  # fmt: skip

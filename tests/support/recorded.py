@@ -25,9 +25,9 @@ def compare(name, text, command, varying=(), **versions):
     text = "\n".join(line.rstrip() for line in text.strip("\n").splitlines()) + "\n"
     if os.environ.get("UPDATE_RECORDED") == "1":
         versions = {"torch": torch.__version__.partition("+")[0], **versions}
-        made_with = ", ".join(f"{program} {version}" for program, version in versions.items())
+        programs = ", ".join(f"{program} {version}" for program, version in versions.items())
         FOLDER.mkdir(exist_ok=True)
-        path.write_text(f"# Recorded by: {command}\n# With: {made_with}\n\n{text}")
+        path.write_text(f"# Recorded by: {command}\n# With: {programs}\n\n{text}")
         return
     if not path.is_file():
         raise AssertionError(f"There is no book/recorded/{path.name}: write it with UPDATE_RECORDED=1 {command}")

@@ -77,8 +77,8 @@ class Cluster:
         """Start the hosts and the daemons; the exit stack ends them."""
         # The host of n1 is called compute1. So a node's name in Slurm has no address, as on some clusters.
         addresses = {name: f"10.88.0.{number}" for number, name in enumerate(["head", *self.nodes], 10)}
-        called = {name: name.replace("n", "compute") if name in self.nodes else name for name in addresses}
-        names = [("localhost", "127.0.0.1"), *((called[name], address) for name, address in addresses.items())]
+        host_names = {name: name.replace("n", "compute") if name in self.nodes else name for name in addresses}
+        names = [("localhost", "127.0.0.1"), *((host_names[name], address) for name, address in addresses.items())]
         (self.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in names))
         (self.folder / "slurm.conf").write_text(SETTINGS.format(folder=self.folder, nodes=len(self.nodes)))
         for number in range(8):
@@ -86,12 +86,12 @@ class Cluster:
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
         (self.folder / "munge.key").write_bytes(os.urandom(128))
         (self.folder / "munge.key").chmod(0o400)
-        made = {}
+        machines = {}
         for name in addresses:
-            made[name] = hosts.Host(called[name], self.folder / "hosts")
-            stack.callback(made[name].end)
-        self.head = made.pop("head")
-        self.nodes = made
+            machines[name] = hosts.Host(host_names[name], self.folder / "hosts")
+            stack.callback(machines[name].end)
+        self.head = machines.pop("head")
+        self.nodes = machines
         self.on_switch("ip", "link", "add", "switch", "type", "bridge")
         self.on_switch("ip", "addr", "add", f"{addresses['head']}/24", "dev", "switch")
         self.on_switch("ip", "link", "set", "switch", "up")
@@ -105,7 +105,7 @@ class Cluster:
         munge |= {"log-file": "munged.log", "seed-file": "munge.seed"}
         self.run("munged", "--force", *(f"--{option}={self.folder / name}" for option, name in munge.items()))
         self.run("slurmctld")
-        self.started = time.monotonic()
+        self.start_time = time.monotonic()
         for name in self.nodes:
             self.boot(name)
 
@@ -122,10 +122,12 @@ class Cluster:
         """Run a command on the controller's host, or on ``on``; return its output. Fails with the status and output."""
         enter = (on or self.head).enter(command)
         enter[enter.index("--") - 1] = f"--wd={cwd}"
-        done = subprocess.run(enter, env=self.environment, capture_output=True, text=True, timeout=timeout)
-        if check and done.returncode:
-            raise AssertionError(f"{' '.join(map(str, command))}: status {done.returncode}\n{done.stdout}{done.stderr}")
-        return done.stdout
+        process = subprocess.run(enter, env=self.environment, capture_output=True, text=True, timeout=timeout)
+        if check and process.returncode:
+            raise AssertionError(
+                f"{' '.join(map(str, command))}: status {process.returncode}\n{process.stdout}{process.stderr}"
+            )
+        return process.stdout
 
     def submit(self, *command, cwd):
         """Run sbatch; return the job's number."""
@@ -145,7 +147,7 @@ class Cluster:
 
     def until_limits_are_checked(self):
         """Seconds until the controller next looks for jobs whose time is up, which it does every 30 s."""
-        return 30 - (time.monotonic() - self.started) % 30
+        return 30 - (time.monotonic() - self.start_time) % 30
 
     def requeue_soon(self, job):
         """Wait until a job is queued again, then let it start soon: by itself, Slurm would wait much longer.
@@ -158,9 +160,9 @@ class Cluster:
 
 def missing():
     """The reason why this machine cannot have a Slurm, or None."""
-    lacking = [program for program in PROGRAMS if not shutil.which(program)]
-    if lacking:
-        return f"no {', '.join(lacking)} on this machine"
+    programs = [program for program in PROGRAMS if not shutil.which(program)]
+    if programs:
+        return f"no {', '.join(programs)} on this machine"
     return hosts.missing()
 
 

@@ -1,0 +1,121 @@
+"""Pages of the built book in a browser: what it complains about, what axe finds, whether a page fits a phone."""
+
+from axe_playwright_python.base import AXE_SCRIPT
+
+OF_COLOURS = {"runOnly": {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}}
+THEMES_OWN = {"label-content-name-mismatch", "region"}  # axe's findings on an empty page of the theme
+
+WIDE = {"width": 1280, "height": 900}
+NARROW = {"width": 360, "height": 740}
+PATIENCE = 120_000  # milliseconds: a busy machine is slow, and no test here measures speed
+
+
+def open_page(context, url, name, complaints):
+    """Open a page of the book, and go on adding to ``complaints``: the browser's, and requests to other hosts.
+
+    Chromium's complaints have the requests that fail, and replies such as 404.
+    """
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE)
+
+    def hear(message):
+        if message.type in ("error", "warning"):
+            complaints.append(f"{message.text} {message.location['url']}")
+
+    def check(request):
+        if not request.url.startswith((url, "data:", "blob:")):
+            complaints.append(f"outside request: {request.url}")
+
+    page.on("console", hear)
+    page.on("pageerror", lambda error: complaints.append(f"page error: {error}"))
+    page.on("request", check)
+    page.emulate_media(color_scheme="light")
+    page.goto(f"{url}/{name}.html")
+    page.wait_for_function("window.MathJax ? MathJax.startup?.promise.then(() => true) : true")
+    return page
+
+
+def unfold(page):
+    """Open all folds, so that their contents are checked too, and wait until they have faded in."""
+    page.evaluate("""() => {
+        for (const fold of document.querySelectorAll('details')) fold.open = true;
+        return Promise.allSettled(document.getAnimations().map(animation => animation.finished));
+    }""")
+
+
+def turn(page, scheme):
+    """Turn a page light or dark, as the system's setting would, and open its folds."""
+    page.emulate_media(color_scheme=scheme)
+    page.locator(f"html[data-theme={scheme}]").wait_for()
+    unfold(page)
+
+
+# A page's listings have up to 13,000 coloured words. Of the words with equal classes and ancestors' classes, axe gets
+# the first one. The others lose their element and become a part of the text around them.
+ONE_OF_A_KIND = """() => {
+    const seen = new Set();
+    for (const word of [...document.querySelectorAll('pre span[class]:not(:has(*))')]) {
+        let kind = '';
+        for (let tag = word; tag; tag = tag.parentElement) kind += tag.className + '/';
+        seen.has(kind) ? word.replaceWith(...word.childNodes) : seen.add(kind);
+    }
+}"""
+
+# Axe takes 5 ms for the contrast of a text. The contrast depends on the text's style and on what its ancestors paint
+# behind it. So of the visible texts for which all of that is equal, only the first is marked and checked. Texts of one
+# letter are left out, because axe says nothing about them.
+ONE_OF_A_LOOK = """() => {
+    const seen = new Set(), behind = new Map([[null, '']]);
+    const look = (tag, ...names) => names.map(name => getComputedStyle(tag)[name]).join();
+    const ground = tag => {
+        if (!behind.has(tag)) {
+            const paint = look(tag, 'backgroundColor', 'backgroundImage', 'opacity');
+            behind.set(tag, ground(tag.parentElement) + (paint == 'rgba(0, 0, 0, 0),none,1' ? '' : paint));
+        }
+        return behind.get(tag);
+    };
+    for (const tag of document.querySelectorAll('body *')) {
+        delete tag.dataset.look;
+        const texts = [...tag.childNodes].filter(node => node.nodeType == Node.TEXT_NODE && node.data.trim()[1]);
+        if (!texts.length || !tag.checkVisibility({checkVisibilityCSS: true, checkOpacity: true})) continue;
+        const {fontSize, fontWeight} = getComputedStyle(tag);
+        const large = parseFloat(fontSize) >= (fontWeight >= 700 ? 18.67 : 24);  // then axe asks for less contrast
+        const kind = large + look(tag, 'color', 'textShadow') + ground(tag);
+        if (!seen.has(kind)) tag.dataset.look = 'first';
+        seen.add(kind);
+    }
+}"""
+AXE = AXE_SCRIPT + ";axe.configure({rules: [{id: 'color-contrast', selector: '[data-look]'}]})"
+RUN_AXE = "options => axe.run({resultTypes: ['violations'], preload: false, ...options}).then(all => all.violations)"
+
+# Axe says nothing about what is hidden. The drawings of the frames that a figure hides are half of a page's elements.
+WITHOUT_HIDDEN_FRAMES = """() => {
+    for (const view of document.querySelectorAll('.wso-view')) if (!view.checkVisibility()) view.replaceChildren();
+}"""
+
+
+def violations(page, **options):
+    """[(rule, HTML)] of axe's findings on a page, without those about the theme."""
+    if not page.evaluate("!!window.axe"):
+        page.evaluate(WITHOUT_HIDDEN_FRAMES)
+        page.evaluate(ONE_OF_A_KIND)
+        page.evaluate(AXE)
+    page.evaluate(ONE_OF_A_LOOK)
+    rules = [rule for rule in page.evaluate(RUN_AXE, options) if rule["id"] not in THEMES_OWN]
+    return [(rule["id"], node["html"][:200]) for rule in rules for node in rule["nodes"]]
+
+
+def seen_by_axe(page):
+    """Yields what axe finds on a page, light and dark. In dark, only rules on colours are checked."""
+    for scheme, rules in {"light": {}, "dark": OF_COLOURS}.items():
+        turn(page, scheme)
+        yield from (f"{scheme}: {rule}: {html}" for rule, html in violations(page, **rules))
+
+
+def too_wide(page):
+    """Yields a problem where a page that is 360 pixels wide scrolls sideways."""
+    page.set_viewport_size(NARROW)
+    width = page.evaluate("document.documentElement.scrollWidth")
+    if width > NARROW["width"] or page.evaluate("window.scrollTo(200, 0), window.scrollX"):
+        yield f"{width} pixels wide where {NARROW['width']} are shown"
+    page.set_viewport_size(WIDE)
