@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import psutil
@@ -91,7 +93,7 @@ def by_launch(nproc: int) -> Iterator[Call]:
     yield lambda: launch(all_reduce, nproc=nproc)
 
 
-def spawned(rank: int, nproc: int, store: str, queue) -> None:  # noqa: ANN001, a SimpleQueue
+def spawned(rank: int, nproc: int, store: str, queue: SimpleQueue) -> None:
     queue.put((rank, with_group(rank, nproc, store)))
 
 
@@ -305,20 +307,17 @@ def measure(
 
 def table(seconds: dict[tuple[str, str], list[float]]) -> list[dict[str, str]]:
     """The rows, by measure: the median, its spread, and its ratio to the first way of the measure."""
-    rows, measures = [], dict.fromkeys(measure for measure, _ in seconds)
-    for measure in measures:
-        ways = {way: numbers for (of, way), numbers in seconds.items() if of == measure}
-        base = next(iter(ways.values()))
-        for way, numbers in ways.items():
-            row = {"What": f"{measure}: {way}", "Seconds": "failed", "Lowest to highest": "–", "Ratio": "–"}
-            if numbers:
-                middle = statistics.median(numbers)
-                row |= {
-                    "Seconds": short(middle),
-                    "Lowest to highest": f"{short(min(numbers))} to {short(max(numbers))}",
-                }
-                row |= {"Ratio": short(middle / statistics.median(base)) if base else "–"}
-            rows.append(row | {"Calls": str(len(numbers))})
+    bases: dict[str, list[float]] = {}
+    for (name, _), numbers in seconds.items():
+        bases.setdefault(name, numbers)
+    rows = []
+    for (name, way), numbers in sorted(seconds.items(), key=lambda item: list(bases).index(item[0][0])):
+        row = {"What": f"{name}: {way}", "Seconds": "failed", "Lowest to highest": "–", "Ratio": "–"}
+        if numbers:
+            middle, spread = statistics.median(numbers), f"{short(min(numbers))} to {short(max(numbers))}"
+            row |= {"Seconds": short(middle), "Lowest to highest": spread}
+            row["Ratio"] = short(middle / statistics.median(bases[name])) if bases[name] else "–"
+        rows.append(row | {"Calls": str(len(numbers))})
     return rows
 
 
@@ -329,12 +328,11 @@ def short(number: float) -> str:
 
 def machine(rounds: int) -> list[dict[str, str]]:
     """The rows of the machine, the software and this run. Call it before the run, because of the load."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    info = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    cpu = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
     system = "macOS" if sys.platform == "darwin" else platform.freedesktop_os_release()["PRETTY_NAME"]
     names = {
-        "CPU": cpu or platform.machine(),
+        "CPU": cpu[1] if cpu else platform.machine(),
         "cores": str(os.cpu_count()),
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "load before the run": f"{os.getloadavg()[0]:.1f}",
@@ -353,9 +351,7 @@ def machine(rounds: int) -> list[dict[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="repetitions, interleaved (default: 3)")
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="measures with this in their name: first call, fails"
-    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="measures with this in their name")
     parser.add_argument("--record", action="store_true", help="write the tables of book/bench.md; takes all measures")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -366,7 +362,7 @@ def main() -> None:
     if args.record and args.only:
         parser.error("--record takes all measures: leave out --only")
     tables = {"machine": machine(args.rounds)}  # first, for the load at the start
-    chosen = [one for one in contenders() if any(args.only in measure for measure, _ in one.places.values())]
+    chosen = [entry for entry in contenders() if any(args.only in name for name, _ in entry.places.values())]
     tables["calls"] = table(measure(args.rounds, chosen))
     for name, rows in tables.items():
         print(*aligned([list(rows[0]), *(list(row.values()) for row in rows)], left=range(len(rows[0]))), sep="\n")

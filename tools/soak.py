@@ -364,11 +364,8 @@ class Meshes:
             agent.wait_for(lambda: agent.printed(f"step {before + self.EVERY + 1}:"))
         if place != "training":
             agent.wait_for(lambda: doing(folder) == place)
-        if (
-            ended_within(agent, moment * max(1, len(ranks) / (os.cpu_count() or 1)))
-            or agent.printed("result")
-            or not ranks
-        ):
+        moment *= max(1, len(ranks) / (os.cpu_count() or 1))
+        if ended_within(agent, moment) or agent.printed("result") or not ranks:
             return None
         with contextlib.suppress(psutil.NoSuchProcess):
             ranks[int(number * len(ranks))].kill()
@@ -428,7 +425,7 @@ def doing(folder: Path) -> str:
     return "a write" if hidden else "training"
 
 
-def kill_many(kind: type, kills: int, seed: int, agent: Agent, script: Path, scratch: Path, *options: object) -> int:
+def kill_many(kind: Any, kills: int, seed: int, agent: Agent, script: Path, scratch: Path, *options: object) -> int:
     """Run jobs of a kind until ``kills`` ranks have been killed; print a line for each. Returns how many went wrong."""
     places: list[str] = []
     wrong, job = 0, 0
