@@ -12,13 +12,12 @@ import json
 import os
 import platform
 import re
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.queues import SimpleQueue
@@ -69,8 +68,8 @@ def start_group(rank: int, world_size: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
 
 
-def check(results: Iterable[float], nproc: int) -> None:
-    assert list(results) == [nproc * (nproc + 1) / 2] * nproc, results
+def check(totals: list[float], nproc: int) -> None:
+    assert totals == [nproc * (nproc + 1) / 2] * nproc, totals
 
 
 def use_openmp() -> None:
@@ -200,51 +199,6 @@ def time_ipyparallel(calls: int = 8) -> Seconds:
     return seconds
 
 
-# --- a rank that fails: from its last line to the exception in the caller ---------------------------------------------
-
-
-def fail(how: str, path: str) -> None:
-    """On a rank: rank 1 writes the time to ``path`` and fails, while its peers wait in a collective."""
-    import torch
-    import torch.distributed as dist
-
-    dist.all_reduce(torch.ones(1))
-    if dist.get_rank() == 1:
-        time.sleep(0.3)
-        Path(path).write_text(str(time.monotonic()))
-        if how == "raise":
-            raise ValueError("the cause")
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(1))
-
-
-def fail_spawned(rank: int, nproc: int, store: str, how: str, path: str) -> None:
-    start_group(rank, nproc, store)
-    fail(how, path)
-
-
-def time_failures(way: str, nproc: int = 4) -> Seconds:
-    """Seconds from a rank's failure until the caller has its exception and the ranks are gone."""
-    import torch.multiprocessing as mp
-
-    from helpers.ranks.launch import launch
-
-    use_openmp()
-    seconds: Seconds = {"raise": [], "SIGKILL": []}
-    for _ in range(5 if way == "launch" else 1):
-        for how in seconds:
-            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
-                try:
-                    if way == "launch":
-                        launch(fail, how, f"{folder}/time", nproc=nproc)
-                    else:
-                        mp.spawn(fail_spawned, (nproc, f"{folder}/store", how, f"{folder}/time"), nprocs=nproc)
-                    raise SystemExit("nothing failed")
-                except Exception:
-                    seconds[how].append(time.monotonic() - float(Path(folder, "time").read_text()))
-    return seconds
-
-
 # --- rounds and the tables --------------------------------------------------------------------------------------------
 
 
@@ -270,8 +224,6 @@ def contenders() -> Iterator[Contender]:
             places = {kind: (measure, "ipyparallel") for kind, measure in measures.items()}
             places["kept"] = measures["later"], "ipyparallel, group kept"
             yield Contender("time_ipyparallel", (), places)
-    for way in ("launch", "mp.spawn"):
-        yield Contender("time_failures", (way,), {how: (f"a rank fails: {how}", way) for how in ("raise", "SIGKILL")})
 
 
 def child(contender: Contender) -> Seconds:

@@ -2,8 +2,9 @@
 
 import contextlib
 import shutil
+from collections.abc import Iterator
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 
 CHROME_ON_MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 NAMES = ["chromium", "chromium-browser", "google-chrome", CHROME_ON_MACOS]
@@ -13,12 +14,12 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--
 class Missing(Exception):
     """This machine has no such browser."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__("No chromium or Chrome on this machine.\nTry `make system`.")
 
 
 @contextlib.contextmanager
-def chromium():
+def chromium() -> Iterator[Browser]:
     """Playwright's browser, until the end of the block. Raises Missing."""
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:

@@ -10,9 +10,11 @@ import io
 import re
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
@@ -22,6 +24,7 @@ from pypdf import PdfReader, PdfWriter
 
 ROOT = Path(__file__).parents[1]
 NAME = "world-size-one.pdf"
+Parts = list[tuple[str, list[str]]]  # (the part's caption or "", files without suffix), in the order of _toc.yml
 INTRO = "book/intro"
 PAPER_WIDTH = 665  # pixels between the margins of A4: 210 mm - 2 * 17 mm, at 96 to the inch
 
@@ -87,21 +90,20 @@ mjx-container { max-width: 100%; }
 """
 
 
-def table_of_contents():
-    """[(the part's caption or "", [files without suffix])], in the order of _toc.yml."""
+def table_of_contents() -> Parts:
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
     parts = [(part.get("caption", ""), [page["file"] for page in part["chapters"]]) for part in toc["parts"]]
     return [("", [toc["root"]]), *parts]
 
 
-def name_of(docname, anchor=""):
+def name_of(docname: str, anchor: str = "") -> str:
     """The id that a page, or an anchor on it, has in the one long page."""
     return re.sub(r"\W", "-", docname) + (f"--{anchor}" if anchor else "")
 
 
-def article(html, docname, docnames):
+def article(html: Path, docname: str, docnames: list[str]) -> Any:
     """The content of one built page, ready for the one document that holds all pages."""
-    page = BeautifulSoup((html / f"{docname}.html").read_text(encoding="utf-8"), "html.parser")
+    page: Any = BeautifulSoup((html / f"{docname}.html").read_text(encoding="utf-8"), "html.parser")
     content = page.select_one("article.bd-article")
     for tag in content.select(ON_SCREEN_ONLY):
         tag.decompose()
@@ -126,13 +128,13 @@ def article(html, docname, docnames):
     return content
 
 
-def resolved(html, docname, address):
+def resolved(html: Path, docname: str, address: str) -> str:
     """A relative address on a page, as an address relative to the folder of the HTML."""
     target = ((html / docname).parent / unquote(urlsplit(address).path)).resolve()
     return target.relative_to(html.resolve()).as_posix()
 
 
-def redirect(link, html, docname, docnames):
+def redirect(link: Any, html: Path, docname: str, docnames: list[str]) -> None:
     """Make a link lead to the same place in the one document. A link to a file outside of it becomes text."""
     if urlsplit(link["href"]).scheme:
         return
@@ -145,10 +147,10 @@ def redirect(link, html, docname, docnames):
         link.unwrap()
 
 
-def contents(parts, articles, numbers):
+def contents(parts: Parts, articles: dict[str, Any], numbers: dict[str, int]) -> Iterator[str]:
     """The lines of the table of contents, as HTML. ``numbers`` is {id: page number}."""
 
-    def line(kind, target, text):
+    def line(kind: str, target: str, text: str) -> str:
         page = f' data-page="{numbers[target]}"' if target in numbers else ""
         return f'<div class="{kind}"{page}><a href="#{target}">{escape(text)}</a><i></i></div>'
 
@@ -163,7 +165,7 @@ def contents(parts, articles, numbers):
                         yield line("of-section", section["id"], section.h2.get_text())
 
 
-def front(parts, articles, numbers):
+def front(parts: Parts, articles: dict[str, Any], numbers: dict[str, int]) -> str:
     """The title page and the table of contents, as HTML."""
     config = yaml.safe_load((ROOT / "_config.yml").read_text())
     return (
@@ -174,9 +176,9 @@ def front(parts, articles, numbers):
     )
 
 
-def document(html, body, articles):
+def document(html: Path, body: str, articles: dict[str, Any]) -> str:
     """The complete HTML document, with the style for paper. Its addresses count from the folder ``html``."""
-    first = BeautifulSoup((html / f"{INTRO}.html").read_text(encoding="utf-8"), "html.parser")
+    first: Any = BeautifulSoup((html / f"{INTRO}.html").read_text(encoding="utf-8"), "html.parser")
     styles = [resolved(html, INTRO, tag["href"]) for tag in first("link", rel="stylesheet")]
     mathjax = next(tag["src"] for tag in first("script", src=True) if "mathjax" in tag["src"])
     settings = next(tag.get_text() for tag in first("script") if "window.MathJax" in tag.get_text())
@@ -194,7 +196,7 @@ def document(html, body, articles):
     )
 
 
-def print_pdf(html, out):
+def print_pdf(html: Path, out: Path) -> int:
     """Print the book in the folder ``html`` to the file ``out``; return the number of pages."""
     parts = table_of_contents()
     docnames = [docname for _, names in parts for docname in names]
@@ -203,7 +205,7 @@ def print_pdf(html, out):
     with printer(html) as printed:
         book = PdfWriter(printed(document(html, front(parts, articles, {}) + body, articles)))
         numbers = {
-            name.removeprefix("/"): book.get_destination_page_number(target) + 1
+            name.removeprefix("/"): (book.get_destination_page_number(target) or 0) + 1
             for name, target in book.named_destinations.items()
         }
         numbered = PdfReader(printed(document(html, front(parts, articles, numbers), articles)))
@@ -219,19 +221,19 @@ def print_pdf(html, out):
 
 
 @contextmanager
-def printer(html):
+def printer(html: Path) -> Iterator[Callable[[str], io.BytesIO]]:
     """A function that prints a document, opened in the folder ``html``, and returns the PDF as a file in memory."""
     file = html.resolve() / "print.html"
     with chromium() as browser:
 
-        def printed(text):
+        def printed(text: str) -> io.BytesIO:
             file.write_text(text, encoding="utf-8")
             page = browser.new_page(color_scheme="light", viewport={"width": PAPER_WIDTH, "height": 1000})
             page.set_default_timeout(300_000)  # milliseconds, for a machine that is busy with other things
             page.emulate_media(media="print")
             page.goto(file.as_uri())
             page.evaluate("MathJax.startup.promise.then(() => document.fonts.ready).then(() => null)")
-            if page.evaluate("document.documentElement.scrollWidth") > page.viewport_size["width"]:
+            if page.evaluate("document.documentElement.scrollWidth") > PAPER_WIDTH:
                 raise SystemExit(
                     "An element is wider than the paper. Look at tools/print_pdf.py's styles and at your last change."
                 )
@@ -243,18 +245,18 @@ def printer(html):
             file.unlink(missing_ok=True)
 
 
-def link_from_intro(html, pdf, pages):
+def link_from_intro(html: Path, pdf: Path, pages: int) -> None:
     """Put the PDF into the book's folder, and a link to it into the intro, in place of the hint how to make it."""
     shutil.copy(pdf, html / NAME)
     intro = html / f"{INTRO}.html"
     link = f'<p class="pdf"><a href="../{NAME}">The whole book as one PDF</a>, {pages} pages.</p>'
-    text, found = re.subn(r'<p class="pdf">.*?</p>', link, intro.read_text(encoding="utf-8"), flags=re.S)
-    if found != 1:
-        raise SystemExit(f"{intro} has {found} paragraphs of the class pdf, and the link belongs into one.")
+    text, count = re.subn(r'<p class="pdf">.*?</p>', link, intro.read_text(encoding="utf-8"), flags=re.S)
+    if count != 1:
+        raise SystemExit(f"{intro} has {count} paragraphs of the class pdf, and the link belongs into one.")
     intro.write_text(text, encoding="utf-8")
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("html", type=Path, help="the folder of the built book")
     parser.add_argument("out", type=Path, help="the file to write")

@@ -13,6 +13,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from nbformat import NotebookNode
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 METADATA = {
@@ -29,7 +30,7 @@ FOLDED = {
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"  # it names a widget of a kernel that has ended
 
 
-def normalised(nb):
+def normalised(nb: NotebookNode) -> NotebookNode:
     """A copy of the notebook without widget state, timings, version numbers and this machine's paths."""
     nb = deepcopy(nb)
     nb.metadata = nbformat.from_dict(METADATA)
@@ -45,7 +46,7 @@ def normalised(nb):
     return nb
 
 
-def without_machine_paths(text):
+def without_machine_paths(text: str) -> str:
     """The text with paths that begin at the packages' folder or at the project's, wherever these two are."""
     home = str(Path.home())
     for folder in [sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(NOTEBOOKS.parent), home]:
@@ -55,12 +56,12 @@ def without_machine_paths(text):
     return re.sub(r"ipykernel_\d+", "ipykernel", text)
 
 
-def text_of(nb):
+def text_of(nb: NotebookNode) -> str:
     """The text of a notebook's file, in the format in which this project stores notebooks."""
     return nbformat.writes(nb, version=4, indent=1, ensure_ascii=False) + "\n"
 
 
-def run(path):
+def run(path: Path) -> NotebookNode:
     """Run the notebook in a new kernel, in the notebook's folder; return the notebook with its new outputs."""
     nb = nbformat.read(path, as_version=4)
     client = NotebookClient(
@@ -70,7 +71,7 @@ def run(path):
     return client.execute()
 
 
-def main(names):
+def main(names: list[str]) -> str | None:
     paths = [Path(name) for name in names] or sorted(NOTEBOOKS.glob("*.ipynb"))
     for path in paths:
         try:
@@ -81,6 +82,7 @@ def main(names):
             return f"{error}\n{path} is unchanged: the cell above failed."
         path.write_text(text_of(normalised(nb)), encoding="utf-8")
         print(f"{path}: {sum(cell.cell_type == 'code' for cell in nb.cells)} cells run, outputs stored")
+    return None
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ for package, (licence, files) in PACKAGES.items():
         tarfile.open(next(Path(folder).glob("*.tgz"))).extractall(folder, filter="data")
         for theirs, ours in files.items():
             cut = [f"--unicodes={CHARACTERS}", f"--layout-features={FEATURES}", "--no-hinting", "--flavor=woff2"]
-            cut += ["--name-IDs=0,1,2,3,4,5,6,13,14", Path(folder, "package", theirs), f"--output-file={FONTS / ours}"]
+            cut += ["--name-IDs=0,1,2,3,4,5,6,13,14", f"{folder}/package/{theirs}", f"--output-file={FONTS / ours}"]
             subprocess.run(["pyftsubset", *cut], check=True)
         text, family = Path(folder, "package", licence).read_text(), ours.split("-")[0]
         (FONTS / f"{family}-OFL.txt").write_text(f"{family}, from the npm package {package}\n\n{text}")

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = "notebooks/04_ddp.html"
 
 
-def take(html, file):
+def take(html: Path, file: Path) -> None:
     """Write the built book's first figure, with what stands above it, to a PNG file of 1200 x 630 pixels."""
     with chromium() as browser:
         page = browser.new_page(viewport={"width": 1600, "height": 840}, device_scale_factor=0.75, color_scheme="light")

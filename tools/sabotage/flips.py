@@ -50,7 +50,7 @@ def name_of(node: ast.expr) -> str:
 
 
 class Once(ast.NodeTransformer):
-    """Turns calls that are not pure into ``_once("their place", lambda: call)``: all variants share what they return."""
+    """Turns calls that are not pure into ``_once("place", lambda: call)``: all variants share what they return."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802, a name of ast
         if name_of(node.func) in PURE or name_of(node.func) == "_wrong":
