@@ -4,7 +4,6 @@ PYTHON ?= python3
 CHAPTER ?=
 NPROC ?= 4
 PORT ?= 8000
-RUNS ?= 40
 NOTEBOOK ?=
 WORKERS ?= 4
 SETTINGS ?= ATEN_CPU_CAPABILITY=default,DNNL_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=avx2,DNNL_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1
@@ -23,7 +22,7 @@ CPU_TORCH := --index-url https://download.pytorch.org/whl/cpu --no-deps --retrie
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help book pdf serve test lab scripts run picture check rehearse sabotage bench soak portability variants outputs system setup lock
+.PHONY: help book pdf serve test lab scripts run picture check rehearse sabotage bench soak portability outputs system setup lock
 
 help:
 	@echo "World Size One"
@@ -47,11 +46,10 @@ help:
 	@echo "  make rehearse     run the GPU path of eleven chapters on 8 or 2 x 8 pretended GPUs"
 	@echo "  make sabotage     tell the chapters lies, see which cells notice, and name asserts that cannot fail"
 	@echo "  make bench        measure this project beside other ways to do the same  (ARGS=--record writes the book's tables)"
-	@echo "  make soak         run a chapter's script 40 times on 2 ranks and 40 times on 4  (CHAPTER=04 RUNS=40)"
-	@echo "  make soak N=1000  kill ranks of chapter 16's job 1000 times, each time on another mesh, and compare its weights"
-	@echo "  make soak N=200 CHAPTER=13    kill ranks of chapter 13's job, and compare its last weights to the last bit"
+	@echo "  make soak         run a chapter's script 40 times on 2 ranks and 40 times on 4  (CHAPTER=04 ARGS='--runs 40')"
+	@echo "  make soak CHAPTER=13 ARGS='--kills 200'    kill ranks of its job, and compare its last weights to the last bit"
+	@echo "  make soak CHAPTER=16 ARGS='--kills 1000'   kill ranks of its job, each time on another mesh, and compare its weights"
 	@echo "  make portability  compare the notebooks' outputs under other CPU settings"
-	@echo "  make variants     some tests under another locale, time zone, home, user or host name  (ARGS='tests/test_magic.py')"
 	@echo "  make outputs      run notebooks and store their outputs  (NOTEBOOK=notebooks/04_ddp.ipynb, default all)"
 	@echo
 	@echo "  make lock         pin what requirements.txt brings with it, in requirements.lock"
@@ -155,7 +153,7 @@ system:
 	@sh tools/install_system.sh
 
 soak: $(READY)
-	@PYTHONPATH=tests/support $(BIN)/python $(if $(N),tools/kills$(if $(filter 13,$(CHAPTER)),,_on_meshes).py --kills $(N),tools/soak.py --chapter $(or $(CHAPTER),04) --runs $(RUNS) $(ARGS))
+	@PYTHONPATH=tests/support $(BIN)/python tools/soak.py --chapter $(or $(CHAPTER),04) $(ARGS)
 
 # ATEN_CPU_CAPABILITY and DNNL_MAX_CPU_ISA limit which of the CPU's instructions PyTorch and oneDNN use, as an older CPU
 # would. They go together: no CPU has the one limit alone, and PyTorch then fails in attention ("pack_vnni2").
@@ -163,9 +161,6 @@ portability: $(READY)
 	@status=0; for setting in $(SETTINGS); do \
 	  echo "$$setting"; env $$(echo $$setting | tr , ' ') $(PYTEST) notebooks -q $(ARGS) || status=1; \
 	done; exit $$status
-
-variants: $(READY)
-	@$(BIN)/python tools/variants.py $(or $(ARGS),tests/test_process_group.py)
 
 rehearse: $(READY)
 	@$(BIN)/python tools/rehearse_all.py

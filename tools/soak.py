@@ -35,22 +35,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from helpers.export import chapters
 
 PATIENCE = 180  # seconds: a start, a restart or an end that takes longer counts as a hang
-IMPORTS = [  # of chapter 16's job: done once in the agent, not in each rank
-    "numpy",
-    "torch.distributed.checkpoint._fsspec_filesystem",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "torch.utils.serialization",
-]
-
-
-def alone(folder: Path) -> dict[str, str]:
-    """Environment variables for the jobs, which make them put temporary files into the folder."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return environment | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
+# Of chapter 16's job: done once in the agent, not in each rank.
+IMPORTS = ["numpy", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel"]
+IMPORTS += ["torch.distributed.checkpoint._fsspec_filesystem", "torch.distributed.checkpoint.state_dict"]
+IMPORTS += ["torch.utils.serialization"]
 
 
 class Failure(Exception):
@@ -84,18 +72,15 @@ class Agent:
         self.process.stdin.flush()
 
     def open(self, command: list[str]) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        environment |= {"TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1", leftovers.MARK: self.mark}
+        environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         # Ranks that start again may read dead ranks' addresses from a store that outlives them.
-        environment = {**alone(self.folder), leftovers.MARK: self.mark, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, *command],
-                cwd=self.folder,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
+            command = [sys.executable, *command]
+            self.process = subprocess.Popen(command, cwd=self.folder, env=environment, stderr=errors, **pipes)
         self.reader = threading.Thread(target=self.read, daemon=True)
         self.reader.start()
 
@@ -140,12 +125,13 @@ class Agent:
 
     def new_ranks(self, nproc: int, before: list[psutil.Process]) -> list[psutil.Process]:
         """Wait for ranks that were not there before; [] if the job ends."""
+        ranks: list[psutil.Process] = []
 
-        def new() -> list[psutil.Process]:
-            ranks = self.ranks()
-            return ranks if len(ranks) == nproc and not set(ranks) & set(before) else []
+        def new() -> bool:
+            ranks[:] = self.ranks()
+            return len(ranks) == nproc and not set(ranks) & set(before)
 
-        return self.ranks() if self.wait_for(new, step=0.05) else []  # a look reads all processes of the machine
+        return ranks if self.wait_for(new, step=0.05) else []  # a look reads all processes of the machine
 
     def end(self, seconds: float = PATIENCE) -> int | None:
         """Wait for the job's end: its exit status. Failure where it hangs or leaves a process."""
@@ -219,19 +205,15 @@ class Restarts:
         agent, every, emergency = self.agent, self.luck.choice([1, 1, 2, 5]), self.luck.choice(["", "no-"])
         self.start(folder, every, f"--{emergency}emergency")
         ranks = agent.new_ranks(self.nproc, [])
-        while ranks and len(kills) < most:
-            if not self.kill(folder, ranks, kills):
-                break
+        while ranks and len(kills) < most and self.kill(folder, ranks, kills):
             ranks = agent.new_ranks(self.nproc, ranks)
         outcome, names = self.outcome(), r"step_.*"
         if agent.printed(f"going on from step {self.STEPS},", agent.last("start ")):  # it had nothing to train or save
             names += rf"|emergency_\d+\.pt|\.step_{self.STEPS:08}\.pt\.part"
         if strange := [path.name for path in folder.iterdir() if not re.fullmatch(names, path.name)]:
             raise Failure(f"its folder holds {strange}")
-        resumed = Counter(line.split(", an ")[-1][:9] for line in agent.lines if line.startswith("going on"))
-        alone = resumed.pop("emergency", 0)
         verdict = "equal" if outcome == self.expected else f"DIFFERENT: {outcome}, not {self.expected}"
-        return f"{verdict}; saved every {every}, went on {resumed.total()} times, and {alone} from one rank's snapshot"
+        return f"{verdict}; a snapshot every {every} steps, {'with' if not emergency else 'without'} emergency saves"
 
     def kill(self, folder: Path, ranks: list[psutil.Process], kills: list[str]) -> bool:
         """Wait for a moment and kill a rank; False if the job ends before."""
