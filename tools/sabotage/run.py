@@ -34,6 +34,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECORD = ROOT / "book" / "recorded" / "sabotage.csv"
 COLUMNS = ["The lie", "Noticed in", "Cell", "By", "What the cell said"]
+KERNELS = "tests/support/ipc_kernels.py"  # which the root conftest.py may import
 MOST_SECONDS = 3600  # a chapter that takes longer is ended
 
 
@@ -86,8 +87,8 @@ def copy_of_the_project(folder: Path) -> Path:
     """Copy what a chapter needs of this project to a folder, where a lie may change it."""
     for name in ("helpers", "notebooks", "book/recorded"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
-    (folder / "tests").mkdir()
-    for name in ("pyproject.toml", "conftest.py", "tests/nbval_sanitize.cfg", "tests/durations.json"):
+    (folder / "tests" / "support").mkdir(parents=True)
+    for name in ("pyproject.toml", "conftest.py", "tests/nbval_sanitize.cfg", "tests/durations.json", KERNELS):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
