@@ -107,9 +107,9 @@ def on_ranks(nproc, ended):
 def numbers(out, world_size, group):
     """The numbers that do not depend on how many ranks there are. ``group`` is the first line of the process group."""
     assert group in out
-    found = result(out)
-    assert found.pop("world_size") == world_size
-    return found
+    values = result(out)
+    assert values.pop("world_size") == world_size
+    return values
 
 
 def test_the_ranks_cannot_import_helpers(alone, tmp_path):

@@ -32,7 +32,6 @@ PURE = set(
 MODULES = {"torch", "F", "math"}
 CLOSE = ("allclose", "isclose", "differ", "largest_difference", "abs(")
 ROUNDING = 1e-3  # a smaller bound allows for float32's rounding, and the measured error may be far below it
-COMPREHENSIONS = (ast.GeneratorExp, ast.ListComp)
 ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
@@ -85,6 +84,13 @@ def replaced(test: ast.expr, node: ast.AST, *texts: str) -> list[str]:
     return lambdas
 
 
+def inside(node: ast.AST) -> ast.GeneratorExp | ast.ListComp | None:
+    """The comprehension in all(…) or any(…)."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("all", "any"):
+        return node.args[0] if isinstance(node.args[0], ast.GeneratorExp | ast.ListComp) else None
+    return None
+
+
 def parts(node: ast.expr, within: str = "all") -> Iterator[tuple[ast.expr, str]]:
     """(part, all, any, or, or not) of a condition: what is true or false by itself, and in which kind it stands."""
     if isinstance(node, ast.BoolOp):
@@ -94,9 +100,8 @@ def parts(node: ast.expr, within: str = "all") -> Iterator[tuple[ast.expr, str]]
         yield from parts(node.operand, "not")
     elif isinstance(node, ast.IfExp):
         yield from (*parts(node.body, within), *parts(node.orelse, within))
-    elif isinstance(node, ast.Call) and name_of(node.func) in ("all", "any") and node.args[:1]:
-        inside = node.args[0].elt if isinstance(node.args[0], COMPREHENSIONS) else None
-        yield from parts(inside, within if name_of(node.func) == "all" else "any") if inside else [(node, within)]
+    elif comprehension := inside(node):
+        yield from parts(comprehension.elt, within if ast.unparse(node).startswith("all") else "any")
     else:
         yield node, within
 
@@ -119,8 +124,8 @@ def numbers(node: ast.AST) -> Iterator[ast.AST]:
 def variants(test: ast.expr) -> Iterator[tuple[str, list[str]]]:
     """(what is wrong with the assert if each of these conditions holds, the conditions)."""
     for node in ast.walk(test):
-        if isinstance(node, ast.Call) and name_of(node.func) == "all" and isinstance(node.args[0], COMPREHENSIONS):
-            yield f"over nothing: {ast.unparse(node)}", replaced(test, node.args[0].elt, "False")
+        if (comprehension := inside(node)) and ast.unparse(node).startswith("all"):
+            yield f"over nothing: {ast.unparse(node)}", replaced(test, comprehension.elt, "False")
     for part, within in parts(test):
         text, operators = ast.unparse(part), getattr(part, "ops", [])
         if within != "or" or not any(isinstance(operator, ast.In) for operator in operators):  # one of several wordings

@@ -42,7 +42,7 @@ MOST_SECONDS = 3600  # a chapter that takes longer is ended
 class Failure:
     cell: str
     kind: str  # assert, error, hang, output, or fault
-    said: str
+    text: str  # what the cell said
 
 
 def run(lie: Lie | None, chapter: str, until: str | None = None) -> Failure | None:
@@ -105,10 +105,10 @@ def row(lie: Lie, chapter: str) -> tuple[dict[str, str], str]:
     if failure is None:
         return cells, "no cell notices it"
     if failure.kind == "fault":
-        return cells, f"the lie does not work: {failure.cell} {failure.said}"
+        return cells, f"the lie does not work: {failure.cell} {failure.text}"
     heading, anchor, words = place(nbformat.read(notebook_of(chapter), as_version=4), failure.cell)
     cells["Noticed in"] = f"[{int(chapter)}, {heading}](../notebooks/{notebook_of(chapter).name}#{anchor})"
-    cells |= {"Cell": f"`{failure.cell}`", "By": failure.kind, "What the cell said": quoted(failure.said)}
+    cells |= {"Cell": f"`{failure.cell}`", "By": failure.kind, "What the cell said": quoted(failure.text)}
     about = re.search(lie.words, words, re.IGNORECASE)
     return cells, "" if about else f"neither the cell nor the prose around it has the words {lie.words}"
 

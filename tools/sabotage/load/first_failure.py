@@ -23,11 +23,11 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]
     report = yield
     path = Path(os.environ["WORLD_SIZE_ONE_FAILURE"])
     if report.failed and not path.exists():
-        kind, said = ("fault", str(call.excinfo.value)) if call.when != "call" else describe(item, call.excinfo.value)
+        kind, text = ("fault", str(call.excinfo.value)) if call.when != "call" else describe(item, call.excinfo.value)
         for folder in (os.getcwd(), tempfile.gettempdir()):  # folders of this run
-            said = said.replace(f"{folder}/", "")
-        said = re.sub(r"\btmp\w{8}/", "", said)  # the name of a chapter's own folder is random
-        path.write_text(json.dumps({"cell": item.cell.id, "kind": kind, "said": said}))
+            text = text.replace(f"{folder}/", "")
+        text = re.sub(r"\btmp\w{8}/", "", text)  # the name of a chapter's own folder is random
+        path.write_text(json.dumps({"cell": item.cell.id, "kind": kind, "text": text}))
     return report
 
 
