@@ -68,10 +68,6 @@ def start_group(rank: int, world_size: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
 
 
-def check(totals: list[float], nproc: int) -> None:
-    assert totals == [nproc * (nproc + 1) / 2] * nproc, totals
-
-
 def use_openmp() -> None:
     """Multiply matrices on two threads, as a notebook's kernel has done by the time it starts ranks."""
     import torch
@@ -160,8 +156,9 @@ def time_calls(way: str, nproc: int) -> Seconds:
     with WAYS[way](nproc) as call:
         for _ in range(CALLS[way]):
             start = time.perf_counter()
-            check(call(), nproc)
+            totals = call()
             seconds.append(time.perf_counter() - start)
+            assert totals == [nproc * (nproc + 1) / 2] * nproc, totals
     return {"first": seconds[:1], "later": seconds[1:]}
 
 
@@ -184,8 +181,9 @@ def time_ipyparallel(calls: int = 8) -> Seconds:
 
         def timed(kind: str, code: str, start: float | None = None) -> None:
             start = start or time.perf_counter()
-            check(on_engines(code), ENGINES)
+            totals = on_engines(code)
             seconds[kind].append(time.perf_counter() - start)
+            assert totals == [ENGINES * (ENGINES + 1) / 2] * ENGINES, totals
 
         path = str(ROOT / "tools")
         on_engines(f"__import__('sys').path.insert(0, {path!r}) or __import__('torch').set_num_threads(1)")

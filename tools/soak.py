@@ -138,16 +138,10 @@ class Agent:
         self.wait_for(lambda: self.status() is not None, seconds)
         if not self.forking:
             self.reader.join(5)
-        if not leftovers.soon(lambda: not self.left()):
-            raise Failure(f"it left {self.left()}")
+        agent = {self.process.pid} if self.forking else set()  # it waits for the next job
+        if not leftovers.soon(lambda: not leftovers.processes(self.mark).keys() - agent):
+            raise Failure(f"it left {leftovers.processes(self.mark)}")
         return self.status()
-
-    def left(self) -> dict[int, str]:
-        """{process: name} of the agent's and the ranks' processes, but for an agent that waits for the next job."""
-        processes = leftovers.processes(self.mark)
-        if self.forking and self.process:
-            processes.pop(self.process.pid, None)
-        return processes
 
     def close(self) -> None:
         if not self.process:
