@@ -75,8 +75,8 @@ rehearse: $(READY)  ## run the GPU path of eleven chapters on 8 or 2 x 8 pretend
 	@$(BIN)/python tools/rehearse_all.py
 sabotage: $(READY)  ## tell the chapters lies, see which cells notice, and name asserts that cannot fail
 	@PYTHONPATH=tools:tests/support $(BIN)/python -m sabotage.run $(ARGS)
-soak: $(READY)  ## kill ranks of a chapter's job, or run its script many times  (ARGS=--help)
-	@PYTHONPATH=tests/support $(BIN)/python tools/soak.py $(ARGS)
+soak: $(READY)  ## run a script many times, or kill its ranks  (CHAPTER=13 ARGS="--kills 200")
+	@PYTHONPATH=tests/support $(BIN)/python tools/soak.py --chapter $(or $(CHAPTER_NN),04) $(ARGS)
 bench: $(READY)  ## measure this project beside other ways to do the same  (ARGS=--record writes the book's tables)
 	@$(PIP) install --quiet -r requirements-bench.txt && $(BIN)/python tools/bench.py $(ARGS)
 outputs: $(READY)  ## run notebooks and store their outputs  (ARGS=notebooks/04_ddp.ipynb, default all)

@@ -26,7 +26,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from scripting import ROOT, Forked, export, result, stand_alone
+from forked import Forked, forked, script_on_ranks
+from scripting import ROOT, export, result, stand_alone
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -877,10 +878,10 @@ def test_a_full_disk_leaves_no_half_file_beside_another(tmp_path):
 
 def kill_a_rank(script, environment, flags, folder, step):
     """Start a script on two ranks, and kill one of them when the folder holds a checkpoint of that step or a later."""
-    agent = Forked(script, 2, environment, *flags)
+    agent = Forked(script_on_ranks(script, 2, *flags), environment)
     while not agent.ended() and not any(int(path.name[5:]) >= step for path in finished(folder)):
         time.sleep(0.001)
-    rank = next(pid for pid in agent.left() if pid != agent.pid)
+    rank = next(pid for pid in agent.session() if pid != agent.pid)
     os.kill(rank, signal.SIGKILL)
     status, _, errors, left = agent.end(120)
     assert status == 1 and "SIGKILL" in errors and not left, errors
@@ -892,24 +893,24 @@ def test_the_script_is_killed_and_goes_on(tmp_path):
     alone = stand_alone(tmp_path / "path")
     script = export(ROOT / "notebooks" / "10_checkpointing.ipynb", tmp_path / "empty")
     settings = ["--noise", "0.3", "--save-every", "4"]
-    status, out, errors, _ = Forked(script, 2, alone, *settings).end()
+    status, out, errors, _ = forked(script_on_ranks(script, 2, *settings), alone)
     assert status == 0, errors
     through = result(out)
     settings += ["--checkpoint-dir", "runs/a"]
-    status, _, errors, _ = Forked(script, 1, alone, *settings).end()
+    status, _, errors, _ = forked(script_on_ranks(script, 1, *settings), alone)
     assert status == 1 and "Correct its name, or: mkdir -p runs/a" in errors
     runs = script.parent / "runs" / "a"
     runs.mkdir(parents=True)
     kill_a_rank(script, alone, settings, runs, 20)
     newest = latest_good(runs)
     assert 20 <= int(newest.name[5:]) < 120
-    status, out, errors, _ = Forked(script, 2, alone, *settings).end()
+    status, out, errors, _ = forked(script_on_ranks(script, 2, *settings), alone)
     assert status == 0 and f"going on from {newest.name}\n" in out, errors
     assert result(out) == through
     assert [path.name for path in finished(runs)] == ["step_00000112", "step_00000116", "step_00000120"]
 
     os.truncate(runs / "step_00000120" / "__0_0.distcp", 100)
-    status, out, errors, _ = Forked(script, 4, alone, *settings, "--shard").end()
+    status, out, errors, _ = forked(script_on_ranks(script, 4, *settings, "--shard"), alone)
     assert status == 0 and "skipped: step_00000120/__0_0.distcp" in out, errors
     assert "going on from step_00000116\n" in out and result(out)["step"] == 120
     assert len([verify(path) for path in finished(runs)]) == 3

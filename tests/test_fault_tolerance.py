@@ -3,14 +3,10 @@
 import contextlib
 import random
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-import kills
-import kills_on_meshes
 import leftovers
 import pytest
+import soak
 
 from helpers.export import chapters
 
@@ -30,50 +26,37 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.fixture
-def job(tmp_path):
-    """A function that starts chapter 13's job on two ranks. The job ends with the test."""
-    jobs = []
-
-    def start(*flags):
-        (tmp_path / "path").mkdir()
-        [script] = chapters.export(kills.CHAPTER, tmp_path / "script")
-        jobs.append(kills.Job(script, 2, kills.alone(tmp_path / "path"), flags))
-        return jobs[-1]
-
-    yield start
-    for one in jobs:
-        one.close()
+def torchrun(tmp_path):
+    """torchrun's own agent, which starts ranks that import torch. What it has started ends with the test."""
+    (tmp_path / "path").mkdir()
+    with contextlib.closing(soak.Agent(tmp_path / "path", forking=False)) as agent:
+        yield agent
 
 
 @pytest.fixture(scope="module")
 def agent(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("agent")
-    with contextlib.closing(kills_on_meshes.Agent(kills.alone(folder), folder / "errors.txt")) as started:
-        yield started
+    with contextlib.closing(soak.Agent(tmp_path_factory.mktemp("agent"))) as agent:
+        yield agent
 
 
 @pytest.mark.timeout(900)
-def test_25_kills_change_no_bit():
-    command = [sys.executable, Path(kills.__file__), "--kills", "25", "--seed", "9", "--forked"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=850)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^25 kills .* 0 jobs differ or failed", done.stdout, re.MULTILINE), done.stdout
+def test_25_kills_change_no_bit(capsys):
+    assert soak.main(["--chapter", "13", "--kills", "25", "--seed", "9", "--forked"]) == 0
+    assert re.search(r"^25 kills .* 0 jobs differ or failed", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_the_harness_sees_weights_that_differ(tmp_path, capsys):
+def test_the_harness_sees_weights_that_differ(torchrun, tmp_path, capsys):
     (tmp_path / "script").mkdir()
     script = tmp_path / "script" / "forgetful.py"
     script.write_text(FORGETFUL)
-    assert kills.kill_many(1, 1, random.randrange(100), tmp_path, script) >= 1
+    assert soak.kill_many(soak.Restarts, 1, random.randrange(100), torchrun, script, tmp_path, 1) >= 1
     assert "DIFFERENT" in capsys.readouterr().out
 
 
 @pytest.mark.timeout(900)
-def test_25_kills_on_changing_meshes_lose_no_step():
-    command = [sys.executable, Path(kills_on_meshes.__file__), "--kills", "25", "--seed", "53"]  # draws all meshes
-    done = subprocess.run(command, capture_output=True, text=True, timeout=850)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^25 kills .* 0 jobs differ or failed", done.stdout, re.MULTILINE), done.stdout
+def test_25_kills_on_changing_meshes_lose_no_step(capsys):
+    assert soak.main(["--chapter", "16", "--kills", "25", "--seed", "53"]) == 0  # draws all meshes
+    assert re.search(r"^25 kills .* 0 jobs differ or failed", capsys.readouterr().out, re.MULTILINE)
 
 
 LIES = {  # what a line of chapter 16's script becomes, and what the harness must say
@@ -103,37 +86,38 @@ LIES = {  # what a line of chapter 16's script becomes, and what the harness mus
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("lie", LIES)
 def test_the_harness_on_meshes_sees_a_job_that(lie, agent, tmp_path, capsys):
-    [script] = chapters.export(kills_on_meshes.CHAPTER, tmp_path / "script")
+    [script] = chapters.export("16", tmp_path / "script")
     true, false, says = LIES[lie]
     text = script.read_text()
     assert text.count(true) == 1
     script.write_text(text.replace(true, false))
-    assert kills_on_meshes.kill_many(2, 16, tmp_path, script, agent, {(1, 1, 1): 1, (2, 1, 1): 1}) >= 1
+    meshes = {(1, 1, 1): 1, (2, 1, 1): 1}
+    assert soak.kill_many(soak.Meshes, 2, 16, agent, script, tmp_path, meshes) >= 1
     assert re.search(says, capsys.readouterr().out)
 
 
 def test_a_start_on_a_mesh_removes_what_a_kill_left(agent, tmp_path):
-    [script] = chapters.export(kills_on_meshes.CHAPTER, tmp_path / "script")
+    [script] = chapters.export("16", tmp_path / "script")
     folder = tmp_path / "run"
-    agent.start(script, (1, 1, 1), folder)
+    flags = [*soak.Meshes.FLAGS, "--checkpoint-dir", str(folder), "--resume"]
+    agent.start(script, 1, *flags)
     agent.end()
     names = sorted(path.name for path in folder.iterdir())
     for left in (".step_00000010", ".step_00000018.part"):  # half removed, half written
         (folder / left).mkdir()
-    agent.start(script, (1, 1, 1), folder)  # there is nothing left to train, or to save
-    begun, trained, result = agent.end()
-    assert begun == kills_on_meshes.STEPS and not trained and result
+    agent.start(script, 1, *flags)  # there is nothing left to train, or to save
+    assert agent.end() == 0 and agent.printed(f"going on from step_{soak.Meshes.STEPS:08}")
+    assert agent.printed("result ") and not agent.printed("step ")
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
-def test_a_signal_to_the_agent_stops_all_ranks_with_a_snapshot(job, tmp_path):
+def test_a_signal_to_the_agent_stops_all_ranks_with_a_snapshot(torchrun, tmp_path):
+    [script] = chapters.export("13", tmp_path / "script")
     folder = tmp_path / "snapshots"
-    running = job("--epochs", "2000", "--save-every", "20", "--checkpoint-dir", str(folder))
+    torchrun.start(script, 2, "--epochs", "2000", "--save-every", "20", "--checkpoint-dir", str(folder))
     assert leftovers.soon(lambda: list(folder.glob("step_*")), 120)
-    running.process.terminate()
-    assert running.ended_within(60) and running.process.returncode == 1
-    running.reader.join(60)
-    step = re.fullmatch(r"stopped by SIGTERM at step (\d+): the same command goes on", running.lines[-1][1])[1]
+    torchrun.process.terminate()
+    assert torchrun.end(60) == 1
+    step = re.fullmatch(r"stopped by SIGTERM at step (\d+): the same command goes on", torchrun.lines[-1])[1]
     names = sorted(path.name for path in folder.iterdir())
     assert names[-2:] == [f"step_{int(step):08}.pt", "stopped"] and all(name.startswith("st") for name in names)
-    assert leftovers.soon(lambda: not leftovers.processes(running.mark))

@@ -5,43 +5,33 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 from sabotage import flips
 
-CELLS = {  # {verdict: a cell}; the verdict is "" for an assert that can fail
-    "setup": ("%load_ext helpers\nimport torch\nfrom helpers.ranks.launch import launch\nloss, empty = 2.0, []", None),
+CELLS = {  # {name: (a cell, what is wrong with it)}
+    "setup": ("%load_ext helpers\nimport torch\nfrom helpers.ranks.launch import launch\nloss, empty = 2.0, []", ""),
     "equal": ("assert loss == 2 and [loss] == [2.0]\nassert abs(loss - 2.01) < 0.02 and not empty", ""),
     "constants": ("assert 2 < 3", "compares constants alone"),
     "skipped": ("if empty:\n    assert loss == 2", "never reached"),
     "old": ("if torch.__version__ < '2':\n    assert loss == 3\nelse:\n    assert loss == 2", ""),
     "new": ("if torch.__version__ >= '2':\n    if empty:\n        assert loss == 2", "never reached"),
     "nothing": ("assert all(value < 3 for value in empty)", "over nothing: all((value < 3 for value in empty))"),
-    "wide": ("assert abs(loss - 2.1) < 0.5", "10 % off still holds: abs(loss - 2.1) < 0.5 (0.1 and 0.5)"),
-    "far": ("assert loss > 0.05", "a number ten times too large or small still holds: loss > 0.05 (2 and 0.05)"),
-    "or": ("assert loss > 1.5 or loss == 5", "never evaluated: loss == 5"),
-    "flipped": ("assert loss == 5 or loss == 2 or loss == 4", "flipped still holds: loss == 5"),
+    "wide": ("assert abs(loss - 2.1) < 0.5", "10 % off still holds: abs(loss - 2.1) < 0.5"),
+    "far": ("assert loss > 0.05", "a number twice too large or small still holds: loss > 0.05"),
+    "once": ("calls = iter([1, 2])\nassert next(calls) == 1\nassert next(calls) == 2", ""),
+    "or": ("assert loss == 2 or loss == 5", "flipped still holds: loss == 5"),
     "caught": ("try:\n    empty[0]\nexcept IndexError:\n    assert loss == 2", "passes where nothing is raised"),
-    "ranks": (
-        "%%ranks 2\nassert rank in (0, 1)\nassert rank < 90",
-        "or small still holds: rank < 90",
-    ),
-    "sent": (
-        "def far(x):\n    assert x < 90\n\n\nlaunch(far, 2, nproc=2)",
-        "or small still holds: x < 90",
-    ),
+    "ranks": ("%%ranks 2\nassert rank in (0, 1)\nassert rank < 90", "or small still holds: rank < 90"),
+    "sent": ("def far(x):\n    assert x < 90\n\n\nlaunch(far, 2, nproc=2)", "or small still holds: x < 90"),
     "fails": ('assert loss == 3, f"it is\\n{loss}"', "failed: AssertionError: it is\n2.0"),
 }
 
 
 @pytest.mark.ranks
-def test_asserts_that_cannot_fail_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(flips, "RECORDS", tmp_path / "records")
-    path = tmp_path / "small.ipynb"
+def test_asserts_that_cannot_fail_are_named(tmp_path):
     cells = [new_code_cell(source, id=name) for name, (source, _) in CELLS.items()]
-    nbformat.write(new_notebook(cells=cells), path)
-    rows = flips.survey([path])
-    for name, (_, expected) in CELLS.items():
-        found = [verdict for _, cell, _, verdict in rows if cell == name]
-        if name == "flipped":  # nor is its third branch ever evaluated
-            found.remove("never evaluated: loss == 4")
-        assert len(found) == bool(expected) and (expected or "") in "".join(found), (name, found)
+    nbformat.write(new_notebook(cells=cells), tmp_path / "small.ipynb")
+    rows = flips.survey(tmp_path / "small.ipynb")
+    for name, (_, flaw) in CELLS.items():
+        flaws = [row[2] for row in rows if row[0] == name]
+        assert len(flaws) == bool(flaw) and flaw in "".join(flaws), (name, flaws)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ def test_a_rank_is_as_new_as_one_of_torchrun(tmp_path):
     script = tmp_path / "facts.py"
     script.write_text(FACTS)
     given = {*os.environ, "PYTHONPATH", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_DIST_USE_NCCL2"}
+    given.add("TORCHINDUCTOR_CACHE_DIR")  # torch._dynamo sets it where it is imported
     runs = [rehearse(script, flags=["--steps", "3"]).stdout, torchrun(script, 2, {**os.environ}, "--steps", "3")[1]]
     for number, out in enumerate(runs):
         runs[number] = ranks = sorted(map(json.loads, out.splitlines()), key=lambda facts: facts["variables"]["RANK"])

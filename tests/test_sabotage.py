@@ -17,8 +17,8 @@ ROWS = {run.key(row): row for row in run.recorded()}
 
 
 def test_the_record_has_a_row_for_every_lie_and_no_other():
-    told = {(lie.says, int(chapter)) for lie in LIES.values() for chapter in lie.chapters}
-    assert set(ROWS) == told, "run `make sabotage` for what differs"
+    taught = {(lie.says, int(chapter)) for lie in LIES.values() for chapter in lie.chapters}
+    assert set(ROWS) == taught, "run `make sabotage` for what differs"
     assert len(run.recorded()) == len(ROWS) and len({lie.says for lie in LIES.values()}) == len(LIES)
 
 
@@ -38,8 +38,8 @@ def code_of(source):
 
 def test_rows_quote_a_cell_about_the_lie():
     problems = []
-    told = [(lie, chapter) for lie in LIES.values() for chapter in lie.chapters]
-    for lie, chapter in told:
+    pairs = [(lie, chapter) for lie in LIES.values() for chapter in lie.chapters]
+    for lie, chapter in pairs:
         row, notebook = ROWS[lie.says, int(chapter)], run.notebook_of(chapter)
         nb = nbformat.read(notebook, as_version=4)
         sources = {cell.id: cell.source for cell in nb.cells}
@@ -51,9 +51,9 @@ def test_rows_quote_a_cell_about_the_lie():
             problems.append(f"{lie.name}: {cell} stands under {heading}, not {row['Noticed in']}")
         if row["By"] not in ("assert", "error", "hang", "output") or not re.search(lie.words, words, re.IGNORECASE):
             problems.append(f"{lie.name}: {cell} is not about {lie.words}")
-        said = row["What the cell said"].strip("`").removesuffix(" …")
-        if said.startswith("assert ") and said not in code_of(sources[cell]):
-            problems.append(f"{lie.name}: {cell} does not say {said}")
+        text = row["What the cell said"].strip("`").removesuffix(" …")
+        if text.startswith("assert ") and text not in code_of(sources[cell]):
+            problems.append(f"{lie.name}: {cell} does not say {text}")
     assert not problems, "\n".join([*problems, "run `make sabotage ARGS=…` for these"])
 
 

@@ -11,12 +11,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import recorded
+from forked import forked, script_alone, script_on_ranks
 from ruff import find_ruff_bin
-from scripting import ROOT, TOLERANCE, Forked, export, rehearse_here, result, stand_alone, torchrun
+from scripting import ROOT, TOLERANCE, export, rehearse_here, result, stand_alone, torchrun
 
 pytestmark = [pytest.mark.scripts, pytest.mark.timeout(900)]
 
@@ -68,18 +68,13 @@ def alone(tmp_path_factory):
 @pytest.fixture(scope="module")
 def on_one_rank(alone):
     """A function that runs a script by itself, in a fork of a process with torch, and returns its numbers."""
-    command = [sys.executable, ROOT / "tests" / "support" / "bare_torch.py"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=alone, **pipes) as process:
 
-        def run(script, *flags):
-            print(json.dumps([str(script), *flags]), file=process.stdin, flush=True)
-            status = int(process.stdout.readline())
-            out, errors = (Path(alone["TMPDIR"], name).read_text() for name in ("out", "errors"))
-            assert (status, errors) == (0, ""), errors
-            return numbers(out, 1, "1 rank(s), gloo on cpu\n")
+    def run(script, *flags):
+        status, out, errors, left = forked(script_alone(script, *flags), alone)
+        assert (status, errors, left) == (0, "", []), errors
+        return numbers(out, 1, "1 rank(s), gloo on cpu\n")
 
-        yield run
+    return run
 
 
 def written(notebook, folder):
@@ -112,9 +107,9 @@ def on_ranks(nproc, ended):
 def numbers(out, world_size, group):
     """The numbers that do not depend on how many ranks there are. ``group`` is the first line of the process group."""
     assert group in out
-    found = result(out)
-    assert found.pop("world_size") == world_size
-    return found
+    values = result(out)
+    assert values.pop("world_size") == world_size
+    return values
 
 
 def test_the_ranks_cannot_import_helpers(alone, tmp_path):
@@ -122,7 +117,7 @@ def test_the_ranks_cannot_import_helpers(alone, tmp_path):
     assert subprocess.run(line, cwd=ROOT).returncode == 0
     script = tmp_path / "cheat.py"
     script.write_text("import helpers.runtime.data")
-    for status, _, errors, _ in (torchrun(script, 1, alone), Forked(script, 1, alone).end()):
+    for status, _, errors, _ in (torchrun(script, 1, alone), forked(script_on_ranks(script, 1), alone)):
         assert status == 1 and "helpers is hidden" in errors
 
 
@@ -134,7 +129,7 @@ def test_chapter(notebook, alone, on_one_rank, tmp_path):
     assert GOOD_ENOUGH[notebook.stem](expected), expected
     if flags := FLAGS.get(notebook.stem, []):
         expected = on_one_rank(script, *flags)
-    assert on_ranks(4, Forked(script, 4, alone, *flags).end()) == pytest.approx(expected, abs=TOLERANCE)
+    assert on_ranks(4, forked(script_on_ranks(script, 4, *flags), alone)) == pytest.approx(expected, abs=TOLERANCE)
     assert set(os.listdir(folder)) <= {script.name, "__pycache__"}
 
     gpus, flags = GPUS.get(notebook.stem, 2), [*flags, *REHEARSAL_FLAGS.get(notebook.stem, [])]

@@ -13,7 +13,7 @@ import pytest
 import recorded
 import slurm_cluster
 import torch
-from kills import AT_ADDRESS, FORKING
+from forked import AT_ADDRESS, FORKING
 from leftovers import unchanged
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]

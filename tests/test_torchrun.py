@@ -13,7 +13,8 @@ import uuid
 import leftovers
 import psutil
 import pytest
-from scripting import ROOT, Forked, export, stand_alone, torchrun, write_notebook
+from forked import forked, script_on_ranks
+from scripting import ROOT, export, stand_alone, torchrun, write_notebook
 
 CHAPTER_1 = ROOT / "notebooks" / "01_process_groups.ipynb"
 
@@ -148,7 +149,7 @@ def test_chapter_1_names_a_rank_that_is_missing(own_store, alone, tmp_path):
     script = export(CHAPTER_1, tmp_path / "empty").with_name("missing.py")
     script.write_text(MISSING)
     environment = {**alone, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store}
-    status, out, errors, left = Forked(script, 3, environment, "--patience", "5").end()
+    status, out, errors, left = forked(script_on_ranks(script, 3, "--patience", "5"), environment)
     assert status == 1 and not left
     assert errors.count("ranks [1] have not come; localhost has 2 of its 3 ranks") == 2
     assert [line.split()[0] for line in out.splitlines()] == ["rank", "0", "2"]

@@ -11,7 +11,8 @@ import cloudpickle
 import nbformat
 import pytest
 import torch
-from scripting import ROOT, Forked, export, result, stand_alone
+from forked import forked, script_on_ranks
+from scripting import ROOT, export, result, stand_alone
 from torch.utils.data import TensorDataset
 
 from helpers.ranks.launch import RankError, launch
@@ -81,7 +82,7 @@ def losses(out):
 @pytest.fixture(scope="module")
 def on_two_ranks(language_model, alone):
     """What the language model's run on two ranks printed."""
-    status, out, errors, left = Forked(language_model, 2, alone, *FEW).end()
+    status, out, errors, left = forked(script_on_ranks(language_model, 2, *FEW), alone)
     assert status == 0 and not left, errors
     assert "Warning" not in errors, errors
     return out
@@ -100,7 +101,7 @@ def test_a_language_model_on_text_takes_two_functions(language_model, alone, on_
 def test_a_compiled_model_has_the_same_losses(language_model, alone, on_two_ranks, tmp_path):
     """The backend needs no C++ compiler, so all of torch.compile runs, except for inductor's code."""
     flags = ["--compile-with", "aot_eager", "--checkpoint-dir", str(tmp_path / "runs")]
-    status, out, errors, _ = Forked(language_model, 2, alone, *FEW, *flags).end()
+    status, out, errors, _ = forked(script_on_ranks(language_model, 2, *FEW, *flags), alone)
     assert status == 0, errors
     assert losses(out) == pytest.approx(losses(on_two_ranks), abs=0.002)
     state = torch.load(tmp_path / "runs" / "step_00000018.pt", weights_only=True)

@@ -30,63 +30,7 @@ PAPER_WIDTH = 665  # pixels between the margins of A4: 210 mm - 2 * 17 mm, at 96
 # Elements that only a screen needs. Links to downloads are kept as text, because paper has no file beside it.
 ON_SCREEN_ONLY = "a.headerlink, .wso-note, .wso-view:not(.wso-on), p.pdf, figure.wso script"
 
-LOOK = """
-@page { size: A4; margin: 20mm 17mm 18mm; @bottom-center { content: counter(page); font: 9pt Inter; } }
-@page :first { @bottom-center { content: none; } }
-html { font-size: 10pt; }
-* { box-shadow: none !important; }
-body { background: white; color: black; font-family: var(--pst-font-family-base); line-height: 1.45; }
-body { font-variant-ligatures: none; }
-h1, h2, h3, h4 { break-after: avoid; color: black; font-weight: 600; }
-h1 { font-size: 20pt; margin: 0 0 1rem; }
-h2 { font-size: 14pt; margin: 1.6rem 0 .5rem; }
-h3 { font-size: 11.5pt; margin: 1.2rem 0 .4rem; }
-p, li { orphans: 2; widows: 2; }
-article.page { break-before: page; }
-a { color: #0d4fae; text-decoration: none; }
-
-/* Paper does not scroll, so long lines wrap. */
-pre, .bd-content div.cell pre, .bd-content div.highlight pre {
-  font-size: 7.6pt; line-height: 1.35; white-space: pre-wrap; overflow-wrap: anywhere; overflow: visible;
-  break-inside: auto; margin: 0; padding: 0 .6rem; orphans: 3; widows: 3; border: 0;
-}
-pre::before { content: ''; display: block; height: .35rem; break-after: avoid; }
-pre::after { content: ''; display: block; height: .35rem; break-before: avoid; }
-.bd-content .fold:not(.solution) div.highlight pre, .bd-content div.cell .fold:not(.solution) pre {
-  font-size: 6.2pt; line-height: 1.25;
-}
-.bd-content div.cell, .bd-content div.cell_input, .bd-content div.cell_output { margin: .35rem 0; }
-.bd-content div.cell_input, .bd-content div.cell_output pre { border: 0; background: none; }
-.bd-content div.cell_input { border-left: .5mm solid #3c9a4e; }
-.bd-content .fold { border: 0; margin: 0; padding: 0; background: none; }
-table { width: auto; max-width: 100%; font-size: 8.6pt; break-inside: auto; }
-/* An element that scrolls cannot be divided between pages. */
-.bd-content :is(div.highlight, [class*=highlight-], .cell_input, .cell_output, .output),
-.pst-scrollable-table-container, .wso-on[role=img] { overflow: visible; max-height: none; break-inside: auto; }
-td, th { white-space: normal; overflow-wrap: break-word; padding: .2rem .4rem; vertical-align: top; }
-.bd-content td code, .bd-content td code .pre { white-space: normal; overflow-wrap: anywhere; }
-tr, figure, img, .admonition { break-inside: avoid; }
-.folded { font-weight: 600; margin: .8rem 0 .2rem; break-after: avoid; }
-.folded:empty { display: none; }
-figure.wso { margin: .8rem 0; }
-figure.wso svg { max-height: 150mm; }
-figure.wso figcaption { font-size: 8.8pt; color: #333; }
-mjx-container { max-width: 100%; }
-
-#title { height: 235mm; display: flex; flex-direction: column; justify-content: center; text-align: center; }
-#title h1 { font-size: 40pt; margin: 0 0 4mm; }
-#title p { font-size: 13pt; margin: 0 0 4mm; }
-#title img { width: 150mm; margin: 16mm auto; }
-#title small { font-size: 10pt; color: #444; }
-#contents { break-before: page; }
-#contents div { display: flex; align-items: baseline; gap: 2mm; break-inside: avoid; }
-#contents div::after { content: attr(data-page); order: 2; font-variant-numeric: tabular-nums; }
-#contents div i { flex: 1; order: 1; border-bottom: .3mm dotted #999; }
-#contents .part { font-weight: 600; margin: 5mm 0 1mm; border: 0; }
-#contents .of-page { font-weight: 600; margin-top: 1.5mm; break-after: avoid; }
-#contents .of-section { font-size: 8.2pt; line-height: 1.25; padding-left: 6mm; color: #333; }
-#contents .of-section a { color: #222; }
-"""
+LOOK = Path(__file__).with_suffix(".css").read_text()
 
 
 Parts = list[tuple[str, list[str]]]  # (the part's caption or "", its pages: files without suffix)

@@ -8,10 +8,8 @@ and runs one job after the other: each line that it reads is a list of arguments
 the job's status, 0 or 1, when the job is over.
 """
 
-import atexit
 import importlib
 import json
-import os
 import runpy
 import socket
 import sys
@@ -54,26 +52,6 @@ def main(arguments):
         elastic_launch(config, be_a_rank)(args.training_script, *args.training_script_args)
     except ChildFailedError as error:
         sys.exit(str(error))
-
-
-def be_an_agent(arguments, folder, environment, output):
-    """Become ``python forked_torchrun.py arguments``, in a process that the forkserver of ``launch`` has forked.
-
-    ``environment`` is that of scripting.stand_alone, which hides helpers; ``output`` gets the files out and errors.
-    """
-    os.setsid()
-    for number, name in ((1, "out"), (2, "errors")):
-        os.dup2(os.open(Path(output, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
-    atexit._clear()  # the forkserver's, which a script's own end would run
-    os.chdir(folder)
-    os.environ.clear()  # the forkserver's are those of its start
-    os.environ.update(environment)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "helpers"]:
-        del sys.modules[name]
-    runpy.run_path(str(Path(environment["PYTHONPATH"], "sitecustomize.py")))
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch read it when the forkserver imported it
-    main(arguments)
 
 
 def serve(modules):

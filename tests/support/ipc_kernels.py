@@ -1,15 +1,28 @@
-"""nbclient's kernels on sockets in a folder. The root conftest.py does the same for nbval's, and says why."""
+"""Kernels on sockets in a folder, for nbval (the root conftest.py) and for nbclient (tests, tools/sabotage/flips.py).
+
+jupyter_client looks for five free ports, and the kernel takes them later. Meanwhile the ranks of other tests take ports
+all the time, and a kernel that finds one taken dies.
+"""
 
 import tempfile
 import uuid
 from pathlib import Path
+from typing import Any
 
-from jupyter_client import AsyncKernelManager
+from jupyter_client import AsyncKernelManager, KernelManager
 
 
-class SocketKernelManager(AsyncKernelManager):
-    """For ``NotebookClient(…, kernel_manager_class=SocketKernelManager)``."""
+class OnSockets:
+    """What makes a manager's kernel listen on sockets in a folder."""
 
-    def __init__(self, **options):
+    def __init__(self, **options: Any) -> None:
         address = Path(tempfile.gettempdir(), f"kernel-{uuid.uuid4().hex[:12]}")
-        super().__init__(transport="ipc", ip=str(address), **options)
+        super().__init__(transport="ipc", ip=str(address), **options)  # type: ignore[call-arg]
+
+
+class BlockingSocketKernelManager(OnSockets, KernelManager):
+    """For nbval."""
+
+
+class SocketKernelManager(OnSockets, AsyncKernelManager):
+    """For ``NotebookClient(…, kernel_manager_class=SocketKernelManager)``."""

@@ -25,16 +25,16 @@ numbers = itertools.count()
 
 def processes(mark=None):
     """{pid: name} of every process with ``mark`` in its environment, or without ``mark`` of this one's descendants."""
-    found = {} if mark else {child.pid: child for child in psutil.Process().children(recursive=True)}
+    by_pid = {} if mark else {child.pid: child for child in psutil.Process().children(recursive=True)}
     mark = mark or os.environ[MARK]
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found[process.pid] = process
+                by_pid[process.pid] = process
     for pid in (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid):
-        found.pop(pid, None)  # this process keeps these two
+        by_pid.pop(pid, None)  # this process keeps these two
     names = {}
-    for pid, process in found.items():
+    for pid, process in by_pid.items():
         with contextlib.suppress(psutil.Error):
             names[pid] = process.name()
     return names

@@ -1,26 +1,20 @@
-"""What the tests of scripts share: exporting, hiding this project, torchrun, rehearsals, and reading results."""
+"""What the tests of scripts share: exporting, hiding this project, torchrun, rehearsals, reading results."""
 
-import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import uuid
 from pathlib import Path
 
 import leftovers
 import nbformat
-import psutil
-from forked_torchrun import be_an_agent
-from kills import AT_ADDRESS, TORCHRUN
+from forked import AT_ADDRESS, TORCHRUN, command, forked
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-from rehearsing import be_a_command
 
 from helpers.export import chapters
-from helpers.ranks.launch import context, warm, without_main
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.002  # for numbers in a result, which are rounded to three digits
@@ -95,51 +89,6 @@ def torchrun(script, nproc, environment, *flags, timeout=240):
     return status, out, errors, left
 
 
-class Forked:
-    """A script under torchrun's agent, where agent and ranks are forked from a process that has imported torch.
-
-    Each process saves the two seconds of the processor that its imports take. The agent is that of
-    forked_torchrun.py; the environment is the caller's, and helpers is hidden as ``stand_alone`` hides it.
-    """
-
-    def __init__(self, script, nproc, environment, *flags):
-        self.folder = tempfile.TemporaryDirectory()
-        options = [f"--nproc-per-node={nproc}", *AT_ADDRESS, str(script), *map(str, flags)]
-        task = (options, str(script.parent), {**environment}, self.folder.name)
-        warm()
-        with without_main():
-            self.process = context.Process(target=be_an_agent, args=task)
-            self.process.start()
-        self.pid = self.process.pid
-
-    def ended(self):
-        return not self.process.is_alive()
-
-    def left(self):
-        """The processes of the agent's session: ranks, and what they started."""
-        found = []
-        for pid in psutil.pids():
-            with contextlib.suppress(ProcessLookupError):
-                if os.getsid(pid) == self.pid:
-                    found.append(pid)
-        return found
-
-    def end(self, timeout=240):
-        """(exit status, stdout, stderr, processes that it left), as ``torchrun`` has it."""
-        self.process.join(timeout)
-        status = self.process.exitcode
-        leftovers.soon(lambda: status is None or not self.left(), seconds=60)
-        left = self.left()
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.join()
-        self.process.close()
-        out, errors = (Path(self.folder.name, name).read_text() for name in ("out", "errors"))
-        self.folder.cleanup()
-        return status, out, errors, left
-
-
 def words(script, options, flags):
     """The words after ``python -m helpers`` that rehearse a script."""
     return ["rehearse", str(script), *map(str, options), "--", *map(str, flags)]
@@ -157,20 +106,10 @@ def rehearse(script, *options, flags=(), timeout=240):
 
 def rehearse_here(script, *options, flags=(), timeout=240):
     """As ``rehearse``, in a process that is forked with torch imported, which saves two seconds of a processor."""
-    here, there = context.Pipe(duplex=False)
-    arguments, environment = words(script, options, flags), {**os.environ, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder, here:
-        warm()
-        with without_main(), there:
-            process = context.Process(target=be_a_command, args=(arguments, environment, folder, there))
-            process.start()
-        ended = here.poll(timeout)  # when no process holds the other end any more
-        if not ended:
-            process.terminate()
-        process.join()
-        out, errors = (Path(folder, name).read_text() for name in ("out", "errors"))
-    assert ended, f"{process.exitcode}: a process was left\n{out}{errors}"
-    return subprocess.CompletedProcess(arguments, process.exitcode, out, errors)
+    work = command(*words(script, options, flags))
+    status, out, errors, left = forked(work, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout)
+    assert status is not None and not left, f"{status}: {left} left\n{out}{errors}"
+    return subprocess.CompletedProcess(work.words, status, out, errors)
 
 
 def result(out):

@@ -20,26 +20,36 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from mdit_py_plugins.anchors.index import slugify
 
 from sabotage import flips
-from sabotage.lies import LIES
+from sabotage.lies import LIES, Lie
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECORD = ROOT / "book" / "recorded" / "sabotage.csv"
 COLUMNS = ["The lie", "Noticed in", "Cell", "By", "What the cell said"]
+KERNELS = "tests/support/ipc_kernels.py"  # which the root conftest.py may import
 MOST_SECONDS = 3600  # a chapter that takes longer is ended
 
 
-def run(lie, chapter, until=None):
-    """The first failing cell of a chapter under a lie, as {"cell", "kind", "said"}; None if all cells pass.
+@dataclass(frozen=True)
+class Failure:
+    cell: str
+    kind: str  # assert, error, hang, output, or fault
+    text: str  # what the cell said
 
-    Without a lie the chapter runs unchanged, in the same way. ``until`` is the id of the last cell to run. The kind is
-    "fault" where the lie itself raised an error, or where no process imported what the lie changes.
+
+def run(lie: Lie | None, chapter: str, until: str | None = None) -> Failure | None:
+    """The first failing cell of a chapter under a lie; None if all cells pass.
+
+    Without a lie the chapter runs unchanged, in the same way. ``until`` is the id of the last cell to run. It is a
+    fault where the lie itself raised an error, or where no process imported what the lie changes.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_of_the_project(Path(folder, "book"))
@@ -47,63 +57,63 @@ def run(lie, chapter, until=None):
         if lie and lie.file:
             file = copy / lie.file.format(chapter=notebook.name)
             file.write_text(lie.tell(file.read_text()))
-        failure, told = Path(folder, "failure.json"), Path(folder, "told")
+        failure, applied = Path(folder, "failure.json"), Path(folder, "told")
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE / "load"), str(copy)]),
             "TMPDIR": folder,
             "WORLD_SIZE_ONE_LIE": lie.name if lie else "",
-            "WORLD_SIZE_ONE_TOLD": str(told),
+            "WORLD_SIZE_ONE_TOLD": str(applied),
             "WORLD_SIZE_ONE_FAILURE": str(failure),
             "WORLD_SIZE_ONE_UNTIL": until or "",
         }
         command = [sys.executable, "-m", "pytest", "--nbval", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
         command += ["-p", "first_failure", "--nbval-cell-timeout=600", "--timeout=900", str(notebook.relative_to(copy))]
-        options = {"cwd": copy, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
-            done = subprocess.run(command, text=True, timeout=MOST_SECONDS, **options)
+            done = subprocess.run(command, cwd=copy, env=environment, text=True, timeout=MOST_SECONDS, **pipes)
         except subprocess.TimeoutExpired:
-            return {"cell": "", "kind": "fault", "said": f"the chapter did not end in {MOST_SECONDS} s"}
+            return Failure("", "fault", f"the chapter did not end in {MOST_SECONDS} s")
         if failure.exists():
-            return json.loads(failure.read_text())
+            return Failure(**json.loads(failure.read_text()))
         if done.returncode:
-            return {"cell": "", "kind": "fault", "said": done.stdout[-1000:]}
-        if lie and lie.module and not told.exists():
-            return {"cell": "", "kind": "fault", "said": f"no process imported {lie.module}"}
+            return Failure("", "fault", done.stdout[-1000:])
+        if lie and lie.module and not applied.exists():
+            return Failure("", "fault", f"no process imported {lie.module}")
         return None
 
 
-def copy_of_the_project(folder):
+def copy_of_the_project(folder: Path) -> Path:
     """Copy what a chapter needs of this project to a folder, where a lie may change it."""
     for name in ("helpers", "notebooks", "book/recorded"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
-    (folder / "tests").mkdir()
-    for name in ("pyproject.toml", "conftest.py", "tests/nbval_sanitize.cfg", "tests/durations.json"):
+    (folder / "tests" / "support").mkdir(parents=True)
+    for name in ("pyproject.toml", "conftest.py", "tests/nbval_sanitize.cfg", "tests/durations.json", KERNELS):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
 
-def notebook_of(chapter):
+def notebook_of(chapter: str) -> Path:
     [path] = (ROOT / "notebooks").glob(f"{chapter}_*.ipynb")
     return path
 
 
-def row(lie, chapter):
+def row(lie: Lie, chapter: str) -> tuple[dict[str, str], str]:
     """Tell a chapter a lie: (the row for the record, what is wrong with it or "")."""
     failure = run(lie, chapter)
-    said = dict.fromkeys(COLUMNS, "") | {"The lie": lie.says, "Noticed in": f"chapter {int(chapter)}"}
+    cells = dict.fromkeys(COLUMNS, "") | {"The lie": lie.says, "Noticed in": f"chapter {int(chapter)}"}
     if failure is None:
-        return said, "no cell notices it"
-    if failure["kind"] == "fault":
-        return said, f"the lie does not work: {failure['cell']} {failure['said']}"
-    heading, anchor, words = place(nbformat.read(notebook_of(chapter), as_version=4), failure["cell"])
-    said["Noticed in"] = f"[{int(chapter)}, {heading}](../notebooks/{notebook_of(chapter).name}#{anchor})"
-    said |= {"Cell": f"`{failure['cell']}`", "By": failure["kind"], "What the cell said": quoted(failure["said"])}
+        return cells, "no cell notices it"
+    if failure.kind == "fault":
+        return cells, f"the lie does not work: {failure.cell} {failure.text}"
+    heading, anchor, words = place(nbformat.read(notebook_of(chapter), as_version=4), failure.cell)
+    cells["Noticed in"] = f"[{int(chapter)}, {heading}](../notebooks/{notebook_of(chapter).name}#{anchor})"
+    cells |= {"Cell": f"`{failure.cell}`", "By": failure.kind, "What the cell said": quoted(failure.text)}
     about = re.search(lie.words, words, re.IGNORECASE)
-    return said, "" if about else f"neither the cell nor the prose around it has the words {lie.words}"
+    return cells, "" if about else f"neither the cell nor the prose around it has the words {lie.words}"
 
 
-def place(nb, cell_id):
+def place(nb: nbformat.NotebookNode, cell_id: str) -> tuple[str, str, str]:
     """(the heading above a cell, the heading's anchor, the text of the cell and of the prose before and after it)."""
     at = next(index for index, cell in enumerate(nb.cells) if cell.id == cell_id)
     prose = [index for index, cell in enumerate(nb.cells) if cell.cell_type == "markdown"]
@@ -115,7 +125,7 @@ def place(nb, cell_id):
     return heading, slugify(headings[-1].replace("`", "")), "\n".join([heading, *around])
 
 
-def quoted(text, most=160):
+def quoted(text: str, most: int = 160) -> str:
     """A line of code, or of an error, as inline code for a page, without this machine's path of Python, cut after
     ``most`` characters.
     """
@@ -123,7 +133,7 @@ def quoted(text, most=160):
     return f"`{text if len(text) <= most else text[: most - 2] + ' …'}`"
 
 
-def recorded():
+def recorded() -> list[dict[str, str]]:
     """The rows of the record, as dicts."""
     if not RECORD.exists():
         return []
@@ -131,22 +141,22 @@ def recorded():
         return list(csv.DictReader(file))
 
 
-def key(row):
+def key(row: dict[str, str]) -> tuple[str, int]:
     """(the lie, the chapter's number): no two rows have the same key."""
-    return row["The lie"], int(re.search(r"\d+", row["Noticed in"])[0])
+    return row["The lie"], int(re.findall(r"\d+", row["Noticed in"])[0])
 
 
-def record(row):
+def record(row: dict[str, str]) -> None:
     """Write a row to the record, in the order of the lies, and remove rows of lies that no longer exist."""
-    rows = {key(one): one for one in [*recorded(), row]}
+    rows = {key(entry): entry for entry in [*recorded(), row]}
     order = [(lie.says, int(chapter)) for lie in LIES.values() for chapter in lie.chapters]
     with RECORD.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows[one] for one in order if one in rows)
+        writer.writerows(rows[pair] for pair in order if pair in rows)
 
 
-def main(arguments=None):
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make sabotage", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="LIE", help="the lies to tell (default: all)")
     parser.add_argument("--clean", metavar="CHAPTERS", help="run these chapters without a lie, and no other: 04,05")
@@ -156,27 +166,27 @@ def main(arguments=None):
     if unknown := [name for name in options.names if name not in LIES]:
         parser.error(f"there is no lie {unknown[0]}; the lies are {', '.join(LIES)}")
     if options.asserts:
-        return flips.main([notebook_of(chapter) for chapter in options.asserts.split(",")])
+        return int(flips.main([notebook_of(chapter) for chapter in options.asserts.split(",")]))
     with ThreadPoolExecutor(options.jobs) as pool:
-        bad = []
+        bad: list[str] = []
         if options.clean or not options.names:
             taught = {chapter for lie in LIES.values() for chapter in lie.chapters}
             chapters = options.clean.split(",") if options.clean else sorted(taught)
-            for chapter, failure in zip(chapters, pool.map(lambda one: run(None, one), chapters), strict=True):
+            for chapter, failure in zip(chapters, pool.map(lambda chapter: run(None, chapter), chapters), strict=True):
                 print(f"chapter {chapter} without a lie: {failure or 'every cell passes'}", flush=True)
                 bad += [chapter] if failure else []
         names = [] if options.clean else options.names or LIES
         pairs = [(LIES[name], chapter) for name in names for chapter in LIES[name].chapters]
-        told = {pool.submit(row, *pair): pair for pair in pairs}
-        for done in as_completed(told):
-            (lie, chapter), (said, problem) = told[done], done.result()
-            print(f"{lie.name}, chapter {chapter}: {' '.join(list(said.values())[2:])}", flush=True)
+        pending = {pool.submit(row, *pair): pair for pair in pairs}
+        for done in as_completed(pending):
+            (lie, chapter), (cells, problem) = pending[done], done.result()
+            print(f"{lie.name}, chapter {chapter}: {' '.join(list(cells.values())[2:])}", flush=True)
             if problem:
                 print(f"  {problem}", flush=True)
                 bad.append(lie.name)
-            record(said)
+            record(cells)
     print(f"{len(pairs)} told, {len(bad)} bad{': ' if bad else ''}{', '.join(bad)}")
-    weak = not (options.clean or options.names) and flips.main([])
+    weak = not (options.clean or options.names) and flips.main(sorted((ROOT / "notebooks").glob("*.ipynb")))
     return 1 if bad or weak else 0
 
 

@@ -9,7 +9,9 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,25 +19,25 @@ FAULT = r"\b(Attribute|Import|Name|Type|Lookup|Key)Error: "  # errors of a lie t
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
+def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]:
     report = yield
     path = Path(os.environ["WORLD_SIZE_ONE_FAILURE"])
     if report.failed and not path.exists():
-        kind, said = ("fault", str(call.excinfo.value)) if call.when != "call" else describe(item, call.excinfo.value)
+        kind, text = ("fault", str(call.excinfo.value)) if call.when != "call" else describe(item, call.excinfo.value)
         for folder in (os.getcwd(), tempfile.gettempdir()):  # folders of this run
-            said = said.replace(f"{folder}/", "")
-        said = re.sub(r"\btmp\w{8}/", "", said)  # the name of a chapter's own folder is random
-        path.write_text(json.dumps({"cell": item.cell.id, "kind": kind, "said": said}))
+            text = text.replace(f"{folder}/", "")
+        text = re.sub(r"\btmp\w{8}/", "", text)  # the name of a chapter's own folder is random
+        path.write_text(json.dumps({"cell": item.cell.id, "kind": kind, "text": text}))
     return report
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(items: list) -> None:
     ids = [item.cell.id for item in items]
     if last := os.environ["WORLD_SIZE_ONE_UNTIL"]:
         del items[ids.index(last) + 1 :]
 
 
-def describe(item, error):
+def describe(item: Any, error: Exception) -> tuple[str, str]:
     """(kind: assert, error, hang, output or fault; what the cell said, on one line) of a cell that failed."""
     text = re.sub(r"\x1b\[[\d;]*m", "", f"{getattr(error, 'inner_traceback', '') or ''}")
     raised = [output for output in item.test_outputs or [] if output.output_type == "error"]
@@ -58,17 +60,17 @@ def describe(item, error):
     return "fault", str(error)
 
 
-def whole(source, line):
+def whole(source: str, line: str) -> str:
     """The assert statement of a cell that this line belongs to, on one line; or the line, if it belongs to none."""
     with contextlib.suppress(SyntaxError):  # for a cell that begins with %%
         for node in ast.walk(ast.parse(source)):
-            text = ast.get_source_segment(source, node) if isinstance(node, ast.Assert) else ""
+            text = isinstance(node, ast.Assert) and ast.get_source_segment(source, node) or ""
             if line.partition("  #")[0] in map(str.strip, text.splitlines()):
                 return text if text in line else ast.unparse(node)
     return line
 
 
-def shown(outputs):
+def shown(outputs: list | None) -> list[str]:
     """The lines of text in a cell's outputs."""
     texts = []
     for output in outputs or []:
@@ -76,7 +78,7 @@ def shown(outputs):
     return "".join(texts).splitlines()
 
 
-def difference(stored, now):
+def difference(stored: list[str], now: list[str]) -> str:
     """The first line that is not among the stored lines, and the first stored line that is missing, as text."""
     new, gone = [line for line in now if line not in stored], [line for line in stored if line not in now]
     return f"{(new or ['nothing'])[0].strip()}; stored is: {(gone or ['nothing'])[0].strip()}"

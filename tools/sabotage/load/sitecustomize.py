@@ -8,22 +8,24 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 
 class Sabotage(importlib.abc.MetaPathFinder):
     """Imports one module as usual, and changes it before the importing code gets it."""
 
-    def __init__(self, lie):
+    def __init__(self, lie: Any) -> None:
         self.lie = lie
 
-    def find_spec(self, name, path, target=None):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != self.lie.module:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec: Any = importlib.util.find_spec(name)
         load = spec.loader.exec_module
 
-        def exec_module(module):
+        def exec_module(module: ModuleType) -> None:
             load(module)
             self.lie.tell(module)
             Path(os.environ["WORLD_SIZE_ONE_TOLD"]).touch()  # without this file, the run proves nothing
