@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 
 import leftovers
 import nbformat
@@ -11,7 +12,7 @@ from ipc_kernels import SocketKernelManager
 from nbclient import NotebookClient
 
 from helpers.ranks.launch import LaunchError
-from helpers.ranks.magic import free_names
+from helpers.ranks.magic import free_names, sendable
 
 # --- the names that a cell reads --------------------------------------------------------------------------------------
 
@@ -64,26 +65,38 @@ from helpers.ranks.magic import free_names
     ],
 )
 def test_free_names(cell, names):
-    found = free_names(cell)
-    assert set(names) <= set(found), "a name is missing"
+    free = free_names(cell)
+    free = free.required | free.replaced
     bound_in_part = {"last", "i", "y", "z", "e", "x", "b"}  # bound in a block: the notebook's values do no harm
-    assert set(found) - set(names) <= bound_in_part, "a name too many"
-    assert len(set(found)) == len(found)
+    assert set(names) <= free <= {*names, *bound_in_part}
+
+
+LOCK = threading.Lock()  # which cannot be sent
 
 
 @pytest.mark.parametrize(
-    "cell",
+    ("cell", "names"),
     [
-        "x = 1\nx",
-        "import torch\ntorch",
-        "def f(): pass\nf",
-        "class A: pass\nA",
-        "with a as b: c = 1\nb, c",
-        "[x for x in a]",
+        ("for lock in range(2):\n    print(lock)", []),
+        ("with open(path) as lock:\n    lock.read()", ["path"]),
+        ("if path:\n    lock = 1\nlock", ["path"]),
+        ("try:\n    f()\nexcept OSError as lock:\n    print(lock)", []),
+        ("def f():\n    return lock\nlock = 1\nf()", []),
+        ("def f():\n    global lock\n    lock = 1\nf()\nlock", []),
+        ("if path:\n    path = 2\npath", ["path"]),  # what can be sent is
+        ("del path", ["path"]),
     ],
 )
-def test_what_a_cell_binds_itself_is_not_asked_for(cell):
-    assert set(free_names(cell)) <= {"a"}
+def test_what_cannot_be_sent_is_not_asked_for_where_the_cell_replaces_it(cell, names):
+    assert list(sendable({"lock": LOCK, "path": "here"}, cell)) == names
+
+
+@pytest.mark.parametrize(
+    "cell", ["lock", "lock.acquire()\nlock = 1", "lock = [lock]", "if x:\n    lock.acquire()\nlock = 1", "del lock"]
+)
+def test_what_cannot_be_sent_is_refused_where_the_cell_reads_it_first(cell):
+    with pytest.raises(LaunchError, match="the notebook's 'lock' cannot be sent"):
+        sendable({"lock": LOCK}, cell)
 
 
 @pytest.mark.parametrize(
@@ -272,8 +285,12 @@ def test_what_cannot_work_is_told_shortly(kernel, cell, name, message):
 
 
 @pytest.mark.ranks
-def test_unsendable_name_that_the_cell_does_not_use_does_no_harm(kernel):
-    assert run(kernel, "import threading\nlock = threading.Lock()", "%%ranks 2\nlock = 1\nlock") == "[ranks 0-1] 1\n"
+def test_a_name_may_be_replaced_or_deleted(kernel):
+    run(kernel, "import threading\nlock, x = threading.Lock(), 5")
+    assert (
+        run(kernel, "%%ranks 2\nfor lock in [1]:\n    pass\ndel x\nlock, 'x' in globals()")
+        == "[ranks 0-1] (1, False)\n"
+    )
 
 
 @pytest.mark.ranks
