@@ -29,6 +29,7 @@ class Names:
     binds: frozenset[str]
     reads: frozenset[str]  # by itself or in its functions
     needs: frozenset[str]  # reads at once, when it runs: without what its functions read when they are called
+    own: frozenset[str]  # names that are not global: those that its functions, classes and comprehensions bind
 
 
 @dataclass(frozen=True)
@@ -47,36 +48,42 @@ class Statement:
         return f"{self.above}\n{self.code}{behind}".strip("\n")
 
     @property
+    def names(self) -> Names:
+        return names_of(self.code)
+
+    @property
     def binds(self) -> frozenset[str]:
-        return global_names(self.code).binds
+        return self.names.binds
 
     @property
     def reads(self) -> frozenset[str]:
-        return global_names(self.code).reads
+        return self.names.reads
 
     @property
     def needs(self) -> frozenset[str]:
-        return global_names(self.code).needs
+        return self.names.needs
 
 
 # ---- Names
 
 
 @functools.cache
-def global_names(code: str) -> Names:
+def names_of(code: str) -> Names:
     """The Names of module-level code, as its bytecode has them."""
-    binds, reads, needs = set[str](), set[str](), set[str]()
+    binds, reads, needs, own = set[str](), set[str](), set[str](), set[str]()
     for scope, at_once in scopes(compiled(code)):
-        own = set(IMPLICIT)  # what the body of a class binds, it does not read from outside
+        own.update(scope.co_varnames, scope.co_cellvars)
+        of_class = set(IMPLICIT)  # what the body of a class binds, it does not read from outside
         for step in dis.get_instructions(scope):
             if step.opname in STORES + DELETES:
-                of_class = step.opname.endswith("_NAME") and scope.co_name != "<module>"
-                (own if of_class else binds).add(step.argval)
-            if step.opname in LOADS + DELETES and step.argval not in own:
+                is_global = step.opname.endswith("_GLOBAL") or scope.co_name == "<module>"
+                (binds if is_global else of_class).add(step.argval)
+            if step.opname in LOADS + DELETES and step.argval not in of_class:
                 reads.add(step.argval)
                 if at_once:
                     needs.add(step.argval)
-    return Names(frozenset(binds), frozenset(reads), frozenset(needs))
+        own |= of_class
+    return Names(frozenset(binds), frozenset(reads), frozenset(needs), frozenset(own))
 
 
 def compiled(code: str) -> CodeType:

@@ -4,6 +4,7 @@ The texts are in templates/, as a reader gets them, but for the values and the b
 """
 
 import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -27,8 +28,17 @@ ENVIRONMENT = Environment(
 )
 
 
-def launch_files(name: str, script: str, nodes: int, gpus: int, time: str) -> dict[str, str]:
-    """{file name: text} of what starts a script, the text of NAME.py, on nodes of so many GPUs, with Slurm's limit.
+@dataclass(frozen=True)
+class Allocation:
+    """What a job asks of a cluster."""
+
+    nodes: int = 2
+    gpus: int = 8  # of each node
+    time: str = "04:00:00"  # Slurm's limit
+
+
+def launch_files(name: str, script: str, allocation: Allocation) -> dict[str, str]:
+    """{file name: text} of what starts a script, the text of NAME.py, on the nodes of an allocation.
 
     Raises ExportError for a name that a shell would split, and for a limit that is too short to stop in.
     """
@@ -36,20 +46,19 @@ def launch_files(name: str, script: str, nodes: int, gpus: int, time: str) -> di
         raise ExportError(f"{name!r} has characters that a shell reads in its own way.\nRename it for --slurm.")
     resumes = all(f'"--{flag}"' in script for flag in ("checkpoint-dir", "resume"))
     stops = resumes and "StopRequest(" in script  # at a signal such a script saves, and writes the file `stopped`
-    if minutes(time) < SHORTEST and stops:
+    if minutes(allocation.time) < SHORTEST and stops:
         raise ExportError(
-            f"--time {time} is too short: {STOP_BEFORE // 60} minutes before its end the ranks are told to stop.\n"
+            f"--time {allocation.time} is too short: "
+            f"{STOP_BEFORE // 60} minutes before its end the ranks are told to stop.\n"
             f"Give {SHORTEST} minutes or more: --time 00:{SHORTEST}:00"
         )
     values = {
         "name": name,
         "file": f"{name}.py",
         "label": re.sub(r"[^a-z0-9]+", "-", name.lower()).lstrip("0123456789-")[:40].strip("-") or "training",
-        "nodes": nodes,
-        "last": nodes - 1,
-        "gpus": gpus,
-        "cpus": gpus * CPUS_PER_GPU,
-        "time": time,
+        **asdict(allocation),
+        "last": allocation.nodes - 1,
+        "cpus": allocation.gpus * CPUS_PER_GPU,
         "stop_before": STOP_BEFORE,
         "stops": stops,
         "resumes": resumes,
