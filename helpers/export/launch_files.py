@@ -33,7 +33,7 @@ class Allocation:
     """What a job asks of a cluster."""
 
     nodes: int = 2
-    gpus: int = 8  # of each node
+    gpus_per_node: int = 8
     time: str = "04:00:00"  # Slurm's limit
 
 
@@ -58,7 +58,7 @@ def launch_files(name: str, script: str, allocation: Allocation) -> dict[str, st
         "label": re.sub(r"[^a-z0-9]+", "-", name.lower()).lstrip("0123456789-")[:40].strip("-") or "training",
         **asdict(allocation),
         "last": allocation.nodes - 1,
-        "cpus": allocation.gpus * CPUS_PER_GPU,
+        "cpus": allocation.gpus_per_node * CPUS_PER_GPU,
         "stop_before": STOP_BEFORE,
         "stops": stops,
         "resumes": resumes,
