@@ -29,18 +29,20 @@ def check(parts: Parts, flags: list[Flag], name: str) -> None:
 
 def check_meanings(parts: Parts, parameters: set[str], name: str) -> None:
     """Raise ExportError for a name of the script's top level that means something else in another place."""
-    meanings = dict.fromkeys(OWN, ("the script's own", name)) | {"argparse": ("import argparse", name)}
-    for statement in parts.above():
+    top = dict.fromkeys(OWN, ("", "the script itself")) | {"argparse": ("import argparse", "the script itself")}
+    copied_first = sorted(parts.above(), key=lambda statement: statement.where not in MODULES)
+    builtin = {name for one in copied_first if one.where in MODULES for name in one.reads & BUILTINS}
+    for statement in copied_first:
         for single in [*each_import(statement)] or [statement]:
-            for bound in single.binds:
-                meaning, where = meanings.setdefault(bound, (meaning_of(single, bound), statement.where))
-                if meaning != meaning_of(single, bound):
-                    clash(statement, bound, where)
+            for bound in sorted(single.binds):
+                meaning, where = top.setdefault(bound, (meaning_of(single, bound), statement.where))
+                if meaning != meaning_of(single, bound) or bound in builtin:
+                    clash(statement, bound, "Python" if bound in builtin else where)
     for statement in parts.body:
-        for bound in sorted(meanings.keys() & statement.binds | {"args"} & statement.names.own):
-            clash(statement, bound, meanings[bound][1])
-    for parameter in sorted(parameters & meanings.keys()):
-        raise ExportError(f"{name}: {meanings[parameter][1]} has the parameter's name, {parameter}. Rename one.")
+        for bound in sorted(top.keys() & statement.binds | {"args"} & statement.names.own):
+            clash(statement, bound, top[bound][1])
+    for parameter in sorted(parameters & top.keys()):
+        raise ExportError(f"{name}: {top[parameter][1]} binds the parameter's name, {parameter}. Rename one.")
 
 
 def meaning_of(statement: Statement, name: str) -> str:

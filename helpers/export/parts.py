@@ -27,6 +27,7 @@ HARMLESS |= {
     "timedelta",
     "Path",
 }
+STOPS = re.compile(r"\b(stop|destroy)_process_group\(")
 SETTING = re.compile(  # a statement on which a later import may depend
     r"environ(\[[^]]+\] *=(?!=)|\.(update|setdefault|pop)\()|\b(putenv|chdir|addsitedir)\(|sys\.path\b"
 )
@@ -69,7 +70,7 @@ def sort_statements(cells: Cells) -> Parts:
             constants.append(statement)
         else:
             body.append(statement)
-    if not any("stop_process_group" in statement.reads for statement in [*definitions, *body]):
+    if not any(STOPS.search(statement.code) for statement in [*definitions, *body]):
         imported.add(("process_group", "stop_process_group"))
         body += split("stop_process_group()")
     used = {name for statement in [*imports, *constants, *definitions, *body] for name in statement.reads}

@@ -47,10 +47,8 @@ def script_from_notebook(notebook: NotebookNode, name: str) -> str:
     try:
         compiled(script)
     except SyntaxError as error:  # such as a `global` that is valid in a cell and not in a function
-        line = (error.text or "").strip()
-        raise ExportError(
-            f"{name}: in the function main, `{line}` is a syntax error: {error.msg}. Change it."
-        ) from None
+        line = script.split("\n")[(error.lineno or 1) - 1].strip()
+        raise ExportError(f"{name}: in the function main, `{line}` is not Python: {error.msg}. Change it.") from None
     return script
 
 
