@@ -89,7 +89,7 @@ BECOMES = {  # {what: (cells, a part of the script)}
         ["from helpers.runtime.process_group import print0", "def f(to=print0):\n    to(1)"],
         "        print(*args, flush=True)\n\n\ndef f(to=print0):\n    to(1)\n\n\ndef main(args):",
     ),
-    "a definition that calls something stays": (["import math\ndef f(at=math.sqrt(4)):\n    at"], "    def f(at=math.sqrt(4)):"),
+    "a definition that calls may stay": (["import math\ndef f(at=math.exp(4)):\n    at"], "    def f(at=math.exp(4)):"),
     "or takes what changes": (["import json\njson.x = 1", "def f(at=json.x):\n    at"], "    def f(at=json.x):\n"),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ import yaml
 from leftovers import soon, unchanged
 
 from helpers.__main__ import main
-from helpers.export.launch_files import launch_files, minutes
+from helpers.export.launch_files import Allocation, launch_files, minutes
 from helpers.export.notebook import ExportError
 
 PLAIN = 'parser.add_argument("--lr")\n'
@@ -23,9 +23,10 @@ STOPS = RESUMES + "with StopRequest() as stop:\n"
 BACKEND = 'parser.add_argument("--backend", choices=["nccl", "gloo"])\n'
 
 
-def files(script=STOPS, name="11_trainer", nodes=2, gpus=8, time="04:00:00"):
+def files(script=STOPS, name="11_trainer", **sizes):
     """{suffix: text} of the launch files."""
-    return {file.removeprefix(name): text for file, text in launch_files(name, script, nodes, gpus, time).items()}
+    texts = launch_files(name, script, Allocation(**sizes))
+    return {file.removeprefix(name): text for file, text in texts.items()}
 
 
 # ---- The command line
@@ -69,22 +70,17 @@ def test_all_chapters(helpers, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "status", "expected"),
     [
-        (["--slurm", "--nodes", "0"], 2, "argument --nodes: '0' is not a whole number above 0; give 1, 2, 3, …"),
-        (["--slurm", "--nodes", "two"], 2, "argument --nodes: 'two' is not a whole number above 0"),
-        (["--slurm", "--gpus-per-node", "-1"], 2, "--gpus-per-node"),
-        (["--slurm", "--time", "tomorrow"], 1, "--time tomorrow is not a time limit.\nGive hours, minutes and seconds"),
-        (["--slurm", "--time", "0"], 1, "--time 0 is not a time limit"),
-        (
-            ["--slurm", "--time", "5"],
-            1,
-            "--time 5 is too short: 3 minutes before its end the ranks are told to stop.\n",
-        ),
-        (["--nodes", "2"], 2, "--nodes is for --slurm"),
-        (["--time", "04:00:00"], 2, "--time is for --slurm"),
+        ("--slurm --nodes 0", 2, "argument --nodes: '0' is not a whole number above 0; give 1, 2, 3, …"),
+        ("--slurm --gpus-per-node two", 2, "argument --gpus-per-node: 'two' is not a whole number above 0"),
+        ("--slurm --time tomorrow", 1, "--time tomorrow is not a time limit.\nGive hours, minutes and seconds"),
+        ("--slurm --time 5", 1, "--time 5 is too short: 3 minutes before its end the ranks are told to stop.\n"),
+        ("--nodes 2", 2, "--nodes is for --slurm"),
+        ("--gpus-per-node 2", 2, "--gpus-per-node is for --slurm"),
+        ("--time 04:00:00", 2, "--time is for --slurm"),
     ],
 )
 def test_usage(helpers, tmp_path, arguments, status, expected):
-    done, _, errors = helpers("export", "11", *arguments, "--out", tmp_path / "out")
+    done, _, errors = helpers("export", "11", *arguments.split(), "--out", tmp_path / "out")
     assert done == status and expected in errors
     assert status == 2 or len(errors.splitlines()) == 2
     assert not (tmp_path / "out").exists()
@@ -143,16 +139,7 @@ def test_your_cluster():
     before, block, after = re.split(r"^# ----.*\n", text, flags=re.MULTILINE)
     assert all(line.startswith("# ") for line in block.splitlines())
     uncommented = re.sub("^# ", "", block, flags=re.MULTILINE)
-    for word in (
-        "--account=",
-        "--partition=",
-        "--mem=",
-        "module load",
-        "pyxis",
-        "Apptainer",
-        "--numa-binding",
-        "doctor",
-    ):
+    for word in "--account= --partition= --mem= module pyxis Apptainer --numa-binding doctor".split():
         assert word in block
     assert subprocess.run(["bash", "-n"], input=before + uncommented + after, text=True).returncode == 0
     assert "#SBATCH" not in after and re.search(r"^(?!#SBATCH)", uncommented.split("#SBATCH")[-1], re.MULTILINE)
@@ -272,12 +259,8 @@ def test_an_indexed_job_and_its_names():
     shell, option, script = container["command"]
     assert (shell, option) == ("bash", "-c")
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-    for part in (
-        f"--rdzv-endpoint={name}-0.{name}:29500",
-        f"--local-addr={name}-$JOB_COMPLETION_INDEX.{name} ",
-        "--resume",
-    ):
-        assert part in script
+    assert f"--rdzv-endpoint={name}-0.{name}:29500" in script and "--resume" in script
+    assert f"--local-addr={name}-$JOB_COMPLETION_INDEX.{name} " in script
     assert int(re.search(r"--shutdown-timeout=(\d+)", script)[1]) < pod["terminationGracePeriodSeconds"]
     assert "--signals-to-handle=SIGUSR1 " in script and "kill -USR1 " in script
     plain = list(yaml.safe_load_all(files(PLAIN)[".k8s.yaml"]))[1]["spec"]["template"]["spec"]["containers"][0]
@@ -373,7 +356,7 @@ def told(done):
 @pytest.mark.hosts
 @pytest.mark.timeout(600)
 def test_the_plain_lines_on_two_hosts(tmp_path):
-    launch = launch_files("11_trainer", STOPS, 2, 2, "04:00:00")["11_trainer.nodes.sh"]
+    launch = files(gpus_per_node=2)[".nodes.sh"]
     (tmp_path / "11_trainer.nodes.sh").write_text(launch)
     (tmp_path / "11_trainer.py").write_text(REPORT)
     usage = subprocess.run(["bash", "11_trainer.nodes.sh"], cwd=tmp_path, capture_output=True, text=True)
