@@ -159,3 +159,10 @@ def each_import(statement: Statement) -> Iterator[Statement]:
         assert isinstance(node, IMPORT)
         node.names = [alias]
         yield replace(statement, node=node, code=ast.unparse(node), above="", comment="")
+
+
+def modules_of(node: ast.AST | None) -> list[str]:
+    """The modules that an import takes, or takes names from; none for another node."""
+    if isinstance(node, ast.ImportFrom):
+        return ["." * node.level + (node.module or "")]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

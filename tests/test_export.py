@@ -66,6 +66,7 @@ BECOMES = {  # {what: (cells, a part of the script)}
     "nor do f-strings": (['x = f"""{1}\n{2}\nb"""'], '    x = f"""{1}\n{2}\nb"""\n'),
     "other cells are left out": (["x = 1", "-:y = 2", "z = 3"], "    x = 1\n    z = 3\n"),
     "their imports, too": (["import json, os\nx = os", "-:%%time\njson"], "import atexit\nimport os\nimport shutil"),
+    "unknown ones keep their order": (["import mine_b\nimport mine_a"], "import mine_b\nimport mine_a\n"),
     "an import for its effect stays": (["import antigravity\nx = 1"], "import antigravity\n"),
     "a parameter is a flag": (["p:lr: float = 1  # rate, 5%", "x = lr"], 'add("--lr", 1, "rate, 5%%", type=float)'),
     "and args.NAME": (["p:größe: int = 1", 'x = f"ä{größe}"'], '    x = f"ä{args.größe}"\n'),
@@ -157,6 +158,9 @@ REFUSED = {  # {what: (cells, the message without the cell)}
         "`import json` goes to the script's top, above `os.environ['A'] = '1'`. Put imports first",
     ),
     "and behind a path": (["import sys\nsys.path.insert(0, 'x')", "import mine"], "`import mine` goes to the script's"),
+    "and behind a patch": (["import math\nmath.x = 3\nimport mine"], "`import mine` goes to the script's top"),
+    "a name that main binds later": (["print(len('a'))\nlen = 3"], "reads len, which main binds later. Bind it"),
+    "global in main": (["if 1:\n    def f():\n        global n\n        n = 3\nn = 2"], "has `global n`, but main's"),
     "no type": (["p:n = 1"], "cell 1: `n = 1` is not a parameter. Write name: type = literal  # help"),
     "no literal": (["p:n: int = f()"], "`n: int = f()` is not a parameter"),
     "no value": (["p:n: int"], "is not a parameter"),
@@ -173,7 +177,9 @@ REFUSED = {  # {what: (cells, the message without the cell)}
     "a fixed size": ([INIT.format("'gloo', None, None, 4")], "fixes world_size=4, which"),
     "a file to meet at": ([INIT.format("init_method='file:///tmp/x'")], "fixes `file:///tmp/x`, which"),
     "in an f-string": ([INIT.format("init_method=f'file://{1}'")], "fixes `file://`, which"),
+    "by a name": (["url = 'file:///x'", INIT.format("'gloo', url")], "fixes `file:///x`, which"),
     "a variable of torchrun's": (["import os\nos.environ['RANK'] = '0'"], "fixes RANK, which"),
+    "several": (["import os\nos.environ.update(HOME='a', MASTER_PORT='1')"], "fixes MASTER_PORT, which"),
 }  # fmt: skip
 
 
@@ -198,6 +204,8 @@ def test_a_notebook_that_starts_no_process_group(cells):
         INIT.format("rank=-1, world_size=int('4')"),
         "import os\nos.environ.setdefault('RANK', '0')",
         "import os\nhome = os.environ['HOME']\nimport json",
+        "import os\nrank = int(os.environ['RANK'])\nlocal = os.environ.get('LOCAL_RANK') == '0'",
+        "x = 'file:///data'",
         "import os.path\nimport os\nimport xml.dom\nimport xml.sax",
         "import argparse",
         "def f():\n    global n\n    n = 1\nf()\nprint(n)",

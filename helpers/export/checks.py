@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import re
 from collections.abc import Iterator
 
 from helpers.export.flags import Flag
@@ -14,7 +15,9 @@ BUILTINS = {*dir(builtins), "__name__", "__file__", "__doc__"}
 OWN = {"main", "parse_args", "args", "argparse"}  # the script's own names
 BY_TEXT = {"globals", "locals", "exec", "eval"}  # they look names up where main's are not
 STARTS = {"start_process_group", "init_process_group"}
-LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # variables that torchrun sets
+SET_BY_TORCHRUN = re.compile(  # an environment variable in an assignment or in environ.update, with its value
+    r"environ.*?\b((?:LOCAL_)?RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)['\"]?\]? *[=:] *['\"]", re.DOTALL
+)
 POSITIONS = ("backend", "init_method", "timeout", "world_size", "rank")  # of init_process_group's arguments
 
 
@@ -24,6 +27,7 @@ def check(parts: Parts, flags: list[Flag], name: str) -> None:
     parameters = {flag.name for flag in flags}
     check_meanings(parts, parameters, name)
     check_names(parts, statements, parameters)
+    check_order(parts, parameters)
     check_ranks(statements, name)
 
 
@@ -66,6 +70,8 @@ def check_names(parts: Parts, statements: list[Statement], parameters: set[str])
         for node in ast.walk(statement.node or ast.Pass()):
             if is_notebook_only(node):
                 raise ExportError(f"{shown(statement)} has `{ast.unparse(node)}` in a block. Import it at the top.")
+            if isinstance(node, ast.Global) and statement in parts.body:
+                raise ExportError(f"{shown(statement)} has `{ast.unparse(node)}`, but main's names are not. Return it.")
         for name in sorted(statement.reads):
             if name in BY_TEXT - in_main:
                 raise ExportError(f"{shown(statement)} looks names up by {name}(). Write the names themselves.")
@@ -77,16 +83,25 @@ def check_names(parts: Parts, statements: list[Statement], parameters: set[str])
                 raise ExportError(f"{shown(statement)} reads {name}, which main binds. Pass it as an argument.")
 
 
+def check_order(parts: Parts, parameters: set[str]) -> None:
+    """Raise ExportError where main reads a name, a built-in one perhaps, that main binds only later."""
+    later = {name for statement in parts.body for name in statement.binds} - parameters
+    for statement in parts.body:
+        later -= statement.binds
+        for name in sorted(statement.needs & later):
+            raise ExportError(f"{shown(statement)} reads {name}, which main binds later. Bind it before, or rename it.")
+
+
 def check_ranks(statements: list[Statement], name: str) -> None:
     """Raise ExportError unless torchrun's ranks would meet: they start one process group, as torchrun numbers them."""
-    nodes = [(statement, node) for statement in statements for node in ast.walk(statement.node or ast.Pass())]
-    if not any(called(node) in STARTS for _, node in nodes):
+    calls = {called(node) for statement in statements for node in ast.walk(statement.node or ast.Pass())}
+    if not calls & STARTS:
         raise ExportError(
             f"{name} starts no process group: N ranks would train N models. "
             "Export a cell with device = start_process_group()."
         )
-    for statement, node in nodes:
-        for fixed in fixed_by(node):
+    for statement in statements:
+        for fixed in fixed_by(statement, "init_process_group" in calls):
             raise ExportError(f"{shown(statement)} fixes {fixed}, which is torchrun's to say. Leave it out.")
 
 
@@ -95,18 +110,19 @@ def called(node: ast.AST) -> str:
     return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
 
 
-def fixed_by(node: ast.AST) -> Iterator[str]:
-    """Yields, as text, what a node fixes: a rank, a world size, a file to meet at."""
-    if isinstance(node, ast.Call) and called(node) == "init_process_group":
-        arguments = [*zip(POSITIONS, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
-        for name, value in arguments:
-            if name in ("rank", "world_size") and isinstance(value, ast.Constant) and isinstance(value.value, int):
-                yield f"{name}={value.value}"
-        for part in ast.walk(node):
-            if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.startswith("file://"):
-                yield f"`{part.value}`"
-    elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-        for target in node.targets:
-            if isinstance(target, ast.Subscript) and ast.unparse(target.value).endswith("environ"):
-                if isinstance(target.slice, ast.Constant) and target.slice.value in LAUNCHER:
-                    yield f"{target.slice.value}"
+def fixed_by(statement: Statement, meets: bool) -> Iterator[str]:
+    """Yields, as text, what a statement fixes: a rank, a world size, and a file if the script meets by its own call."""
+    yield from SET_BY_TORCHRUN.findall(statement.code)
+    for node in ast.walk(statement.node or ast.Pass()):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.startswith("file://")
+            and meets
+        ):
+            yield f"`{node.value}`"
+        if isinstance(node, ast.Call) and called(node) == "init_process_group":
+            arguments = [*zip(POSITIONS, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
+            for name, value in arguments:
+                if name in ("rank", "world_size") and isinstance(value, ast.Constant) and isinstance(value.value, int):
+                    yield f"{name}={value.value}"

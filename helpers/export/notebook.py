@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from helpers.source import Statement, split
+from helpers.source import Statement, modules_of, split
 
 IMPORTED_BY_TORCH = "torch functorch torchgen numpy sympy mpmath networkx jinja2 markupsafe filelock fsspec".split()
 IMPORTED_BY_TORCH += "triton typing_extensions sklearn scipy joblib threadpoolctl".split()  # the last 4: by the digits
@@ -112,10 +112,7 @@ def script_name(notebook: NotebookNode, name: str) -> str:
     modules = {*sys.stdlib_module_names, *IMPORTED_BY_TORCH}
     for statement in [*cells.parameters, *cells.exported]:
         for node in ast.walk(statement.node) if statement.node else []:
-            if isinstance(node, ast.ImportFrom):
-                modules.add((node.module or "").partition(".")[0])
-            elif isinstance(node, ast.Import):
-                modules.update(alias.name.partition(".")[0] for alias in node.names)
+            modules.update(module.partition(".")[0] for module in modules_of(node))
     return f"{name}_script" if name in modules else name
 
 

@@ -14,23 +14,10 @@ from helpers.source import DEFINITION, IMPORT, Statement, each_import, split
 LITERAL = ast.Constant | ast.Tuple | ast.List | ast.Set | ast.Dict | ast.BinOp | ast.UnaryOp
 LITERAL |= ast.operator | ast.unaryop | ast.expr_context
 # What a definition may call in its head and stand above main all the same: the call does there what it does in a cell.
-HARMLESS = {name for name in dir(builtins) if name not in ("print", "input", "open", "exec", "eval", "next", "setattr")}
-HARMLESS |= {
-    "field",
-    "auto",
-    "namedtuple",
-    "NamedTuple",
-    "TypedDict",
-    "TypeVar",
-    "partial",
-    "device",
-    "timedelta",
-    "Path",
-}
+HARMLESS = {*dir(builtins), *"field auto namedtuple NamedTuple TypedDict TypeVar partial device timedelta Path".split()}
+HARMLESS -= {"print", "input", "open", "exec", "eval", "next", "setattr"}
 STOPS = re.compile(r"\b(stop|destroy)_process_group\(")
-SETTING = re.compile(  # a statement on which a later import may depend
-    r"environ(\[[^]]+\] *=(?!=)|\.(update|setdefault|pop)\()|\b(putenv|chdir|addsitedir)\(|sys\.path\b"
-)
+SETTING = re.compile(r"environ\.(update|setdefault|pop)\(|\b(putenv|chdir|addsitedir)\(|sys\.path\b")
 
 
 @dataclass(frozen=True)
@@ -105,10 +92,10 @@ def is_import(statement: Statement) -> bool:
 def check_order(imported: Statement, before: list[Statement]) -> None:
     """Raise ExportError for an import that may depend on a statement of main: in the script it stands above main."""
     for statement in before:
-        if SETTING.search(statement.code):
+        if SETTING.search(statement.code) or any(changes(statement)):
             raise ExportError(
                 f"{shown(imported)} goes to the script's top, above `{first_line(statement.code)}`. "
-                "Put imports first, and settings that they need into the shell."
+                "Put imports first; what they depend on, into the shell."
             )
 
 

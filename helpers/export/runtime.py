@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from helpers.source import IMPORT, Statement, each_import, split
+from helpers.source import IMPORT, Statement, each_import, modules_of, split
 
 SOURCES = Path(__file__).parents[1] / "runtime"
 MODULES = ("process_group", "data", "models", "checkpoint", "stop_request")  # each imports only from those before it
@@ -21,9 +21,7 @@ def runtime_module_of(node: ast.AST | None) -> str | None:
 
 def is_notebook_only(node: ast.AST | None) -> bool:
     """Whether a node imports what a script cannot have. It may import one of the modules above: that is copied."""
-    modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-    modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-    return any(module.partition(".")[0] in NOTEBOOK_ONLY for module in modules)
+    return any(module.partition(".")[0] in NOTEBOOK_ONLY for module in modules_of(node))
 
 
 @functools.cache

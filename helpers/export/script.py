@@ -9,6 +9,7 @@ import io
 import re
 import shlex
 import subprocess
+import sys
 import textwrap
 import tokenize
 from dataclasses import replace
@@ -20,9 +21,10 @@ from helpers.export.checks import check
 from helpers.export.flags import Flag, parse_args_text, read_flags
 from helpers.export.notebook import ExportError, sort_cells, title_and_purpose
 from helpers.export.parts import sort_statements
-from helpers.source import DEFINITION, Statement, compiled
+from helpers.source import DEFINITION, Statement, compiled, modules_of
 
 WIDTH = 88
+PLAIN = {"torch", "torchvision", "numpy", "sklearn", "matplotlib"}  # libraries that can be imported in any order
 PRAGMA = re.compile(r"# *(noqa|type|pragma|ruff|pylint|mypy)\b")  # such a comment must stay in its line
 
 
@@ -36,14 +38,14 @@ def script_from_notebook(notebook: NotebookNode, name: str) -> str:
     usage = "usage=__doc__.replace('%', '%%')" if "%" in about else "usage=__doc__"  # argparse uses the % operator
     sections = [
         about,
-        "\n".join(dict.fromkeys(["import argparse", *(statement.text for statement in parts.imports)])),
+        "\n".join(dict.fromkeys([*(statement.text for statement in parts.imports), "import argparse"])),
         spaced(parts.definitions),
         f"def main(args):\n{indented(main_body(parts.body, flags))}",
         parse_args_text(flags, usage),
         spaced(parts.plumbing),
         'if __name__ == "__main__":\n    main(parse_args())',
     ]
-    script = formatted("\n\n\n".join(filter(None, sections)) + "\n", name)
+    script = formatted("\n\n\n".join(filter(None, sections)) + "\n", name, in_any_order(parts.imports))
     try:
         compiled(script)
     except SyntaxError as error:  # such as a `global` that is valid in a cell and not in a function
@@ -147,13 +149,20 @@ def with_short_lines(script: str) -> str:
     return "\n".join(line for line in lines if line is not None)
 
 
-def formatted(script: str, name: str) -> str:
-    """The script as ruff formats it. Raises ExportError where ruff fails."""
+def in_any_order(imports: list[Statement]) -> bool:
+    """Whether the imports may be sorted: whether all are from the standard library or in PLAIN."""
+    roots = {name.partition(".")[0] for statement in imports for name in modules_of(statement.node)}
+    return roots <= PLAIN | sys.stdlib_module_names
+
+
+def formatted(script: str, name: str, sort: bool) -> str:
+    """The script as ruff formats it, its imports sorted or not. Raises ExportError where ruff fails."""
     try:
         script = with_short_lines(script)
     except (tokenize.TokenError, SyntaxError):
         return script  # which does not compile either, and that names the line
-    for command in (["check", "--fix", "--exit-zero", "--quiet", "--select=I"], ["format"]):
+    commands = [["check", "--fix", "--exit-zero", "--quiet", "--select=I"], ["format"]]
+    for command in commands if sort else commands[1:]:
         ruff = [find_ruff_bin(), *command, "--isolated", f"--line-length={WIDTH}", "--target-version=py311", "-"]
         done = subprocess.run(ruff, input=script, capture_output=True, text=True, encoding="utf-8")
         if done.returncode:
