@@ -36,12 +36,12 @@ INIT = "import torch.distributed as dist\n\ndist.init_process_group({})"
 def notebook(*cells):
     """A notebook. A text may begin with ``#:`` (markdown), ``p:`` (parameters), ``-:`` (left out), ``!:`` (raises)."""
     tags = {"p:": ["parameters"], "-:": [], "!:": ["export", "raises-exception"]}
-    made = []
+    parts = []
     for cell in cells:
         kind, source = (cell[:2], cell[2:]) if cell[:2] in ("#:", *tags) else ("", cell)
         metadata = {"tags": tags.get(kind, ["export"])}
-        made.append(new_markdown_cell(source) if kind == "#:" else new_code_cell(source, metadata=metadata))
-    return new_notebook(cells=made)
+        parts.append(new_markdown_cell(source) if kind == "#:" else new_code_cell(source, metadata=metadata))
+    return new_notebook(cells=parts)
 
 
 def exported(*cells, name="sample"):

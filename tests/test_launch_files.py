@@ -34,9 +34,9 @@ def files(script=STOPS, name="11_trainer", **sizes):
 
 def test_the_command_writes_four_files(helpers, tmp_path):
     line = ["export", "11", "--slurm", "--nodes", "3", "--gpus-per-node", "4", "--time", "1-00:00:00"]
-    status, told, _ = helpers(*line, "--out", tmp_path)
+    status, out, _ = helpers(*line, "--out", tmp_path)
     names = ["11_trainer.py", "11_trainer.sbatch", "11_trainer.nodes.sh", "11_trainer.k8s.yaml"]
-    assert status == 0 and told.splitlines() == [str(tmp_path / name) for name in names]
+    assert status == 0 and out.splitlines() == [str(tmp_path / name) for name in names]
     assert sorted(os.listdir(tmp_path)) == sorted(names)
     text = (tmp_path / "11_trainer.sbatch").read_text()
     assert "--nodes=3 " in text and "--gpus-per-node=4 --cpus-per-task=16\n" in text and "--time=1-00:00:00\n" in text
@@ -52,9 +52,9 @@ def test_the_command_writes_four_files(helpers, tmp_path):
 
 
 def test_all_chapters(helpers, tmp_path):
-    status, told, _ = helpers("export", "--all", "--slurm", "--out", tmp_path)
+    status, out, _ = helpers("export", "--all", "--slurm", "--out", tmp_path)
     assert status == 0
-    written = {Path(line).name for line in told.splitlines()}
+    written = {Path(line).name for line in out.splitlines()}
     scripts = [name.removesuffix(".py") for name in written if name.endswith(".py")]
     endings = (".py", ".sbatch", ".nodes.sh", ".k8s.yaml")
     assert len(scripts) > 5 and written == {name + ending for name in scripts for ending in endings}
@@ -206,8 +206,8 @@ def test_every_node_gets_its_own_address(tmp_path):
 def test_a_container_and_a_binding(tmp_path):
     lines = [line for line in files()[".sbatch"].splitlines() if "pyxis" not in line]
     text = re.sub(r"^# (CONTAINER|BIND)", r"\1", "\n".join(lines), flags=re.MULTILINE)
-    _, told = run_batch(tmp_path, "", text)
-    assert re.search(r"^in a container\ntorchrun .* --numa-binding=node 11_trainer.py ", told, re.MULTILINE), told
+    _, out = run_batch(tmp_path, "", text)
+    assert re.search(r"^in a container\ntorchrun .* --numa-binding=node 11_trainer.py ", out, re.MULTILINE), out
 
 
 @pytest.mark.parametrize("preflight", ["nothing", "script", "failing", "doctor"])
@@ -224,15 +224,15 @@ def test_the_preflight(tmp_path, preflight):
     assert text.count("--max-restarts=0 --rdzv-id=preflight.2.0 ") == len(first)
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0, False), (8, True)])
-def test_a_long_save_is_asked_for_early(tmp_path, seconds, told):
+@pytest.mark.parametrize(("seconds", "early"), [(0, False), (8, True)])
+def test_a_long_save_is_asked_for_early(tmp_path, seconds, early):
     """85 s are left: that is more than a minute plus 3 x 0 s, and less than a minute plus 3 x 8 s."""
     save = f"touch work/unfinished.part; sleep {seconds}; mv work/unfinished.part work/step_00000001.pt"
     # It trains on until it is told, but not into the last minute, in which it would be told in any case.
-    waits = "until [ -e told ] || [ $((ENDS - $(date +%s))) -le 62 ]; do sleep 0.1; done" if told else "sleep 12"
+    waits = "until [ -e told ] || [ $((ENDS - $(date +%s))) -le 62 ]; do sleep 0.1; done" if early else "sleep 12"
     run_batch(tmp_path, f"{save}; {waits}", ENDS=str(int(time.time()) + 60 + 25))
-    assert (tmp_path / "told").exists() == told
-    if told:
+    assert (tmp_path / "told").exists() == early
+    if early:
         assert (tmp_path / "told").read_text() == "--signal=USR1 2\n"
 
 
@@ -348,7 +348,7 @@ def on_both(pair, folder, *commands, **variables):
             process.stdout.close()
 
 
-def told(done):
+def both_outputs(done):
     """What both commands printed, as one text: pytest would shorten a list."""
     return "\n".join(f"--- node{index}, status {status}\n{text}" for index, (text, status) in enumerate(done))
 
@@ -365,9 +365,9 @@ def test_the_plain_lines_on_two_hosts(tmp_path):
         for how in ("static", "c10d"):
             line = ["bash", "11_trainer.nodes.sh", how, "node0"]
             done = on_both(pair, tmp_path, *([*line, str(node), "--epochs", "2"] for node in (0, 1)))
-            assert [status for _, status in done] == [0, 0], told(done)
+            assert [status for _, status in done] == [0, 0], both_outputs(done)
             ranks = re.findall(r"here (\d) (\d) 4 2 --epochs 2", done[0][0] + done[1][0])
-            assert sorted(ranks) == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], told(done)
+            assert sorted(ranks) == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], both_outputs(done)
 
 
 @pytest.mark.hosts
@@ -379,7 +379,7 @@ def test_the_pods_command_on_two_hosts(tmp_path):
     assert status == 0
     service, job = yaml.safe_load_all((script / "11_trainer.k8s.yaml").read_text())
     [container] = job["spec"]["template"]["spec"]["containers"]
-    command, variables = container["command"], {one["name"]: one["value"] for one in container["env"]}
+    command, variables = container["command"], {pair["name"]: pair["value"] for pair in container["env"]}
     command[-1] = command[-1].replace("--backend nccl", "--backend gloo")
     pods = [f"{job['metadata']['name']}-{index}" for index in (0, 1)]
     aliases = [[pod, f"{pod}.{service['metadata']['name']}"] for pod in pods]
@@ -388,7 +388,7 @@ def test_the_pods_command_on_two_hosts(tmp_path):
         for host in pair:
             host.run("sh", "-c", f"mount --bind '{tmp_path}' /mnt")
         done = on_both(pair, tmp_path, command, command, **variables)
-        assert [status for _, status in done] == [0, 0], told(done)
+        assert [status for _, status in done] == [0, 0], both_outputs(done)
         assert 'result {"world_size": 2, "step": 90, ' in done[0][0] + done[1][0]
         assert (tmp_path / "work" / "step_00000090.pt").is_file()
 

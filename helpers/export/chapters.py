@@ -58,14 +58,14 @@ def export(
         files = {f"{name}.py": script} | (launch_files(name, script, allocation) if allocation else {})
         texts |= {Path(folder) / file: text for file, text in files.items()}
     try:
-        changed = {
+        updates = {
             path: text for path, text in texts.items() if not path.exists() or path.read_bytes() != text.encode()
         }
-        for path in changed:
+        for path in updates:
             if path.exists() and not force:
                 raise ExportError(f"{path} exists and differs.\nKeep your changes elsewhere, or overwrite: --force")
         Path(folder).mkdir(parents=True, exist_ok=True)
-        for path, text in changed.items():
+        for path, text in updates.items():
             path.write_text(text, encoding="utf-8", newline="\n")
     except (OSError, ValueError) as error:  # ValueError: a null byte
         where = getattr(error, "filename", None) or repr(folder)

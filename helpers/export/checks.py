@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from helpers.export.flags import Flag
-from helpers.export.notebook import ExportError, shown
+from helpers.export.notebook import ExportError, label
 from helpers.export.parts import Parts
 from helpers.export.runtime import MODULES, is_notebook_only
 from helpers.source import IMPORT, Statement, each_import
@@ -23,7 +23,9 @@ POSITIONS = ("backend", "init_method", "timeout", "world_size", "rank")  # of in
 
 def check(parts: Parts, flags: list[Flag], name: str) -> None:
     """Raise ExportError for the first statement that the script cannot have."""
-    statements = [one for one in [*parts.above(), *parts.body] if one.node and one.where not in MODULES]
+    statements = [
+        statement for statement in [*parts.above(), *parts.body] if statement.node and statement.where not in MODULES
+    ]
     parameters = {flag.name for flag in flags}
     check_meanings(parts, parameters, name)
     check_names(parts, statements, parameters)
@@ -34,9 +36,9 @@ def check(parts: Parts, flags: list[Flag], name: str) -> None:
 def check_meanings(parts: Parts, parameters: set[str], name: str) -> None:
     """Raise ExportError for a name of the script's top level that means something else in another place."""
     top = dict.fromkeys(OWN, ("", "the script itself")) | {"argparse": ("import argparse", "the script itself")}
-    copied_first = sorted(parts.above(), key=lambda statement: statement.where not in MODULES)
-    builtin = {name for one in copied_first if one.where in MODULES for name in one.reads & BUILTINS}
-    for statement in copied_first:
+    in_order = sorted(parts.above(), key=lambda statement: statement.where not in MODULES)
+    builtin = {name for statement in in_order if statement.where in MODULES for name in statement.reads & BUILTINS}
+    for statement in in_order:
         for single in [*each_import(statement)] or [statement]:
             for bound in sorted(single.binds):
                 meaning, where = top.setdefault(bound, (meaning_of(single, bound), statement.where))
@@ -59,7 +61,7 @@ def meaning_of(statement: Statement, name: str) -> str:
 
 def clash(statement: Statement, name: str, where: str) -> None:
     where = f"helpers/runtime/{where}.py" if where in MODULES else where
-    raise ExportError(f"{shown(statement)} binds {name}, as {where} does, and a script has one of them. Rename one.")
+    raise ExportError(f"{label(statement)} binds {name}, as {where} does, and a script has one of them. Rename one.")
 
 
 def check_names(parts: Parts, statements: list[Statement], parameters: set[str]) -> None:
@@ -69,18 +71,18 @@ def check_names(parts: Parts, statements: list[Statement], parameters: set[str])
     for statement in statements:
         for node in ast.walk(statement.node or ast.Pass()):
             if is_notebook_only(node):
-                raise ExportError(f"{shown(statement)} has `{ast.unparse(node)}` in a block. Import it at the top.")
+                raise ExportError(f"{label(statement)} has `{ast.unparse(node)}` in a block. Import it at the top.")
             if isinstance(node, ast.Global) and statement in parts.body:
-                raise ExportError(f"{shown(statement)} has `{ast.unparse(node)}`, but main's names are not. Return it.")
+                raise ExportError(f"{label(statement)} has `{ast.unparse(node)}`, but main's names are not. Return it.")
         for name in sorted(statement.reads):
             if name in BY_TEXT - in_main:
-                raise ExportError(f"{shown(statement)} looks names up by {name}(). Write the names themselves.")
+                raise ExportError(f"{label(statement)} looks names up by {name}(). Write the names themselves.")
             if name in above:
                 continue
             if name not in in_main:
-                raise ExportError(f"{shown(statement)} reads {name}, which no exported cell binds. Export that too.")
+                raise ExportError(f"{label(statement)} reads {name}, which no exported cell binds. Export that too.")
             if statement not in parts.body:
-                raise ExportError(f"{shown(statement)} reads {name}, which main binds. Pass it as an argument.")
+                raise ExportError(f"{label(statement)} reads {name}, which main binds. Pass it as an argument.")
 
 
 def check_order(parts: Parts, parameters: set[str]) -> None:
@@ -89,12 +91,12 @@ def check_order(parts: Parts, parameters: set[str]) -> None:
     for statement in parts.body:
         later -= statement.binds
         for name in sorted(statement.needs & later):
-            raise ExportError(f"{shown(statement)} reads {name}, which main binds later. Bind it before, or rename it.")
+            raise ExportError(f"{label(statement)} reads {name}, which main binds later. Bind it before, or rename it.")
 
 
 def check_ranks(statements: list[Statement], name: str) -> None:
     """Raise ExportError unless torchrun's ranks would meet: they start one process group, as torchrun numbers them."""
-    calls = {called(node) for statement in statements for node in ast.walk(statement.node or ast.Pass())}
+    calls = {callee(node) for statement in statements for node in ast.walk(statement.node or ast.Pass())}
     if not calls & STARTS:
         raise ExportError(
             f"{name} starts no process group: N ranks would train N models. "
@@ -102,10 +104,10 @@ def check_ranks(statements: list[Statement], name: str) -> None:
         )
     for statement in statements:
         for fixed in fixed_by(statement, "init_process_group" in calls):
-            raise ExportError(f"{shown(statement)} fixes {fixed}, which is torchrun's to say. Leave it out.")
+            raise ExportError(f"{label(statement)} fixes {fixed}, which is torchrun's to say. Leave it out.")
 
 
-def called(node: ast.AST) -> str:
+def callee(node: ast.AST) -> str:
     """The name of the function that a node calls, without its module's; or ""."""
     return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
 
@@ -121,7 +123,7 @@ def fixed_by(statement: Statement, meets: bool) -> Iterator[str]:
             and meets
         ):
             yield f"`{node.value}`"
-        if isinstance(node, ast.Call) and called(node) == "init_process_group":
+        if isinstance(node, ast.Call) and callee(node) == "init_process_group":
             arguments = [*zip(POSITIONS, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
             for name, value in arguments:
                 if name in ("rank", "world_size") and isinstance(value, ast.Constant) and isinstance(value.value, int):

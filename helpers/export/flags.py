@@ -5,7 +5,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from helpers.export.notebook import ExportError, shown
+from helpers.export.notebook import ExportError, label
 from helpers.source import IMPORT, Statement
 
 KINDS = {kind.__name__: kind for kind in (int, float, str, bool)}
@@ -38,9 +38,9 @@ def read_flags(parameters: list[Statement]) -> list[Flag]:
         try:
             flag = read_flag(statement)
         except (ValueError, SyntaxError):
-            raise ExportError(f"{shown(statement)} is not a parameter. {PATTERN}") from None
+            raise ExportError(f"{label(statement)} is not a parameter. {PATTERN}") from None
         if flag.name.startswith("_") or flag.name == "help" or flag.name in flags:
-            raise ExportError(f"{shown(statement)} cannot be a flag of its own. Choose another name.")
+            raise ExportError(f"{label(statement)} cannot be a flag of its own. Choose another name.")
         flags[flag.name] = flag
     return list(flags.values())
 

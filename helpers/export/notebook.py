@@ -50,7 +50,7 @@ def first_line(text: str) -> str:
     return line if len(line) <= 60 else f"{line[:59]}…"
 
 
-def shown(statement: Statement) -> str:
+def label(statement: Statement) -> str:
     """The beginning of a message about a statement: its cell, and its first line."""
     return f"{statement.where}: `{first_line(statement.code)}`"
 

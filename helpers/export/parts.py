@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from helpers.export.notebook import Cells, ExportError, first_line, shown
+from helpers.export.notebook import Cells, ExportError, first_line, label
 from helpers.export.runtime import copied, is_notebook_only, runtime_module_of
 from helpers.source import DEFINITION, IMPORT, Statement, each_import, split
 
@@ -38,30 +38,30 @@ def sort_statements(cells: Cells) -> Parts:
     """The Parts of a notebook's script. Raises ExportError for an import that may not go up."""
     imports = [statement for statement in cells.parameters if isinstance(statement.node, IMPORT)]
     constants, definitions, body = list[Statement](), list[Statement](), list[Statement]()
-    imported: set[tuple[str, str]] = set()  # {(run-time module, name)}
+    runtime_names: set[tuple[str, str]] = set()  # {(run-time module, name)}
     times = Counter(name for statement in cells.exported for name in statement.binds)
-    changed = {text for statement in cells.exported for text in changes(statement)}
+    targets = {text for statement in cells.exported for text in changes(statement)}
     for statement in cells.exported:
         node = statement.node
         if node is None:  # comments at the end of a cell
             behind = definitions and definitions[-1].where == statement.where
             (definitions if behind else body).append(statement)
         elif module := runtime_module_of(node):
-            imported |= {(module, name) for name in statement.binds}
+            runtime_names |= {(module, name) for name in statement.binds}
         elif isinstance(node, IMPORT):
             check_order(statement, body)
             imports += [] if is_notebook_only(node) else [statement]
-        elif isinstance(node, DEFINITION) and is_still(node, changed):
+        elif isinstance(node, DEFINITION) and is_still(node, targets):
             definitions.append(statement)
         elif is_constant(node, constants) and all(times[name] == 1 for name in statement.binds):
             constants.append(statement)
         else:
             body.append(statement)
     if not any(STOPS.search(statement.code) for statement in [*definitions, *body]):
-        imported.add(("process_group", "stop_process_group"))
+        runtime_names.add(("process_group", "stop_process_group"))
         body += split("stop_process_group()")
     used = {name for statement in [*imports, *constants, *definitions, *body] for name in statement.reads}
-    runtime = copied({(module, name) for module, name in imported if name in used})
+    runtime = copied({(module, name) for module, name in runtime_names if name in used})
     imports = [*without_unread(imports, cells.read_elsewhere - used), *filter(is_import, runtime)]
     plumbing = [statement for statement in runtime if statement.where == "process_group" and not is_import(statement)]
     own = [statement for statement in runtime if statement not in plumbing and not is_import(statement)]
@@ -89,12 +89,12 @@ def is_import(statement: Statement) -> bool:
     return isinstance(statement.node, IMPORT)
 
 
-def check_order(imported: Statement, before: list[Statement]) -> None:
+def check_order(late: Statement, before: list[Statement]) -> None:
     """Raise ExportError for an import that may depend on a statement of main: in the script it stands above main."""
     for statement in before:
         if SETTING.search(statement.code) or any(changes(statement)):
             raise ExportError(
-                f"{shown(imported)} goes to the script's top, above `{first_line(statement.code)}`. "
+                f"{label(late)} goes to the script's top, above `{first_line(statement.code)}`. "
                 "Put imports first; what they depend on, into the shell."
             )
 
@@ -118,12 +118,12 @@ def is_constant(node: ast.stmt, constants: list[Statement]) -> bool:
     )
 
 
-def is_still(node: ast.AST, changed: set[str]) -> bool:
+def is_still(node: ast.AST, targets: set[str]) -> bool:
     """Whether defining a function or a class does above main what it does in its cell."""
     for part in executed(node):
         if isinstance(part, ast.Call) and ast.unparse(part.func).rpartition(".")[2] not in HARMLESS:
             return False
-        if isinstance(part, ast.Attribute | ast.Subscript) and ast.unparse(part) in changed:
+        if isinstance(part, ast.Attribute | ast.Subscript) and ast.unparse(part) in targets:
             return False
     return True
 

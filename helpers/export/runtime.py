@@ -37,9 +37,9 @@ def statements_of(module: str) -> list[Statement]:
     return statements
 
 
-def copied(imported: set[tuple[str, str]]) -> list[Statement]:
+def copied(names: set[tuple[str, str]]) -> list[Statement]:
     """The statements that define the names {(module, name)} and all that these use, in the order of the sources."""
-    todo, taken = [*imported], set()
+    todo, taken = [*names], set()
     while todo:
         module, name = todo.pop()
         for place, statement in enumerate(statements_of(module)):
