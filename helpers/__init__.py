@@ -1,10 +1,15 @@
 """World Size One's helpers. In a notebook, ``%load_ext helpers`` adds the magic ``%%ranks``.
 
-Importing the package imports nothing else, so that the ranks' forkserver can start before torch does.
+Importing the package imports nothing else but typing, so that the ranks' forkserver can start before torch does.
 """
 
+from typing import TYPE_CHECKING
 
-def load_ipython_extension(shell):
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+
+def load_ipython_extension(shell: "InteractiveShell") -> None:
     """Start importing torch for the ranks in the background, and register ``%%ranks``."""
     import os
     import sys

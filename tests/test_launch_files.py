@@ -14,7 +14,7 @@ import yaml
 from leftovers import soon, unchanged
 
 from helpers.__main__ import main
-from helpers.export.launch_files import launch_files, minutes
+from helpers.export.launch_files import Allocation, launch_files, minutes
 from helpers.export.notebook import ExportError
 
 PLAIN = 'parser.add_argument("--lr")\n'
@@ -23,9 +23,10 @@ STOPS = RESUMES + "with StopRequest() as stop:\n"
 BACKEND = 'parser.add_argument("--backend", choices=["nccl", "gloo"])\n'
 
 
-def files(script=STOPS, name="11_trainer", nodes=2, gpus=8, time="04:00:00"):
+def files(script=STOPS, name="11_trainer", **sizes):
     """{suffix: text} of the launch files."""
-    return {file.removeprefix(name): text for file, text in launch_files(name, script, nodes, gpus, time).items()}
+    texts = launch_files(name, script, Allocation(**sizes))
+    return {file.removeprefix(name): text for file, text in texts.items()}
 
 
 # ---- The command line
@@ -33,9 +34,9 @@ def files(script=STOPS, name="11_trainer", nodes=2, gpus=8, time="04:00:00"):
 
 def test_the_command_writes_four_files(helpers, tmp_path):
     line = ["export", "11", "--slurm", "--nodes", "3", "--gpus-per-node", "4", "--time", "1-00:00:00"]
-    status, told, _ = helpers(*line, "--out", tmp_path)
+    status, out, _ = helpers(*line, "--out", tmp_path)
     names = ["11_trainer.py", "11_trainer.sbatch", "11_trainer.nodes.sh", "11_trainer.k8s.yaml"]
-    assert status == 0 and told.splitlines() == [str(tmp_path / name) for name in names]
+    assert status == 0 and out.splitlines() == [str(tmp_path / name) for name in names]
     assert sorted(os.listdir(tmp_path)) == sorted(names)
     text = (tmp_path / "11_trainer.sbatch").read_text()
     assert "--nodes=3 " in text and "--gpus-per-node=4 --cpus-per-task=16\n" in text and "--time=1-00:00:00\n" in text
@@ -51,9 +52,9 @@ def test_the_command_writes_four_files(helpers, tmp_path):
 
 
 def test_all_chapters(helpers, tmp_path):
-    status, told, _ = helpers("export", "--all", "--slurm", "--out", tmp_path)
+    status, out, _ = helpers("export", "--all", "--slurm", "--out", tmp_path)
     assert status == 0
-    written = {Path(line).name for line in told.splitlines()}
+    written = {Path(line).name for line in out.splitlines()}
     scripts = [name.removesuffix(".py") for name in written if name.endswith(".py")]
     endings = (".py", ".sbatch", ".nodes.sh", ".k8s.yaml")
     assert len(scripts) > 5 and written == {name + ending for name in scripts for ending in endings}
@@ -69,22 +70,17 @@ def test_all_chapters(helpers, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "status", "expected"),
     [
-        (["--slurm", "--nodes", "0"], 2, "argument --nodes: '0' is not a whole number above 0; give 1, 2, 3, …"),
-        (["--slurm", "--nodes", "two"], 2, "argument --nodes: 'two' is not a whole number above 0"),
-        (["--slurm", "--gpus-per-node", "-1"], 2, "--gpus-per-node"),
-        (["--slurm", "--time", "tomorrow"], 1, "--time tomorrow is not a time limit.\nGive hours, minutes and seconds"),
-        (["--slurm", "--time", "0"], 1, "--time 0 is not a time limit"),
-        (
-            ["--slurm", "--time", "5"],
-            1,
-            "--time 5 is too short: 3 minutes before its end the ranks are told to stop.\n",
-        ),
-        (["--nodes", "2"], 2, "--nodes is for --slurm"),
-        (["--time", "04:00:00"], 2, "--time is for --slurm"),
+        ("--slurm --nodes 0", 2, "argument --nodes: '0' is not a whole number above 0; give 1, 2, 3, …"),
+        ("--slurm --gpus-per-node two", 2, "argument --gpus-per-node: 'two' is not a whole number above 0"),
+        ("--slurm --time tomorrow", 1, "--time tomorrow is not a time limit.\nGive hours, minutes and seconds"),
+        ("--slurm --time 5", 1, "--time 5 is too short: 3 minutes before its end the ranks are told to stop.\n"),
+        ("--nodes 2", 2, "--nodes is for --slurm"),
+        ("--gpus-per-node 2", 2, "--gpus-per-node is for --slurm"),
+        ("--time 04:00:00", 2, "--time is for --slurm"),
     ],
 )
 def test_usage(helpers, tmp_path, arguments, status, expected):
-    done, _, errors = helpers("export", "11", *arguments, "--out", tmp_path / "out")
+    done, _, errors = helpers("export", "11", *arguments.split(), "--out", tmp_path / "out")
     assert done == status and expected in errors
     assert status == 2 or len(errors.splitlines()) == 2
     assert not (tmp_path / "out").exists()
@@ -143,16 +139,7 @@ def test_your_cluster():
     before, block, after = re.split(r"^# ----.*\n", text, flags=re.MULTILINE)
     assert all(line.startswith("# ") for line in block.splitlines())
     uncommented = re.sub("^# ", "", block, flags=re.MULTILINE)
-    for word in (
-        "--account=",
-        "--partition=",
-        "--mem=",
-        "module load",
-        "pyxis",
-        "Apptainer",
-        "--numa-binding",
-        "doctor",
-    ):
+    for word in "--account= --partition= --mem= module pyxis Apptainer --numa-binding doctor".split():
         assert word in block
     assert subprocess.run(["bash", "-n"], input=before + uncommented + after, text=True).returncode == 0
     assert "#SBATCH" not in after and re.search(r"^(?!#SBATCH)", uncommented.split("#SBATCH")[-1], re.MULTILINE)
@@ -219,8 +206,8 @@ def test_every_node_gets_its_own_address(tmp_path):
 def test_a_container_and_a_binding(tmp_path):
     lines = [line for line in files()[".sbatch"].splitlines() if "pyxis" not in line]
     text = re.sub(r"^# (CONTAINER|BIND)", r"\1", "\n".join(lines), flags=re.MULTILINE)
-    _, told = run_batch(tmp_path, "", text)
-    assert re.search(r"^in a container\ntorchrun .* --numa-binding=node 11_trainer.py ", told, re.MULTILINE), told
+    _, out = run_batch(tmp_path, "", text)
+    assert re.search(r"^in a container\ntorchrun .* --numa-binding=node 11_trainer.py ", out, re.MULTILINE), out
 
 
 @pytest.mark.parametrize("preflight", ["nothing", "script", "failing", "doctor"])
@@ -237,15 +224,15 @@ def test_the_preflight(tmp_path, preflight):
     assert text.count("--max-restarts=0 --rdzv-id=preflight.2.0 ") == len(first)
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0, False), (8, True)])
-def test_a_long_save_is_asked_for_early(tmp_path, seconds, told):
+@pytest.mark.parametrize(("seconds", "early"), [(0, False), (8, True)])
+def test_a_long_save_is_asked_for_early(tmp_path, seconds, early):
     """85 s are left: that is more than a minute plus 3 x 0 s, and less than a minute plus 3 x 8 s."""
     save = f"touch work/unfinished.part; sleep {seconds}; mv work/unfinished.part work/step_00000001.pt"
     # It trains on until it is told, but not into the last minute, in which it would be told in any case.
-    waits = "until [ -e told ] || [ $((ENDS - $(date +%s))) -le 62 ]; do sleep 0.1; done" if told else "sleep 12"
+    waits = "until [ -e told ] || [ $((ENDS - $(date +%s))) -le 62 ]; do sleep 0.1; done" if early else "sleep 12"
     run_batch(tmp_path, f"{save}; {waits}", ENDS=str(int(time.time()) + 60 + 25))
-    assert (tmp_path / "told").exists() == told
-    if told:
+    assert (tmp_path / "told").exists() == early
+    if early:
         assert (tmp_path / "told").read_text() == "--signal=USR1 2\n"
 
 
@@ -272,12 +259,8 @@ def test_an_indexed_job_and_its_names():
     shell, option, script = container["command"]
     assert (shell, option) == ("bash", "-c")
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-    for part in (
-        f"--rdzv-endpoint={name}-0.{name}:29500",
-        f"--local-addr={name}-$JOB_COMPLETION_INDEX.{name} ",
-        "--resume",
-    ):
-        assert part in script
+    assert f"--rdzv-endpoint={name}-0.{name}:29500" in script and "--resume" in script
+    assert f"--local-addr={name}-$JOB_COMPLETION_INDEX.{name} " in script
     assert int(re.search(r"--shutdown-timeout=(\d+)", script)[1]) < pod["terminationGracePeriodSeconds"]
     assert "--signals-to-handle=SIGUSR1 " in script and "kill -USR1 " in script
     plain = list(yaml.safe_load_all(files(PLAIN)[".k8s.yaml"]))[1]["spec"]["template"]["spec"]["containers"][0]
@@ -365,7 +348,7 @@ def on_both(pair, folder, *commands, **variables):
             process.stdout.close()
 
 
-def told(done):
+def both_outputs(done):
     """What both commands printed, as one text: pytest would shorten a list."""
     return "\n".join(f"--- node{index}, status {status}\n{text}" for index, (text, status) in enumerate(done))
 
@@ -373,7 +356,7 @@ def told(done):
 @pytest.mark.hosts
 @pytest.mark.timeout(600)
 def test_the_plain_lines_on_two_hosts(tmp_path):
-    launch = launch_files("11_trainer", STOPS, 2, 2, "04:00:00")["11_trainer.nodes.sh"]
+    launch = files(gpus_per_node=2)[".nodes.sh"]
     (tmp_path / "11_trainer.nodes.sh").write_text(launch)
     (tmp_path / "11_trainer.py").write_text(REPORT)
     usage = subprocess.run(["bash", "11_trainer.nodes.sh"], cwd=tmp_path, capture_output=True, text=True)
@@ -382,9 +365,9 @@ def test_the_plain_lines_on_two_hosts(tmp_path):
         for how in ("static", "c10d"):
             line = ["bash", "11_trainer.nodes.sh", how, "node0"]
             done = on_both(pair, tmp_path, *([*line, str(node), "--epochs", "2"] for node in (0, 1)))
-            assert [status for _, status in done] == [0, 0], told(done)
+            assert [status for _, status in done] == [0, 0], both_outputs(done)
             ranks = re.findall(r"here (\d) (\d) 4 2 --epochs 2", done[0][0] + done[1][0])
-            assert sorted(ranks) == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], told(done)
+            assert sorted(ranks) == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], both_outputs(done)
 
 
 @pytest.mark.hosts
@@ -396,7 +379,7 @@ def test_the_pods_command_on_two_hosts(tmp_path):
     assert status == 0
     service, job = yaml.safe_load_all((script / "11_trainer.k8s.yaml").read_text())
     [container] = job["spec"]["template"]["spec"]["containers"]
-    command, variables = container["command"], {one["name"]: one["value"] for one in container["env"]}
+    command, variables = container["command"], {pair["name"]: pair["value"] for pair in container["env"]}
     command[-1] = command[-1].replace("--backend nccl", "--backend gloo")
     pods = [f"{job['metadata']['name']}-{index}" for index in (0, 1)]
     aliases = [[pod, f"{pod}.{service['metadata']['name']}"] for pod in pods]
@@ -405,7 +388,7 @@ def test_the_pods_command_on_two_hosts(tmp_path):
         for host in pair:
             host.run("sh", "-c", f"mount --bind '{tmp_path}' /mnt")
         done = on_both(pair, tmp_path, command, command, **variables)
-        assert [status for _, status in done] == [0, 0], told(done)
+        assert [status for _, status in done] == [0, 0], both_outputs(done)
         assert 'result {"world_size": 2, "step": 90, ' in done[0][0] + done[1][0]
         assert (tmp_path / "work" / "step_00000090.pt").is_file()
 

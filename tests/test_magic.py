@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 
 import leftovers
 import nbformat
@@ -11,7 +12,7 @@ from ipc_kernels import SocketKernelManager
 from nbclient import NotebookClient
 
 from helpers.ranks.launch import LaunchError
-from helpers.ranks.magic import free_names
+from helpers.ranks.magic import free_names, sendable
 
 # --- the names that a cell reads --------------------------------------------------------------------------------------
 
@@ -64,26 +65,38 @@ from helpers.ranks.magic import free_names
     ],
 )
 def test_free_names(cell, names):
-    found = free_names(cell)
-    assert set(names) <= set(found), "a name is missing"
+    free = free_names(cell)
+    free = free.required | free.replaced
     bound_in_part = {"last", "i", "y", "z", "e", "x", "b"}  # bound in a block: the notebook's values do no harm
-    assert set(found) - set(names) <= bound_in_part, "a name too many"
-    assert len(set(found)) == len(found)
+    assert set(names) <= free <= {*names, *bound_in_part}
+
+
+LOCK = threading.Lock()  # which cannot be sent
 
 
 @pytest.mark.parametrize(
-    "cell",
+    ("cell", "names"),
     [
-        "x = 1\nx",
-        "import torch\ntorch",
-        "def f(): pass\nf",
-        "class A: pass\nA",
-        "with a as b: c = 1\nb, c",
-        "[x for x in a]",
+        ("for lock in range(2):\n    print(lock)", []),
+        ("with open(path) as lock:\n    lock.read()", ["path"]),
+        ("if path:\n    lock = 1\nlock", ["path"]),
+        ("try:\n    f()\nexcept OSError as lock:\n    print(lock)", []),
+        ("def f():\n    return lock\nlock = 1\nf()", []),
+        ("def f():\n    global lock\n    lock = 1\nf()\nlock", []),
+        ("if path:\n    path = 2\npath", ["path"]),  # what can be sent is
+        ("del path", ["path"]),
     ],
 )
-def test_what_a_cell_binds_itself_is_not_asked_for(cell):
-    assert set(free_names(cell)) <= {"a"}
+def test_what_cannot_be_sent_is_not_asked_for_where_the_cell_replaces_it(cell, names):
+    assert list(sendable({"lock": LOCK, "path": "here"}, cell)) == names
+
+
+@pytest.mark.parametrize(
+    "cell", ["lock", "lock.acquire()\nlock = 1", "lock = [lock]", "if x:\n    lock.acquire()\nlock = 1", "del lock"]
+)
+def test_what_cannot_be_sent_is_refused_where_the_cell_reads_it_first(cell):
+    with pytest.raises(LaunchError, match="the notebook's 'lock' cannot be sent"):
+        sendable({"lock": LOCK}, cell)
 
 
 @pytest.mark.parametrize(
@@ -132,92 +145,79 @@ def error(kernel, cell):
     return reply["ename"], reply["evalue"], "\n".join(reply["traceback"])
 
 
-@pytest.mark.ranks
-def test_body_runs_on_every_rank(kernel):
-    printed = run(
-        kernel,
-        "%%ranks 2\nx = torch.ones(1) * (rank + 1)\ndist.all_reduce(x)\nprint(rank, local_rank, world_size)\nx",
-    )
-    assert printed == "[rank 0] 0 0 2\n[rank 1] 1 1 2\n[ranks 0-1] tensor([3.])\n"
+NOTEBOOKS_NAMES = """
+scale = torch.tensor([2.0])
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return scale * x
+
+def twice(x):
+    return helper(helper(x))
+
+def helper(x):
+    return x + 1
+
+net = Net()
+"""
+PRINTS = {  # {what: (cells, what the last one prints)}
+    "each rank runs the body": (
+        ["%%ranks 2\nx = torch.ones(1) * (rank + 1)\ndist.all_reduce(x)\nprint(rank, local_rank, world_size)\nx"],
+        "[rank 0] 0 0 2\n[rank 1] 1 1 2\n[ranks 0-1] tensor([3.])\n",
+    ),
+    "four, unless told otherwise": (["%%ranks\nworld_size"], "[ranks 0-3] 4\n"),
+    "one": (["%%ranks 1\nworld_size"], "[rank 0] 1\n"),
+    "its own names win": (
+        ["rank, local_rank, world_size = 7, 7, 7", "%%ranks 2\n(rank, local_rank, world_size)"],
+        "[rank 0] (0, 0, 2)\n[rank 1] (1, 1, 2)\n",
+    ),
+    "and stay there": (["rank = 7", "%%ranks 2\nrank = 8", "print(rank)"], "7\n"),
+    "the notebook's names are there": (
+        [NOTEBOOKS_NAMES, "%%ranks 2\n[net(torch.ones(1)).item() for _ in range(2)], twice(rank)"],
+        "[rank 0] ([2.0, 2.0], 2)\n[rank 1] ([2.0, 2.0], 3)\n",
+    ),
+    "what it assigns stays in the ranks": (
+        ["kept = 1", "%%ranks 2\nkept = 2\nnew = 3", "print(kept, 'new' in globals())"],
+        "1 False\n",
+    ),
+    "its functions see its names": (
+        ["%%ranks 2\nk = rank\ndef f():\n    return k + g()\ndef g():\n    return 10\nf()"],
+        "[rank 0] 10\n[rank 1] 11\n",
+    ),
+    "a last expression": (["%%ranks 2\n'text'"], "[ranks 0-1] 'text'\n"),
+    "without a value": (["%%ranks 2\nNone"], ""),
+    "no expression": (["%%ranks 2\nx = 1"], ""),
+    "nothing": (["%%ranks 2\n# nothing"], ""),
+    "not the last": (["%%ranks 2\nif True:\n    'not the last expression'"], ""),
+    "values are kept": (
+        [
+            "%%ranks 3 --into values\n@(lambda c: c)\nclass Mine:\n    rank = rank\ntorch.tensor([rank])",
+            "print(values, [type(value).__name__ for value in values])",
+        ],
+        "[tensor([0]), tensor([1]), tensor([2])] ['Tensor', 'Tensor', 'Tensor']\n",
+    ),
+    "none, too": (["%%ranks 2 --into nothing\nx = 1", "print(nothing)"], "[None, None]\n"),
+    "a name may be replaced or deleted": (
+        [
+            "import threading\nlock, x = threading.Lock(), 5",
+            "%%ranks 2\nfor lock in [1]:\n    pass\ndel x\nlock, 'x' in globals()",
+        ],
+        "[ranks 0-1] (1, False)\n",
+    ),
+}
 
 
 @pytest.mark.ranks
-def test_four_ranks_unless_told_otherwise(kernel):
-    assert run(kernel, "%%ranks\nworld_size") == "[ranks 0-3] 4\n"
-    assert run(kernel, "%%ranks 1\nworld_size") == "[rank 0] 1\n"
-
-
-@pytest.mark.ranks
-def test_ranks_own_names_win_over_the_notebooks(kernel):
-    printed = run(kernel, "rank, local_rank, world_size = 7, 7, 7", "%%ranks 2\n(rank, local_rank, world_size)")
-    assert printed == "[rank 0] (0, 0, 2)\n[rank 1] (1, 1, 2)\n"
-    assert run(kernel, "print(rank, world_size)") == "7 7\n"
-
-
-@pytest.mark.ranks
-def test_notebooks_names_are_given(kernel):
-    printed = run(
-        kernel,
-        """
-        scale = torch.tensor([2.0])
-
-        class Net(torch.nn.Module):
-            def forward(self, x):
-                return scale * x
-
-        def twice(x):
-            return helper(helper(x))
-
-        def helper(x):
-            return x + 1
-
-        net = Net()
-        """,
-        "%%ranks 2\n[net(torch.ones(1)).item() for _ in range(2)], twice(rank)",
-    )
-    assert printed == "[rank 0] ([2.0, 2.0], 2)\n[rank 1] ([2.0, 2.0], 3)\n"
-
-
-@pytest.mark.ranks
-def test_what_the_body_assigns_stays_in_the_ranks(kernel):
-    assert run(kernel, "kept = 1", "%%ranks 2\nkept = 2\nnew = 3", "print(kept, 'new' in globals())") == "1 False\n"
+@pytest.mark.parametrize("case", PRINTS)
+def test_what_the_ranks_print(kernel, case):
+    cells, printed = PRINTS[case]
+    assert run(kernel, *cells) == printed
 
 
 @pytest.mark.ranks
 def test_state_does_not_pass_from_one_cell_to_the_next(kernel):
     run(kernel, "%%ranks 2\nonly_there = 1")
     assert "NameError: name 'only_there' is not defined" in error(kernel, "%%ranks 2\nonly_there")[1]
-
-
-@pytest.mark.ranks
-def test_functions_of_the_body_see_its_names(kernel):
-    assert run(kernel, "%%ranks 2\nk = rank\ndef f():\n    return k + g()\ndef g():\n    return 10\nf()") == (
-        "[rank 0] 10\n[rank 1] 11\n"
-    )
-
-
-@pytest.mark.ranks
-def test_last_expression_is_shown_as_in_any_cell(kernel):
-    assert run(kernel, "%%ranks 2\n'text'") == "[ranks 0-1] 'text'\n"
-    assert run(kernel, "%%ranks 2\nNone") == ""
-    assert run(kernel, "%%ranks 2\nx = 1") == ""
-    assert run(kernel, "%%ranks 2\n# nothing") == ""
-    assert run(kernel, "%%ranks 2\nif True:\n    'not the last expression'") == ""
-
-
-@pytest.mark.ranks
-def test_into_keeps_the_values(kernel):
-    printed = run(
-        kernel,
-        "%%ranks 3 --into values\n@(lambda c: c)\nclass Mine:\n    rank = rank\ntorch.tensor([rank])",
-        "print(values, [type(value).__name__ for value in values])",
-    )
-    assert printed == "[tensor([0]), tensor([1]), tensor([2])] ['Tensor', 'Tensor', 'Tensor']\n"
-
-
-@pytest.mark.ranks
-def test_into_without_a_value(kernel):
-    assert run(kernel, "%%ranks 2 --into nothing\nx = 1", "print(nothing)") == "[None, None]\n"
 
 
 @pytest.mark.ranks
@@ -269,11 +269,6 @@ def test_what_cannot_work_is_told_shortly(kernel, cell, name, message):
     ename, evalue, shown = error(kernel, cell)
     assert ename == name and message in evalue
     assert len([line for line in shown.splitlines() if line.strip(" ~^")]) <= 12  # Python 3.13 underlines more of them
-
-
-@pytest.mark.ranks
-def test_unsendable_name_that_the_cell_does_not_use_does_no_harm(kernel):
-    assert run(kernel, "import threading\nlock = threading.Lock()", "%%ranks 2\nlock = 1\nlock") == "[ranks 0-1] 1\n"
 
 
 @pytest.mark.ranks

@@ -3,19 +3,22 @@
 import ast
 import linecache
 import os
-import symtable
+from dataclasses import dataclass
+from typing import Any
 
+from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from helpers.ranks import launch
-from helpers.ranks.comprehensions import AsGenerators
+from helpers.source import DEFINITION, split
 
 SOURCE = "<ranks cell>"
 OWN = ("rank", "local_rank", "world_size")  # each rank gets values of its own, whatever these are in the notebook
+MAY_NOT_RUN = ast.If | ast.For | ast.While | ast.Try | ast.TryStar | ast.Match
 
 
-def load(shell):
+def load(shell: InteractiveShell) -> None:
     """Start the forkserver and register the magic; ``%load_ext helpers`` calls this."""
     os.environ["PYTHON_COLORS"] = "0"  # the kernel asks for colours; from Python 3.13 on its children's tracebacks obey
     launch.warm()
@@ -26,12 +29,14 @@ def load(shell):
 class RanksMagics(Magics):
     """The magic, bound to one IPython shell."""
 
+    shell: InteractiveShell
+
     @magic_arguments()
     @argument("nproc", type=int, nargs="?", default=4, help="number of ranks (default: 4)")
     @argument("--timeout", type=float, default=60, help="seconds for the whole cell (default: 60)")
     @argument("--into", metavar="NAME", help="keep the last line's values, [rank 0's, rank 1's, ...], under this name")
     @cell_magic
-    def ranks(self, line, cell):
+    def ranks(self, line: str, cell: str) -> None:
         """Run the cell's body on N real local processes, with the process group started.
 
         Names that the body reads have the notebook's values; ``rank``, ``local_rank`` and ``world_size`` are each
@@ -39,66 +44,70 @@ class RanksMagics(Magics):
         value. Raises RankError and LaunchError as ``launch`` does.
         """
         options = parse_argstring(self.ranks, line)
-        wanted = {name: self.shell.user_ns[name] for name in free_names(cell) if name in self.shell.user_ns}
-        if error := launch.cannot_be_sent({f"the notebook's {name!r}": value for name, value in wanted.items()}):
-            raise error
-        linecache.cache[SOURCE] = (len(cell), None, cell.splitlines(keepends=True), SOURCE)
-        values = launch.launch(run_body, cell, wanted, nproc=options.nproc, timeout=options.timeout)
+        names = sendable(self.shell.user_ns, cell)
+        linecache.cache[SOURCE] = (len(cell), None, cell.splitlines(keepends=True), SOURCE)  # for tracebacks
+        values = launch.launch(run_body, cell, names, nproc=options.nproc, timeout=options.timeout)
         if options.into:
             self.shell.user_ns[options.into] = values
 
 
-def free_names(cell):
-    """The names that a cell's body reads before it binds them, which the notebook has to supply.
+def sendable(namespace: dict[str, Any], cell: str) -> dict[str, Any]:
+    """What the ranks need of the notebook's namespace to run a cell. Raises LaunchError for what cannot be sent.
 
-    Raises LaunchError where the body is not plain Python.
+    A value that the cell may need or may replace is left out where it cannot be sent.
     """
+    names = free_names(cell)
+    required = {name: namespace[name] for name in sorted(names.required) if name in namespace}
+    if error := launch.cannot_be_sent({f"the notebook's {name!r}": value for name, value in required.items()}):
+        raise error
+    replaced = {name: namespace[name] for name in sorted(names.replaced) if name in namespace}
+    return required | {name: value for name, value in replaced.items() if not launch.cannot_be_sent({name: value})}
+
+
+@dataclass(frozen=True)
+class FreeNames:
+    """The names that a cell reads and, at that place, has not surely bound itself."""
+
+    required: frozenset[str]  # the cell binds them nowhere, or reads them before
+    replaced: frozenset[str]  # the cell binds them in a block or a function that may not run, or reads them in one
+
+
+def free_names(cell: str) -> FreeNames:
+    """The FreeNames of a cell's body. Raises LaunchError where the body is not plain Python."""
     try:
-        body = ast.parse(cell, SOURCE).body
+        statements = split(cell)
     except SyntaxError as error:
         raise launch.LaunchError(
             f"line {error.lineno} of the cell is not Python ({error.msg}): {(error.text or '').strip()}\n"
             "Correct it; a magic or a shell command belongs in a cell of its own."
         ) from None
-    bound, free = set(OWN), []
-    for statement in body:
-        table = symtable.symtable(ast.unparse(AsGenerators().visit(statement)), SOURCE, "exec")
-        read = read_names(table) + [node.target.id for node in ast.walk(statement) if augments(node)]
-        free += [name for name in read if name not in bound and name not in free]
-        if not isinstance(statement, ast.If | ast.For | ast.While | ast.Try | ast.Match):  # a block may not run
-            bound |= {
-                symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()
-            }
-    return free
+    bound, perhaps_bound = {*OWN}, set[str]()
+    read, read_first = set[str](), set[str]()
+    for statement in statements:
+        read |= statement.reads - bound
+        perhaps_bound |= statement.binds if hasattr(statement.node, "body") else set()
+        read_first |= statement.needs - bound - perhaps_bound
+        if isinstance(statement.node, DEFINITION):  # which may bind others by `global`, when it is called
+            bound.add(statement.node.name)
+        elif not isinstance(statement.node, MAY_NOT_RUN):
+            bound |= statement.binds
+    anywhere = {name for statement in statements for name in statement.binds}
+    replaced = read & anywhere - read_first
+    return FreeNames(frozenset(read - replaced), frozenset(replaced))
 
 
-def augments(node):
-    """Whether a node is ``name += value``. That reads the name as well, but symtable only says that it binds it."""
-    return isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
-
-
-def read_names(table):
-    """The global names that a scope and the scopes inside it read."""
-    top = table.get_type() == "module"
-    found = [
-        symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and (top or symbol.is_global())
-    ]
-    for child in table.get_children():
-        found += read_names(child)
-    return found
-
-
-def run_body(cell, wanted):
-    """In a rank: run the body with the names ``wanted``; print the value of a last expression and return it."""
+def run_body(cell: str, names: dict[str, Any]) -> Any:
+    """In a rank: run the body with these names; print the value of a last expression and return it."""
     import torch.distributed as dist
 
     own = (dist.get_rank(), dist.get_rank(), dist.get_world_size())
-    scope = {"__name__": "__main__", **wanted, **dict(zip(OWN, own, strict=True))}
+    scope = {"__name__": "__main__", **names, **dict(zip(OWN, own, strict=True))}
     body = ast.parse(cell, SOURCE)
-    last = body.body.pop() if body.body and isinstance(body.body[-1], ast.Expr) else None
-    exec(compile(body, SOURCE, "exec"), scope)
-    if last is None:
+    last = body.body[-1] if body.body else None
+    if not isinstance(last, ast.Expr):
+        exec(compile(body, SOURCE, "exec"), scope)
         return None
+    exec(compile(ast.Module(body.body[:-1], []), SOURCE, "exec"), scope)
     value = eval(compile(ast.Expression(last.value), SOURCE, "eval"), scope)
     if value is not None:
         print(repr(value))

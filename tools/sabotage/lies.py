@@ -680,10 +680,10 @@ def record_writes_no_error_file(module: Any) -> None:
     module.record = lambda function, error_handler=None: function
 
 
-@lie("12", "signal|requeue|batch|Slurm", file="helpers/export/launch_files.py")
+@lie("12", "signal|requeue|batch|Slurm", file="helpers/export/templates/slurm.sbatch")
 def batch_file_asks_for_no_warning(text: str) -> str:
     """The batch file does not ask Slurm for a signal before the time is up."""
-    return swap(text, "#SBATCH --signal=USR1@{STOP_BEFORE}", "# no --signal={STOP_BEFORE}")
+    return swap(text, "#SBATCH --signal=USR1@", "# no --signal=")
 
 
 # --- Profiling and debugging

@@ -1,0 +1,67 @@
+"""``python -m helpers list``, ``export`` and ``run``: the chapters as scripts."""
+
+import argparse
+import sys
+
+from helpers.command_line import whole
+from helpers.ranks.torchrun import folder_until_a_signal, run
+
+CHAPTER = "its number (4), its name (04_ddp or ddp), or the path of any notebook"
+
+
+def add_commands(commands: "argparse._SubParsersAction") -> None:
+    """Add the three commands to a parser's."""
+    command = commands.add_parser("list", help="list the chapters")
+    command.set_defaults(main=main)
+
+    command = commands.add_parser("export", help="write a chapter's script")
+    command.set_defaults(main=main, error=command.error)
+    which = command.add_mutually_exclusive_group(required=True)
+    which.add_argument("chapter", nargs="?", metavar="CHAPTER", help=CHAPTER)
+    which.add_argument("--all", action="store_true", help="every chapter")
+    command.add_argument("--out", default="scripts", metavar="DIR", help="the folder to write to (default: scripts)")
+    command.add_argument("--force", action="store_true", help="overwrite a script that differs")
+    command.add_argument(
+        "--slurm", action="store_true", help="write what starts it on many nodes too: for Slurm, by hand, on Kubernetes"
+    )
+    command.add_argument("--nodes", type=whole, metavar="N", help="with --slurm (default: 2)")
+    command.add_argument("--gpus-per-node", type=whole, metavar="N", help="with --slurm (default: 8)")
+    command.add_argument("--time", metavar="LIMIT", help="with --slurm (default: 04:00:00)")
+
+    command = commands.add_parser("run", help="run a chapter's script on this machine")
+    command.set_defaults(main=main)
+    command.add_argument("chapter", metavar="CHAPTER", help=CHAPTER)
+    command.add_argument("--nproc", type=whole, default=2, metavar="N", help="how many ranks (default: 2)")
+    command.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the script, after two dashes")
+
+
+def main(args: argparse.Namespace, flags: list[str]) -> int:
+    """Carry out one of the commands, ``run`` with flags of the script; return the exit status."""
+    try:
+        from helpers.export import chapters  # here, because it takes half a second
+        from helpers.export.launch_files import Allocation
+    except ModuleNotFoundError as error:
+        needs = f"{args.command} needs {error.name}, which is not installed"
+        print(f"error: {needs}. Try: pip install {error.name}", file=sys.stderr)
+        return 1
+    try:
+        if args.command == "list":
+            for name, title in chapters.titles():
+                print(f"{name:27}{title}")
+        elif args.command == "export":
+            sizes = {"nodes": args.nodes, "gpus_per_node": args.gpus_per_node, "time": args.time}
+            sizes = {name: size for name, size in sizes.items() if size is not None}
+            if sizes and not args.slurm:
+                flag = next(iter(sizes)).replace("_", "-")
+                args.error(f"--{flag} is for --slurm, which writes what starts the script on many nodes: add it")
+            allocation = Allocation(**sizes) if args.slurm else None
+            for path in chapters.export(None if args.all else args.chapter, args.out, args.force, allocation):
+                print(path)
+        else:
+            with folder_until_a_signal() as folder:
+                [script] = chapters.export(args.chapter, folder)
+                return run(script, args.nproc, flags)
+    except chapters.ExportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,19 @@
+#!/bin/bash
+# Without a scheduler: on every node, with the name or address of node 0 and the number of this node, 0 to {{ last }}:
+#   bash {{ name }}.nodes.sh static HOST NUMBER [flags of the script]
+#   bash {{ name }}.nodes.sh c10d HOST NUMBER [flags of the script]
+[ $# -ge 3 ] || { sed -n 2,4p "$0" >&2; exit 2; }
+how=$1 host=$2 node=$3 && shift 3
+# export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0  # on nodes with several networks; `ip -br addr` lists them
+export OMP_NUM_THREADS=1
+case $how in
+static)  # Every node is told its number. A rank that fails ends the job.
+  exec torchrun --nnodes={{ nodes }} --nproc-per-node={{ gpus_per_node }} --node-rank="$node" \
+    --master-addr="$host" --master-port=29500 {{ file }}{{ backend }} "$@" ;;
+c10d)  # The nodes find their numbers at HOST. When a rank fails, all start again{% if resumes %}: give --checkpoint-dir and --resume{% endif %}.
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # without it, they may read dead ranks' addresses
+  exec torchrun --nnodes={{ nodes }} --nproc-per-node={{ gpus_per_node }} --max-restarts=3 --rdzv-id={{ label }} \
+    --rdzv-backend=c10d --rdzv-endpoint="$host:29500" --rdzv-conf=is_host="$((node == 0))" \
+    {{ file }}{{ backend }} "$@" ;;
+*) echo "The first word is static or c10d, not $how." >&2; exit 2 ;;
+esac
