@@ -14,21 +14,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from helpers.doctor import trials
 from helpers.doctor.facts import Facts, facts_of_rank
 from helpers.doctor.findings import Findings
 from helpers.doctor.membership import REPORT_SECONDS, Membership, MembershipError, Place, open_store, plain
 from helpers.doctor.plan import Plan
 from helpers.doctor.report import report
-from helpers.doctor.trials import (
-    Speeds,
-    Trial,
-    collectives,
-    rounds_of_pairs,
-    try_alone,
-    try_collective,
-    try_link,
-    try_plan,
-)
+from helpers.doctor.trials import Speeds, Trial
 from helpers.ranks.torchrun import set_defaults
 
 CONNECT_SECONDS = 5  # seconds to wait for another rank's address to answer
@@ -87,7 +79,7 @@ def compare_clocks(membership: Membership) -> dict[int, float]:
 def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
     """What the slower of the two has of the link, and whether both got the right data, for every pair of members."""
     links, members = {}, membership.members
-    for number, indices in enumerate(rounds_of_pairs(len(members)), 1):
+    for number, indices in enumerate(trials.rounds_of_pairs(len(members)), 1):
         pairs = [(members[a], members[b]) for a, b in indices if {members[a], members[b]} <= set(membership.members)]
         peers = {a: b for a, b in pairs} | {b: a for a, b in pairs}
 
@@ -95,7 +87,7 @@ def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
             if peer is None:
                 return None  # of an odd number of members, one has no peer in each round
             try:
-                return try_link(membership.members.index(peer), membership.device)
+                return trials.try_link(membership.members.index(peer), membership.device)
             except Exception as error:
                 raise RuntimeError(f"with rank {peer}: {plain(error)}") from None
 
@@ -127,16 +119,18 @@ def examine(membership: Membership, place: Place, backend: str | None, plan: Pla
     chosen = membership.backend
     membership.start_group()
     tried: dict[str, dict[int, Trial | None]] = {}
-    for name in collectives(1, torch.device("cpu")) if membership.backend else []:
+    for name in trials.collectives(1, torch.device("cpu")) if membership.backend else []:
         if membership.backend:
-            trials = membership.attempt(name, partial(try_collective, name, membership.device))
-            tried[name] = {rank: trial and Trial(**trial) for rank, trial in trials.items()}
+            answers = membership.attempt(name, partial(trials.try_collective, name, membership.device))
+            tried[name] = {rank: answer and Trial(**answer) for rank, answer in answers.items()}
     links = try_links(membership)
-    alone = membership.attempt("computing alone", partial(try_alone, membership.device))
+    alone = membership.attempt("computing alone", partial(trials.try_alone, membership.device))
     speeds = {}
     if plan and membership.backend:
         hosts = [facts[rank].host for rank in membership.members]
-        speeds = membership.attempt("what the plan counts on", partial(try_plan, plan.dtype, hosts, membership.device))
+        speeds = membership.attempt(
+            "what the plan counts on", partial(trials.try_plan, plan.dtype, hosts, membership.device)
+        )
     membership.gather("the end", None)
     return Findings(
         world_size=place.world_size,

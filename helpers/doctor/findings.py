@@ -3,7 +3,7 @@
 Every function here only computes: it reads no file and no clock, and prints nothing.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
@@ -15,7 +15,8 @@ SLOW_CLOCK = 1.0  # seconds that clocks may differ: c10d's rendezvous and every 
 SLOW_RANK, SLOW_LINK = 2, 4  # times the median
 
 Problem = tuple[str, str]  # (what is wrong, the next thing to try)
-Answer = TypeVar("Answer", bound=Hashable)
+Key = TypeVar("Key")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ def ranks(numbers: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {span(numbers)}"
 
 
-def by_answer(answers: Mapping[int, Answer]) -> dict[Answer, list[int]]:
+def by_answer(answers: Mapping[Key, Answer]) -> dict[Answer, list[Key]]:
     """{answer: the ranks that gave it} from {rank: answer}."""
-    groups: dict[Answer, list[int]] = {}
-    for rank, answer in answers.items():
-        groups.setdefault(answer, []).append(rank)
+    groups: dict[Answer, list[Key]] = {}
+    for key, answer in answers.items():
+        groups.setdefault(answer, []).append(key)
     return groups
 
 
@@ -145,25 +146,17 @@ def network(findings: Findings) -> Iterator[Problem]:
             f"{ranks(closed_in)} would listen on {facts[closed_in[0]].address}, which no other host can reach.",
             "Name the interface between the hosts: export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0",
         )
-    for (peers, host, interface, reason), connecting in refusals(findings, closed_in).items():
+    refused: dict[tuple[int, str, str, str], list[int]] = {}
+    for rank, reasons in findings.unreached.items():
+        for peer in [peer for peer in reasons if peer not in closed_in]:
+            key = rank, findings.host(peer), facts[peer].interface, reasons[peer]
+            refused.setdefault(key, []).append(peer)
+    groups = by_answer({key: (tuple(peers), *key[1:]) for key, peers in refused.items()})
+    for (peers, host, interface, reason), keys in groups.items():
         yield (
-            f"{ranks(connecting)} cannot connect to {ranks(peers)} on {host} ({interface}): {reason}.",
+            f"{ranks(rank for rank, *_ in keys)} cannot connect to {ranks(peers)} on {host} ({interface}): {reason}.",
             "Open all TCP ports between the nodes, or choose another interface in GLOO_SOCKET_IFNAME.",
         )
-
-
-def refusals(findings: Findings, closed_in: list[int]) -> dict[tuple[tuple[int, ...], str, str, str], list[int]]:
-    """{(ranks, their host, interface, reason): the ranks that cannot connect to them}, without ranks ``closed_in``."""
-    groups: dict[tuple[tuple[int, ...], str, str, str], list[int]] = {}
-    for rank, reasons in findings.unreached.items():
-        by_place: dict[tuple[str, str, str], list[int]] = {}
-        for peer, reason in reasons.items():
-            if peer not in closed_in:
-                place = findings.host(peer), findings.facts[peer].interface, reason
-                by_place.setdefault(place, []).append(peer)
-        for place, peers in by_place.items():
-            groups.setdefault((tuple(peers), *place), []).append(rank)
-    return groups
 
 
 def clocks(findings: Findings) -> Iterator[Problem]:

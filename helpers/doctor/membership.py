@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 REPORT_SECONDS = 5  # seconds that a rank has, after a collective's timeout, to report that timeout
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+PORTS = range(1, 1 << 16)
 
 
 class MembershipError(Exception):
@@ -84,19 +85,14 @@ def find_place(master: str | None = None) -> Place | None:
     rank, world_size, local_rank, port = map(int, variables.values())
     if rank >= world_size:
         raise ValueError(f"RANK is {rank} and WORLD_SIZE is {world_size}: ranks count from 0.\n{remedy}")
-    if not is_port(port):
+    if port not in PORTS:
         raise ValueError(f"MASTER_PORT is {port}, and ports go from 1 to 65535. Try: export MASTER_PORT=29500")
     if master:
         address, _, digits = master.partition(":")
-        if not address or digits and not (digits.isdecimal() and is_port(int(digits))):
+        if not address or digits and not (digits.isdecimal() and int(digits) in PORTS):
             raise ValueError(f"--master {master!r} is not HOST or HOST:PORT. Try --master node1:29500")
         port = int(digits or port)
     return Place(rank, world_size, local_rank, address, port)
-
-
-def is_port(number: int) -> bool:
-    """Whether a port can have this number."""
-    return 0 < number < 1 << 16
 
 
 def open_store(place: Place, timeout: float) -> tuple[dist.Store, bool]:

@@ -29,11 +29,9 @@ class Speeds:
     between: float | None
 
 
-def nothing() -> None:
-    """What aligns ranks that need not be aligned."""
-
-
-def seconds(call: Callable[[], Any], rounds: int, device: torch.device, together: Callable[[], Any] = nothing) -> float:
+def seconds(
+    call: Callable[[], Any], rounds: int, device: torch.device, together: Callable[[], Any] = lambda: None
+) -> float:
     """Seconds of one call: the best of 3 means over ``rounds`` calls. ``together`` runs before each, to align ranks."""
     tries = []
     for _ in range(3):
@@ -137,11 +135,11 @@ def try_link(peer: int, device: torch.device) -> Trial:
 
 def try_alone(device: torch.device) -> float:
     """Seconds of one matrix product, [384, 384] or [4096, 4096] on a GPU, on this rank alone: the best of 15."""
-    return matmul_seconds(4096 if device.type == "cuda" else 384, torch.float32, device, nothing, tries=5)
+    return matmul_seconds(4096 if device.type == "cuda" else 384, torch.float32, device, tries=5)
 
 
 def matmul_seconds(
-    size: int, dtype: torch.dtype, device: torch.device, together: Callable[[], Any], tries: int
+    size: int, dtype: torch.dtype, device: torch.device, tries: int, together: Callable[[], Any] = lambda: None
 ) -> float:
     """Seconds of a product of two [size, size] matrices: the best of ``tries`` times 3."""
     x = torch.ones(size, size, device=device, dtype=dtype)
@@ -157,7 +155,7 @@ def try_matmul(dtype: str, device: torch.device) -> float | None:
     if dtype not in ("float64", "float32", "bfloat16", "float16"):
         return None
     size = 8192 if device.type == "cuda" else 512
-    return 2 * size**3 / matmul_seconds(size, getattr(torch, dtype), device, dist.barrier, tries=3)
+    return 2 * size**3 / matmul_seconds(size, getattr(torch, dtype), device, 3, dist.barrier)
 
 
 def try_all_reduce(groups: list[list[int]], device: torch.device) -> float | None:
