@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -296,6 +297,29 @@ def test_a_rank_that_is_gone_on_the_way_is_named(victim, world):
     assert statuses == ["dead" if rank == victim else 1 for rank in range(3)]
     assert f"Rank {victim} on " in out and "stopped answering in the step: all_reduce." in flat(out)
     assert "1 problem found" in out and re.search(r"^all_to_all +yes", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("absent", [0, 7])
+def test_ranks_agree_when_any_one_is_lost(absent):
+    """Threads with a store's client each: nothing of a process group is in this."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def rank(number):
+        store = dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
+        member = membership.Membership(store, number, 8, timeout=60)
+        clocks = doctor.compare_clocks(member)
+        if number == absent:
+            return None
+        answers = member.gather("halfway", -number, patience=2)
+        return answers, member.gather("the end", None).keys(), member.lost, clocks
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(rank, range(8)))
+    assert results.pop(absent) is None
+    answers, members, lost, clocks = results[0]
+    assert all(result == results[0] for result in results)
+    assert answers == {number: -number for number in range(8) if number != absent} and members == answers.keys()
+    assert lost == {absent: "halfway"} and len(clocks) == 8 and clocks[0] == 0
 
 
 @pytest.mark.ranks
