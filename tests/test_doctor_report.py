@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -292,6 +293,19 @@ def test_an_interface_that_is_not_there(monkeypatch):
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
     assert facts.choose_interface(torch.device("cpu"), "127.0.0.1") == (loopback, "127.0.0.1")
+
+
+def test_facts_of_a_gpu(monkeypatch):
+    properties = SimpleNamespace(uuid="1234", total_memory=84_000_000_000)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
+    own = facts.facts_of_rank(Place(3, 4, 3, "127.0.0.1", 29500), None)
+    assert (own.device, own.model, own.gpu_id, own.NCCL) == ("cuda:1", "H100 80GB HBM3", "1234", "2.28.3")
+    assert own.device_memory == properties.total_memory and not own.unknown
+    on_cpu = facts.facts_of_rank(Place(3, 4, 3, "127.0.0.1", 29500), "gloo")
+    assert (on_cpu.device, on_cpu.model, on_cpu.gpu_id, on_cpu.NCCL) == ("cpu", "", "", "")
 
 
 def test_what_a_rank_could_not_find_out_is_a_note(monkeypatch):
