@@ -9,6 +9,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -18,12 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.__main__ import main
 from helpers.doctor import examine as doctor
-from helpers.doctor import membership, this_rank, trials
-from helpers.doctor.plan import read_plan
-from helpers.doctor.report import notes, problems, report, span
-from helpers.planner.plan import plan as planned
+from helpers.doctor import membership
+from helpers.doctor.membership import Place
+from helpers.doctor.plan import Plan
 from helpers.ranks.launch import RankError, launch, warm
 
 ROOT = Path(__file__).parents[1]
@@ -127,47 +127,6 @@ def test_interrupted(surroundings):
     assert (process.returncode, errors) == (130, "Interrupted; all ranks are stopped.\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--timeout", "soon"], "'soon' is not a number of seconds"),
-        (["--timeout", "-1"], "'-1' is not a number"),
-        (["--nproc", "0"], "'0' is not a whole number above 0"),
-        (["--backend", "mpi"], "invalid choice: 'mpi'"),
-        (["--master", "node1"], "--master is for srun or torchrun"),
-    ],
-)
-def test_usage(arguments, told, capsys, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    try:
-        status = main(["doctor", *arguments])
-    except SystemExit as error:
-        status = error.code
-    assert status == 2 and told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"WORLD_SIZE": None}, "RANK is set, but WORLD_SIZE is missing."),
-        ({"MASTER_ADDR": "", "MASTER_PORT": None}, "RANK is set, but MASTER_ADDR and MASTER_PORT are missing."),
-        ({"RANK": None}, "WORLD_SIZE is set, but RANK is missing."),
-        ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one', which is not a number."),
-        ({"MASTER_PORT": "29500.0"}, "MASTER_PORT is '29500.0', which is not a number."),
-        ({"RANK": "-1"}, "RANK is '-1', which is not a number."),
-        ({"RANK": "2"}, "RANK is 2 and WORLD_SIZE is 2: ranks count from 0."),
-    ],
-)
-def test_a_variable_that_is_missing_or_wrong_is_named(change, told, capsys, monkeypatch):
-    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-    for name, value in {**given, **change}.items():
-        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-    assert main(["doctor"]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {told}\nStart the ranks with torchrun or srun") and error.count("\n") == 2
-
-
 def raises(error):
     """A function that raises the error, with any arguments."""
 
@@ -205,9 +164,8 @@ def world(capsys):
             number = int(os.environ["RANK"])
             if prepare(number) == "absent":
                 return None
-            place = {"RANK": number, "WORLD_SIZE": count, "LOCAL_RANK": number}
             try:
-                return doctor.run_rank({**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, timeout=timeout)
+                return doctor.run_rank(Place(number, count, number, "127.0.0.1", port), timeout=timeout)
             except SystemExit:
                 return "dead"
 
@@ -341,6 +299,29 @@ def test_a_rank_that_is_gone_on_the_way_is_named(victim, world):
     assert "1 problem found" in out and re.search(r"^all_to_all +yes", out, re.MULTILINE)
 
 
+@pytest.mark.parametrize("absent", [0, 7])
+def test_ranks_agree_when_any_one_is_lost(absent):
+    """Threads with a store's client each: nothing of a process group is in this."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def rank(number):
+        store = dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
+        member = membership.Membership(store, number, 8, timeout=60)
+        clocks = doctor.compare_clocks(member)
+        if number == absent:
+            return None
+        answers = member.gather("halfway", -number, patience=2)
+        return answers, member.gather("the end", None).keys(), member.lost, clocks
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(rank, range(8)))
+    assert results.pop(absent) is None
+    answers, members, lost, clocks = results[0]
+    assert all(result == results[0] for result in results)
+    assert answers == {number: -number for number in range(8) if number != absent} and members == answers.keys()
+    assert lost == {absent: "halfway"} and len(clocks) == 8 and clocks[0] == 0
+
+
 @pytest.mark.ranks
 def test_a_rank_that_hangs_where_no_timeout_reaches_leaves(capsys):
     def hang():
@@ -367,7 +348,7 @@ def test_an_address_that_takes_no_connection_is_named(world):
             silent = socket.socket()  # it has a port and does not listen there
             silent.bind(("127.0.0.1", 0))
             socket.create_server = raises(OSError("no more files"))
-            doctor.facts_of_rank = lambda *args: {**facts(*args), "port": silent.getsockname()[1]}
+            doctor.facts_of_rank = lambda *args: replace(facts(*args), port=silent.getsockname()[1])
 
     statuses, out = world(3, prepare)
     assert statuses == [1, 1, 1] and "4 of 6 connections between ranks open" in out
@@ -394,7 +375,7 @@ def test_store_that_nobody_serves(capsys):
     with socket.socket() as silent:  # it keeps the port from others, and does not listen there
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
-        place = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = Place(1, 2, 1, "127.0.0.1", port)
         assert doctor.run_rank(place, timeout=0.5) == 1
     error = capsys.readouterr().err
     assert f"Nothing answered at 127.0.0.1:{port} within 0.5 s" in error and error.count("\n") == 1
@@ -404,18 +385,18 @@ def test_port_that_is_taken(capsys, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        place = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = Place(0, 2, 0, "127.0.0.1", port)
         assert doctor.run_rank(place, timeout=1) == 1
     assert f"Port {port} of 127.0.0.1 cannot be opened" in capsys.readouterr().err
 
 
 def test_name_without_an_address(capsys):
-    place = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": 29500}
+    place = Place(1, 2, 1, "no.such.host.invalid", 29500)
     assert doctor.run_rank(place, timeout=1) == 1
     assert "The host name no.such.host.invalid has no address here." in capsys.readouterr().err
 
 
-# --- under srun -------------------------------------------------------------------------------------------------------
+# --- under srun, and with a plan --------------------------------------------------------------------------------------
 
 
 STEP = {
@@ -426,56 +407,6 @@ STEP = {
     "SLURM_PROCID": "9",
     "SLURM_LOCALID": "1",
 }
-
-
-@pytest.fixture
-def step(monkeypatch):
-    """Set the environment variables of a task in a Slurm step."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in STEP.items():
-        monkeypatch.setenv(name, value)
-    return monkeypatch
-
-
-def test_place_in_a_slurm_step(step):
-    place = {"RANK": 9, "WORLD_SIZE": 16, "LOCAL_RANK": 1, "MASTER_ADDR": "gpu07", "MASTER_PORT": 23456}
-    assert membership.find_place() == place
-    assert membership.find_place("node3") == {**place, "MASTER_ADDR": "node3"}
-    assert membership.find_place("node3:29500") == {**place, "MASTER_ADDR": "node3", "MASTER_PORT": 29500}
-    with pytest.raises(RuntimeError, match="'node3:ssh' is not HOST or HOST:PORT"):
-        membership.find_place("node3:ssh")
-    step.setenv("MASTER_PORT", "29501")
-    assert membership.find_place()["MASTER_PORT"] == 29501
-
-
-@pytest.mark.parametrize("change", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": None}])
-def test_a_shell_in_slurm_is_no_rank(change, step):
-    for name, value in change.items():
-        step.setenv(name, value) if value else step.delenv(name)
-    assert membership.find_place() == {}
-
-
-def test_torchrun_goes_before_slurm(step):
-    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}
-    for name, value in {**given, "MASTER_ADDR": "node1"}.items():
-        step.setenv(name, value)
-    place = membership.find_place()
-    assert (place["RANK"], place["WORLD_SIZE"], place["MASTER_ADDR"]) == (1, 2, "node1")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("gpu[03-05,9]", "gpu03"),
-        ("gpu[7]", "gpu7"),
-        ("rack2-gpu[001,004-9]-ib,other", "rack2-gpu001-ib"),
-    ],
-)
-def test_first_host_of_a_node_list(nodes, first):
-    assert membership.first_host(nodes) == first
 
 
 @pytest.mark.ranks
@@ -500,164 +431,6 @@ def test_two_tasks_of_a_slurm_step(surroundings):
     check_report(out, 2)
 
 
-# --- what findings mean -----------------------------------------------------------------------------------------------
-
-
-def findings(count=4, hosts=1, gpus=False, **changes):
-    """The findings of healthy ranks, with ``changes``: of its entries, or of one rank's facts, as in rank2={...}."""
-    local = count // hosts
-    infos = {
-        rank: {
-            "host": f"node{rank // local}",
-            "local_rank": rank % local,
-            "device": f"cuda:{rank % local}" if gpus else "cpu",
-            "model": "H100 80GB HBM3" if gpus else "",
-            "gpu_id": f"GPU {rank}" if gpus else "",
-            "interface": "eth0",
-            "address": f"10.0.0.{rank // local}",
-            "python": "3.12.1",
-            "torch": "2.13.0",
-            "NCCL": "2.28.3" if gpus else "",
-            "memory": 64e9,
-            "device_memory": 84e9,
-        }
-        for rank in range(count)
-    }
-    pairs = [(a, b) for b in range(count) for a in range(b)]
-    found = {
-        "world_size": count,
-        "timeout": 60.0,
-        "master": ("node0", 29500),
-        "backend": "nccl" if gpus else "gloo",
-        "device": "cuda" if gpus else "cpu",
-        "infos": infos,
-        "members": list(infos),
-        "lost": {},
-        "errors": {},
-        "unreached": {rank: {} for rank in infos},
-        "collectives": {name: {rank: [True, 1e-4, 2e9] for rank in infos} for name in COLLECTIVES},
-        "links": {pair: [True, 1e-4, 1e9] for pair in pairs},
-        "alone": {rank: 0.01 for rank in infos},
-        "skews": {rank: 0.0 for rank in infos},
-        "plan": None,
-        "measured": {},
-    }
-    for name, change in changes.items():
-        if name.startswith("rank"):
-            infos[int(name[4:])] |= change
-        else:
-            found[name] = change
-    return found
-
-
-def test_busbw_is_that_of_nccl_tests():
-    text, status = report(findings(4))
-    assert status == 0
-    rows = {
-        line.split()[0]: float(line.split()[-1]) for line in text.splitlines() if line.split()[:1] and " yes " in line
-    }
-    ring = dict.fromkeys(["scatter", "gather", "all_gather", "reduce_scatter", "all_to_all"], 1.5)
-    assert rows == {"broadcast": 2, "reduce": 2, "all_reduce": 3, **ring}  # algbw 2; 2 (n-1)/n, (n-1)/n or 1 of it
-
-
-@pytest.mark.parametrize("count, hosts", [(1, 1), (2, 2), (8, 1), (16, 2), (256, 32)])
-@pytest.mark.parametrize("gpus", [False, True])
-def test_reports_fit_a_screen(count, hosts, gpus):
-    text, status = report(findings(count, hosts, gpus))
-    lines = text.splitlines()
-    assert status == 0 and max(map(len, lines)) <= 80 and len(lines) < 40 + hosts
-    first, last = count // hosts * (hosts - 1), count - 1
-    assert f"{span(range(first, last + 1))} " in text and f"node{hosts - 1} " in text
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"lost": {2: "roll call", 3: "roll call"}}, "Ranks 2-3 of 4 did not come within 60 s."),
-        ({"lost": {2: "all_reduce"}}, "Rank 2 on node1 stopped answering in the step: all_reduce."),
-        ({"rank3": {"python": "3.11.9"}}, "The ranks differ in python: 3.12.1 on ranks 0-2; 3.11.9 on rank 3."),
-        ({"rank3": {"NCCL": "2.27.1"}}, "differ in NCCL: none on ranks 0-2; 2.27.1 on rank 3."),
-        ({"rank1": {"local_rank": 0}}, "Ranks on node0 have equal local ranks (0, 0)."),
-        ({"rank1": {"interface": "ib7", "address": None}}, "Rank 1 should use the network interface ib7, which has no"),
-        ({"rank2": {"address": "127.0.1.1"}}, "Rank 2 would listen on 127.0.1.1, which no other host can reach."),
-        (
-            {"unreached": {0: {2: "timed out", 3: "timed out"}, 1: {2: "timed out", 3: "timed out"}, 2: {}, 3: {}}},
-            "Ranks 0-1 cannot connect to ranks 2-3 on node1 (eth0): timed out.",
-        ),
-        (
-            {"skews": {0: 0.0, 1: 0.0, 2: -7.3, 3: 0.0}},
-            "The clock of rank 2 on node1 is 7.3 s behind the first rank's.",
-        ),
-        ({"errors": {"gather": {1: "odd", 2: "odd", 3: "late"}}}, "gather failed on ranks 1-2: odd; on rank 3: late."),
-    ],
-)
-def test_a_problem_in_plain_words(changes, told):
-    """With two ranks on each of two hosts, each change makes one problem, which has a remedy."""
-    found = findings(4, 2, **changes)
-    assert len(list(problems(found))) == 1
-    text, status = report(found)
-    assert status == 1 and told in flat(text) and text.count("\n  try: ") == 1 and text.endswith("\n1 problem found")
-    assert max(map(len, text.splitlines())) <= 80
-
-
-def test_problems_of_gpus():
-    shared = findings(4, gpus=True, rank1={"gpu_id": "GPU 0"})
-    assert [what for what, _ in problems(shared)] == ["ranks 0-1 share one GPU, so everything was tried on gloo."]
-    without = findings(4, gpus=True, rank3={"gpu_id": ""})
-    assert [what for what, _ in problems(without)] == ["rank 3 on node0 found no GPU, and others have one."]
-
-
-def test_little_shared_memory_is_a_problem_for_nccl_alone():
-    little = {"rank0": {"memory": 64e6}}
-    (what, remedy), *more = problems(findings(2, 2, gpus=True, **little))
-    assert "node0 has only 64 MB of shared memory" in what and "--shm-size" in remedy and not more
-    assert not list(problems(findings(2, 2, **little))) and len(list(notes(findings(2, 2, **little)))) == 1
-
-
-def test_the_slowest_are_named():
-    slow = findings(4, 2)
-    slow["alone"][2], slow["links"][1, 3] = 0.03, [True, 1e-4, 1e8]
-    text, status = report(slow)
-    assert status == 0
-    assert "rank 2 computes in 3.00 times the median" in text and "ranks 1 and 3: 0.1 GB/s, the median pair 1" in text
-    assert "Rank 2 on node1 computes far more slowly" in flat(text) and "link of ranks 1 and 3 has far less" in flat(
-        text
-    )
-
-
-@pytest.mark.parametrize("count", range(1, 10))
-def test_every_pair_meets_once(count):
-    rounds = list(trials.rounds_of_pairs(count))
-    pairs = [pair for pairs in rounds for pair in pairs]
-    assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
-    assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
-    assert len(rounds) == (count + count % 2 - 1 if count > 1 else 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:63", None),
-        (
-            "[enforce fail at /build/gloo/common/linux.cc:42] . Unable to find address for: x0",
-            ". Unable to find address for: x0",
-        ),
-        ("../csrc/distributed/c10d/ProcessGroupNCCL.cpp:3356, unhandled system error", None),
-        ("", "RuntimeError"),
-    ],
-)
-def test_errors_lose_their_paths(text, told):
-    plain = membership.plain(RuntimeError(text))
-    assert "/" not in plain and (told is None or plain == told) and plain
-
-
-def test_an_interface_that_is_not_there(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere9,eth0")
-    assert this_rank.choose_interface(torch.device("cpu"), "127.0.0.1") == ("nowhere9", None)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", LOOPBACK)
-    assert this_rank.choose_interface(torch.device("cpu"), "127.0.0.1") == (LOOPBACK, "127.0.0.1")
-
-
 def test_a_cluster_needs_torch_and_psutil_alone():
     more = "{'cloudpickle', 'matplotlib', 'nbformat'}"
     source = f"import sys, helpers.__main__, helpers.doctor.examine; print({more} & {{*sys.modules}})"
@@ -665,120 +438,16 @@ def test_a_cluster_needs_torch_and_psutil_alone():
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
-# --- a plan -----------------------------------------------------------------------------------------------------------
-
-# What `python -m helpers plan … --json` writes, as far as the doctor reads it.
-PLAN = {
-    "model": {"name": "tiny"},
-    "cluster": {"gpu": "h100", "nodes": 2, "peak": 989e12, "link_in_node": 450e9, "link_between": 50e9},
-    "layout": {"dp": 2, "tp": 2, "pp": 1, "cp": 1},
-    "memory": {"limit": 80e9},
-}
-SPEEDS = {"matmul": 700e12, "in_node": 350e9, "between": 40e9}
-
-
-@pytest.fixture
-def written(tmp_path):
-    """A call that writes a plan, with changes of its tables, or a text; the file's path."""
-
-    def write(text=None, **changes):
-        tables = {name: {**table, **changes.get(name, {})} for name, table in PLAN.items()}
-        path = tmp_path / "plan.json"
-        path.write_text(json.dumps(tables) if text is None else text)
-        return path
-
-    return write
-
-
-def compare(plan, **changes):
-    """The report of four GPUs on two hosts, compared with a plan."""
-    measured = {rank: SPEEDS for rank in range(4)}
-    return report(findings(4, 2, gpus=True, plan=plan, **{"measured": measured, **changes}))
-
-
-def test_a_cluster_that_has_what_a_plan_counts_on(written):
-    text, status = compare(read_plan(written()))
-    assert status == 0 and text.endswith("Nothing is wrong here.") and max(map(len, text.splitlines())) <= 80
-    assert text.partition("\nthe plan of tiny on 4 x h100\n")[2].splitlines()[:7] == [
-        "ranks     has 4, the plan counts on 4",
-        "nodes     has 2, the plan counts on 2",
-        "GPUs      has 4 (H100 80GB HBM3), the plan counts on 4",
-        "memory    has 84 GB on rank 0, the plan counts on 80",
-        "matmul    has 700 TFLOP/s in bfloat16 on rank 0, the plan counts on 989",
-        "in a node has 350 GB/s on rank 0, the plan counts on 450",
-        "between   has 40 GB/s on rank 0, the plan counts on 50",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("of_plan", "of_world", "told"),
-    [
-        ({"layout": {"dp": 8}}, {}, "The plan counts on 16 ranks, and here are 4."),
-        ({"layout": {"dp": 8}}, {}, "The plan counts on 16 GPUs, and here are 4."),
-        ({"cluster": {"nodes": 1}}, {}, "The plan counts on 1 nodes, and here are 2."),
-        (
-            {},
-            {"rank3": {"device_memory": 40e9}},
-            "The plan counts on 80 GB memory, and rank 3 has less of it. try: Look at that rank's host; "
-            "or plan again with [cluster] memory = 4e+10",
-        ),
-        (
-            {},
-            {"matmul": 400e12},
-            "The plan counts on 989 TFLOP/s in bfloat16 matmul, and rank 2 has less than 50% of it. try: Look at that "
-            "rank's host; or plan again with [cluster] peaks = {bfloat16 = 4e+14}",
-        ),
-        ({}, {"in_node": 12e9}, "The plan counts on 450 GB/s in a node, and rank 2 has less than 50% of it."),
-        ({}, {"between": 2e9}, "plan again with [cluster] link_between = 2e+09"),
-    ],
-)
-def test_what_a_plan_counts_on_and_is_not_there(of_plan, of_world, told, written):
-    speeds = {name: of_world.pop(name) for name in [*of_world] if name in SPEEDS}
-    measured = {rank: {**SPEEDS, **speeds} if rank == 2 else SPEEDS for rank in range(4)}
-    text, status = compare(read_plan(written(**of_plan)), measured=measured, **of_world)
-    assert status == 1 and told in flat(text) and max(map(len, text.splitlines())) <= 80
-
-
-def test_what_is_not_known_is_no_problem(written):
-    plan = read_plan(written(cluster={"link_in_node": 0}, layout={"dtype": "float8"}))
-    measured = {rank: {**SPEEDS, "matmul": None} for rank in range(4)} | {3: None}
-    text, status = compare(plan, measured=measured)
-    assert status == 0 and "matmul    was not tried, the plan counts on 989" in text
-    assert "in a node has 350 GB/s on rank 0, the plan does not say" in text
-
-
-def test_ranks_on_cpus_share_the_memory_of_their_host(written):
-    plan = read_plan(written(cluster={"gpu": "cpu"}))
-    text, status = report(findings(4, 2, plan=plan, measured={rank: SPEEDS for rank in range(4)}))
-    assert status == 1 and "memory    has 42 GB on rank 0, the plan counts on 80" in text and "GPUs" not in text
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (None, "The plan {}: No such file or directory."),
-        ("", "The plan {} is not JSON, or a part of it: Expecting value: line 1 column 1"),
-        (json.dumps(PLAN)[:100], "The plan {} is not JSON, or a part of it: "),
-        ("[1, 2]", "{} is JSON, but not a plan's."),
-        (json.dumps({**PLAN, "layout": {"dp": "two"}}), "{} is JSON, but not a plan's."),
-        (json.dumps({"tried": 12, "ranked": []}), "{} has no 'cluster', so it is not a plan."),
-        (json.dumps({**PLAN, "memory": {}}), "{} has no 'limit', so it is not a plan."),
-    ],
-)
-def test_a_file_that_is_not_a_plan(text, told, written, tmp_path, capsys, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    path = written(text) if text is not None else tmp_path / "plan.json"
-    assert main(["doctor", "--plan", str(path)]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {told.format(path)}") and error.count("\n") == 2
-    assert "Write a plan with: python -m helpers plan MODEL CLUSTER" in error
-
-
 @pytest.mark.ranks
-def test_a_plan_for_this_machine(surroundings, written):
-    cluster = {"gpu": "cpu", "nodes": 1, "peak": 1e6, "link_in_node": 1e3}
-    plan = written(cluster=cluster, memory={"limit": 1e6}, layout={"dp": 2, "tp": 1, "dtype": "float32"})
+def test_a_plan_for_this_machine(surroundings, tmp_path):
+    tables = {
+        "model": {"name": "tiny"},
+        "cluster": {"gpu": "cpu", "nodes": 1, "peak": 1e6, "link_in_node": 1e3},
+        "layout": {"dp": 2, "dtype": "float32"},
+        "memory": {"limit": 1e6},
+    }
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(tables))
     done = run(surroundings, "helpers", "doctor", "--plan", str(plan))
     assert (done.returncode, done.stderr) == (0, "")
     check_report(done.stdout, 2)
@@ -790,9 +459,8 @@ def test_a_plan_for_this_machine(surroundings, written):
 
 
 @pytest.mark.ranks
-def test_what_two_hosts_have_between_them(world, written):
-    plan = read_plan(written(cluster={"gpu": "cpu", "nodes": 2, "peak": 1e6, "link_in_node": 1e3, "link_between": 1e3}))
-    plan |= {"dtype": "float32", "memory": 1e6}
+def test_what_two_hosts_have_between_them(world):
+    plan = Plan("tiny", "cpu", 4, 2, memory=1e6, dtype="float32", matmul=1e6, in_node=1e3, between=1e3)
 
     def prepare(rank):
         doctor.socket.gethostname = lambda: f"node{rank // 2}"  # two ranks each
@@ -803,10 +471,3 @@ def test_what_two_hosts_have_between_them(world, written):
     assert re.search(r"^nodes +has 2, the plan counts on 2$", out, re.MULTILINE)
     for label in ("in a node", "between  "):
         assert re.search(rf"^{label} has \S+ GB/s on rank \d, the plan counts on 1e-06$", out, re.MULTILINE), out
-
-
-def test_a_plan_of_the_planner_is_read(written):
-    path = written(json.dumps(planned("llama3-8b", "h100", {"dp": 8, "tp": 2, "zero": 3, "batch": 64})))
-    plan = read_plan(path)
-    assert (plan["ranks"], plan["nodes"], plan["memory"], plan["matmul"]) == (16, 2, 80e9, 989e12)
-    assert plan["in_node"] > plan["between"] > 0

@@ -1,4 +1,4 @@
-"""``python -m helpers doctor`` in each rank: try what a training run will need, and say what is wrong."""
+"""The doctor in each rank: try what a training run will need, and say what is wrong."""
 
 import contextlib
 import os
@@ -6,176 +6,204 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from helpers.doctor.membership import REPORT_SECONDS, Membership, MembershipError, open_store, plain
+from helpers.doctor import trials
+from helpers.doctor.facts import Facts, facts_of_rank
+from helpers.doctor.findings import Findings
+from helpers.doctor.membership import REPORT_SECONDS, Membership, MembershipError, Place, open_store, plain
+from helpers.doctor.plan import Plan
 from helpers.doctor.report import report
-from helpers.doctor.this_rank import facts_of_rank
-from helpers.doctor.trials import collectives, rounds_of_pairs, try_alone, try_collective, try_link, try_plan
+from helpers.doctor.trials import Speeds, Trial
+from helpers.ranks.torchrun import set_defaults
 
 CONNECT_SECONDS = 5  # seconds to wait for another rank's address to answer
 
 
-def unreachable(addresses):
+@contextlib.contextmanager
+def listening(facts: Facts) -> Iterator[Facts]:
+    """These facts, with the port on which this rank takes connections meanwhile, if the host has its address."""
+    with contextlib.ExitStack() as listeners:
+        with contextlib.suppress(OSError):  # else the others will report that they cannot connect
+            if facts.address:
+                family = socket.AF_INET6 if ":" in facts.address else socket.AF_INET
+                listener = socket.create_server((facts.address, 0), family=family, backlog=4096)
+                facts = replace(facts, port=listeners.enter_context(listener).getsockname()[1])
+        yield facts
+
+
+def unreachable(addresses: dict[int, tuple[str, int]]) -> list[tuple[int, str]]:
     """[(rank, the reason)] for each rank of {rank: (address, port)} that accepts no connection."""
 
-    def answers(address):
+    def refusal(address: tuple[str, int]) -> str:
         try:
             socket.create_connection(address, timeout=CONNECT_SECONDS).close()
         except OSError as error:
             return str(error.strerror or error)
+        return ""
 
     with ThreadPoolExecutor(32) as pool:
-        reasons = zip(addresses, pool.map(answers, addresses.values()), strict=True)
+        reasons = zip(addresses, pool.map(refusal, addresses.values()), strict=True)
         return [(rank, reason) for rank, reason in reasons if reason]
 
 
-def mutually_reachable(members, addresses, unreached):
-    """The members that all reach each other, taken in order: a group with an unreachable rank would hang at its start.
+def mutually_reachable(facts: dict[int, Facts], unreached: dict[int, dict[int, str]]) -> list[int]:
+    """The ranks that all reach each other, taken in order: a group with an unreachable rank would hang at its start.
 
-    ``addresses`` is {rank: (address, port)}, ``unreached`` is {rank: {a rank that it cannot reach: the reason}}.
+    ``unreached`` is {rank: {a rank that it cannot reach: the reason}}, of all ranks that are still here.
     """
-    chosen = []
-    for rank in members:
-        if addresses[rank][0] and not any(rank in unreached[other] or other in unreached[rank] for other in chosen):
+    chosen: list[int] = []
+    for rank in unreached:
+        if facts[rank].address and not any(rank in unreached[peer] or peer in unreached[rank] for peer in chosen):
             chosen.append(rank)
-    return chosen or members
+    return chosen or list(unreached)
 
 
-def try_links(membership):
-    """{(rank, rank): [right, seconds, bytes per second]} of every pair of members.
+def compare_clocks(membership: Membership) -> dict[int, float]:
+    """{rank: seconds that its clock is ahead of the first rank's}.
 
-    ``right`` says whether both got the right data; the numbers are those of the slower rank of the two.
+    After each gather all ranks read their clocks at once. Some do so a moment late, so the least of several differences
+    is best.
     """
+    readings = [membership.gather(f"reading the clocks, {k}", time.time()) for k in range(6)][1:]
+    first = min(membership.members)
+    return {rank: min((reading[rank] - reading[first] for reading in readings), key=abs) for rank in readings[-1]}
+
+
+def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
+    """What the slower of the two has of the link, and whether both got the right data, for every pair of members."""
     links, members = {}, membership.members
-    for number, pairs in enumerate(rounds_of_pairs(len(members)), 1):
-        pairs = [(members[a], members[b]) for a, b in pairs if {members[a], members[b]} <= set(membership.members)]
+    for number, indices in enumerate(trials.rounds_of_pairs(len(members)), 1):
+        pairs = [(members[a], members[b]) for a, b in indices if {members[a], members[b]} <= set(membership.members)]
         peers = {a: b for a, b in pairs} | {b: a for a, b in pairs}
 
-        def talk(peer):
+        def talk(peer: int | None) -> Trial | None:
             if peer is None:
                 return None  # of an odd number of members, one has no peer in each round
             try:
-                return try_link(membership.members.index(peer), membership.device)
+                return trials.try_link(membership.members.index(peer), membership.device)
             except Exception as error:
                 raise RuntimeError(f"with rank {peer}: {plain(error)}") from None
 
-        if not membership.ready:
+        if not membership.backend:
             break
-        found = membership.attempt(f"round {number} of the links", partial(talk, peers.get(membership.rank)))
+        answers = membership.attempt(f"round {number} of the links", partial(talk, peers.get(membership.rank)))
         for pair in pairs:
-            if both := [found[rank] for rank in pair if found.get(rank)]:
-                right, times, speeds = zip(*both, strict=True)
-                links[pair] = [all(right) and len(both) == 2, max(times), min(speeds)]
+            if ends := [Trial(**answers[rank]) for rank in pair if answers.get(rank)]:
+                right = len(ends) == 2 and all(end.right for end in ends)
+                links[pair] = Trial(right, max(end.seconds for end in ends), min(end.speed for end in ends))
     return links
 
 
-def examine(membership, place, backend, plan=None):
-    """Try everything with the other ranks. Returns the findings for ``report``: one dict, the same on every rank.
-
-    ``plan`` is what ``read_plan`` returned: then the ranks also measure what the plan counts on.
-    """
-    known = facts_of_rank(place, backend)
-    with contextlib.ExitStack() as listeners:
-        with contextlib.suppress(OSError, TypeError):  # this host lacks the address: the others will report that
-            family = socket.AF_INET6 if ":" in known["address"] else socket.AF_INET
-            listener = socket.create_server((known["address"], 0), family=family, backlog=4096)
-            known["port"] = listeners.enter_context(listener).getsockname()[1]
-        infos = membership.gather("roll call", known, membership.timeout)
-        listening = {rank: (info["address"], info.get("port", 9)) for rank, info in infos.items()}
-        others = {rank: address for rank, address in listening.items() if address[0] and rank != membership.rank}
-        unreached = membership.attempt("connecting by TCP", lambda: unreachable(others))
-        unreached = {rank: dict(refusals or ()) for rank, refusals in unreached.items()}
-    membership.restrict_to(mutually_reachable(membership.members, listening, unreached))
-    gpu_ids = [info["gpu_id"] for info in infos.values()]
+def examine(membership: Membership, place: Place, backend: str | None, plan: Plan | None = None) -> Findings:
+    """Try everything with the other ranks, and with a plan also what it counts on. Every rank has the same findings."""
+    with listening(facts_of_rank(place, backend)) as own:
+        answers = membership.gather("roll call", own, membership.timeout)
+        facts = {rank: Facts(**answer) for rank, answer in answers.items()}
+        clocks = compare_clocks(membership)
+        addresses = {rank: (peer.address, peer.port) for rank, peer in facts.items() if peer.address}
+        addresses.pop(membership.rank, None)
+        refusals = membership.attempt("connecting by TCP", partial(unreachable, addresses))
+        unreached = {rank: dict(pairs or ()) for rank, pairs in refusals.items()}
+    membership.restrict_to(mutually_reachable(facts, unreached))
+    gpu_ids = [peer.gpu_id for peer in facts.values()]
     if all(gpu_ids) and len(set(gpu_ids)) == len(gpu_ids):
-        membership.backend, membership.device = "nccl", torch.device(known["device"])
+        membership.backend, membership.device = "nccl", torch.device(own.device)
         torch.cuda.set_device(membership.device)
-    backend = membership.backend
+    chosen = membership.backend
     membership.start_group()
-    tried = {}
-    for name in collectives(1, torch.device("cpu")) if membership.ready else []:
-        if membership.ready:
-            tried[name] = membership.attempt(name, partial(try_collective, name, membership.device))
+    tried: dict[str, dict[int, Trial | None]] = {}
+    for name in trials.collectives(1, torch.device("cpu")) if membership.backend else []:
+        if membership.backend:
+            answers = membership.attempt(name, partial(trials.try_collective, name, membership.device))
+            tried[name] = {rank: answer and Trial(**answer) for rank, answer in answers.items()}
     links = try_links(membership)
-    speeds = membership.attempt("computing alone", partial(try_alone, membership.device))
-    measured = {}
-    if plan and membership.ready:
-        hosts = [infos[rank]["host"] for rank in membership.members]
-        measured = membership.attempt("what the plan counts on", partial(try_plan, plan, hosts, membership.device))
-    skews = membership.gather("the end", membership.skew)
-    return {
-        "world_size": place["WORLD_SIZE"],
-        "timeout": membership.timeout,
-        "master": (place["MASTER_ADDR"], place["MASTER_PORT"]),
-        "backend": backend,
-        "device": membership.device.type,
-        "infos": infos,
-        "members": membership.members,
-        "lost": membership.lost,
-        "errors": membership.errors,
-        "unreached": unreached,
-        "collectives": tried,
-        "links": links,
-        "alone": speeds,
-        "skews": skews,
-        "plan": plan,
-        "measured": measured,
-    }
+    alone = membership.attempt("computing alone", partial(trials.try_alone, membership.device))
+    speeds = {}
+    if plan and membership.backend:
+        hosts = [facts[rank].host for rank in membership.members]
+        speeds = membership.attempt(
+            "what the plan counts on", partial(trials.try_plan, plan.dtype, hosts, membership.device)
+        )
+    membership.gather("the end", None)
+    return Findings(
+        world_size=place.world_size,
+        timeout=membership.timeout,
+        master=f"{place.host}:{place.port}",
+        backend=chosen,
+        device=membership.device.type,
+        facts=facts,
+        members=membership.members,
+        lost=membership.lost,
+        errors=membership.errors,
+        unreached=unreached,
+        clocks=clocks,
+        collectives=tried,
+        links=links,
+        alone=alone,
+        speeds={rank: answer and Speeds(**answer) for rank, answer in speeds.items()},
+    )
 
 
-def run_rank(place, backend=None, timeout=60, plan=None):
-    """Examine the ranks, as one of them; the leader prints the report. Returns the exit status: 0, or 1 for a problem.
+def take_part(membership: Membership, place: Place, backend: str | None, plan: Plan | None) -> int:
+    """Examine the ranks; the first one prints the report. Returns the exit status: 0, or 1 for a problem."""
+    findings = examine(membership, place, backend, plan)
+    text, status = report(findings, plan)
+    if membership.rank == findings.members[0]:
+        print(text, flush=True)
+    membership.gather("goodbye", None)
+    return status
 
-    ``place`` is from ``find_place``; ``backend`` is "gloo" or None; ``timeout`` is in seconds; ``plan`` is what
-    ``read_plan`` returned, or None.
+
+def run_rank(place: Place, backend: str | None = None, timeout: float = 60, plan: Plan | None = None) -> int:
+    """Examine the ranks, as one of them. Returns the exit status: 0, or 1 for a problem.
+
+    ``backend`` is "gloo" to leave the GPUs out, or None; ``timeout`` is in seconds.
     """
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # with it a timeout raises and does not end the process
-    rank, server = place["RANK"], f"{place['MASTER_ADDR']}:{place['MASTER_PORT']}"
-    status, reason = 1, None
+    status, reason = 1, ""
     try:
         store, serves = open_store(place, timeout)
-        membership = Membership(store, rank, place["WORLD_SIZE"], timeout)
+        membership = Membership(store, place.rank, place.world_size, timeout)
         try:
-            text, status = report(examine(membership, place, backend, plan))
-            if membership.rank == membership.leader:
-                print(text, flush=True)
-            membership.gather("goodbye", None)
+            status = take_part(membership, place, backend, plan)
         except MembershipError as error:
-            reason = error
-        store.set(f"gone/{rank}", "")
+            reason = str(error)
+        store.set(f"gone/{place.rank}", "")
+        gone = [f"gone/{member}" for member in membership.members]
         if serves:  # the store has to live until the last rank has left
-            membership.wait_for(["goodbye/all"], time.monotonic() + 5 * timeout)
-            membership.wait_for([f"gone/{member}" for member in membership.members], time.monotonic() + REPORT_SECONDS)
+            membership.wait_for(["goodbye/all"], 5 * timeout)
+            membership.wait_for(gone, REPORT_SECONDS)
     except MembershipError as error:
-        reason = error
+        reason = str(error)
     except dist.DistError as error:
+        server = f"{place.host}:{place.port}"
         reason = f"The store at {server} went away ({plain(error)}). Look at the output of the rank that served it."
     if reason:
-        print(f"rank {rank} on {socket.gethostname()}: {reason}", file=sys.stderr, flush=True)
+        print(f"rank {place.rank} on {socket.gethostname()}: {reason}", file=sys.stderr, flush=True)
         return 1
     if status and "TORCHELASTIC_RUN_ID" in os.environ:
         # torchrun prints a long report for each rank that fails or is stopped: one rank of each host is enough.
-        status = int(place["LOCAL_RANK"] == 0)
+        status = int(place.local_rank == 0)
         if status:
             with contextlib.suppress(dist.DistError):  # the store may end with the first host
-                membership.wait_for([f"gone/{one}" for one in membership.members], time.monotonic() + REPORT_SECONDS)
+                membership.wait_for(gone, REPORT_SECONDS)
             time.sleep(0.5)
     return status
 
 
-def start_local(nproc, flags):
-    """Start the doctor on ``nproc`` ranks of this machine, as torchrun would, and return the worst exit status."""
+def start_local(nproc: int | None, flags: list[str]) -> int:
+    """Start the doctor on ``nproc`` ranks of this machine, as torchrun would; return 0, or 1 where one failed."""
     nproc = nproc or torch.cuda.device_count() or 2
+    set_defaults(nproc)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment = {
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "OMP_NUM_THREADS": str(max(1, cores // nproc)),
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
@@ -183,12 +211,12 @@ def start_local(nproc, flags):
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
     }
-    started = []
+    processes = []
     for rank in range(nproc):
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [sys.executable, "-m", "helpers", "doctor", *flags]
-        started.append(subprocess.Popen(command, env=environment, process_group=0))  # Ctrl-C reaches this process alone
-    failed = [rank for rank, process in enumerate(started) if process.wait()]
+        processes.append(subprocess.Popen(command, env=environment, process_group=0))  # Ctrl-C reaches this one alone
+    statuses = [process.wait() for process in processes]
     print("\nThat was this machine alone. On a cluster, start it in every rank:")
     print("  torchrun ... -m helpers doctor    or    srun python -m helpers doctor")
-    return int(bool(failed))
+    return int(any(statuses))

@@ -2,7 +2,11 @@
 
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from helpers.doctor.findings import Findings, Problem
 
 # A data sheet's speed is not reached: large matrix products and all-reduces get some 0.75 of it, those of the doctor's
 # sizes less. Below half of it, something other than the size is behind it.
@@ -11,87 +15,120 @@ DIMENSIONS = ("dp", "tp", "pp", "cp")
 HOW = "Write a plan with: python -m helpers plan MODEL CLUSTER --layout dp=8 --json >"
 
 
-def read_plan(path):
-    """What a plan counts on, as a dict in base units; ValueError for a file that holds no plan."""
-    path = Path(path)
+@dataclass(frozen=True)
+class Plan:
+    """What a plan counts on, in base units. A speed of 0: the plan does not say."""
+
+    model: str
+    gpu: str
+    ranks: int
+    nodes: int
+    memory: float  # bytes of each rank
+    dtype: str
+    matmul: float  # FLOP/s in that type
+    in_node: float  # bytes per second
+    between: float
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number that each rank has for itself."""
+
+    label: str
+    unit: str
+    size: float  # of the unit
+    field: str  # of a planner's file
+    share: float  # of the plan's number that is enough
+
+
+MEMORY = {"memory": Quantity("memory", "GB", 1e9, "memory = #", share=1)}
+SPEEDS = {
+    "matmul": Quantity("matmul", "TFLOP/s in {dtype}", 1e12, "peaks = {{{dtype} = #}}", SHARE),
+    "in_node": Quantity("in a node", "GB/s", 1e9, "link_in_node = #", SHARE),
+    "between": Quantity("between", "GB/s", 1e9, "link_between = #", SHARE),
+}
+
+
+def read_plan(path: str | Path) -> Plan:
+    """What the plan in this file counts on; ValueError for a file that holds no plan."""
     try:
-        found = json.loads(path.read_text())
+        tables = json.loads(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"The plan {path}: {error.strerror}.\n{HOW} {path}, where every rank can read it.") from None
     except ValueError as error:
         raise ValueError(f"The plan {path} is not JSON, or a part of it: {error}.\n{HOW} {path}") from None
     try:
-        cluster, layout = found["cluster"], found["layout"]
-        counted = {
-            "model": str(found["model"]["name"]),
-            "gpu": str(cluster["gpu"]),
-            "ranks": math.prod(int(layout.get(name, 1)) for name in DIMENSIONS),
-            "nodes": int(cluster["nodes"]),
-            "memory": float(found["memory"]["limit"]),
-            "dtype": str(layout.get("dtype", "bfloat16")),
-            "matmul": float(cluster["peak"]),
-            "in_node": float(cluster.get("link_in_node", 0)),  # 0: the plan does not say
-            "between": float(cluster.get("link_between", 0)),
-        }
+        cluster, layout = tables["cluster"], tables["layout"]
+        return Plan(
+            model=str(tables["model"]["name"]),
+            gpu=str(cluster["gpu"]),
+            ranks=math.prod(int(layout.get(name, 1)) for name in DIMENSIONS),
+            nodes=int(cluster["nodes"]),
+            memory=float(tables["memory"]["limit"]),
+            dtype=str(layout.get("dtype", "bfloat16")),
+            matmul=float(cluster["peak"]),
+            in_node=float(cluster.get("link_in_node", 0)),
+            between=float(cluster.get("link_between", 0)),
+        )
     except KeyError as error:
         raise ValueError(f"{path} has no {error.args[0]!r}, so it is not a plan.\n{HOW} {path}") from None
     except (TypeError, ValueError, AttributeError):
         raise ValueError(f"{path} is JSON, but not a plan's.\n{HOW} {path}") from None
-    return counted
 
 
-def least(answers):
-    """(the least of {rank: number or None}, its rank), or (None, None) where there is none."""
-    known = {rank: number for rank, number in answers.items() if number}
-    rank = min(known, key=known.get, default=None)
-    return known.get(rank), rank
-
-
-def memory_of_ranks(infos):
-    """{rank: bytes}: of its GPU, or its part of the host's."""
-    hosts = [info["host"] for info in infos.values()]
-    return {
-        rank: info["device_memory"] / (1 if info["gpu_id"] else hosts.count(info["host"]))
-        for rank, info in infos.items()
-        if info["device_memory"]
+def compared(findings: Findings, plan: Plan) -> Iterator[tuple[str, Problem | None]]:
+    """Yields each number that the plan counts on, as (one line, the problem if it is not there)."""
+    yield from counts(findings, plan)
+    per_rank = {
+        name: {rank: getattr(speeds, name) for rank, speeds in findings.speeds.items() if speeds} for name in SPEEDS
     }
-
-
-def compared(found):
-    """[(one line, what is wrong or "", the next thing to try)] of a plan and of what was found."""
-    plan, infos, measured = found["plan"], found["infos"], found["measured"]
-    gpus = {info["gpu_id"]: info["model"] for info in infos.values() if info["gpu_id"]}
-    counts = {
-        "ranks": (found["world_size"], plan["ranks"], ""),
-        "nodes": (len({info["host"] for info in infos.values()}), plan["nodes"], ""),
-    }
-    if plan["gpu"] != "cpu" or gpus:
-        counts["GPUs"] = (len(gpus), plan["ranks"], f" ({', '.join(sorted(set(gpus.values())))})" if gpus else "")
-    for label, (has, wanted, kinds) in counts.items():
-        line = f"{label:10}has {has}{kinds}, the plan counts on {wanted}"
-        wrong = f"The plan counts on {wanted} {label}, and here are {has}." if has != wanted else ""
-        yield line, wrong, "Start as many (--nnodes, --nproc-per-node), or plan for what is here."
-
-    per_rank = {name: {rank: mine and mine[name] for rank, mine in measured.items()} for name in SPEEDS}
-    per_rank["memory"] = memory_of_ranks(infos)
-    for name, (label, unit, size, field) in {**MEMORY, **SPEEDS}.items():
-        if (name == "in_node" and plan["ranks"] == plan["nodes"]) or (name == "between" and plan["nodes"] == 1):
+    per_rank["memory"] = memory_of_ranks(findings)
+    for name, quantity in {**MEMORY, **SPEEDS}.items():
+        if (name == "in_node" and plan.ranks == plan.nodes) or (name == "between" and plan.nodes == 1):
             continue  # the plan has no such link
-        (has, rank), wanted = least(per_rank[name]), plan[name]
-        field, unit = field.format(**plan), unit.format(**plan)
-        enough = not has or has >= (wanted if name in MEMORY else SHARE * wanted)
-        told = f"has {has / size:.3g} {unit} on rank {rank}" if has else "was not tried"
-        counted = f"the plan counts on {wanted / size:.3g}" if wanted else "the plan does not say"
-        less = "less" if name in MEMORY else f"less than {SHARE:.0%}"
-        wrong = f"The plan counts on {wanted / size:.3g} {unit} {label}, and rank {rank} has {less} of it."
-        remedy = f"Look at that rank's host; or plan again with [cluster] {field.replace('#', f'{has or 0:.3g}')}"
-        yield f"{label:10}{told}, {counted}", "" if enough else wrong, remedy
+        yield least(per_rank[name], getattr(plan, name), quantity, plan.dtype)
 
 
-# {name: (label, unit, its size, the field of a planner's file)}
-MEMORY = {"memory": ("memory", "GB", 1e9, "memory = #")}
-SPEEDS = {
-    "matmul": ("matmul", "TFLOP/s in {dtype}", 1e12, "peaks = {{{dtype} = #}}"),
-    "in_node": ("in a node", "GB/s", 1e9, "link_in_node = #"),
-    "between": ("between", "GB/s", 1e9, "link_between = #"),
-}
+def counts(findings: Findings, plan: Plan) -> Iterator[tuple[str, Problem | None]]:
+    """Yields how many ranks, nodes and GPUs there are, as ``compared`` does."""
+    gpus = {facts.gpu_id: facts.model for facts in findings.facts.values() if facts.gpu_id}
+    rows = [("ranks", findings.world_size, plan.ranks, ""), ("nodes", len(findings.hosts), plan.nodes, "")]
+    if plan.gpu != "cpu" or gpus:
+        rows.append(("GPUs", len(gpus), plan.ranks, f" ({', '.join(sorted(set(gpus.values())))})" if gpus else ""))
+    for label, here, planned, kinds in rows:
+        problem = (
+            f"The plan counts on {planned} {label}, and here are {here}.",
+            "Start as many (--nnodes, --nproc-per-node), or plan for what is here.",
+        )
+        yield f"{label:10}has {here}{kinds}, the plan counts on {planned}", problem if here != planned else None
+
+
+def least(
+    per_rank: dict[int, float | None], planned: float, quantity: Quantity, dtype: str
+) -> tuple[str, Problem | None]:
+    """A number that each rank has, as ``compared`` yields it: that of the rank with the least."""
+    numbers = {rank: number for rank, number in per_rank.items() if number}
+    unit, label = quantity.unit.format(dtype=dtype), quantity.label
+    counted = f"the plan counts on {planned / quantity.size:.3g}" if planned else "the plan does not say"
+    if not numbers:
+        return f"{label:10}was not tried, {counted}", None
+    rank = min(numbers, key=numbers.__getitem__)
+    here = numbers[rank]
+    less = "less" if quantity.share == 1 else f"less than {quantity.share:.0%}"
+    field = quantity.field.format(dtype=dtype).replace("#", f"{here:.3g}")
+    problem = (
+        f"The plan counts on {planned / quantity.size:.3g} {unit} {label}, and rank {rank} has {less} of it.",
+        f"Look at that rank's host; or plan again with [cluster] {field}",
+    )
+    line = f"{label:10}has {here / quantity.size:.3g} {unit} on rank {rank}, {counted}"
+    return line, problem if here < quantity.share * planned else None
+
+
+def memory_of_ranks(findings: Findings) -> dict[int, float | None]:
+    """{rank: bytes}: of its GPU, or its part of the host's."""
+    hosts = [facts.host for facts in findings.facts.values()]
+    return {
+        rank: facts.device_memory / (1 if facts.gpu_id else hosts.count(facts.host))
+        for rank, facts in findings.facts.items()
+        if facts.device_memory
+    }

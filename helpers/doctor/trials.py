@@ -1,6 +1,9 @@
 """What the ranks try and time in their process group: each collective, each pair's link, and a rank's own speed."""
 
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,7 +11,27 @@ import torch.distributed as dist
 SMALL, LARGE = 1 << 10, {"cpu": 1 << 20, "cuda": 1 << 24}  # counts of float32: 4 KiB; 4 MiB on CPUs, 64 MiB on GPUs
 
 
-def seconds(call, rounds, device, together):
+@dataclass(frozen=True)
+class Trial:
+    """One collective on one rank, or one link, as its slower rank has it."""
+
+    right: bool  # whether the data were
+    seconds: float  # with 4 KiB
+    speed: float  # bytes per second with 4 MiB, or 64 MiB on GPUs; of a link, in each direction
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What one rank has of what a plan counts on; None where that was not tried."""
+
+    matmul: float | None  # FLOP/s
+    in_node: float | None  # bus bandwidth in bytes per second
+    between: float | None
+
+
+def seconds(
+    call: Callable[[], Any], rounds: int, device: torch.device, together: Callable[[], Any] = lambda: None
+) -> float:
     """Seconds of one call: the best of 3 means over ``rounds`` calls. ``together`` runs before each, to align ranks."""
     tries = []
     for _ in range(3):
@@ -24,14 +47,16 @@ def seconds(call, rounds, device, together):
     return min(tries)
 
 
-def finish(works, device):
+def finish(works: Any, device: torch.device) -> None:
     """Wait for what a call has started; not on a GPU, where ``seconds`` synchronizes once after all calls."""
     for work in works if isinstance(works, list) else [works]:
         if device.type != "cuda" and work is not None:
             work.wait()
 
 
-def collectives(part, device):
+def collectives(
+    part: int, device: torch.device
+) -> dict[str, tuple[Callable[[], Any], torch.Tensor | None, torch.Tensor]]:
     """{name: (call, output, expected)}: what starts each collective, the tensor that it fills, and its right values.
 
     Each rank's part has ``part`` float32 numbers: ``output`` is [part] or [world_size * part], and None on a rank that
@@ -50,7 +75,7 @@ def collectives(part, device):
     # A cluster may have an older torch: before 2.13 these two had other names.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    alone = {"async_op": True}
+    alone: dict[str, Any] = {"async_op": True}
     return {
         "broadcast": (lambda: dist.broadcast(copied, 0, **alone), copied, pattern.flatten()),
         "scatter": (lambda: dist.scatter(scattered, outbox, 0, **alone), scattered, pattern[rank]),
@@ -67,8 +92,8 @@ def collectives(part, device):
     }
 
 
-def try_collective(name, device):
-    """(right, seconds with 4 KiB, bytes per second with 4 MiB, or 64 MiB on GPUs) of one collective on this rank."""
+def try_collective(name: str, device: torch.device) -> Trial:
+    """Try one collective on this rank."""
     right, times, world_size = True, [], dist.get_world_size()
     for numbers, rounds in ((SMALL, 5), (LARGE[device.type], 2)):
         part = -(-numbers // world_size)
@@ -76,91 +101,89 @@ def try_collective(name, device):
         call().wait()
         right = right and (output is None or torch.equal(output, expected))
         times.append(seconds(call, rounds, device, dist.barrier))
-    return right, times[0], 4 * part * world_size / times[1]
+    return Trial(right, times[0], 4 * part * world_size / times[1])
 
 
-def rounds_of_pairs(count):
+def rounds_of_pairs(count: int) -> Iterator[list[tuple[int, int]]]:
     """Yields rounds of pairs: no two pairs of a round share a rank, and each pair of range(count) comes once.
 
     It is the circle method, by which round-robin tournaments are planned.
     """
     seats = list(range(count + count % 2))
     for _ in seats[1:]:
-        pairs = [tuple(sorted((seats[k], seats[-1 - k]))) for k in range(len(seats) // 2)]
-        yield [pair for pair in pairs if pair[1] < count]
+        pairs = [sorted((seats[k], seats[-1 - k])) for k in range(len(seats) // 2)]
+        yield [(a, b) for a, b in pairs if b < count]
         seats.insert(1, seats.pop())
 
 
-def try_link(peer, device):
-    """(right, seconds with 4 KiB, bytes per second in each direction) of an exchange with one peer.
-
-    Both ranks send and receive at once. The speed is that of 4 MiB, or of 64 MiB on GPUs.
-    """
+def try_link(peer: int, device: torch.device) -> Trial:
+    """Try an exchange with one peer, a rank of the process group: both send and receive at once."""
     right, times = True, []
     for numbers, rounds in ((SMALL, 5), (LARGE[device.type], 2)):
         pattern = torch.arange(numbers, device=device) % 7 + 1.0
         mine, theirs = pattern * (dist.get_rank() + 1), torch.zeros_like(pattern)
 
-        def exchange(mine=mine, theirs=theirs):
+        def exchange(mine: torch.Tensor = mine, theirs: torch.Tensor = theirs) -> list[dist.Work]:
             return dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)])
 
         for work in exchange():
             work.wait()
         right = right and torch.equal(theirs, pattern * (peer + 1))
-        times.append(seconds(exchange, rounds, device, lambda: None))
-    return right, times[0], 4 * numbers / times[1]
+        times.append(seconds(exchange, rounds, device))
+    return Trial(right, times[0], 4 * numbers / times[1])
 
 
-def try_all_reduce(groups, device):
+def try_alone(device: torch.device) -> float:
+    """Seconds of one matrix product, [384, 384] or [4096, 4096] on a GPU, on this rank alone: the best of 15."""
+    return matmul_seconds(4096 if device.type == "cuda" else 384, torch.float32, device, tries=5)
+
+
+def matmul_seconds(
+    size: int, dtype: torch.dtype, device: torch.device, tries: int, together: Callable[[], Any] = lambda: None
+) -> float:
+    """Seconds of a product of two [size, size] matrices: the best of ``tries`` times 3."""
+    x = torch.ones(size, size, device=device, dtype=dtype)
+
+    def product() -> None:
+        torch.mm(x, x)
+
+    return min(seconds(product, 1, device, together) for _ in range(tries))
+
+
+def try_matmul(dtype: str, device: torch.device) -> float | None:
+    """FLOP/s of a large matrix product, which every rank computes at the same time; None: not a type of torch.mm."""
+    if dtype not in ("float64", "float32", "bfloat16", "float16"):
+        return None
+    size = 8192 if device.type == "cuda" else 512
+    return 2 * size**3 / matmul_seconds(size, getattr(torch, dtype), device, 3, dist.barrier)
+
+
+def try_all_reduce(groups: list[list[int]], device: torch.device) -> float | None:
     """Bus bandwidth in bytes per second of an all-reduce in each of these groups of ranks, all at once; None: alone."""
-    mine, count = None, 1
+    group, count = None, 1
     for ranks in groups:
-        group = dist.new_group(ranks)
+        new = dist.new_group(ranks)  # by every rank, also by those that are not in it
         if dist.get_rank() in ranks:
-            mine, count = group, len(ranks)
+            group, count = new, len(ranks)
     x = torch.zeros(LARGE[device.type], device=device)
 
-    def reduce():
-        return dist.all_reduce(x, group=mine, async_op=True) if count > 1 else None
+    def reduce() -> dist.Work | None:
+        return dist.all_reduce(x, group=group, async_op=True) if count > 1 else None
 
     finish(reduce(), device)  # connects
     time = seconds(reduce, 2, device, dist.barrier)
     return 2 * (count - 1) / count * x.nbytes / time if count > 1 else None
 
 
-def try_matmul(dtype, device):
-    """FLOP/s of a large matrix product, which every rank computes at the same time; None: not a type of torch.mm."""
-    if dtype not in ("float64", "float32", "bfloat16", "float16"):
-        return None
-    size = 8192 if device.type == "cuda" else 512
-    x = torch.ones(size, size, device=device, dtype=getattr(torch, dtype))
-
-    def product():
-        torch.mm(x, x)
-
-    return 2 * size**3 / min(seconds(product, 1, device, dist.barrier) for _ in range(3))
-
-
-def try_plan(plan, hosts, device):
-    """What this rank has of what a plan counts on, as {"matmul", "in_node", "between"}; hosts: each rank's, in order.
+def try_plan(dtype: str, hosts: list[str], device: torch.device) -> Speeds:
+    """Try what a plan counts on. ``dtype`` is its type of numbers; ``hosts`` has each rank's host, in order.
 
     Between nodes the first ranks of all hosts form a group, the second ones another, and so on: as gradients travel.
     """
     nodes = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in hosts}
     columns = [[ranks[k] for ranks in nodes.values() if k < len(ranks)] for k in range(max(map(len, nodes.values())))]
-    return {
-        "matmul": try_matmul(plan["dtype"], device),
-        "in_node": try_all_reduce([ranks for ranks in nodes.values() if len(ranks) > 1], device),
-        "between": try_all_reduce([ranks for ranks in columns if len(ranks) > 1], device),
-    }
-
-
-def try_alone(device):
-    """Seconds of one matrix product, [384, 384] or [4096, 4096] on a GPU, on this rank alone: the best of 15."""
-    size = 4096 if device.type == "cuda" else 384
-    x = torch.ones(size, size, device=device)
-
-    def product():
-        torch.mm(x, x)
-
-    return min(seconds(product, 1, device, lambda: None) for _ in range(5))
+    return Speeds(
+        matmul=try_matmul(dtype, device),
+        in_node=try_all_reduce([ranks for ranks in nodes.values() if len(ranks) > 1], device),
+        between=try_all_reduce([ranks for ranks in columns if len(ranks) > 1], device),
+    )

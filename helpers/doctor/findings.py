@@ -1,0 +1,227 @@
+"""What the doctor found, and what it means: the problems, each with the next thing to try.
+
+Every function here only computes: it reads no file and no clock, and prints nothing.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TypeVar
+
+from helpers.doctor.facts import Facts
+from helpers.doctor.trials import Speeds, Trial
+
+SLOW_CLOCK = 1.0  # seconds that clocks may differ: c10d's rendezvous and every log compare them
+SLOW_RANK, SLOW_LINK = 2, 4  # times the median
+
+Problem = tuple[str, str]  # (what is wrong, the next thing to try)
+Key = TypeVar("Key")
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What ``examine`` found, the same on every rank. Dicts by rank leave out ranks that did not answer."""
+
+    world_size: int
+    timeout: float  # seconds
+    master: str  # HOST:PORT of the store
+    backend: str  # on which everything was to be tried
+    device: str  # cpu or cuda
+    facts: dict[int, Facts]  # of all ranks that came
+    members: list[int]  # the ranks that are here at the end
+    lost: dict[int, str] = field(default_factory=dict)  # {rank: the step at which it stopped answering}
+    errors: dict[str, dict[int, str]] = field(default_factory=dict)  # {step: {rank: what went wrong}}
+    unreached: dict[int, dict[int, str]] = field(default_factory=dict)  # {rank: {a rank it cannot reach: why}}
+    clocks: dict[int, float] = field(default_factory=dict)  # {rank: seconds ahead of the first rank's}
+    collectives: dict[str, dict[int, Trial | None]] = field(default_factory=dict)
+    links: dict[tuple[int, int], Trial] = field(default_factory=dict)  # {(lower rank, higher rank): ...}
+    alone: dict[int, float | None] = field(default_factory=dict)  # {rank: seconds of its own matrix product}
+    speeds: dict[int, Speeds | None] = field(default_factory=dict)  # for a plan
+
+    def host(self, rank: int) -> str:
+        """The name of the rank's host."""
+        return self.facts[rank].host
+
+    @property
+    def hosts(self) -> list[str]:
+        """The name of each host, once, in the order of ranks."""
+        return list(dict.fromkeys(facts.host for facts in self.facts.values()))
+
+
+def span(numbers: Iterable[int]) -> str:
+    """Sorted numbers as text: ``0-3, 6`` for [0, 1, 2, 3, 6]."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """``rank 2`` or ``ranks 0-3, 6``."""
+    numbers = sorted(numbers)
+    return f"rank{'s' if len(numbers) > 1 else ''} {span(numbers)}"
+
+
+def by_answer(answers: Mapping[Key, Answer]) -> dict[Answer, list[Key]]:
+    """{answer: the ranks that gave it} from {rank: answer}."""
+    groups: dict[Answer, list[Key]] = {}
+    for key, answer in answers.items():
+        groups.setdefault(answer, []).append(key)
+    return groups
+
+
+def problems(findings: Findings) -> list[Problem]:
+    """What is wrong, in the order in which to look at it."""
+    checks = [missing, differences, devices, network, clocks, messages] + [scarce_memory] * (findings.backend == "nccl")
+    return [problem for check in checks for problem in check(findings)]
+
+
+def notes(findings: Findings) -> list[Problem]:
+    """What is not wrong but may explain slowness."""
+    checks = [scarce_memory] * (findings.backend != "nccl") + [unknowns, slowness]
+    return [note for check in checks for note in check(findings)]
+
+
+def missing(findings: Findings) -> Iterator[Problem]:
+    if late := [rank for rank, step in findings.lost.items() if step == "roll call"]:
+        yield (
+            f"{ranks(late)} of {findings.world_size} did not come within {findings.timeout:g} s.",
+            "Did every node start it? Look at the missing rank's own output; where it starts slowly, --timeout 300.",
+        )
+    for rank, step in findings.lost.items():
+        if rank not in late:
+            yield (
+                f"Rank {rank} on {findings.host(rank)} stopped answering in the step: {step}.",
+                "It died or it hangs: look at its own output, and for the out-of-memory killer in its host's dmesg.",
+            )
+
+
+def differences(findings: Findings) -> Iterator[Problem]:
+    for name in ("python", "torch", "NCCL"):
+        versions = by_answer({rank: getattr(facts, name) for rank, facts in findings.facts.items()})
+        if len(versions) > 1:
+            each = "; ".join(f"{version or 'none'} on {ranks(having)}" for version, having in versions.items())
+            yield f"The ranks differ in {name}: {each}.", "Activate one and the same environment on every node."
+
+
+def devices(findings: Findings) -> Iterator[Problem]:
+    for host in findings.hosts:
+        local_ranks = sorted(facts.local_rank for facts in findings.facts.values() if facts.host == host)
+        if len(set(local_ranks)) < len(local_ranks):
+            yield (
+                f"Ranks on {host} have equal local ranks ({', '.join(map(str, local_ranks))}).",
+                "Set LOCAL_RANK to 0, 1, ... on each host, or let torchrun do it; give hosts different names.",
+            )
+    gpus = by_answer({rank: facts.gpu_id for rank, facts in findings.facts.items()})
+    without = sorted(rank for gpu, having in gpus.items() if not gpu for rank in having)
+    for gpu, sharing in gpus.items():
+        if gpu and len(sharing) > 1:
+            yield (
+                f"{ranks(sharing)} share one GPU, so everything was tried on gloo.",
+                "Start one rank for each GPU: torchrun --nproc-per-node=gpu",
+            )
+    if 0 < len(without) < len(findings.facts):
+        yield (
+            f"{ranks(without)} on {findings.host(without[0])} found no GPU, and others have one.",
+            "Look there: nvidia-smi; CUDA_VISIBLE_DEVICES; python -c 'import torch; print(torch.cuda.is_available())'",
+        )
+
+
+def network(findings: Findings) -> Iterator[Problem]:
+    facts = findings.facts
+    nowhere = {rank: facts.interface for rank, facts in facts.items() if not facts.address}
+    for name, affected in by_answer(nowhere).items():
+        yield (
+            f"{ranks(affected)} should use the network interface {name}, which has no address.",
+            "Put an interface that `ip -brief address` lists into GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.",
+        )
+    loopback = [rank for rank, facts in facts.items() if (facts.address or "").startswith(("127.", "::1"))]
+    closed_in = loopback if len(findings.hosts) > 1 else []
+    if closed_in:
+        yield (
+            f"{ranks(closed_in)} would listen on {facts[closed_in[0]].address}, which no other host can reach.",
+            "Name the interface between the hosts: export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0",
+        )
+    refused: dict[tuple[int, str, str, str], list[int]] = {}
+    for rank, reasons in findings.unreached.items():
+        for peer in [peer for peer in reasons if peer not in closed_in]:
+            key = rank, findings.host(peer), facts[peer].interface, reasons[peer]
+            refused.setdefault(key, []).append(peer)
+    groups = by_answer({key: (tuple(peers), *key[1:]) for key, peers in refused.items()})
+    for (peers, host, interface, reason), keys in groups.items():
+        yield (
+            f"{ranks(rank for rank, *_ in keys)} cannot connect to {ranks(peers)} on {host} ({interface}): {reason}.",
+            "Open all TCP ports between the nodes, or choose another interface in GLOO_SOCKET_IFNAME.",
+        )
+
+
+def clocks(findings: Findings) -> Iterator[Problem]:
+    for rank, ahead in findings.clocks.items():
+        if abs(ahead) > SLOW_CLOCK:
+            way = "ahead of" if ahead > 0 else "behind"
+            yield (
+                f"The clock of rank {rank} on {findings.host(rank)} is {abs(ahead):.1f} s {way} the first rank's.",
+                "Start chrony or another NTP client there: rendezvous and logs compare the hosts' clocks.",
+            )
+
+
+def messages(findings: Findings) -> Iterator[Problem]:
+    for step, errors in findings.errors.items():
+        if step in findings.lost.values():
+            continue  # this error only follows from the loss of a rank, which ``missing`` has
+        each = "; ".join(f"on {ranks(raising)}: {text}" for text, raising in by_answer(errors).items())
+        yield (
+            f"{step} failed {each}.",
+            "Try --backend gloo: if that works, the fault is NCCL's. NCCL_DEBUG=INFO prints its log."
+            if findings.backend == "nccl"
+            else "Name the hosts' common interface in GLOO_SOCKET_IFNAME; TORCH_DISTRIBUTED_DEBUG=DETAIL says more.",
+        )
+    for name, trials in findings.collectives.items():
+        if wrong := [rank for rank, trial in trials.items() if trial and not trial.right]:
+            yield (
+                f"{name} gave a wrong result on {ranks(wrong)}.",
+                "Take these hosts out one by one and repeat; then look at their GPUs, links and versions.",
+            )
+    for (a, b), link in findings.links.items():
+        if not link.right and not any({a, b} & set(errors) for errors in findings.errors.values()):
+            yield (
+                f"Data between ranks {a} and {b} arrives changed ({findings.host(a)}, {findings.host(b)}).",
+                "Take one of the two hosts out and repeat; then look at its GPU and its link.",
+            )
+
+
+def scarce_memory(findings: Findings) -> Iterator[Problem]:
+    free = {facts.host: facts.memory for facts in findings.facts.values()}
+    for host, memory in free.items():
+        if memory is not None and memory < 1e9:
+            yield (
+                f"{host} has only {memory / 1e6:.0f} MB of shared memory; data loaders and NCCL use it.",
+                "In a container: docker run --shm-size=8g, or --ipc=host",
+            )
+
+
+def unknowns(findings: Findings) -> Iterator[Problem]:
+    for rank, facts in findings.facts.items():
+        for name, reason in facts.unknown.items():
+            yield f"Rank {rank} could not find out its {name}: {reason}.", "Nothing else depends on it."
+
+
+def slowness(findings: Findings) -> Iterator[Problem]:
+    alone = {rank: time for rank, time in findings.alone.items() if time}
+    if alone and max(alone.values()) > SLOW_RANK * median(alone.values()):
+        rank = max(alone, key=alone.__getitem__)
+        yield (
+            f"Rank {rank} on {findings.host(rank)} computes far more slowly than the others.",
+            "Look for another process, for heat (nvidia-smi -q -d PERFORMANCE), or for too few cores or threads.",
+        )
+    speeds = {pair: link.speed for pair, link in findings.links.items()}
+    if speeds and min(speeds.values()) * SLOW_LINK < median(speeds.values()):
+        a, b = min(speeds, key=speeds.__getitem__)
+        yield (
+            f"The link of ranks {a} and {b} has far less bandwidth than the others.",
+            "Look at the hosts' links; links between hosts are slower than those within one.",
+        )

@@ -1,0 +1,431 @@
+"""What the doctor makes of findings, of a plan, and of a launcher's variables: no process is started here."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from helpers.__main__ import main
+from helpers.doctor import facts, membership, trials
+from helpers.doctor.facts import Facts
+from helpers.doctor.findings import Findings, notes, problems, span
+from helpers.doctor.membership import Place, find_place
+from helpers.doctor.plan import read_plan
+from helpers.doctor.report import report
+from helpers.doctor.trials import Speeds, Trial
+from helpers.planner.plan import plan as planned
+
+COLLECTIVES = ["broadcast", "scatter", "gather", "reduce", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+STEP = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+}
+
+
+def flat(text):
+    """A text without its line breaks."""
+    return re.sub(r"\s+", " ", text)
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """A call that sets the environment variables of a launcher, and no others; None: not set."""
+    for name in LAUNCHED | STEP:
+        monkeypatch.delenv(name, raising=False)
+
+    def set_variables(values):
+        for name, value in values.items():
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
+# --- a launcher's variables -------------------------------------------------------------------------------------------
+
+
+IN_STEP = Place(9, 16, 1, "gpu07", 23456)
+
+
+@pytest.mark.parametrize(
+    ("environment", "master", "place"),
+    [
+        ({}, None, None),
+        ({"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, None, None),
+        (LAUNCHED, None, Place(1, 2, 1, "node1", 29500)),
+        (STEP, None, IN_STEP),
+        (STEP, "node3", replace(IN_STEP, host="node3")),
+        (STEP, "node3:29500", replace(IN_STEP, host="node3", port=29500)),
+        ({**STEP, "MASTER_PORT": "29501"}, None, replace(IN_STEP, port=29501)),
+        ({**STEP, "MASTER_ADDR": "node4"}, None, replace(IN_STEP, host="node4")),
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, None, None),  # a shell in Slurm is not a rank
+        ({**STEP, "SLURM_STEP_ID": None}, None, None),
+        ({**STEP, **LAUNCHED}, None, Place(1, 2, 1, "node1", 29500)),  # torchrun goes before Slurm
+    ],
+)
+def test_place(environment, master, place, variables):
+    variables(environment)
+    assert find_place(master) == place
+
+
+@pytest.mark.parametrize("master", ["node3:ssh", ":29500", "node3:99999", "node3:0"])
+def test_a_wrong_master(master, variables):
+    variables(STEP)
+    with pytest.raises(ValueError, match=f"'{master}' is not HOST or HOST:PORT. Try --master node1:29500"):
+        find_place(master)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"WORLD_SIZE": None}, "RANK is set, but WORLD_SIZE is missing."),
+        ({"MASTER_ADDR": "", "MASTER_PORT": None}, "RANK is set, but MASTER_ADDR and MASTER_PORT are missing."),
+        ({"RANK": None}, "WORLD_SIZE is set, but RANK is missing."),
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one', which is not a number."),
+        ({"MASTER_PORT": "29500.0"}, "MASTER_PORT is '29500.0', which is not a number."),
+        ({"RANK": "-1"}, "RANK is '-1', which is not a number."),
+        ({"RANK": "2"}, "RANK is 2 and WORLD_SIZE is 2: ranks count from 0."),
+    ],
+)
+def test_a_variable_that_is_missing_or_wrong_is_named(change, message, variables, capsys):
+    variables({**LAUNCHED, **change})
+    assert main(["doctor"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}\nStart the ranks with torchrun or srun") and error.count("\n") == 2
+
+
+@pytest.mark.parametrize("environment", [LAUNCHED, STEP])
+@pytest.mark.parametrize("port", ["99999", "0"])
+def test_a_port_that_cannot_be(environment, port, variables, capsys):
+    variables({**environment, "MASTER_PORT": port})
+    assert main(["doctor"]) == 1
+    message = f"error: MASTER_PORT is {port}, and ports go from 1 to 65535. Try: export MASTER_PORT=29500\n"
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[03-05,9]", "gpu03"),
+        ("gpu[7]", "gpu7"),
+        ("rack2-gpu[001,004-9]-ib,other", "rack2-gpu001-ib"),
+        ("rack[1-2]-node[3-4]", "rack1-node3"),
+        ("rack[1,3]-node[3-4,7]x,gpu[1-2]", "rack1-node3x"),
+    ],
+)
+def test_first_host_of_a_node_list(nodes, first):
+    assert membership.first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--timeout", "soon"], "'soon' is not a number of seconds"),
+        (["--timeout", "-1"], "'-1' is not a number"),
+        (["--nproc", "0"], "'0' is not a whole number above 0"),
+        (["--backend", "mpi"], "invalid choice: 'mpi'"),
+        (["--master", "node1"], "--master is for srun or torchrun"),
+    ],
+)
+def test_usage(arguments, message, variables, capsys):
+    try:
+        status = main(["doctor", *arguments])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2 and message in capsys.readouterr().err
+
+
+# --- what findings mean -----------------------------------------------------------------------------------------------
+
+
+def findings(count=4, hosts=1, gpus=False, **changes):
+    """The findings of healthy ranks, with ``changes``: of its fields, or of one rank's facts, as in rank2={...}."""
+    local = count // hosts
+    per_rank = {
+        rank: Facts(
+            host=f"node{rank // local}",
+            local_rank=rank % local,
+            device=f"cuda:{rank % local}" if gpus else "cpu",
+            model="H100 80GB HBM3" if gpus else "",
+            gpu_id=f"GPU {rank}" if gpus else "",
+            interface="eth0",
+            address=f"10.0.0.{rank // local}",
+            python="3.12.1",
+            torch="2.13.0",
+            NCCL="2.28.3" if gpus else "",
+            memory=int(64e9),
+            device_memory=int(84e9),
+        )
+        for rank in range(count)
+    }
+    for name in [name for name in changes if name.startswith("rank")]:
+        rank = int(name[4:])
+        per_rank[rank] = replace(per_rank[rank], **changes.pop(name))
+    healthy = Findings(
+        world_size=count,
+        timeout=60.0,
+        master="node0:29500",
+        backend="nccl" if gpus else "gloo",
+        device="cuda" if gpus else "cpu",
+        facts=per_rank,
+        members=list(range(count)),
+        unreached={rank: {} for rank in range(count)},
+        clocks=dict.fromkeys(range(count), 0.0),
+        collectives={name: dict.fromkeys(range(count), Trial(True, 1e-4, 2e9)) for name in COLLECTIVES},
+        links={(a, b): Trial(True, 1e-4, 1e9) for b in range(count) for a in range(b)},
+        alone=dict.fromkeys(range(count), 0.01),
+    )
+    return replace(healthy, **changes)
+
+
+def test_busbw_is_that_of_nccl_tests():
+    text, status = report(findings(4))
+    assert status == 0
+    rows = {
+        line.split()[0]: float(line.split()[-1]) for line in text.splitlines() if line.split()[:1] and " yes " in line
+    }
+    ring = dict.fromkeys(["scatter", "gather", "all_gather", "reduce_scatter", "all_to_all"], 1.5)
+    assert rows == {"broadcast": 2, "reduce": 2, "all_reduce": 3, **ring}  # algbw 2; 2 (n-1)/n, (n-1)/n or 1 of it
+
+
+@pytest.mark.parametrize("count, hosts", [(1, 1), (2, 2), (8, 1), (16, 2), (256, 32)])
+@pytest.mark.parametrize("gpus", [False, True])
+def test_reports_fit_a_screen(count, hosts, gpus):
+    text, status = report(findings(count, hosts, gpus))
+    lines = text.splitlines()
+    assert status == 0 and max(map(len, lines)) <= 80 and len(lines) < 40 + hosts
+    first, last = count // hosts * (hosts - 1), count - 1
+    assert f"{span(range(first, last + 1))} " in text and f"node{hosts - 1} " in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lost": {2: "roll call", 3: "roll call"}}, "Ranks 2-3 of 4 did not come within 60 s."),
+        ({"lost": {2: "all_reduce"}}, "Rank 2 on node1 stopped answering in the step: all_reduce."),
+        ({"rank3": {"python": "3.11.9"}}, "The ranks differ in python: 3.12.1 on ranks 0-2; 3.11.9 on rank 3."),
+        ({"rank3": {"NCCL": "2.27.1"}}, "differ in NCCL: none on ranks 0-2; 2.27.1 on rank 3."),
+        ({"rank1": {"local_rank": 0}}, "Ranks on node0 have equal local ranks (0, 0)."),
+        ({"rank1": {"interface": "ib7", "address": None}}, "Rank 1 should use the network interface ib7, which has no"),
+        ({"rank2": {"address": "127.0.1.1"}}, "Rank 2 would listen on 127.0.1.1, which no other host can reach."),
+        (
+            {"unreached": {0: {2: "timed out", 3: "timed out"}, 1: {2: "timed out", 3: "timed out"}, 2: {}, 3: {}}},
+            "Ranks 0-1 cannot connect to ranks 2-3 on node1 (eth0): timed out.",
+        ),
+        (
+            {"clocks": {0: 0.0, 1: 0.0, 2: -7.3, 3: 0.0}},
+            "The clock of rank 2 on node1 is 7.3 s behind the first rank's.",
+        ),
+        ({"errors": {"gather": {1: "odd", 2: "odd", 3: "late"}}}, "gather failed on ranks 1-2: odd; on rank 3: late."),
+    ],
+)
+def test_a_problem_in_plain_words(changes, message):
+    """With two ranks on each of two hosts, each change makes one problem, which has a remedy."""
+    assert len(problems(findings(4, 2, **changes))) == 1
+    text, status = report(findings(4, 2, **changes))
+    assert status == 1 and message in flat(text) and text.count("\n  try: ") == 1 and text.endswith("\n1 problem found")
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_problems_of_gpus():
+    shared = findings(4, gpus=True, rank1={"gpu_id": "GPU 0"})
+    assert [what for what, _ in problems(shared)] == ["ranks 0-1 share one GPU, so everything was tried on gloo."]
+    without = findings(4, gpus=True, rank3={"gpu_id": ""})
+    assert [what for what, _ in problems(without)] == ["rank 3 on node0 found no GPU, and others have one."]
+
+
+def test_little_shared_memory_is_a_problem_for_nccl_alone():
+    little = {"rank0": {"memory": 64e6}}
+    (what, remedy), *more = problems(findings(2, 2, gpus=True, **little))
+    assert "node0 has only 64 MB of shared memory" in what and "--shm-size" in remedy and not more
+    assert not problems(findings(2, 2, **little)) and len(notes(findings(2, 2, **little))) == 1
+
+
+def test_the_slowest_are_named():
+    slow = findings(4, 2)
+    slow.alone[2], slow.links[1, 3] = 0.03, Trial(True, 1e-4, 1e8)
+    text, status = report(slow)
+    assert status == 0
+    assert "rank 2 computes in 3.00 times the median" in text and "ranks 1 and 3: 0.1 GB/s, the median pair 1" in text
+    assert "Rank 2 on node1 computes far more slowly" in flat(text)
+    assert "link of ranks 1 and 3 has far less" in flat(text)
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_every_pair_meets_once(count):
+    rounds = list(trials.rounds_of_pairs(count))
+    pairs = [pair for pairs in rounds for pair in pairs]
+    assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
+    assert len(rounds) == (count + count % 2 - 1 if count > 1 else 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:63", None),
+        (
+            "[enforce fail at /build/gloo/common/linux.cc:42] . Unable to find address for: x0",
+            ". Unable to find address for: x0",
+        ),
+        ("../csrc/distributed/c10d/ProcessGroupNCCL.cpp:3356, unhandled system error", None),
+        ("", "RuntimeError"),
+    ],
+)
+def test_errors_lose_their_paths(text, message):
+    plain = membership.plain(RuntimeError(text))
+    assert "/" not in plain and (message is None or plain == message) and plain
+
+
+def test_an_interface_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere9,eth0")
+    assert facts.choose_interface(torch.device("cpu"), "127.0.0.1") == ("nowhere9", None)
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
+    assert facts.choose_interface(torch.device("cpu"), "127.0.0.1") == (loopback, "127.0.0.1")
+
+
+def test_facts_of_a_gpu(monkeypatch):
+    properties = SimpleNamespace(uuid="1234", total_memory=84_000_000_000)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
+    own = facts.facts_of_rank(Place(3, 4, 3, "127.0.0.1", 29500), None)
+    assert (own.device, own.model, own.gpu_id, own.NCCL) == ("cuda:1", "H100 80GB HBM3", "1234", "2.28.3")
+    assert own.device_memory == properties.total_memory and not own.unknown
+    on_cpu = facts.facts_of_rank(Place(3, 4, 3, "127.0.0.1", 29500), "gloo")
+    assert (on_cpu.device, on_cpu.model, on_cpu.gpu_id, on_cpu.NCCL) == ("cpu", "", "", "")
+
+
+def test_what_a_rank_could_not_find_out_is_a_note(monkeypatch):
+    monkeypatch.setattr(facts.psutil, "net_if_addrs", lambda: 1 / 0)
+    own = facts.facts_of_rank(Place(0, 1, 0, "127.0.0.1", 29500), "gloo")
+    assert own.interface is None and own.unknown.keys() == {"interface", "address"} and own.host
+    text, status = report(replace(findings(1), facts={0: own}))
+    assert "note Rank 0 could not find out its interface: division by zero." in flat(text)
+
+
+# --- a plan -----------------------------------------------------------------------------------------------------------
+
+# What `python -m helpers plan … --json` writes, as far as the doctor reads it.
+PLAN = {
+    "model": {"name": "tiny"},
+    "cluster": {"gpu": "h100", "nodes": 2, "peak": 989e12, "link_in_node": 450e9, "link_between": 50e9},
+    "layout": {"dp": 2, "tp": 2, "pp": 1, "cp": 1},
+    "memory": {"limit": 80e9},
+}
+SPEEDS = Speeds(matmul=700e12, in_node=350e9, between=40e9)
+
+
+@pytest.fixture
+def write_plan(tmp_path):
+    """A call that writes a plan, with changes of its tables, or a text; the file's path."""
+
+    def write(text=None, **changes):
+        tables = {name: {**table, **changes.get(name, {})} for name, table in PLAN.items()}
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(tables) if text is None else text)
+        return path
+
+    return write
+
+
+def compare(plan, gpus=True, **changes):
+    """The report of four ranks on two hosts, compared with a plan."""
+    return report(findings(4, 2, gpus, **{"speeds": dict.fromkeys(range(4), SPEEDS), **changes}), plan)
+
+
+def test_a_cluster_that_has_what_a_plan_counts_on(write_plan):
+    text, status = compare(read_plan(write_plan()))
+    assert status == 0 and text.endswith("Nothing is wrong here.") and max(map(len, text.splitlines())) <= 80
+    assert text.partition("\nthe plan of tiny on 4 x h100\n")[2].splitlines()[:7] == [
+        "ranks     has 4, the plan counts on 4",
+        "nodes     has 2, the plan counts on 2",
+        "GPUs      has 4 (H100 80GB HBM3), the plan counts on 4",
+        "memory    has 84 GB on rank 0, the plan counts on 80",
+        "matmul    has 700 TFLOP/s in bfloat16 on rank 0, the plan counts on 989",
+        "in a node has 350 GB/s on rank 0, the plan counts on 450",
+        "between   has 40 GB/s on rank 0, the plan counts on 50",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("of_plan", "of_world", "message"),
+    [
+        ({"layout": {"dp": 8}}, {}, "The plan counts on 16 ranks, and here are 4."),
+        ({"layout": {"dp": 8}}, {}, "The plan counts on 16 GPUs, and here are 4."),
+        ({"cluster": {"nodes": 1}}, {}, "The plan counts on 1 nodes, and here are 2."),
+        (
+            {},
+            {"rank3": {"device_memory": 40e9}},
+            "The plan counts on 80 GB memory, and rank 3 has less of it. try: Look at that rank's host; "
+            "or plan again with [cluster] memory = 4e+10",
+        ),
+        (
+            {},
+            {"matmul": 400e12},
+            "The plan counts on 989 TFLOP/s in bfloat16 matmul, and rank 2 has less than 50% of it. try: Look at that "
+            "rank's host; or plan again with [cluster] peaks = {bfloat16 = 4e+14}",
+        ),
+        ({}, {"in_node": 12e9}, "The plan counts on 450 GB/s in a node, and rank 2 has less than 50% of it."),
+        ({}, {"between": 2e9}, "plan again with [cluster] link_between = 2e+09"),
+    ],
+)
+def test_what_a_plan_counts_on_and_is_not_there(of_plan, of_world, message, write_plan):
+    slow = {name: number for name, number in of_world.items() if hasattr(SPEEDS, name)}
+    speeds = {**dict.fromkeys(range(4), SPEEDS), 2: replace(SPEEDS, **slow)}
+    others = {name: change for name, change in of_world.items() if name not in slow}
+    text, status = compare(read_plan(write_plan(**of_plan)), speeds=speeds, **others)
+    assert status == 1 and message in flat(text) and max(map(len, text.splitlines())) <= 80
+
+
+def test_what_is_not_known_is_no_problem(write_plan):
+    plan = read_plan(write_plan(cluster={"link_in_node": 0}, layout={"dtype": "float8"}))
+    speeds = {**dict.fromkeys(range(4), replace(SPEEDS, matmul=None)), 3: None}
+    text, status = compare(plan, speeds=speeds)
+    assert status == 0 and "matmul    was not tried, the plan counts on 989" in text
+    assert "in a node has 350 GB/s on rank 0, the plan does not say" in text
+
+
+def test_ranks_on_cpus_share_the_memory_of_their_host(write_plan):
+    plan = read_plan(write_plan(cluster={"gpu": "cpu"}))
+    text, status = compare(plan, gpus=False)
+    assert status == 1 and "memory    has 42 GB on rank 0, the plan counts on 80" in text and "GPUs" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "The plan {}: No such file or directory."),
+        ("", "The plan {} is not JSON, or a part of it: Expecting value: line 1 column 1"),
+        (json.dumps(PLAN)[:100], "The plan {} is not JSON, or a part of it: "),
+        ("[1, 2]", "{} is JSON, but not a plan's."),
+        (json.dumps({**PLAN, "layout": {"dp": "two"}}), "{} is JSON, but not a plan's."),
+        (json.dumps({"tried": 12, "ranked": []}), "{} has no 'cluster', so it is not a plan."),
+        (json.dumps({**PLAN, "memory": {}}), "{} has no 'limit', so it is not a plan."),
+    ],
+)
+def test_a_file_that_is_not_a_plan(text, message, write_plan, tmp_path, variables, capsys):
+    path = write_plan(text) if text is not None else tmp_path / "plan.json"
+    assert main(["doctor", "--plan", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message.format(path)}") and error.count("\n") == 2
+    assert "Write a plan with: python -m helpers plan MODEL CLUSTER" in error
+
+
+def test_a_plan_of_the_planner_is_read(write_plan):
+    path = write_plan(json.dumps(planned("llama3-8b", "h100", {"dp": 8, "tp": 2, "zero": 3, "batch": 64})))
+    plan = read_plan(path)
+    assert (plan.ranks, plan.nodes, plan.memory, plan.matmul) == (16, 2, 80e9, 989e12)
+    assert plan.in_node > plan.between > 0
