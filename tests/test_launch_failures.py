@@ -20,8 +20,8 @@ import pytest
 import torch.distributed as dist
 from launching import cell, failure, linux, nothing_left, warmed_up, without_carets  # noqa: F401  (fixtures)
 
-from helpers.ranks import launch as launcher
-from helpers.ranks.launch import collect, where_they_stand
+from helpers.ranks import collecting
+from helpers.ranks.collecting import Rank, collect, where_they_stand
 from helpers.ranks.rank import MET, RETURNED
 
 pytestmark = pytest.mark.ranks
@@ -87,8 +87,8 @@ def test_rank_that_dies_is_named_at_once(how):
 
 
 def test_killed_rank_is_told_without_a_wait_for_peers(monkeypatch):
-    monkeypatch.setattr(launcher, "PEERS_WITHIN", 1000)
-    monkeypatch.setattr(launcher, "LATE_WITHIN", 1000)
+    monkeypatch.setattr(collecting, "PEERS_WITHIN", 1000)
+    monkeypatch.setattr(collecting, "LATE_WITHIN", 1000)
 
     def step():
         if dist.get_rank() == 1:
@@ -101,7 +101,7 @@ def test_killed_rank_is_told_without_a_wait_for_peers(monkeypatch):
 @linux
 def test_last_lines_of_a_killed_ranks_peers_are_shown(monkeypatch, capsys):
     """A peer that still computes when a rank is killed, as on a busy machine, goes on until it waits."""
-    monkeypatch.setattr(launcher, "PEERS_WITHIN", 1000)
+    monkeypatch.setattr(collecting, "PEERS_WITHIN", 1000)
     page = cell("""
         def step():
             if dist.get_rank() == 1:
@@ -238,7 +238,7 @@ def test_cause_that_comes_after_its_echo(tmp_path):
 
 
 def test_first_of_two_failures_is_named(monkeypatch):
-    monkeypatch.setattr(launcher, "PEERS_WITHIN", 60)  # both are reported before the launcher goes on
+    monkeypatch.setattr(collecting, "PEERS_WITHIN", 60)  # both are reported before the launcher goes on
     page = cell("""
         def step():
             folder = os.path.dirname(os.environ["WORLD_SIZE_ONE_STORE"])
@@ -278,13 +278,13 @@ def test_late_peer_that_fails_in_the_same_way_is_named_too(capsys):
 @linux
 def test_peer_that_fails_while_the_launcher_asks_who_is_busy_is_named_too(monkeypatch):
     page = one_after_the_other()
-    busy = launcher.busy
+    busy = collecting.busy
 
     def held_up(pid):
         time.sleep(0.6)  # longer than the peer computes, so it has reported and is not busy any more
         return busy(pid)
 
-    monkeypatch.setattr(launcher, "busy", held_up)
+    monkeypatch.setattr(collecting, "busy", held_up)
     assert str(failure(page.step, page.work, 0.5, nproc=2)).startswith("ranks 0-1 failed: ValueError: no data")
 
 
@@ -333,7 +333,7 @@ def test_real_end_of_memory_is_named():
 
 def test_end_of_memory_is_worded(monkeypatch):
     counts = itertools.count()
-    monkeypatch.setattr(launcher, "count_oom_kills", lambda: next(counts))
+    monkeypatch.setattr("helpers.ranks.launch.count_oom_kills", lambda: next(counts))
     error = failure(lambda: os.kill(os.getpid(), signal.SIGKILL), nproc=1)
     assert "out-of-memory killer: use less memory" in str(error)
 
@@ -399,7 +399,7 @@ def test_slow_start_does_not_count(tmp_path):
     alive, _ = multiprocessing.Pipe()
     late = threading.Timer(1, os.write, (there.fileno(), MET + RETURNED))
     late.start()
-    assert collect(tmp_path, [(SimpleNamespace(sentinel=alive), here)], timeout=0.5) == ({0}, {})
+    assert collect(tmp_path, [Rank(SimpleNamespace(sentinel=alive), here)], timeout=0.5) == ({0}, {})
     late.join()
 
 
@@ -453,7 +453,7 @@ def test_stopped_rank_is_ended():
 
 def test_rank_that_tells_its_line_late_is_waited_for(monkeypatch):
     """The rank is stopped when the time is over, and goes on a little later."""
-    monkeypatch.setattr(launcher, "LATE_WITHIN", 60)  # a busy machine may need long to let the rank run again
+    monkeypatch.setattr(collecting, "LATE_WITHIN", 60)  # a busy machine may need long to let the rank run again
 
     def stop():
         if dist.get_rank() == 1:

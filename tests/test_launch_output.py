@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 from launching import failure, nothing_left, warmed_up  # noqa: F401  (fixtures)
 
-from helpers.ranks import launch as launcher
-from helpers.ranks.launch import fold, launch
+from helpers.ranks.launch import launch
+from helpers.ranks.messages import fold, tidy
 
 pytestmark = pytest.mark.ranks
 
@@ -94,7 +94,7 @@ def test_unicode_and_broken_bytes(capsys):
     ids=["warning", "traceback", "brackets", "torch", "torch without rank", "plain", "one long line"],
 )
 def test_what_differs_from_run_to_run_is_not_shown(given, shown):
-    assert launcher.tidy(given) == shown
+    assert tidy(given) == shown
 
 
 @pytest.mark.parametrize(
