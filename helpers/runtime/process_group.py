@@ -3,10 +3,7 @@
 Run-time module: what a chapter uses from here is copied into its exported script.
 """
 
-import atexit
 import os
-import shutil
-import tempfile
 import time
 from datetime import timedelta
 
@@ -20,13 +17,15 @@ def start_process_group(
     """Start the default group, unless one runs; return this rank's GPU, or the CPU."""
     if dist.group.WORLD is not None:
         return dist.group.WORLD.bound_device_id or torch.device("cpu")
-    where: tuple = ("env://",)  # torch's error names a variable that is missing
-    if not os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:  # no launcher
-        folder = tempfile.mkdtemp()
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        where = (f"file://{folder}/store", 0, 1)
     local_rank = int(os.environ["LOCAL_RANK"]) if "RANK" in os.environ else 0
-    store, rank, world_size = next(dist.rendezvous(*where, timeout=timeout))
+    if os.environ.keys() & {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+    }:  # a launcher's
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    else:  # no launcher
+        store, rank, world_size = dist.HashStore(), 0, 1
     gpus = torch.cuda.device_count()
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     backend = backend or ("nccl" if gpus else "gloo")
