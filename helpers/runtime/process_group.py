@@ -18,13 +18,9 @@ def start_process_group(
     if dist.group.WORLD is not None:
         return dist.group.WORLD.bound_device_id or torch.device("cpu")
     local_rank = int(os.environ["LOCAL_RANK"]) if "RANK" in os.environ else 0
-    if os.environ.keys() & {
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-    }:  # a launcher's
+    if os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:  # a launcher's
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    else:  # no launcher
+    else:
         store, rank, world_size = dist.HashStore(), 0, 1
     gpus = torch.cuda.device_count()
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
