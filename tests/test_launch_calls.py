@@ -214,14 +214,14 @@ def test_ranks_have_the_callers_folder_and_path(tmp_path, monkeypatch):
 
 
 def test_changes_of_the_kernels_environment_reach_the_ranks(monkeypatch):
-    def seen():
+    def values():
         return os.environ.get("PAGE"), os.environ.get("GONE")
 
     monkeypatch.setenv("GONE", "1")
     monkeypatch.setenv("PAGE", "one")
-    assert launch(seen, nproc=1) == [("one", "1")]
+    assert launch(values, nproc=1) == [("one", "1")]
     monkeypatch.delenv("GONE")
-    assert launch(seen, nproc=1, env={"PAGE": "two"}) == [("two", None)]
+    assert launch(values, nproc=1, env={"PAGE": "two"}) == [("two", None)]
     assert os.environ["PAGE"] == "one"
 
 
@@ -441,7 +441,7 @@ def test_rank_that_ends_or_stops_while_it_writes_its_result(end, message):
 @pytest.mark.parametrize(
     "args, options, text",
     [
-        ((lambda lock=threading.Lock(): lock,), {}, "the function <lambda> cannot be sent"),
+        ((closure(threading.Lock()),), {}, "the function <lambda> cannot be sent"),
         ((print, 1, threading.Lock()), {}, "argument 1, a lock, cannot be sent"),
         ((3,), {}, "launch needs a function, and got 3"),
         ((None,), {}, "Pass it uncalled"),

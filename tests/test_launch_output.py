@@ -122,10 +122,10 @@ def test_fold_keeps_every_line_and_each_ranks_order():
     for seed in range(200):
         random = np.random.default_rng(seed)
         texts = [[words[i] for i in random.integers(0, 4, random.integers(0, 8))] for _ in range(3)]
-        seen = [[] for _ in texts]
+        values = [[] for _ in texts]
         for line in fold(["".join(f"{word}\n" for word in text) for text in texts]):
             who, word = re.fullmatch(r"\[ranks? ([\d, -]+)\] ?(.*)", line).groups()
             first, _, last = who.partition("-")
             for rank in range(int(first), int(last) + 1) if last else map(int, who.split(", ")):
-                seen[rank].append(word)
-        assert seen == texts, seed
+                values[rank].append(word)
+        assert values == texts, seed

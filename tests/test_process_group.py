@@ -124,8 +124,8 @@ def test_plain_python_needs_no_launcher_and_leaves_nothing():
     with leftovers.surroundings() as environment:  # its folder has to be empty at the end
         environment |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": LOOPBACK}
         command = [sys.executable, "-W", "error", "-c", PLAIN]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "1 rank(s), gloo on cpu\ncpu 1.0\n", "")
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "1 rank(s), gloo on cpu\ncpu 1.0\n", "")
 
 
 # --- which backend, on machines with pretended GPUs -------------------------------------------------------------------
@@ -133,11 +133,11 @@ def test_plain_python_needs_no_launcher_and_leaves_nothing():
 
 def pretend(gpus):
     """Pretend ``gpus`` GPUs, and start no group; return what the group would have been started with."""
-    seen = SimpleNamespace(current=None)
+    group = SimpleNamespace(current=None)
     torch.cuda.device_count = lambda: gpus
-    torch.cuda.set_device = lambda device: setattr(seen, "current", None if device == -1 else device)  # -1: no change
-    dist.init_process_group = lambda backend, **options: seen.__dict__.update(options, backend=backend)
-    return seen
+    torch.cuda.set_device = lambda device: setattr(group, "current", None if device == -1 else device)  # -1: no change
+    dist.init_process_group = lambda backend, **options: group.__dict__.update(options, backend=backend)
+    return group
 
 
 def start_as(settings, backend, agent):
@@ -160,15 +160,15 @@ def start_as(settings, backend, agent):
     if "LOCAL_WORLD_SIZE" in mine:
         os.environ["LOCAL_WORLD_SIZE"] = str(mine["LOCAL_WORLD_SIZE"])
     os.uname = lambda: SimpleNamespace(nodename=mine.get("host", "here"))
-    seen = pretend(mine["gpus"])
+    group = pretend(mine["gpus"])
     try:
         device = start_process_group(backend, timedelta(seconds=300))  # longer than launch waits
     except RuntimeError as error:
         return str(error)
-    on_gpu = device if seen.backend == "nccl" else None
-    assert seen.device_id == seen.current == on_gpu
-    assert (seen.rank, seen.world_size) == (rank, 2)
-    return seen.backend, str(device)
+    on_gpu = device if group.backend == "nccl" else None
+    assert group.device_id == group.current == on_gpu
+    assert (group.rank, group.world_size) == (rank, 2)
+    return group.backend, str(device)
 
 
 @pytest.fixture(params=["an agent serves the store", "rank 0 serves the store"])
@@ -216,14 +216,16 @@ def test_nodes_that_differ_raise_at_once_and_are_named(agent):
     assert first == second == "No common backend: gloo on gpu08, nccl on gpu07. On CPUs: --backend gloo."
 
 
-@pytest.mark.parametrize(("gpus", "given", "started"), [(1, None, "cuda:0"), (8, "nccl", "cuda:0"), (8, "gloo", "cpu")])
-def test_plain_python_uses_the_gpu(gpus, given, started, monkeypatch):
+@pytest.mark.parametrize(
+    ("gpus", "backend", "device"), [(1, None, "cuda:0"), (8, "nccl", "cuda:0"), (8, "gloo", "cpu")]
+)
+def test_plain_python_uses_the_gpu(gpus, backend, device, monkeypatch):
     for name in ("device_count", "set_device"):
         monkeypatch.setattr(torch.cuda, name, None)
     monkeypatch.setattr(dist, "init_process_group", None)  # pretend() sets them; the test's end restores them
-    seen = pretend(gpus)
-    assert start_process_group(given) == torch.device(started)
-    assert (seen.rank, seen.world_size) == (0, 1)
+    group = pretend(gpus)
+    assert start_process_group(backend) == torch.device(device)
+    assert (group.rank, group.world_size) == (0, 1)
 
 
 def test_nccl_without_a_gpu():
@@ -297,11 +299,11 @@ def test_start_and_stop_inside_a_rank():
 
 @pytest.mark.parametrize(("backend", "calls"), [("gloo", ["sleep", "destroy"]), ("nccl", ["destroy"])])
 def test_nothing_of_gloos_end_is_done_on_nccl(backend, calls, monkeypatch):
-    done = []
+    order = []
     with monkeypatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: True)
         patch.setattr(dist, "get_backend", lambda: backend)
-        patch.setattr(dist, "destroy_process_group", lambda: done.append("destroy"))
-        patch.setattr(time, "sleep", lambda seconds: done.append("sleep"))
+        patch.setattr(dist, "destroy_process_group", lambda: order.append("destroy"))
+        patch.setattr(time, "sleep", lambda seconds: order.append("sleep"))
         stop_process_group()
-    assert done == calls
+    assert order == calls

@@ -40,9 +40,9 @@ def compare(store: dist.Store, rank: int, world_size: int, choice: str) -> None:
     """Raise RuntimeError on every rank, naming hosts, unless all use one backend."""
     store.set(f"backend of rank {rank}", f"{choice} on {os.uname().nodename}")
     if rank == 0:  # the store's timeout names a key, and with it the missing rank
-        said = {store.get(f"backend of rank {r}").decode() for r in range(world_size)}
-        agreed = {choice.split(" on ")[0] for choice in said} in ({"nccl"}, {"gloo"})
-        store.set("word of rank 0", "" if agreed else ", ".join(sorted(said)))
+        picks = {store.get(f"backend of rank {r}").decode() for r in range(world_size)}
+        agreed = {pick.split(" on ")[0] for pick in picks} in ({"nccl"}, {"gloo"})
+        store.set("word of rank 0", "" if agreed else ", ".join(sorted(picks)))
     if wrong := store.get("word of rank 0").decode():
         store.set(f"rank {rank} knows", "")  # rank 0 waits: it may serve the store
         rank == 0 and store.wait([f"rank {r} knows" for r in range(world_size)])

@@ -53,7 +53,7 @@ class StopRequest:
     def watch(self) -> None:
         """In a thread: while a rank is in a collective, no Python handler runs."""
         with self.alarm:
-            while (heard := self.alarm.recv(64)) and signal.SIGTERM not in heard:
+            while (numbers := self.alarm.recv(64)) and signal.SIGTERM not in numbers:
                 pass
         steps = self.steps
         while not self.over.wait(self.patience):
