@@ -303,16 +303,19 @@ def test_every_socket_of_the_ranks_is_on_loopback(monkeypatch):
 
 
 def test_a_held_port_is_for_a_store_alone_and_is_given_back():
-    with hold_port() as port, hold_port() as other:
-        assert port != other
-        with socket.socket() as stranger, pytest.raises(OSError) as refusal:
-            stranger.bind(("127.0.0.1", port))
-        assert refusal.value.errno == errno.EADDRINUSE
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        store.set("key", "value")
-        assert store.port == port and dist.TCPStore("127.0.0.1", port).get("key") == b"value"
-    with socket.socket() as stranger:
-        stranger.bind(("127.0.0.1", other))
+    def hold():  # in a rank, where a store's sockets and threads end with it
+        with hold_port() as port, hold_port() as other:
+            assert port != other
+            with socket.socket() as stranger, pytest.raises(OSError) as refusal:
+                stranger.bind(("127.0.0.1", port))
+            assert refusal.value.errno == errno.EADDRINUSE
+            store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+            store.set("key", "value")
+            assert store.port == port and dist.TCPStore("127.0.0.1", port).get("key") == b"value"
+        with socket.socket() as stranger:
+            stranger.bind(("127.0.0.1", other))
+
+    launch(hold, nproc=1)
 
 
 @linux
@@ -381,7 +384,7 @@ CANNOT_TRAVEL = {
             from helpers.ranks.launch import launch
             launch(print)
         """,
-        "ranks 0-1 failed: LaunchError: launch was called inside a rank",
+        "ranks 0-1 failed: helpers.ranks.launch.LaunchError: launch was called inside a rank",
     ),
 }
 

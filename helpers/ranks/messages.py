@@ -12,6 +12,8 @@ from helpers.ranks.rank import NOTEBOOK, Failure
 class LaunchError(ValueError):
     """The call cannot work, and no rank was started. The message names the next thing to try."""
 
+    __module__ = "helpers.ranks.launch"  # from where readers import it: a traceback shows this name
+
     def _render_traceback_(self) -> list[str]:
         """What IPython shows: the message, without the launcher's frames."""
         return [f"{type(self).__name__}: {self}"]
@@ -23,6 +25,8 @@ class RankError(RuntimeError):
     ``rank`` is the rank that failed first, or None after a hang. ``failures`` is {rank: text}, with each failed rank's
     traceback, the signal that killed the rank, or the line in which it hung.
     """
+
+    __module__ = "helpers.ranks.launch"
 
     def __init__(self, message: str, rank: int | None = None, failures: dict[int, str] | None = None) -> None:
         super().__init__(message)
