@@ -1,11 +1,15 @@
 """``launch``: what it returns, the ranks' environment, and what can be sent to ranks and back."""
 
+import errno
 import functools
 import os
 import signal
+import socket
 import sys
+import textwrap
 import threading
 import time
+from concurrent import futures
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -17,27 +21,28 @@ import torch.distributed as dist
 from launching import cell, failure, linux, nothing_left, warmed_up  # noqa: F401  (fixtures)
 
 from helpers.ranks.launch import LaunchError, launch
+from helpers.ranks.ports import hold_port
 
 pytestmark = pytest.mark.ranks
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def test_results_come_in_rank_order():
-    def late_first():
-        time.sleep(0.1 * (3 - dist.get_rank()))
-        return dist.get_rank(), os.environ["RANK"], os.environ["LOCAL_RANK"]
-
-    assert launch(late_first) == [(k, str(k), str(k)) for k in range(4)]
-
-
-def test_ranks_form_one_gloo_group():
-    def group(x):
+def test_ranks_form_one_gloo_group_and_results_come_in_rank_order():
+    def late_first(x):
         dist.all_reduce(x)
-        names = "WORLD_SIZE", "LOCAL_WORLD_SIZE"
-        return x.item(), dist.get_backend(), dist.get_world_size(), [os.environ[name] for name in names]
+        time.sleep(0.1 * (3 - dist.get_rank()))
+        names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
+        return (
+            x.item(),
+            dist.get_backend(),
+            dist.get_rank(),
+            dist.get_world_size(),
+            [os.environ[name] for name in names],
+        )
 
-    assert launch(group, torch.tensor(2.0), nproc=3) == [(6.0, "gloo", 3, ["3", "3"])] * 3
+    expected = [(8.0, "gloo", rank, 4, [str(rank), str(rank), "4", "4"]) for rank in range(4)]
+    assert launch(late_first, torch.tensor(2.0)) == expected
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -195,16 +200,9 @@ def test_module_of_torch_comes_back():
     ]
 
 
-def test_module_function_without_arguments():
-    assert launch(dist.get_rank, nproc=2) == [0, 1]
-
-
-def test_ranks_work_in_the_callers_folder(tmp_path, monkeypatch):
+def test_ranks_have_the_callers_folder_and_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert launch(os.getcwd, nproc=1) == [str(tmp_path)]
-
-
-def test_modules_of_the_callers_path_are_found(tmp_path, monkeypatch):
     (tmp_path / "mine_only.py").write_text("def answer():\n    return 42\n")
     monkeypatch.syspath_prepend(tmp_path)
     import mine_only
@@ -216,14 +214,14 @@ def test_modules_of_the_callers_path_are_found(tmp_path, monkeypatch):
 
 
 def test_changes_of_the_kernels_environment_reach_the_ranks(monkeypatch):
-    def seen():
+    def values():
         return os.environ.get("PAGE"), os.environ.get("GONE")
 
     monkeypatch.setenv("GONE", "1")
     monkeypatch.setenv("PAGE", "one")
-    assert launch(seen, nproc=1) == [("one", "1")]
+    assert launch(values, nproc=1) == [("one", "1")]
     monkeypatch.delenv("GONE")
-    assert launch(seen, nproc=1, env={"PAGE": "two"}) == [("two", None)]
+    assert launch(values, nproc=1, env={"PAGE": "two"}) == [("two", None)]
     assert os.environ["PAGE"] == "one"
 
 
@@ -240,33 +238,23 @@ def test_debug_level_asked_for_by_env_takes_effect():
     assert "ALLREDUCE" in str(error) and "BROADCAST" in str(error)
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 4])
-def test_threads_share_the_cores(nproc):
+@pytest.mark.parametrize(
+    "nproc, asked, most", [(1, "", 99), (2, "", 99), (4, "", 99), (1, "1", 1), (1, "64", 99), (1, "1,1", 1)]
+)
+def test_threads_share_the_cores_and_follow_a_lower_limit(nproc, asked, most):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert launch(torch.get_num_threads, nproc=nproc) == [max(1, cores // nproc)] * nproc
+    threads = launch(torch.get_num_threads, nproc=nproc, env={"OMP_NUM_THREADS": asked} if asked else None)
+    assert threads == [max(1, min(most, cores // nproc))] * nproc
 
 
-@pytest.mark.parametrize("asked, given", [("1", 1), ("64", None), ("1,1", 1)])
-def test_threads_follow_a_lower_limit(asked, given):
-    full = launch(torch.get_num_threads, nproc=1)
-    assert launch(torch.get_num_threads, nproc=1, env={"OMP_NUM_THREADS": asked}) == ([given] if given else full)
-
-
-def test_numpy_and_random_differ_between_ranks_and_calls():
+def test_random_numbers_differ_between_ranks_and_calls_but_torchs_do_not():
     def draw():
         import random
 
-        return np.random.rand(), random.random()
+        return np.random.rand(), random.random(), torch.rand(1).item()
 
-    draws = launch(draw, nproc=2) + launch(draw, nproc=2)
-    assert len({number for pair in draws for number in pair}) == 8
-
-
-def test_torch_starts_from_the_same_seed_everywhere():
-    def draw():
-        return torch.rand(1).item()
-
-    assert len(set(launch(draw, nproc=2) + launch(draw, nproc=2))) == 1
+    numpys, pythons, torchs = zip(*launch(draw, nproc=2), *launch(draw, nproc=2), strict=True)
+    assert len({*numpys, *pythons}) == 8 and len(set(torchs)) == 1
 
 
 def test_works_beside_the_kernels_own_group():
@@ -287,15 +275,7 @@ def test_works_beside_the_kernels_own_group():
         stop_process_group()
 
 
-def test_works_from_a_thread():
-    results = []
-    thread = threading.Thread(target=lambda: results.extend(launch(dist.get_rank, nproc=2)))
-    thread.start()
-    thread.join()
-    assert results == [0, 1]
-
-
-def test_two_calls_at_once_do_not_meet():
+def test_two_calls_at_once_from_threads_do_not_meet():
     main = sys.modules["__main__"]
 
     def total(x):
@@ -304,13 +284,8 @@ def test_two_calls_at_once_do_not_meet():
         dist.all_reduce(x)
         return x.item()
 
-    results = {}
-    threads = [threading.Thread(target=lambda n=n: results.update({n: launch(total, n, nproc=2)})) for n in (1, 10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {1: [2, 2], 10: [20, 20]}
+    with futures.ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda x: launch(total, x, nproc=2), [1, 10])) == [[2, 2], [20, 20]]
     assert sys.modules["__main__"] is main
 
 
@@ -319,16 +294,28 @@ def test_every_socket_of_the_ranks_is_on_loopback(monkeypatch):
 
     def sockets():
         dist.barrier()
-        return [(one.laddr.ip, one.status) for one in psutil.Process().net_connections(kind="inet")]
+        return [(socket.laddr.ip, socket.status) for socket in psutil.Process().net_connections(kind="inet")]
 
-    for found in launch(sockets, nproc=2):
-        assert psutil.CONN_LISTEN in dict(map(reversed, found))
-        assert {address for address, _ in found} <= {"127.0.0.1", "::1"}
+    for connections in launch(sockets, nproc=2):
+        assert psutil.CONN_LISTEN in dict(map(reversed, connections))
+        assert {address for address, _ in connections} <= {"127.0.0.1", "::1"}
+    assert psutil.Process(forkserver._forkserver._forkserver_pid).net_connections(kind="inet") == []
 
 
-def test_forkserver_itself_opens_no_internet_socket():
-    server = psutil.Process(forkserver._forkserver._forkserver_pid)
-    assert server.net_connections(kind="inet") == []
+def test_a_held_port_is_for_a_store_alone_and_is_given_back():
+    def hold():  # in a rank, where a store's sockets and threads end with it
+        with hold_port() as port, hold_port() as other:
+            assert port != other
+            with socket.socket() as stranger, pytest.raises(OSError) as refusal:
+                stranger.bind(("127.0.0.1", port))
+            assert refusal.value.errno == errno.EADDRINUSE
+            store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+            store.set("key", "value")
+            assert store.port == port and dist.TCPStore("127.0.0.1", port).get("key") == b"value"
+        with socket.socket() as stranger:
+            stranger.bind(("127.0.0.1", other))
+
+    launch(hold, nproc=1)
 
 
 @linux
@@ -367,58 +354,48 @@ def test_subprocesses_end_with_their_rank(end):
 # --- what cannot travel ----------------------------------------------------------------------------------------------
 
 
-def refused(*args, **options):
-    """The message of the LaunchError that a call has to raise before it starts anything."""
-    with pytest.raises(LaunchError) as caught:
-        launch(*args, **options)
-    text = str(caught.value)
-    assert len(text.splitlines()) == 2, text
-    return text
-
-
-def test_function_that_cannot_be_sent():
-    lock = threading.Lock()
-    assert "the function <lambda> cannot be sent" in refused(lambda: lock)
-
-
-def test_argument_that_cannot_be_sent():
-    assert "argument 1, a lock, cannot be sent" in refused(print, 1, threading.Lock()).replace("_thread.", "")
-
-
-def test_result_that_cannot_be_sent_back():
-    page = cell("""
-        import threading
-
-        def step():
-            return threading.Lock() if dist.get_rank() == 1 else 1
-    """)
-    error = failure(page.step, nproc=2)
-    assert str(error) == (
-        "rank 1 failed first: TypeError: the result, a lock, cannot be sent back (cannot pickle '_thread.lock' object)."
-    )
-    assert "Return tensors, arrays or plain objects" in error.failures[1]
-
-
-def test_argument_that_cannot_be_unpacked_in_the_rank():
-    page = cell("""
+CANNOT_TRAVEL = {
+    "a result": (
+        "def step(): return threading.Lock() if dist.get_rank() == 1 else 1",
+        "rank 1 failed first: TypeError: the result, a lock, cannot be sent back (cannot pickle '_thread.lock' object)",
+    ),
+    "an argument that raises": (
+        """
         def explode():
             raise ValueError("cannot be unpacked")
 
         class Trap:
             def __reduce__(self):
                 return explode, ()
-    """)
-    error = failure(print, page.Trap(), nproc=2)
-    assert "ValueError: cannot be unpacked" in str(error)
-
-
-def test_module_that_the_ranks_cannot_import():
-    page = cell("""
-        class Absent:
+        """,
+        "ranks 0-1 failed: ValueError: cannot be unpacked",
+    ),
+    "an absent module": (
+        """
+        class Trap:
             def __reduce__(self):
                 return __import__, ("no_such_module",)
-    """)
-    assert "No module named 'no_such_module'" in str(failure(print, page.Absent(), nproc=2))
+        """,
+        "ranks 0-1 failed: ModuleNotFoundError: No module named 'no_such_module'",
+    ),
+    "launch inside a rank": (
+        """
+        def step():
+            from helpers.ranks.launch import launch
+            launch(print)
+        """,
+        "ranks 0-1 failed: helpers.ranks.launch.LaunchError: launch was called inside a rank",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CANNOT_TRAVEL)
+def test_what_cannot_travel_is_named(what):
+    source, message = CANNOT_TRAVEL[what]
+    page = cell(f"import threading\n{textwrap.dedent(source)}")
+    error = failure(page.step, nproc=2) if hasattr(page, "step") else failure(print, page.Trap(), nproc=2)
+    assert str(error).startswith(message)
+    assert what != "a result" or "Return tensors, arrays or plain objects" in error.failures[1]
 
 
 def test_result_that_cannot_be_unpacked_here():
@@ -441,13 +418,13 @@ def test_result_that_cannot_be_unpacked_here():
 
 
 @pytest.mark.parametrize(
-    "end, told",
+    "end, message",
     [
         (signal.SIGKILL, "rank 1 died first: killed by SIGKILL"),
         (signal.SIGSTOP, "1 of 2 ranks still ran after timeout=2 s:"),
     ],
 )
-def test_rank_that_ends_or_stops_while_it_writes_its_result(end, told):
+def test_rank_that_ends_or_stops_while_it_writes_its_result(end, message):
     """The file has 1000 of 2000 bytes, and a child of the rank keeps the rank's end of the pipe open."""
     page = cell("""
         def step(end):
@@ -461,21 +438,14 @@ def test_rank_that_ends_or_stops_while_it_writes_its_result(end, told):
                 return bytes(2000)
     """)
     error = failure(page.step, end, nproc=2, timeout=2 if end == signal.SIGSTOP else 600)
-    assert str(error).startswith(told)
-
-
-def test_launch_inside_a_rank():
-    def nested():
-        from helpers.ranks.launch import launch
-
-        return launch(print)
-
-    assert "launch was called inside a rank" in str(failure(nested, nproc=1))
+    assert str(error).startswith(message)
 
 
 @pytest.mark.parametrize(
     "args, options, text",
     [
+        ((closure(threading.Lock()),), {}, "the function <lambda> cannot be sent"),
+        ((print, 1, threading.Lock()), {}, "argument 1, a lock, cannot be sent"),
         ((3,), {}, "launch needs a function, and got 3"),
         ((None,), {}, "Pass it uncalled"),
         ((print,), {"nproc": 0}, "nproc=0 is not between 1 and 64"),
@@ -497,8 +467,11 @@ def test_launch_inside_a_rank():
         ((print,), {"env": ["A=1"]}, "env maps names to strings"),
     ],
 )
-def test_wrong_arguments_are_refused(args, options, text):
-    assert text in refused(*args, **options)
+def test_wrong_arguments_are_refused_before_anything_starts(args, options, text):
+    with pytest.raises(LaunchError) as caught:
+        launch(*args, **options)
+    message = str(caught.value)
+    assert text in message and len(message.splitlines()) == 2, message
 
 
 def test_longest_timeout_works():

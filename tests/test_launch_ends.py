@@ -150,10 +150,10 @@ def run_script(path, last_line):
 
 
 def test_plain_script_needs_no_main_guard_and_shows_the_ranks_traceback(tmp_path):
-    done = run_script(tmp_path / "script.py", "launch(step, 1, nproc=2)")
-    assert (done.returncode, done.stdout) == (1, "[1, 2]\n")
-    assert "RankError: rank 0 failed first: ZeroDivisionError" in done.stderr
-    assert "line 7 of step in script.py: return x / dist.get_rank()" in done.stderr
+    process = run_script(tmp_path / "script.py", "launch(step, 1, nproc=2)")
+    assert (process.returncode, process.stdout) == (1, "[1, 2]\n")
+    assert "RankError: rank 0 failed first: ZeroDivisionError" in process.stderr
+    assert "line 7 of step in script.py: return x / dist.get_rank()" in process.stderr
 
 
 def test_script_that_is_killed_leaves_nothing(tmp_path):
@@ -164,8 +164,8 @@ def test_process_group_that_is_killed_right_after_the_forkservers_start_leaves_n
     """nbval ends the kernel of a short notebook like this, while the forkserver still imports torch."""
     source = "import os\nfrom helpers.ranks.launch import warm\nwarm()\nos.killpg(0, 9)"
     with leftovers.surroundings() as environment:
-        done = subprocess.run([sys.executable, "-c", source], env=environment, start_new_session=True, timeout=60)
-    assert done.returncode == -9
+        process = subprocess.run([sys.executable, "-c", source], env=environment, start_new_session=True, timeout=60)
+    assert process.returncode == -9
 
 
 # --- a notebook's kernel ----------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ import pytest
 import torch.distributed as dist
 from launching import cell, failure, linux, nothing_left, warmed_up, without_carets  # noqa: F401  (fixtures)
 
-from helpers.ranks import launch as launcher
-from helpers.ranks.launch import collect, where_they_stand
+from helpers.ranks import collecting
+from helpers.ranks.collecting import Rank, collect, where_they_stand
 from helpers.ranks.rank import MET, RETURNED
 
 pytestmark = pytest.mark.ranks
@@ -86,9 +86,9 @@ def test_rank_that_dies_is_named_at_once(how):
     assert (error.rank, str(error)) == (1, f"rank 1 died first: {DEATHS[how]}")
 
 
-def test_killed_rank_is_told_without_a_wait_for_peers(monkeypatch):
-    monkeypatch.setattr(launcher, "PEERS_WITHIN", 1000)
-    monkeypatch.setattr(launcher, "LATE_WITHIN", 1000)
+def test_killed_rank_is_named_without_a_wait_for_peers(monkeypatch):
+    monkeypatch.setattr(collecting, "PEERS_WITHIN", 1000)
+    monkeypatch.setattr(collecting, "LATE_WITHIN", 1000)
 
     def step():
         if dist.get_rank() == 1:
@@ -101,7 +101,7 @@ def test_killed_rank_is_told_without_a_wait_for_peers(monkeypatch):
 @linux
 def test_last_lines_of_a_killed_ranks_peers_are_shown(monkeypatch, capsys):
     """A peer that still computes when a rank is killed, as on a busy machine, goes on until it waits."""
-    monkeypatch.setattr(launcher, "PEERS_WITHIN", 1000)
+    monkeypatch.setattr(collecting, "PEERS_WITHIN", 1000)
     page = cell("""
         def step():
             if dist.get_rank() == 1:
@@ -116,12 +116,6 @@ def test_last_lines_of_a_killed_ranks_peers_are_shown(monkeypatch, capsys):
     assert capsys.readouterr().out == "[rank 0] a line after the kill\n"
 
 
-@pytest.mark.parametrize("how", ["sys.exit(3)", "sys.exit()", "sys.exit('no data')"])
-def test_sys_exit_is_a_failure(how):
-    error = failure(failing(how), nproc=2)
-    assert error.rank == 1 and "SystemExit" in str(error)
-
-
 @pytest.mark.parametrize(
     "raise_, text",
     [
@@ -129,6 +123,7 @@ def test_sys_exit_is_a_failure(how):
         ("bytearray(1 << 60)", "MemoryError"),
         ("torch.empty(1 << 55)", "RuntimeError"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        *((end, "SystemExit") for end in ("sys.exit(3)", "sys.exit()", "sys.exit('no data')")),
         ("f = lambda: f()\n            f()", "RecursionError"),
         ("raise Odd('from the notebook')", "Odd: from the notebook"),
         ("raise Unprintable", "Unprintable"),
@@ -137,7 +132,7 @@ def test_sys_exit_is_a_failure(how):
         ("from torch.distributed.checkpoint import CheckpointException as C; raise C('lost', {})", "CheckpointExcept"),
     ],
 )
-def test_every_exception_is_told(raise_, text):
+def test_every_exception_is_named(raise_, text):
     page = cell(f"""
         class Odd(Exception):
             pass
@@ -159,7 +154,7 @@ def test_every_exception_is_told(raise_, text):
     assert "notebook cell" in error.failures[1] and "_rank.py" not in error.failures[1]
 
 
-def test_cause_of_an_exception_is_told_too():
+def test_cause_of_an_exception_is_shown_too():
     page = cell("""
         def step():
             try:
@@ -189,7 +184,7 @@ def test_cause_is_named_and_not_the_echo(nproc, how):
 
 
 @linux
-def test_death_that_is_told_after_its_echo():
+def test_death_that_is_noticed_after_its_echo():
     """The forkserver tells of a rank's death. Here it is stopped until the peer has reported the lost connection."""
     page = cell("""
         def step(server):
@@ -238,7 +233,7 @@ def test_cause_that_comes_after_its_echo(tmp_path):
 
 
 def test_first_of_two_failures_is_named(monkeypatch):
-    monkeypatch.setattr(launcher, "PEERS_WITHIN", 60)  # both are reported before the launcher goes on
+    monkeypatch.setattr(collecting, "PEERS_WITHIN", 60)  # both are reported before the launcher goes on
     page = cell("""
         def step():
             folder = os.path.dirname(os.environ["WORLD_SIZE_ONE_STORE"])
@@ -278,13 +273,13 @@ def test_late_peer_that_fails_in_the_same_way_is_named_too(capsys):
 @linux
 def test_peer_that_fails_while_the_launcher_asks_who_is_busy_is_named_too(monkeypatch):
     page = one_after_the_other()
-    busy = launcher.busy
+    busy = collecting.busy
 
     def held_up(pid):
         time.sleep(0.6)  # longer than the peer computes, so it has reported and is not busy any more
         return busy(pid)
 
-    monkeypatch.setattr(launcher, "busy", held_up)
+    monkeypatch.setattr(collecting, "busy", held_up)
     assert str(failure(page.step, page.work, 0.5, nproc=2)).startswith("ranks 0-1 failed: ValueError: no data")
 
 
@@ -333,7 +328,7 @@ def test_real_end_of_memory_is_named():
 
 def test_end_of_memory_is_worded(monkeypatch):
     counts = itertools.count()
-    monkeypatch.setattr(launcher, "count_oom_kills", lambda: next(counts))
+    monkeypatch.setattr("helpers.ranks.launch.count_oom_kills", lambda: next(counts))
     error = failure(lambda: os.kill(os.getpid(), signal.SIGKILL), nproc=1)
     assert "out-of-memory killer: use less memory" in str(error)
 
@@ -399,18 +394,8 @@ def test_slow_start_does_not_count(tmp_path):
     alive, _ = multiprocessing.Pipe()
     late = threading.Timer(1, os.write, (there.fileno(), MET + RETURNED))
     late.start()
-    assert collect(tmp_path, [(SimpleNamespace(sentinel=alive), here)], timeout=0.5) == ({0}, {})
+    assert collect(tmp_path, [Rank(SimpleNamespace(sentinel=alive), here)], timeout=0.5) == ({0}, {})
     late.join()
-
-
-def test_hang_before_the_function_is_told():
-    page = cell("""
-        class Slow:
-            def __reduce__(self):
-                return time.sleep, (100,)
-    """)
-    error = failure(print, page.Slow(), nproc=2, timeout=1)
-    assert "2 of 2 ranks still ran" in str(error)
 
 
 @pytest.mark.parametrize("hang", ["time.sleep(99)", "sum(range(10**12))"])
@@ -433,27 +418,39 @@ def test_every_signal_is_the_readers(hang, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_rank_that_ignores_signals_is_ended():
-    def stubborn():
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
-        time.sleep(1000)
+STUBBORN = {
+    "an argument": """
+        class Slow:
+            def __reduce__(self):
+                return time.sleep, (100,)
 
-    assert "2 of 2 ranks still ran" in str(failure(stubborn, nproc=2, timeout=1))
+        step, arguments = print, [Slow()]
+    """,
+    "ignored signals": """
+        def step():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_IGN)
+            time.sleep(1000)
+    """,
+    "a stopped rank": """
+        def step():
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            dist.barrier()
+    """,
+}
 
 
-def test_stopped_rank_is_ended():
-    def stop():
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        dist.barrier()
-
-    assert "2 of 2 ranks still ran" in str(failure(stop, nproc=2, timeout=1))
+@pytest.mark.parametrize("why", STUBBORN)
+def test_rank_that_cannot_be_asked_is_ended(why):
+    page = cell(STUBBORN[why])
+    error = failure(page.step, *getattr(page, "arguments", []), nproc=2, timeout=1)
+    assert "2 of 2 ranks still ran" in str(error)
 
 
 def test_rank_that_tells_its_line_late_is_waited_for(monkeypatch):
     """The rank is stopped when the time is over, and goes on a little later."""
-    monkeypatch.setattr(launcher, "LATE_WITHIN", 60)  # a busy machine may need long to let the rank run again
+    monkeypatch.setattr(collecting, "LATE_WITHIN", 60)  # a busy machine may need long to let the rank run again
 
     def stop():
         if dist.get_rank() == 1:
@@ -467,7 +464,7 @@ def test_rank_that_tells_its_line_late_is_waited_for(monkeypatch):
     assert "rank 0: at line" in message and "rank 1: at line" in message
 
 
-def test_line_is_told_when_its_stack_is_complete(tmp_path):
+def test_line_is_read_when_its_stack_is_complete(tmp_path):
     """faulthandler writes a stack piece by piece, the innermost frame first."""
     begin = "0x1\nTimeout (0:00:01)!\nThread 0x1 (most recent call first):\n"
     (tmp_path / "stack0").write_text(begin + f'  File "{os.__file__}", line 1 in wait\n')

@@ -1,12 +1,8 @@
 """The process group: one rank here or in plain Python, real ranks with pretended GPUs, and errors that name ranks."""
 
-import contextlib
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-import textwrap
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -51,64 +47,47 @@ def no_group_left(warmed_up, monkeypatch):
     assert not dist.is_initialized()
 
 
-def total():
+def total(group=None):
     """The number of ranks, as the sum of 1 over all ranks: so a collective runs."""
-    one = torch.ones(1)
-    dist.all_reduce(one)
-    return one.item()
+    x = torch.ones(1)
+    dist.all_reduce(x, group=group)
+    return x.item()
 
 
 # --- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_rank_on_gloo(capsys):
-    assert start_process_group() == CPU
-    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend(), total()) == (0, 1, "gloo", 1.0)
-    assert capsys.readouterr().out == "1 rank(s), gloo on cpu\n"
-
-
-def test_starting_and_stopping_twice(capsys):
-    start_process_group()
-    group = dist.group.WORLD
-    assert start_process_group() == CPU and dist.group.WORLD is group
-    stop_process_group()
-    stop_process_group()
-    assert capsys.readouterr().out == "1 rank(s), gloo on cpu\n"
-
-
-def test_start_after_stop():
+def test_one_rank_starts_and_stops_as_often_as_asked(capsys):
     for _ in range(3):
-        start_process_group()
-        assert total() == 1.0
+        assert start_process_group() == CPU
+        group = dist.group.WORLD
+        assert start_process_group() == CPU and dist.group.WORLD is group
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend(), total()) == (0, 1, "gloo", 1.0)
         stop_process_group()
+        stop_process_group()
+    assert capsys.readouterr().out == "1 rank(s), gloo on cpu\n" * 3
 
 
 def test_subgroups():
     start_process_group()
-    group = dist.new_group([0])
-    x = torch.ones(1)
-    dist.all_reduce(x, group=group)
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-    assert x.item() == 1.0 and mesh.size() == 1
+    assert total(dist.new_group([0])) == 1.0 and mesh.size() == 1
 
 
-def test_no_socket_of_a_notebook_that_another_machine_can_reach(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")  # the test's end restores it
+@pytest.mark.parametrize("readers", ["", "eth7"])
+def test_no_socket_of_a_notebook_that_another_machine_can_reach(readers, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", readers)
+    if not readers:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")  # the test's end restores it
     monkeypatch.setattr("helpers.ranks.magic.load", lambda shell: None)
     helpers.load_ipython_extension(None)
-    before = set(psutil.Process().net_connections(kind="inet"))
-    start_process_group()
-    group = dist.new_group([0])
-    opened = set(psutil.Process().net_connections(kind="inet")) - before
-    assert {connection.laddr.ip for connection in opened} == {"127.0.0.1"} and group is not None
-
-
-def test_readers_own_interface_is_kept(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    monkeypatch.setattr("helpers.ranks.magic.load", lambda shell: None)
-    helpers.load_ipython_extension(None)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == (readers or LOOPBACK)
+    if not readers:
+        before = set(psutil.Process().net_connections(kind="inet"))
+        start_process_group()
+        group = dist.new_group([0])
+        sockets = set(psutil.Process().net_connections(kind="inet")) - before
+        assert {socket.laddr.ip for socket in sockets} == {"127.0.0.1"} and group is not None
 
 
 def test_print0(capsys):
@@ -128,58 +107,25 @@ def test_print0_on_ranks(capsys):
     assert capsys.readouterr().out == "[rank 0] in the group\n[rank 0] after it\n"
 
 
-# --- a folder of its own, which this process alone makes and removes --------------------------------------------------
-
+# It stops the group: a process that ends without that may abort (pytorch#190489).
 PLAIN = """
-    import sys
-    import torch
-    import torch.distributed as dist
-    from helpers.runtime.process_group import start_process_group
+import torch.distributed as dist
+import torch
+from helpers.runtime.process_group import start_process_group, stop_process_group
 
-    print(start_process_group(), flush=True)
-    if "wait" in sys.argv:
-        input()
-        x = torch.ones(1)
-        dist.all_reduce(x, group=dist.new_group([0]))  # meets in the folder
-        print("met", x.item())
+device, x = start_process_group(), torch.ones(1)
+dist.all_reduce(x, group=dist.new_group([0]))
+print(device, x.item())
+stop_process_group()
 """
 
 
-@contextlib.contextmanager
-def plain_python(environment, *flags):
-    """Run ``python script.py`` without a launcher. Fails unless its status is 0 and it has not warned."""
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(PLAIN), *flags]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, **pipes) as process:
-        try:
-            yield process
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert (process.returncode, errors) == (0, "")
-
-
-def test_folder_of_another_process_stays_usable(monkeypatch):
+def test_plain_python_needs_no_launcher_and_leaves_nothing():
     with leftovers.surroundings() as environment:  # its folder has to be empty at the end
         environment |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": LOOPBACK}
-        monkeypatch.setattr(tempfile, "tempdir", environment["TMPDIR"])
-        monkeypatch.setattr("atexit.register", lambda remove, folder, **how: folders.append(folder))
-        folders = []
-        with plain_python(environment, "wait") as other:
-            assert other.stdout.readline() == "1 rank(s), gloo on cpu\n" and other.stdout.readline() == "cpu\n"
-            (theirs,) = leftovers.listing(environment["TMPDIR"])
-            for _ in range(2):  # two groups in this process, and below one in a process that ends
-                start_process_group()
-                stop_process_group()
-            with plain_python(environment) as third:
-                assert third.stdout.read() == "1 rank(s), gloo on cpu\ncpu\n"
-            mine = {os.path.basename(folder) for folder in folders}
-            assert set(leftovers.listing(environment["TMPDIR"])) == {theirs, *mine} and len(mine) == 2
-            assert all(os.stat(folder).st_mode & 0o077 == 0 for folder in folders)
-            print(file=other.stdin, flush=True)
-            assert other.stdout.readline() == "met 1.0\n"
-        for folder in folders:
-            shutil.rmtree(folder)
+        command = [sys.executable, "-W", "error", "-c", PLAIN]
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "1 rank(s), gloo on cpu\ncpu 1.0\n", "")
 
 
 # --- which backend, on machines with pretended GPUs -------------------------------------------------------------------
@@ -187,11 +133,11 @@ def test_folder_of_another_process_stays_usable(monkeypatch):
 
 def pretend(gpus):
     """Pretend ``gpus`` GPUs, and start no group; return what the group would have been started with."""
-    seen = SimpleNamespace(current=None)
+    group = SimpleNamespace(current=None)
     torch.cuda.device_count = lambda: gpus
-    torch.cuda.set_device = lambda device: setattr(seen, "current", None if device == -1 else device)  # -1: no change
-    dist.init_process_group = lambda backend, **options: seen.__dict__.update(options, backend=backend)
-    return seen
+    torch.cuda.set_device = lambda device: setattr(group, "current", None if device == -1 else device)  # -1: no change
+    dist.init_process_group = lambda backend, **options: group.__dict__.update(options, backend=backend)
+    return group
 
 
 def start_as(settings, backend, agent):
@@ -214,15 +160,15 @@ def start_as(settings, backend, agent):
     if "LOCAL_WORLD_SIZE" in mine:
         os.environ["LOCAL_WORLD_SIZE"] = str(mine["LOCAL_WORLD_SIZE"])
     os.uname = lambda: SimpleNamespace(nodename=mine.get("host", "here"))
-    seen = pretend(mine["gpus"])
+    group = pretend(mine["gpus"])
     try:
         device = start_process_group(backend, timedelta(seconds=300))  # longer than launch waits
     except RuntimeError as error:
         return str(error)
-    on_gpu = device if seen.backend == "nccl" else None
-    assert seen.device_id == seen.current == on_gpu
-    assert (seen.rank, seen.world_size) == (rank, 2)
-    return seen.backend, str(device)
+    on_gpu = device if group.backend == "nccl" else None
+    assert group.device_id == group.current == on_gpu
+    assert (group.rank, group.world_size) == (rank, 2)
+    return group.backend, str(device)
 
 
 @pytest.fixture(params=["an agent serves the store", "rank 0 serves the store"])
@@ -270,14 +216,16 @@ def test_nodes_that_differ_raise_at_once_and_are_named(agent):
     assert first == second == "No common backend: gloo on gpu08, nccl on gpu07. On CPUs: --backend gloo."
 
 
-@pytest.mark.parametrize(("gpus", "given", "started"), [(1, None, "cuda:0"), (8, "nccl", "cuda:0"), (8, "gloo", "cpu")])
-def test_plain_python_uses_the_gpu(gpus, given, started, monkeypatch):
+@pytest.mark.parametrize(
+    ("gpus", "backend", "device"), [(1, None, "cuda:0"), (8, "nccl", "cuda:0"), (8, "gloo", "cpu")]
+)
+def test_plain_python_uses_the_gpu(gpus, backend, device, monkeypatch):
     for name in ("device_count", "set_device"):
         monkeypatch.setattr(torch.cuda, name, None)
     monkeypatch.setattr(dist, "init_process_group", None)  # pretend() sets them; the test's end restores them
-    seen = pretend(gpus)
-    assert start_process_group(given) == torch.device(started)
-    assert (seen.rank, seen.world_size) == (0, 1)
+    group = pretend(gpus)
+    assert start_process_group(backend) == torch.device(device)
+    assert (group.rank, group.world_size) == (0, 1)
 
 
 def test_nccl_without_a_gpu():
@@ -288,13 +236,20 @@ def test_nccl_without_a_gpu():
 # --- who is missing ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_missing_variable_is_named(missing, monkeypatch):
-    given = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name in given.keys() - {missing}:
-        monkeypatch.setenv(name, given[name])
-    told = missing if missing == "LOCAL_RANK" else f"environment variable {missing} expected, but not set"
-    with pytest.raises((ValueError, KeyError), match=told):
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("LOCAL_RANK", None, "LOCAL_RANK"),
+        *((name, None, f"variable {name} expected, but not set") for name in LAUNCHER if not name.startswith("LOCAL")),
+        ("MASTER_PORT", "99999", "port must have value from 0 to 65535 but was 99999"),
+    ],
+)
+def test_missing_or_wrong_variable_is_named(name, value, message, monkeypatch):
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for other, text in {**variables, name: value}.items():
+        if text is not None:
+            monkeypatch.setenv(other, text)
+    with pytest.raises((ValueError, KeyError), match=message):
         start_process_group()
 
 
@@ -344,11 +299,11 @@ def test_start_and_stop_inside_a_rank():
 
 @pytest.mark.parametrize(("backend", "calls"), [("gloo", ["sleep", "destroy"]), ("nccl", ["destroy"])])
 def test_nothing_of_gloos_end_is_done_on_nccl(backend, calls, monkeypatch):
-    done = []
+    order = []
     with monkeypatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: True)
         patch.setattr(dist, "get_backend", lambda: backend)
-        patch.setattr(dist, "destroy_process_group", lambda: done.append("destroy"))
-        patch.setattr(time, "sleep", lambda seconds: done.append("sleep"))
+        patch.setattr(dist, "destroy_process_group", lambda: order.append("destroy"))
+        patch.setattr(time, "sleep", lambda seconds: order.append("sleep"))
         stop_process_group()
-    assert done == calls
+    assert order == calls

@@ -75,10 +75,10 @@ def group():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_was_there_before_is_there_afterwards(group, fails):
-    heard = []
+    calls = []
 
     def mine(*_):
-        heard.append(1)
+        calls.append(1)
 
     reader, writer = os.pipe()
     for end in (reader, writer):
@@ -94,11 +94,11 @@ def test_what_was_there_before_is_there_afterwards(group, fails):
                     raise ZeroDivisionError
         except ZeroDivisionError:
             assert fails
-        assert not heard
+        assert not calls
         assert [signal.getsignal(number) for number in SIGNALS] == [mine, mine]
         assert leftovers.soon(lambda: threading.active_count() == threads)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert heard == [1] and os.read(reader, 9) == bytes([signal.SIGTERM])
+        assert calls == [1] and os.read(reader, 9) == bytes([signal.SIGTERM])
         assert signal.set_wakeup_fd(bell) == writer
         del stop
     finally:
@@ -148,10 +148,10 @@ def test_a_rank_that_is_stuck_in_c_ends_and_the_job_goes_on(tmp_path):
         "--max-restarts=1",
     ]
     agent += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*agent, "stuck.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n")) == ["", "rank 0 went on", "rank 1 went on"]
-    assert "no step in 1 s after SIGTERM" in done.stderr
-    assert "SIGKILL" not in done.stderr  # which torchrun sends to a rank that has not ended after 30 s
+    assert process.returncode == 0, process.stderr
+    assert sorted(process.stdout.split("\n")) == ["", "rank 0 went on", "rank 1 went on"]
+    assert "no step in 1 s after SIGTERM" in process.stderr
+    assert "SIGKILL" not in process.stderr  # which torchrun sends to a rank that has not ended after 30 s

@@ -96,15 +96,15 @@ stop_process_group()
 @pytest.mark.parametrize(("end", "status"), [("", 0), ("exit", 0), ("exit 3", 3), ("raise", 1)])
 def test_a_scripts_status_is_its_own_and_its_handlers_run(end, status, alone, tmp_path):
     script = export(write_notebook(tmp_path, ENDING, parameters='end: str = ""'), tmp_path / "empty")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, script, "--end", end], env=alone, capture_output=True, text=True, timeout=120
     )
-    assert (done.returncode, done.stdout) == (status, "1 rank(s), gloo on cpu\nhandler\n")
+    assert (process.returncode, process.stdout) == (status, "1 rank(s), gloo on cpu\nhandler\n")
     if end == "raise":
-        assert "Traceback (most recent call last):" in done.stderr
-        assert done.stderr.endswith("ValueError: no data\n")
+        assert "Traceback (most recent call last):" in process.stderr
+        assert process.stderr.endswith("ValueError: no data\n")
     else:
-        assert done.stderr == ""
+        assert process.stderr == ""
 
 
 @pytest.mark.parametrize("end", ["", "exit 3"])
@@ -139,7 +139,7 @@ try:
     runpy.run_path("01_process_groups.py", run_name="__main__")
 except SystemExit as end:
     print(end.code, file=sys.stderr, flush=True)  # as it would be printed after the end
-    meet("told")
+    meet("reason")
     sys.exit(1)
 """
 
@@ -242,22 +242,24 @@ def test_run_passes_flags_and_status(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     for steps, status in (("3", 0), ("7", 1)):
         command = [sys.executable, "-m", "helpers", "run", notebook, "--nproc", "2", "--", "--steps", steps]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+        process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
         threads = max(1, len(os.sched_getaffinity(0)) // 2 if hasattr(os, "sched_getaffinity") else os.cpu_count() // 2)
-        assert done.returncode == status, done.stderr
-        assert set(done.stdout.splitlines()) == {f"{steps} {threads}"}  # one rank can end the other before it prints
-        assert ("Root Cause" in done.stderr) == (status == 1)
-        assert "distributed/run.py" not in done.stderr  # as in a traceback of torchrun
+        assert process.returncode == status, process.stderr
+        assert set(process.stdout.splitlines()) == {f"{steps} {threads}"}  # one rank can end the other before it prints
+        assert ("Root Cause" in process.stderr) == (status == 1)
+        assert "distributed/run.py" not in process.stderr  # as in a traceback of torchrun
 
 
 def test_nbconvert_writes_the_same_script_and_refuses_with_the_reason_and_no_file(tmp_path):
     script = export(CHAPTER_1, tmp_path / "ours")
     refused = write_notebook(tmp_path, "rank = 0\nprint(rank)")
     command = [sys.executable, "-m", "nbconvert", "--log-level=ERROR", "--to", "torchrun", CHAPTER_1, refused]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--output-dir", tmp_path / "theirs"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 1 and done.stderr.startswith("error: sample, cell 3 (`rank = 0`) hard-codes `rank = 0`")
-    assert len(done.stderr.splitlines()) == 2, done.stderr
+    assert process.returncode == 1 and process.stderr.startswith(
+        "error: sample, cell 3 (`rank = 0`) hard-codes `rank = 0`"
+    )
+    assert len(process.stderr.splitlines()) == 2, process.stderr
     assert os.listdir(tmp_path / "theirs") == [script.name]
     assert (tmp_path / "theirs" / script.name).read_text() == script.read_text()

@@ -2,17 +2,18 @@
 
 import contextlib
 import socket
+from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def hold_port():
+def hold_port() -> Iterator[int]:
     """A context that reserves a port of the loopback interface for a store, and gives the port's number.
 
     A port that was free a moment ago can be taken when the store asks for it. Here a socket is bound to the port and
     does not listen, so the system gives the port to nobody else. A store can still listen on the port, because the
     store and the socket both set SO_REUSEADDR.
     """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]

@@ -14,7 +14,7 @@ import signal
 from pathlib import Path
 
 
-def tidy_up(folder):
+def tidy_up(folder: str) -> None:
     """End the ranks of a kernel that was killed, remove its files, which the kernel could not do itself, and leave.
 
     It leaves by os._exit: the interpreter's own end would free all that is imported here, which takes 0.7 s.

@@ -12,9 +12,11 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver, parent_process
+from pathlib import Path
 
 from helpers.ranks.serialization import dumps
 
@@ -23,7 +25,17 @@ MET, RETURNED, RAISED = b"m", b"+", b"-"  # single bytes in the pipe: a rank tha
 MEET_WITHIN = 60  # seconds that the ranks have to start and meet; they do not count for the call's timeout
 
 
-@dataclass
+@dataclass(frozen=True)
+class Call:
+    """What all ranks of one ``launch`` share."""
+
+    folder: Path  # has the pickled function in "call", and takes the ranks' reports, outputs and stacks
+    world_size: int
+    timeout: float  # seconds
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Failure:
     """How one rank failed, as the rank itself or the launcher saw it."""
 
@@ -35,17 +47,19 @@ class Failure:
     killed: bool = False  # a signal ended the process, so no peer's failure is the cause
 
 
-def rank_main(conn, folder, rank, world_size, timeout, environment):
+def rank_main(pipe: connection.Connection, rank: int, call: Call) -> None:
     """The whole life of a rank, in a process that the forkserver has forked. It does not return: the launcher ends it.
 
     The rank writes its result or its Failure to a file of the call's folder, and then says through the pipe which.
     """
+    folder = call.folder
     os.setsid()  # Ctrl-C reaches the launcher alone, and one signal to this group ends all that the rank starts
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     multiprocessing.set_start_method(None, force=True)  # this rank forks a DataLoader's workers, as under torchrun
     threading.Thread(target=end_with_parent, daemon=True).start()
     (folder / f"pid{rank}").write_text(str(os.getpid()))  # the forkserver reads it if a rank that holds the GIL is left
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # open, it would hide the launcher's end
+    alive = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
+    os.close(alive)  # open, it would hide the launcher's end
     output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)  # C++ writes to the descriptors, so replacing sys.stdout is not enough
     os.dup2(output, 2)
@@ -54,38 +68,38 @@ def rank_main(conn, folder, rank, world_size, timeout, environment):
     stacks = open(folder / f"stack{rank}", "w", buffering=1)
     print(f"{threading.main_thread().ident:#018x}", file=stacks)
 
-    def met():
+    def met() -> None:
         # A signal would need a handler, and handlers belong to the reader. faulthandler also works without the GIL.
-        faulthandler.dump_traceback_later(timeout, file=stacks)
-        os.write(conn.fileno(), MET)
+        faulthandler.dump_traceback_later(call.timeout, file=stacks)
+        os.write(pipe.fileno(), MET)
 
-    faulthandler.dump_traceback_later(MEET_WITHIN + timeout, file=stacks)
+    faulthandler.dump_traceback_later(MEET_WITHIN + call.timeout, file=stacks)
     report = folder / f"report{rank}"
     try:
-        report.write_bytes(run(folder, rank, world_size, timeout, environment, met))
+        report.write_bytes(run(rank, call, met))
         kind = RETURNED
     except BaseException as error:  # such as SystemExit and dcp.CheckpointException
         report.write_bytes(pickle.dumps(describe(error)))
         kind = RAISED
     sys.stdout.flush()
     sys.stderr.flush()
-    os.write(conn.fileno(), kind)
+    os.write(pipe.fileno(), kind)
     threading.Event().wait()  # peers may still need this rank's connections; the launcher ends the process later
 
 
-def run(folder, rank, world_size, timeout, environment, met):
+def run(rank: int, call: Call, met: Callable[[], None]) -> bytes:
     """Start the process group, call ``met``, then call the function that the folder holds; return its pickled result.
 
-    ``timeout`` is in seconds. Raises what the function raises, and TypeError for a result that cannot be sent back.
+    Raises what the function raises, and TypeError for a result that cannot be sent back.
     """
     os.environ.clear()  # the forkserver has the variables of its own start, which may be old
-    os.environ.update(
-        environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
-    )
+    world_size = call.world_size
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update(call.environment, **{name: str(number) for name, number in numbers.items()})
     import torch
     import torch.distributed as dist
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     threads = max(1, min(cores // world_size, int(asked) if asked.isdigit() else cores))
     torch.set_num_threads(threads)
@@ -95,14 +109,14 @@ def run(folder, rank, world_size, timeout, environment, met):
         numpy.random.seed()  # a forked rank has the forkserver's state, so all ranks would draw the same numbers
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{environment['WORLD_SIZE_ONE_STORE']}",
+        init_method=f"file://{call.environment['WORLD_SIZE_ONE_STORE']}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout + MEET_WITHIN),  # so that the launcher's timeout comes first
+        timeout=timedelta(seconds=call.timeout + MEET_WITHIN),  # so that the launcher's timeout comes first
     )
     dist.barrier()  # from here on a rank that dies cannot disturb its peers' rendezvous
     met()
-    fn, args, sources = pickle.loads((folder / "call").read_bytes())
+    fn, args, sources = pickle.loads((call.folder / "call").read_bytes())
     linecache.cache.update(sources)  # so that a traceback shows the notebook's lines
     result = fn(*args)
     try:
@@ -114,47 +128,48 @@ def run(folder, rank, world_size, timeout, environment, met):
         ) from None
 
 
-def end_with_parent():
+def end_with_parent() -> None:
     """End this rank and all that it started as soon as the process that called ``launch`` is gone."""
-    connection.wait([parent_process().sentinel])
+    if parent := parent_process():
+        connection.wait([parent.sentinel])
     os.killpg(0, signal.SIGKILL)
 
 
-def describe(error):
+def describe(error: BaseException) -> Failure:
     """The Failure that describes an exception."""
     story, here = traceback.TracebackException.from_exception(error), os.path.dirname(__file__)
-    chain, stories = [], [story]
-    while stories:
-        one = stories.pop()
-        if one is not None:
-            chain.append(one)
-            stories += [one.__cause__, one.__context__]
-    for one in chain:
-        while len(one.stack) > 1 and os.path.dirname(one.stack[0].filename) == here:
-            one.stack.pop(0)  # a reader does not look for the launcher's frames
+    chain: list[traceback.TracebackException] = []  # the exception, what caused it, and what it was raised beside
+    links: list[traceback.TracebackException | None] = [story]
+    while links:
+        if link := links.pop():
+            chain.append(link)
+            links += [link.__cause__, link.__context__]
+    for link in chain:
+        while len(link.stack) > 1 and os.path.dirname(link.stack[0].filename) == here:
+            link.stack.pop(0)  # a reader does not look for the launcher's frames
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
     outside = [frame for frame in story.stack if os.path.dirname(frame.filename) != here]
     own = [frame for frame in outside if not is_library(frame.filename)] or outside
     text = "".join(story.format())
-    for frame in {frame.filename for one in chain for frame in one.stack}:
-        text = text.replace(f'File "{frame}"', f'File "{short(frame)}"')
+    for file in {frame.filename for link in chain for frame in link.stack}:
+        text = text.replace(f'File "{file}"', f'File "{short(file)}"')
     return Failure(
         when=time.monotonic(),
         what="".join(story.format_exception_only()).strip(),
         where=place(own[-1]) if own else "",
         traceback=text,
-        echo=any(word in str(one) for one in chain for word in lost),
+        echo=any(words in str(link) for link in chain for words in lost),
     )
 
 
-def place(frame):
+def place(frame: traceback.FrameSummary) -> str:
     """``line 3 of step: loss = f(x)`` for a frame of a traceback; the file's name is added if it is not a cell."""
     scope = "" if frame.name == "<module>" else f" of {frame.name}"
     file = "" if short(frame.filename) == NOTEBOOK else f" in {short(frame.filename)}"
     return f"line {frame.lineno}{scope}{file}: {frame.line}"
 
 
-def short(filename):
+def short(filename: str) -> str:
     """A file's name without a machine's folders and a kernel's process id, so that a page can show it."""
     if filename.startswith("<") or "ipykernel_" in filename:
         return NOTEBOOK
@@ -164,13 +179,13 @@ def short(filename):
     return os.path.relpath(filename) if filename.startswith(os.getcwd() + os.sep) else os.path.basename(filename)
 
 
-def is_library(filename):
+def is_library(filename: str) -> bool:
     """Whether a file belongs to an installed package, to Python or to this package, and not to the reader."""
     folders = [*library_folders(), os.path.dirname(os.path.dirname(__file__))]
     return filename.startswith("<frozen") or any(filename.startswith(folder + os.sep) for folder in folders)
 
 
-def library_folders():
+def library_folders() -> list[str]:
     """The folders of installed packages and of the standard library, the longest path first."""
-    found = {*site.getsitepackages(), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
-    return sorted(found, key=len, reverse=True)
+    folders = {*site.getsitepackages(), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
+    return sorted(folders, key=len, reverse=True)

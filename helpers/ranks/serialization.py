@@ -5,6 +5,7 @@ import io
 import operator
 import sys
 from types import ModuleType
+from typing import Any
 
 import cloudpickle
 
@@ -18,7 +19,7 @@ class Pickler(cloudpickle.Pickler):
     whose name occurs in the function's code.
     """
 
-    def reducer_override(self, obj):
+    def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)
         if type(obj).__module__ == "torch._ops" and type(obj).__name__ in OPERATORS:
@@ -27,7 +28,7 @@ class Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def dumps(obj):
+def dumps(obj: Any) -> bytes:
     """An object as bytes, for ``pickle.loads``. Raises what cloudpickle raises for objects that cannot be sent."""
     with io.BytesIO() as file:
         Pickler(file).dump(obj)

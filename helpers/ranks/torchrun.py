@@ -7,6 +7,9 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -14,7 +17,7 @@ STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 @contextlib.contextmanager
-def folder_until_a_signal():
+def folder_until_a_signal() -> Iterator[str]:
     """A temporary folder, and meanwhile Ctrl-C, SIGTERM and SIGHUP end all that this process started and this process.
 
     Such a signal also removes the folder; the exit status is 130. The handler does not raise: in some places of
@@ -22,7 +25,7 @@ def folder_until_a_signal():
     """
     signals = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]  # as nohup sets SIGHUP
 
-    def stop(number, frame):
+    def stop(number: int, frame: FrameType | None) -> None:
         for other in signals:
             signal.signal(other, signal.SIG_IGN)  # so that a second Ctrl-C does not interrupt this handler
         try:
@@ -51,14 +54,14 @@ def folder_until_a_signal():
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def set_defaults(nproc):
+def set_defaults(nproc: int) -> None:
     """Set OMP_NUM_THREADS, which torch reads when it is loaded, and gloo's loopback for ``nproc`` ranks, if unset."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # needs no host's name
 
 
-def run(script, nproc, flags):
+def run(script: Path, nproc: int, flags: Sequence[str]) -> int:
     """Run the script at a path on ``nproc`` ranks; return 0, or 1 if a rank failed. torchrun's logs go beside it."""
     set_defaults(nproc)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

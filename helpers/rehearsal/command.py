@@ -125,7 +125,7 @@ def variables(rank, gpus, nodes, port, folder):
 
 def wait(ranks):
     """Wait for all ranks, {process: rank}; return 0, or 1 where one failed, which ends the others as torchrun does."""
-    from helpers.ranks.launch import LATE_WITHIN, PEERS_WITHIN, busy  # here, because other commands do without it
+    from helpers.ranks.collecting import LATE_WITHIN, PEERS_WITHIN, busy  # here, because other commands do without it
 
     failed = False
     while ranks and not failed:

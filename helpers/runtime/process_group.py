@@ -3,10 +3,7 @@
 Run-time module: what a chapter uses from here is copied into its exported script.
 """
 
-import atexit
 import os
-import shutil
-import tempfile
 import time
 from datetime import timedelta
 
@@ -14,17 +11,17 @@ import torch
 import torch.distributed as dist
 
 
-def start_process_group(backend=None, timeout=timedelta(minutes=10)):
+def start_process_group(
+    backend: str | None = None, timeout: timedelta = timedelta(minutes=10)
+) -> torch.device:
     """Start the default group, unless one runs; return this rank's GPU, or the CPU."""
-    if dist.is_initialized():
+    if dist.group.WORLD is not None:
         return dist.group.WORLD.bound_device_id or torch.device("cpu")
-    where = ["env://"]  # torch's error names a variable that is missing
-    if not os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:  # no launcher
-        folder = tempfile.mkdtemp()
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        where = [f"file://{folder}/store", 0, 1]
     local_rank = int(os.environ["LOCAL_RANK"]) if "RANK" in os.environ else 0
-    store, rank, world_size = next(dist.rendezvous(*where, timeout=timeout))
+    if os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:  # a launcher's
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    else:
+        store, rank, world_size = dist.HashStore(), 0, 1
     gpus = torch.cuda.device_count()
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     backend = backend or ("nccl" if gpus else "gloo")
@@ -39,20 +36,20 @@ def start_process_group(backend=None, timeout=timedelta(minutes=10)):
     return device or torch.device("cpu")
 
 
-def compare(store, rank, world_size, choice):
+def compare(store: dist.Store, rank: int, world_size: int, choice: str) -> None:
     """Raise RuntimeError on every rank, naming hosts, unless all use one backend."""
     store.set(f"backend of rank {rank}", f"{choice} on {os.uname().nodename}")
     if rank == 0:  # the store's timeout names a key, and with it the missing rank
-        said = {store.get(f"backend of rank {r}").decode() for r in range(world_size)}
-        agreed = {choice.split(" on ")[0] for choice in said} in ({"nccl"}, {"gloo"})
-        store.set("word of rank 0", "" if agreed else ", ".join(sorted(said)))
+        picks = {store.get(f"backend of rank {r}").decode() for r in range(world_size)}
+        agreed = {pick.split(" on ")[0] for pick in picks} in ({"nccl"}, {"gloo"})
+        store.set("word of rank 0", "" if agreed else ", ".join(sorted(picks)))
     if wrong := store.get("word of rank 0").decode():
         store.set(f"rank {rank} knows", "")  # rank 0 waits: it may serve the store
         rank == 0 and store.wait([f"rank {r} knows" for r in range(world_size)])
         raise RuntimeError(f"No common backend: {wrong}. On CPUs: --backend gloo.")
 
 
-def stop_process_group():
+def stop_process_group() -> None:
     """End the default group, if one runs."""
     if dist.is_initialized():
         if dist.get_backend() == "gloo":
@@ -60,6 +57,6 @@ def stop_process_group():
         dist.destroy_process_group()
 
 
-def print0(*args):
+def print0(*args: object) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         print(*args, flush=True)

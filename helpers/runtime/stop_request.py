@@ -23,12 +23,12 @@ class StopRequest:
 
     signals = signal.SIGTERM, signal.SIGUSR1
 
-    def __init__(self, patience=10):
+    def __init__(self, patience: float = 10) -> None:
         self.patience = patience  # seconds: more than a step, a validation and a save
         self.noted, self.steps = 0, 0  # the last signal, how often agreed() was called
         self.over, self.asked, self.pending = threading.Event(), None, None
 
-    def __enter__(self):
+    def __enter__(self) -> "StopRequest":
         self.group = dist.new_group(backend="gloo")  # on the CPU, so no wait for a GPU
         self.alarm, self.bell = socket.socketpair()
         self.bell.setblocking(False)
@@ -37,7 +37,7 @@ class StopRequest:
         threading.Thread(target=self.watch, daemon=True).start()
         return self
 
-    def __exit__(self, kind, *_):
+    def __exit__(self, kind: type | None, *_: object) -> None:
         for number, handler in zip(self.signals, self.before, strict=True):
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.bell_before)
@@ -47,13 +47,13 @@ class StopRequest:
         if kind is None and self.pending:
             self.pending.wait()
 
-    def note(self, number, _):
+    def note(self, number: int, _: object) -> None:
         self.noted = number
 
-    def watch(self):
+    def watch(self) -> None:
         """In a thread: while a rank is in a collective, no Python handler runs."""
         with self.alarm:
-            while (heard := self.alarm.recv(64)) and signal.SIGTERM not in heard:
+            while (numbers := self.alarm.recv(64)) and signal.SIGTERM not in numbers:
                 pass
         steps = self.steps
         while not self.over.wait(self.patience):
@@ -62,7 +62,7 @@ class StopRequest:
                 os._exit(128 + signal.SIGTERM)
             steps = self.steps
 
-    def agreed(self):
+    def agreed(self) -> str | None:
         """Call once a step: the signal's name, at one step on all ranks, or None."""
         self.steps += 1
         if self.pending:  # it was asked a step ago, so the answer is here by now
@@ -78,7 +78,7 @@ class StopRequest:
         return self.asked
 
 
-def outlive_signals(_):
+def outlive_signals(_: int) -> None:
     """A DataLoader's ``worker_init_fn``: workers ignore what is meant for the rank."""
     for number in StopRequest.signals:
         signal.signal(number, signal.SIG_IGN)

@@ -78,13 +78,14 @@ def give_ranks(agent: Any, change: Any) -> None:
 @lie("01", "each of them its number|world of four|rank", file=LAUNCH)
 def launch_returns_results_backwards(text: str) -> str:
     """`launch` returns the ranks' results in the wrong order."""
-    return swap(text, "read_bytes() for rank in range(nproc)]", "read_bytes() for rank in reversed(range(nproc))]")
+    return swap(text, "read_bytes()) for rank in range(nproc)]", "read_bytes()) for rank in reversed(range(nproc))]")
 
 
 @lie("01 02 04", "hang|stands still|timeout|wait|never come", file=LAUNCH)
 def launch_forgives_a_hang(text: str) -> str:
     """`launch` returns when a rank hangs, and says nothing."""
-    return swap(text, "        raise hang(stands, returned, timeout)", "        return [None] * nproc")
+    line = "            raise hang(where_they_stand(folder, nproc), returned, timeout)"
+    return swap(text, line, "            return [None] * nproc")
 
 
 @lie("04 06", "rank", file=LAUNCH)
