@@ -575,7 +575,7 @@ def half_a_file_counts(text):
 @lie("10", "fail|disk|raise|finish", file=CHECKPOINT)
 def failed_save_counts(text):
     """A checkpoint counts though one rank could not write its part."""
-    return swap(text, "            if failed:\n", "            if False:\n")
+    return swap(text, "            if failure:\n", "            if False:\n")
 
 
 @lie("10", "newest|keep|last", file=CHECKPOINT)
@@ -587,7 +587,7 @@ def retention_deletes_the_newest(text):
 @lie("10", "flip|checksum|bit", file=CHECKPOINT)
 def digests_are_not_compared(text):
     """`verify` accepts any bytes of the right length."""
-    return swap(text, "            if read != saved:", "            if False:")
+    return swap(text, "            if digest != manifest[name][1]:", "            if False:")
 
 
 @lie("10", "truncat|length|gone|damage", file=CHECKPOINT)
