@@ -44,24 +44,32 @@ def linear(color):
     return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
 
 
-def contrast(one, other):
-    """WCAG's contrast ratio of two colours, 1 to 21."""
-    darker, lighter = sorted(linear(color) @ [0.2126, 0.7152, 0.0722] + 0.05 for color in (one, other))
-    return lighter / darker
+def stand_out(colors):
+    """Check WCAG's contrast ratio, 1 to 21, of each colour with the theme's light and dark page."""
+    for pair in itertools.product(colors, ["#ffffff", "#121212"]):
+        darker, lighter = sorted(linear(color) @ [0.2126, 0.7152, 0.0722] + 0.05 for color in pair)
+        assert lighter / darker >= 3, pair
 
 
-@pytest.mark.parametrize("background", ["#ffffff", "#121212"])  # the theme's light and dark page
-@pytest.mark.parametrize("color", RANK_COLORS)
-def test_a_rank_color_stands_out_on_both_pages(color, background):
-    assert contrast(color, background) >= 3
+def differ(colors):
+    """Check the distance of any two colours in OKLab, where CSS Color 4 calls 0.02 just noticeable."""
+    for sight, matrix in SIGHT.items():
+        rgbs = [np.clip(linear(color) @ np.array(matrix).T, 0, 1) for color in colors]
+        labs = [np.cbrt(rgb @ np.array(OKLAB[0]).T) @ np.array(OKLAB[1]).T for rgb in rgbs]
+        assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(labs, 2)) > 0.065, sight
 
 
-@pytest.mark.parametrize("sight", SIGHT)
-def test_two_rank_colors_differ_for_every_kind_of_sight(sight):
-    seen = [np.clip(linear(color) @ np.array(SIGHT[sight]).T, 0, 1) for color in RANK_COLORS]
-    lab = [np.cbrt(rgb @ np.array(OKLAB[0]).T) @ np.array(OKLAB[1]).T for rgb in seen]
-    nearest = min(np.linalg.norm(one - other) for one, other in itertools.combinations(lab, 2))
-    assert nearest > 0.065  # in OKLab, where CSS Color 4 calls 0.02 just noticeable
+WRONG_COLORS = [  # the last three pairs differ for all but one kind of sight
+    (stand_out, "#ffbb00 #3355ee"), (stand_out, "#3355ee #113388"), (differ, "#3355ee #3344ee"),
+    (differ, "#cc4400 #776600"), (differ, "#227755 #885544"), (differ, "#3388cc #339999"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("check, wrong", WRONG_COLORS)
+def test_rank_colors_stand_out_and_differ_for_every_kind_of_sight(check, wrong):
+    check(RANK_COLORS)
+    with pytest.raises(AssertionError):
+        check(wrong.split())
 
 
 def test_a_rank_keeps_its_color_and_takes_a_hatch_when_colors_repeat():
@@ -72,10 +80,6 @@ def test_a_rank_keeps_its_color_and_takes_a_hatch_when_colors_repeat():
         rank_color(-1)
 
 
-def colors_of(page):
-    return set(re.findall(r"#[0-9a-f]{6}\b", page))
-
-
 def test_the_same_rank_has_the_same_color_in_every_figure():
     three = {rank: 10.0 - rank for rank in range(3)}
     pages = [
@@ -84,7 +88,7 @@ def test_the_same_rank_has_the_same_color_in_every_figure():
         show(replicas(3), "a").page,
         show(ddp_overlap(3, 2), "a").page,
     ]
-    assert [colors_of(page) for page in pages] == [set(RANK_COLORS[:3])] * 4
+    assert [set(re.findall(r"#[0-9a-f]{6}\b", page)) for page in pages] == [set(RANK_COLORS[:3])] * 4
 
 
 def every_figure():
@@ -113,41 +117,66 @@ def test_a_figure_has_the_same_bytes_in_another_process():
     assert done.stdout == show(ddp_overlap(4, 4), "a").page
 
 
-def test_the_drawing_is_small_uses_the_page_s_ink_and_says_nothing_to_the_rest_of_the_page():
-    for fig in every_figure():
-        drawing = figures.svg(fig)
-        root = ElementTree.fromstring(drawing)
-        assert root.tag == "svg" and root.get("viewBox").startswith("0 0 ")
-        tags = {element.tag for element in root.iter()}
-        assert tags <= {"svg", "g", "path", "text", "defs", "clipPath", "rect", "use", "pattern"}
-        assert "currentColor" in drawing and "#000" not in drawing and "black" not in drawing
-        assert "font-family" not in drawing and "DejaVu" not in drawing and "http" not in drawing
-        assert not re.search(r"\d\.\d{3}", drawing), "numbers are rounded"
-        assert len(drawing) < 21_000
-        background = [path for path in root.iter("path") if "fill:#ffffff" in path.get("style", "")]
-        assert not background
+def plain(drawing):
+    """Check that a drawing is small, in the page's ink and font, and says nothing to the rest of the page."""
+    root = ElementTree.fromstring(drawing)
+    assert root.tag == "svg" and root.get("viewBox").startswith("0 0 ")
+    tags = {element.tag for element in root.iter()}
+    assert tags <= {"svg", "g", "path", "text", "defs", "clipPath", "rect", "use", "pattern"}
+    assert "currentColor" in drawing and not re.search("#000|black|#ffffff|font-family|DejaVu|http", drawing)
+    assert not re.search(r"\d\.\d{3}", drawing), "numbers are rounded"
+    assert len(drawing) < 21_000
 
 
-def test_words_of_a_figure_lie_within_it_and_nowhere_on_each_other():
-    for fig in every_figure():
-        root = ElementTree.fromstring(figures.svg(fig))
-        width, height = (float(root.get(name)) for name in ("width", "height"))
-        boxes = []
-        for text in root.iter("text"):
-            assert not text.get("transform"), "a turned text is placed by the width of another font"
-            rules = dict(rule.split(":") for rule in text.get("style").split(";"))
-            size = float(rules["font-size"].removesuffix("px"))
-            font = FontProperties(family="DejaVu Sans", size=size, weight=rules.get("font-weight", "normal"))
-            wide = TextPath((0, 0), text.text, prop=font).get_extents().x1
-            left = float(text.get("x")) - {"middle": wide / 2, "end": wide}.get(rules.get("text-anchor"), 0)
-            boxes.append((left, float(text.get("y")) - 0.7 * size, left + wide, float(text.get("y")), text.text))
-            assert size >= 10
-        assert boxes
-        for left, top, right, bottom, word in boxes:
-            assert left > -1 and right < width + 1 and top > 0 and bottom < height, word
-        for one, other in itertools.combinations(boxes, 2):
-            apart = one[2] < other[0] or other[2] < one[0] or one[3] < other[1] or other[3] < one[1]
-            assert apart, (one, other)
+def legible(drawing):
+    """Check that words are large enough, lie within the drawing, and nowhere on each other."""
+    root = ElementTree.fromstring(drawing)
+    width, height = (float(root.get(name)) for name in ("width", "height"))
+    places = []
+    for text in root.iter("text"):
+        assert not text.get("transform"), "a turned text is placed by the width of another font"
+        rules = dict(rule.split(":") for rule in text.get("style").split(";"))
+        size = float(rules["font-size"].removesuffix("px"))
+        font = FontProperties(family="DejaVu Sans", size=size, weight=rules.get("font-weight", "normal"))
+        wide = TextPath((0, 0), text.text, prop=font).get_extents().x1
+        left = float(text.get("x")) - {"middle": wide / 2, "end": wide}.get(rules.get("text-anchor"), 0)
+        top, right, bottom = float(text.get("y")) - 0.7 * size, left + wide, float(text.get("y"))
+        assert size >= 10 and left > -1 and right < width + 1 and top > 0 and bottom < height, text.text
+        for word, (before, above, behind, below) in places:
+            assert right < before or behind < left or bottom < above or below < top, (word, text.text)
+        places.append((text.text, (left, top, right, bottom)))
+    assert places
+
+
+def words(*places, **look):
+    """A figure of the word "gradient" at these places."""
+    fig, ax = figures.canvas(200, 100)
+    for x, y in places:
+        ax.text(x, y, "gradient", **look)
+    return fig
+
+
+WRONG_FIGURES = {
+    "a background": (plain, words((20, 40), backgroundcolor="#ffffff")),
+    "large": (plain, words(*itertools.product(range(20), range(20)))),
+    "no word": (legible, words()),
+    "on each other": (legible, words((20, 40), (60, 45))),
+    "outside": (legible, words((170, 40))),
+    "turned": (legible, words((20, 40), rotation=90)),
+    "small": (legible, words((20, 40), fontsize=8)),
+}
+
+
+@pytest.mark.parametrize("check", [plain, legible])
+def test_every_figure_is_plain_and_legible(check):
+    for fig in [*every_figure(), words((20, 40), (20, 60))]:
+        check(figures.svg(fig))
+
+
+@pytest.mark.parametrize("check, fig", WRONG_FIGURES.values(), ids=WRONG_FIGURES)
+def test_a_wrong_figure_is_noticed(check, fig):
+    with pytest.raises(AssertionError):
+        check(figures.svg(fig))
 
 
 def test_figures_of_one_page_share_no_id():
@@ -156,11 +185,9 @@ def test_figures_of_one_page_share_no_id():
     pages += [show(ddp_overlap(4, 2), "a").page, show(ddp_overlap(4, 4), "a").page]
     ids = [re.findall(r'\bid="([^"]+)"', page) for page in pages]
     assert all(ids), "a clip path or a hatch is needed for this test"
-    flat = list(itertools.chain(*ids))
-    assert len(set(flat)) == len(flat)
+    assert len(set(itertools.chain(*ids))) == sum(map(len, ids))
     for page, own in zip(pages, ids, strict=True):
-        used = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', page)
-        assert {one or other for one, other in used} == set(own)
+        assert set(re.findall(r'(?:url\(#|href="#)([^)"]+)', page)) == set(own)
 
 
 def test_show_asks_for_alt_text_and_a_figure():
@@ -195,8 +222,8 @@ def test_the_words_of_a_drawing_are_kept_as_they_are():
 # --- the model behind ddp_overlap -------------------------------------------------------------------------------------
 
 
-def test_one_bucket_overlaps_nothing():
-    # forward 10 ms, backward 20 ms, then 1 ms + 2 * 3/4 * 100 MB / (10 GB/s) = 16 ms of all-reduce
+def test_all_reduces_wait_for_their_gradients():
+    # Forward 10 ms, backward 20 ms, then 1 ms + 2 * 3/4 * 100 MB / (10 GB/s) = 16 ms of all-reduce.
     assert overlap_schedule(4, 1) == [
         ("compute", 0, 10, "forward"),
         ("compute", 10, 30, "backward"),
@@ -204,10 +231,7 @@ def test_one_bucket_overlaps_nothing():
         ("compute", 30, 46, "wait"),
         ("compute", 46, 49, "step"),
     ]
-
-
-def test_two_buckets_hide_the_first_all_reduce():
-    # each 1 + 2 * 3/4 * 50 / 10 = 8.5 ms; the first is ready after half of the backward pass
+    # Of two buckets each takes 1 + 2 * 3/4 * 50 / 10 = 8.5 ms; the first is ready after half of the backward pass.
     assert overlap_schedule(4, 2) == [
         ("compute", 0, 10, "forward"),
         ("compute", 10, 20, "backward"),
@@ -268,9 +292,9 @@ CELLS = {
 def nbval(path):
     """Run nbval on a notebook, with the project's sanitising. Returns each cell's outcome, "." or "F"."""
     done = run_nbval(path, "-q", f"--nbval-sanitize-with={ROOT / 'tests' / 'nbval_sanitize.cfg'}")
-    found = re.search(r"^([.FEsx]+) +\[100%\]$", done.stdout, re.MULTILINE)
-    assert found, done.stdout + done.stderr
-    return found[1], done.stdout
+    outcomes = re.search(r"^([.FEsx]+) +\[100%\]$", done.stdout, re.MULTILINE)
+    assert outcomes, done.stdout + done.stderr
+    return outcomes[1], done.stdout
 
 
 def stored(path, cells):

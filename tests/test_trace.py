@@ -8,6 +8,7 @@ import pytest
 from helpers.export import chapters
 
 COMPUTE, NCCL = 7, 20  # streams
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 KERNEL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>(int)"
 
 
@@ -40,14 +41,7 @@ def step_of_a_gpu(number, begin, gpu):
         complete("kernel", "ampere_sgemm_128x64_tn", begin + 100, 300, gpu, COMPUTE),
         complete("kernel", KERNEL, begin + 400, 100, gpu, COMPUTE),
         complete("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", begin + 60, 20, gpu, COMPUTE),
-        complete(
-            "kernel",
-            "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-            begin + 400,
-            400,
-            gpu,
-            NCCL,
-        ),
+        complete("kernel", ALL_REDUCE, begin + 400, 400, gpu, NCCL),
         complete("kernel", "ampere_sgemm_128x64_nn", begin + 700, 200, gpu, COMPUTE),
     ]
 
@@ -72,16 +66,16 @@ def chapter(tmp_path_factory):
 
 
 def test_kernels_and_nothing_else_are_compute_and_communication(chapter):
-    found = chapter["activity"](trace(0))
-    assert sum(found["compute"], ()) == pytest.approx((0.1, 0.5, 0.7, 0.9, 1.1, 1.5, 1.7, 1.9))
-    assert sum(found["communication"], ()) == pytest.approx((0.4, 0.8, 1.4, 1.8))
-    assert found["steps"] == [(0, 2)]
+    activity = chapter["activity"](trace(0))
+    assert sum(activity["compute"], ()) == pytest.approx((0.1, 0.5, 0.7, 0.9, 1.1, 1.5, 1.7, 1.9))
+    assert sum(activity["communication"], ()) == pytest.approx((0.4, 0.8, 1.4, 1.8))
+    assert activity["steps"] == [(0, 2)]
 
 
 def test_a_step_in_numbers(chapter):
-    found = chapter["summary"](trace(0))
+    summary = chapter["summary"](trace(0))
     expected = {"steps": 2, "step": 1, "compute": 0.6, "communication": 0.4, "overlap": 0.5, "waiting": 0.2, "own": 0.8}
-    assert found == pytest.approx(expected)
+    assert summary == pytest.approx(expected)
 
 
 def test_ranks_are_merged_on_one_clock(chapter):
@@ -89,10 +83,8 @@ def test_ranks_are_merged_on_one_clock(chapter):
     merged = chapter["merge_traces"](copy.deepcopy(traces))
     merged = merged["traceEvents"] if isinstance(merged, dict) else merged
     for name in ("ncclDevKernel", "ampere_sgemm_128x64_tn", "ProfilerStep#1"):
-        ours = [
-            (event["ts"], event["pid"]) for event in merged if event["name"].startswith(name) and event["ph"] == "X"
-        ]
-        first, second = (sorted(ts for ts, pid in ours if pid // 1000 == rank) for rank in (0, 1))
+        events = [event for event in merged if event["name"].startswith(name) and event["ph"] == "X"]
+        first, second = (sorted(event["ts"] for event in events if event["pid"] // 1000 == rank) for rank in (0, 1))
         assert first and first == pytest.approx(second)
     arrows = [event["id"] for event in merged if event["ph"] == "s"]
     assert len(arrows) == len(set(arrows)) == 4

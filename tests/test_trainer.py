@@ -92,9 +92,9 @@ def test_a_language_model_on_text_takes_two_functions(language_model, alone, on_
     command = [sys.executable, language_model, *FEW]
     done = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
-    one, two = losses(done.stdout), losses(on_two_ranks)
-    assert len(one) == 18 + 2 and one["step 18:"] < one["step 1:"] - 0.8
-    assert two == pytest.approx(one, abs=0.002)
+    on_one, on_two = losses(done.stdout), losses(on_two_ranks)
+    assert len(on_one) == 18 + 2 and on_one["step 18:"] < on_one["step 1:"] - 0.8
+    assert on_two == pytest.approx(on_one, abs=0.002)
     assert {**result(done.stdout), "world_size": 2} == pytest.approx(result(on_two_ranks), abs=0.002)
 
 
@@ -113,7 +113,7 @@ def test_a_compiled_model_has_the_same_losses(language_model, alone, on_two_rank
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "error"),
     [
         (["--accumulate", "5"], "ValueError: --batch-size must be a multiple of 5, up to 1440."),
         (["--batch-size", "1441"], "ValueError: --batch-size must be a multiple of 1, up to 1440."),
@@ -122,12 +122,12 @@ def test_a_compiled_model_has_the_same_losses(language_model, alone, on_two_rank
     ],
     ids=["micro-batches", "too large", "resume from where", "a used folder"],
 )
-def test_refused_in_one_line(script, tmp_path, monkeypatch, flags, told):
+def test_refused_in_one_line(script, tmp_path, monkeypatch, flags, error):
     (tmp_path / "step_00000007.pt").touch()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RankError) as caught:
+    with pytest.raises(RankError) as raised:
         launch(lambda path, args: loaded(path).main(args), str(script), settings(script, *flags), nproc=1)
-    assert caught.value.failures[0].splitlines()[-1] == told
+    assert raised.value.failures[0].splitlines()[-1] == error
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -137,8 +137,8 @@ def test_checkpoints_are_in_the_order_of_their_steps(script, tmp_path):
     for step in (99_999_999, 1_000_000_000, 20, 2_000_000_000):
         (tmp_path / f"step_{step:08}.pt").touch()
     (tmp_path / "unfinished.part").touch()
-    found = [path.name for path in loaded(script).checkpoints(tmp_path)]
-    assert found == ["step_00000020.pt", "step_99999999.pt", "step_1000000000.pt", "step_2000000000.pt"]
+    names = [path.name for path in loaded(script).checkpoints(tmp_path)]
+    assert names == ["step_00000020.pt", "step_99999999.pt", "step_1000000000.pt", "step_2000000000.pt"]
 
 
 def save_on_a_full_disk(path, args):
@@ -157,13 +157,13 @@ def save_on_a_full_disk(path, args):
     try:
         trainer.save_run(parts, 2, args, torch.device("cpu"))
     except OSError as error:
-        return sorted(found.name for found in trainer.Path(args.checkpoint_dir).iterdir()), str(error)
+        return sorted(path.name for path in trainer.Path(args.checkpoint_dir).iterdir()), str(error)
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_and_no_half_file(script, tmp_path):
     args = settings(script, f"--checkpoint-dir={tmp_path / 'runs'}")
-    [(left, error)] = launch(save_on_a_full_disk, str(script), args, nproc=1)
-    assert left == ["step_00000001.pt"] and "No space left" in error
+    [(names, error)] = launch(save_on_a_full_disk, str(script), args, nproc=1)
+    assert names == ["step_00000001.pt"] and "No space left" in error
 
 
 # --- the speed --------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_no_half_file(script, tmp_pat
 
 def speeds_by_a_slow_clock(path, args):
     """The speeds that a run prints if a step takes a second, and a validation or a save an hour."""
-    trainer, now, told = loaded(path), [0], []
+    trainer, now, records = loaded(path), [0], []
 
     def taking(seconds, function):
         def slow(*arguments):
@@ -186,11 +186,11 @@ def speeds_by_a_slow_clock(path, args):
     trainer.save_run = taking(3600, trainer.save_run)
 
     def log(args, loader, begun, total):
-        return loader, lambda step, text, values: told.append((step, values.get("samples_per_second")))
+        return loader, lambda step, text, values: records.append((step, values.get("samples_per_second")))
 
     images = TensorDataset(torch.zeros(100, 64), torch.zeros(100, dtype=torch.int64))
     trainer.train(args, images, images, torch.device("cpu"), log)
-    return [(step, speed) for step, speed in told if speed]
+    return [(step, speed) for step, speed in records if speed]
 
 
 def test_the_speed_is_that_of_steps_alone(script, tmp_path):

@@ -30,8 +30,8 @@ def words_of(page):
 def test_there_is_one_frame_for_each_combination_and_the_last_slider_runs_fastest():
     page = explore(word, alt="a word", text=["x", "y"], size=[1, 2, 3]).page()
     assert words_of(page) == ["x at 1", "x at 2", "x at 3", "y at 1", "y at 2", "y at 3"]
-    says = re.findall(r'aria-label="([^"]*)"', page)
-    assert says[0] == "a word (text x, size 1)" and says[-1] == "a word (text y, size 3)" and len(says) == 6
+    alts = re.findall(r'aria-label="([^"]*)"', page)
+    assert alts[0] == "a word (text x, size 1)" and alts[-1] == "a word (text y, size 3)" and len(alts) == 6
     assert page.count('class="wso-view wso-on"') == 1 and page.count('class="wso-view"') == 5
 
 
@@ -117,9 +117,9 @@ def test_what_cannot_be_explored_is_refused_in_one_line(error, match, fn, slider
 
 
 def two_explorers():
-    one = explore(word, alt="first", text=["x", "y"], size=[1, 2, 3])
-    other = explore(word, alt="second", caption="c", size=[7, 8])
-    return f"<!doctype html><title>t</title><main>{one.page()}{other.page()}</main>"
+    first = explore(word, alt="first", text=["x", "y"], size=[1, 2, 3])
+    second = explore(word, alt="second", caption="c", size=[7, 8])
+    return f"<!doctype html><title>t</title><main>{first.page()}{second.page()}</main>"
 
 
 def shown(page):
@@ -129,8 +129,8 @@ def shown(page):
 
 def test_sliders_move_by_keyboard_and_by_mouse_each_its_own_figure(browser):
     page = browser.new_page()
-    asked, errors = [], []
-    page.on("request", lambda request: asked.append(request.url))
+    requests, errors = [], []
+    page.on("request", lambda request: requests.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.set_content(two_explorers())
     assert shown(page) == ["first (text x, size 1)", "second (size 7)"]
@@ -149,7 +149,7 @@ def test_sliders_move_by_keyboard_and_by_mouse_each_its_own_figure(browser):
     track = page.locator("figure").nth(1).get_by_role("slider").bounding_box()
     page.mouse.click(track["x"] + track["width"] - 3, track["y"] + track["height"] / 2)
     assert shown(page) == ["first (text y, size 3)", "second (size 8)"]
-    assert (asked, errors) == ([], [])
+    assert (requests, errors) == ([], [])
     page.close()
 
 

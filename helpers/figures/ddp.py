@@ -1,14 +1,26 @@
 """Chapter 4's figures: a picture of what DDP is, and one of when a step computes and when it waits."""
 
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 from matplotlib.ticker import MaxNLocator
 
-from helpers.figures.drawing import INK, boxes, canvas, rank_color, rank_hatch, style
+from helpers.figures.drawing import INK, Span, boxes, canvas, rank_color, rank_hatch, style
 
 
 def overlap_schedule(
-    world_size, buckets, *, megabytes=100, forward=10, backward=20, step=3, latency=1, gigabytes_per_second=10
-):
+    world_size: int,
+    buckets: int,
+    *,
+    megabytes: float = 100,
+    forward: float = 10,
+    backward: float = 20,
+    step: float = 3,
+    latency: float = 1,
+    gigabytes_per_second: float = 10,
+) -> list[Span]:
     """When each part of one DDP training step runs, on any of the ranks: all do the same at the same time.
 
     A model, not a measurement. It assumes ``buckets`` buckets of ``megabytes / buckets`` each; backward time spread
@@ -24,8 +36,8 @@ def overlap_schedule(
         raise ValueError(f"overlap_schedule({world_size}, {buckets}): there is at least one rank, and one bucket.")
     share = 2 * (world_size - 1) / world_size
     all_reduce = latency + share * (megabytes / buckets) / gigabytes_per_second  # MB / (GB/s) = ms
-    schedule = [("compute", 0, forward, "forward")]
-    free = 0  # the time at which the network is free again
+    schedule: list[Span] = [("compute", 0, forward, "forward")]
+    free: float = 0  # the time at which the network is free again
     for bucket in range(buckets):
         start, ready = (forward + backward * done / buckets for done in (bucket, bucket + 1))
         schedule.append(("compute", start, ready, "backward"))
@@ -41,13 +53,13 @@ def overlap_schedule(
     return schedule
 
 
-def exposed(schedule):
+def exposed(schedule: Sequence[Span]) -> float:
     """The milliseconds in an ``overlap_schedule`` in which a rank only waits for the network."""
     return sum(end - start for _, start, end, label in schedule if label == "wait")
 
 
 @style()
-def ddp_overlap(world_size=4, buckets=4, **model):
+def ddp_overlap(world_size: int = 4, buckets: int = 4, **model: float) -> Figure:
     """A Figure: a timeline of one DDP step on every rank, and how long it waits with each number of buckets.
 
     ``model`` goes to ``overlap_schedule``, whose docstring has the assumptions. The time axis is the same for any
@@ -59,29 +71,28 @@ def ddp_overlap(world_size=4, buckets=4, **model):
     left, right, top, bottom = 70, 650, 56, 268
     fig, ax = canvas(660, 324 + 21 * len(choices))
 
-    def at(ms):
+    def at(ms: float) -> float:
         return left + (right - left) * ms / slowest
 
-    def spaced(y, height, label):
-        found = [(at(start), at(end)) for _, start, end, name in schedule if name == label]
-        return [(start, y, max(end - start - 1.2, 0.6), height) for start, end in found]
+    def spaced(y: float, height: float, label: str) -> list[tuple[float, float, float, float]]:
+        edges = [(at(start), at(end)) for _, start, end, name in schedule if name == label]
+        return [(start, y, max(end - start - 1.2, 0.6), height) for start, end in edges]
 
-    looks = {  # of a rank's color
-        "forward": lambda color: {"facecolor": (color, 0.18), "edgecolor": color, "linewidth": 0.8},
-        "backward": lambda color: {"facecolor": (color, 0.45), "edgecolor": color, "linewidth": 0.8},
-        "all-reduce": lambda color: {"facecolor": color},
-        "wait": lambda color: {"facecolor": "none", "edgecolor": color, "linewidth": 0.8, "hatch": "////"},
-        "step": lambda color: {"facecolor": "none", "edgecolor": color, "linewidth": 0.8},
-    }
+    def look(label: str, color: str) -> dict[str, Any]:
+        faces = {"forward": (color, 0.18), "backward": (color, 0.45), "all-reduce": color}
+        edge = {} if label == "all-reduce" else {"edgecolor": color, "linewidth": 0.8}
+        return {"facecolor": faces.get(label, "none"), "hatch": "////" if label == "wait" else None, **edge}
 
     # A legend in ink: every rank has its own colour.
-    x = left
-    for label, text in zip(looks, ["forward", "backward", "all-reduce", "waiting", "optimizer step"], strict=True):
-        boxes(ax, [(x, 6, 16, 13)], **looks[label](INK))
+    x: float = left
+    words = {"wait": "waiting", "step": "optimizer step"}
+    for label in ["forward", "backward", "all-reduce", "wait", "step"]:
+        text = words.get(label, label)
+        boxes(ax, [(x, 6, 16, 13)], **look(label, INK))
         ax.text(x + 22, 17, text)
         x += 42 + 7.5 * len(text)
 
-    spans = {}
+    spans: dict[str, list[float]] = {}
     for _, start, end, label in schedule:
         spans.setdefault(label, [start, end])[1] = end
     if "wait" in spans:
@@ -96,7 +107,7 @@ def ddp_overlap(world_size=4, buckets=4, **model):
         ax.text(left - 10, y + pitch / 4 + 5, f"rank {rank}", ha="right", fontsize=min(13, 5 + pitch / 3))
         for label in spans:
             lane = (y + 0.54 * pitch, 0.3 * pitch) if label == "all-reduce" else (y, 0.5 * pitch)
-            boxes(ax, spaced(*lane, label), **looks[label](rank_color(rank)))
+            boxes(ax, spaced(*lane, label), **look(label, rank_color(rank)))
         if world_size == 1:
             ax.text(at(0), y + 0.8 * pitch, "one rank: nothing to average, nothing to send")
 
@@ -118,15 +129,21 @@ def ddp_overlap(world_size=4, buckets=4, **model):
 
 
 @style()
-def replicas(world_size=4):
+def replicas(world_size: int = 4) -> Figure:
     """A Figure of DDP's idea: each rank has a shard and a gradient, in its colour, and the same model, in ink."""
     fig, ax = canvas(660, 352)
     left, right, gap = 128, 650, 14
     width = min((right - left + gap) / world_size - gap, 180)
     first = (left + right + gap - (width + gap) * world_size) / 2
 
-    def arrow(x, start, end):
-        look = {"arrowstyle": "-|>", "mutation_scale": 9, "color": INK, "linewidth": 1, "clip_on": False}
+    def arrow(x: float, start: float, end: float) -> None:
+        look: dict[str, Any] = {
+            "arrowstyle": "-|>",
+            "mutation_scale": 9,
+            "color": INK,
+            "linewidth": 1,
+            "clip_on": False,
+        }
         ax.add_artist(FancyArrowPatch((x, start), (x, end), shrinkA=0, shrinkB=0, **look))
 
     for y, text in [
@@ -134,10 +151,11 @@ def replicas(world_size=4):
         (219, "its gradient"), (278, "all-reduce"), (332, "the same step"),
     ]:  # fmt: skip
         ax.text(0, y, text)
-    same = {"facecolor": (INK, 0.1), "edgecolor": INK, "linewidth": 1}
+    same: dict[str, Any] = {"facecolor": (INK, 0.1), "edgecolor": INK, "linewidth": 1}
     for rank in range(world_size):
         x = first + rank * (width + gap)
-        own = {"facecolor": (rank_color(rank), 0.4), "edgecolor": rank_color(rank), "hatch": rank_hatch(rank)}
+        color = rank_color(rank)
+        own: dict[str, Any] = {"facecolor": (color, 0.4), "edgecolor": color, "hatch": rank_hatch(rank)}
         middle = x + width / 2
         ax.text(middle, 18, f"rank {rank}" if width > 48 else f"{rank}", ha="center", weight="bold")
         boxes(ax, [(x, 32 + 14 * row, width, 11) for row in range(3)], **own, linewidth=1)
@@ -159,13 +177,14 @@ def replicas(world_size=4):
 
 
 @style()
-def bucket_map(buckets):
+def bucket_map(buckets: Sequence[Sequence[tuple[str, int]]]) -> Figure:
     """DDP's buckets, the first to leave on top: lists of (parameter's name, bytes). A box is as wide as its bytes."""
     left, width, gap, pitch = 92, 560, 4, 38
     largest = max(sum(size for _, size in bucket) for bucket in buckets)
     fig, ax = canvas(left + width + 8, pitch * len(buckets) + 10)
     for row, bucket in enumerate(buckets):
-        x, y = left, 6 + pitch * row
+        x: float = left
+        y = 6 + pitch * row
         total = sum(size for _, size in bucket)
         ax.text(0, y + 13, f"bucket {row}")
         ax.text(0, y + 28, f"{total / 2**20:.2f} MiB", color=(INK, 0.7), fontsize=11)

@@ -2,9 +2,11 @@
 
 A figure function takes what it draws as arguments and returns a matplotlib Figure. ``show`` turns that into inline SVG
 in the page's own text colour, so that it can be read on a white page, on a dark one and in JupyterLab.
+
+The room's other files build on this one: ``sliders`` makes a figure function interactive, ``ddp`` has chapter 4's
+figures. They import matplotlib, IPython and each other, and nothing else of the package.
 """
 
-import hashlib
 import html
 import io
 import itertools
@@ -13,17 +15,23 @@ import re
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 # Where the home folder cannot be written to, matplotlib would warn in a reader's first cell.
 if not os.access(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~"), os.W_OK):
     os.environ.setdefault("MPLCONFIGDIR", f"{tempfile.gettempdir()}/matplotlib-{os.getuid()}")
 
-import matplotlib
 import matplotlib.style
+from cycler import cycler
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
+
+from helpers.figures.svg import compact, with_own_ids
 
 # Rank k has the k-th colour everywhere. Each colour has a contrast of 3 to 1 or more with the white and the dark page.
 # Readers with protanopia, deuteranopia or tritanopia can tell any two apart (tests/test_figures.py computes both).
@@ -32,10 +40,12 @@ HATCHES = ["", "///", "...", "xxx"]  # ranks 8 to 15 repeat the colours with the
 DASHES = ["-", "--", ":", "-."]  # the same for lines
 INK = "black"  # for what belongs to no rank; show() turns black into the page's text colour
 
-STYLE = {
+Span = tuple[str, float, float, str]  # lane, start, end, label: what a rank did at which time
+
+STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # only for the layout: the page draws in its own font, which is narrower
     "font.size": 13,
-    "axes.prop_cycle": matplotlib.cycler(color=RANK_COLORS),
+    "axes.prop_cycle": cycler(color=RANK_COLORS),
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlelocation": "left",
@@ -76,13 +86,13 @@ STYLE_SHEET = (
 
 
 @contextmanager
-def style():
+def style() -> Iterator[None]:
     """The book's matplotlib style, for a ``with`` block, or as a decorator of a figure function: ``@style()``."""
     with matplotlib.style.context(["default", STYLE]):
         yield
 
 
-def rank_color(rank):
+def rank_color(rank: int) -> str:
     """The colour of a rank, such as "#3355ee", in every figure. Ranks 8 and above repeat colours: add ``rank_hatch``.
 
     Raises ValueError for anything but a whole number from 0 on.
@@ -92,17 +102,17 @@ def rank_color(rank):
     return RANK_COLORS[rank % len(RANK_COLORS)]
 
 
-def rank_hatch(rank):
+def rank_hatch(rank: int) -> str:
     """The hatch for a rank's areas, which tells rank 8 from rank 0; "" for ranks 0 to 7."""
     return HATCHES[rank // len(RANK_COLORS) % len(HATCHES)]
 
 
-def figure(width, height, **kwargs):
+def figure(width: float, height: float, **kwargs: Any) -> Figure:
     """An empty Figure, ``width`` by ``height`` CSS pixels large."""
     return Figure(figsize=(width / 72, height / 72), **kwargs)  # the SVG counts points, 72 to the inch
 
 
-def canvas(width, height):
+def canvas(width: float, height: float) -> tuple[Figure, Axes]:
     """A Figure of one Axes without frame or ticks, whose data coordinates are pixels, y downwards."""
     fig = figure(width, height)
     ax = fig.add_axes((0, 0, 1, 1))
@@ -111,7 +121,7 @@ def canvas(width, height):
     return fig, ax
 
 
-def boxes(ax, rectangles, **look):
+def boxes(ax: Axes, rectangles: Sequence[tuple[float, float, float, float]], **look: Any) -> None:
     """Draw rectangles, [(x, y, width, height)], that look alike. They become one path, which keeps the SVG small."""
     paths = [Path([(x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y)], closed=True) for x, y, w, h in rectangles]
     ax.add_artist(PathPatch(Path.make_compound_path(*paths), **{"linewidth": 0, "clip_on": False, **look}))
@@ -121,7 +131,7 @@ def boxes(ax, rectangles, **look):
 
 
 @style()
-def lines(series, x, xlabel, ylabel):
+def lines(series: Mapping[int | str, Sequence[float]], x: Sequence[float], xlabel: str, ylabel: str) -> Figure:
     """Curves over a shared x axis.
 
     ``series`` is {name: y values}, each as long as ``x``. A name that is an int is a rank and has the rank's colour.
@@ -145,7 +155,7 @@ def lines(series, x, xlabel, ylabel):
 
 
 @style()
-def bars(values, xlabel, number="{:.3g}"):
+def bars(values: Mapping[int | str, float], xlabel: str, number: str = "{:.3g}") -> Figure:
     """A Figure of horizontal bars, the first at the top, each with its number.
 
     ``values`` is {name: length}. A name that is an int is a rank and has the rank's colour. ``xlabel`` names the unit;
@@ -154,21 +164,16 @@ def bars(values, xlabel, number="{:.3g}"):
     fig = figure(440, 75 + 34 * len(values), layout="constrained")
     ax = fig.add_subplot()
     for row, (name, value) in enumerate(values.items()):
-        is_rank = isinstance(name, int)
-        color, hatch = (rank_color(name), rank_hatch(name)) if is_rank else (INK, "")
-        ax.barh(row, value, 0.62, color=color, alpha=1 if is_rank else 0.55, hatch=hatch, linewidth=0)
+        color, hatch, alpha = (rank_color(name), rank_hatch(name), 1.0) if isinstance(name, int) else (INK, "", 0.55)
+        ax.barh(row, value, 0.62, color=color, alpha=alpha, hatch=hatch, linewidth=0)
         ax.annotate(number.format(value), (value, row), (5, 0), textcoords="offset points", va="center")
-    ax.set_yticks(range(len(values)), [f"rank {name}" if isinstance(name, int) else name for name in values])
-    ax.set(xlabel=xlabel, ylim=(len(values) - 0.5, -0.5))
     ax.margins(x=0.12)
-    ax.set_xlim(left=0)
-    ax.tick_params(axis="y", length=0)
-    ax.spines["left"].set_visible(False)
+    label_rows(ax, [f"rank {name}" if isinstance(name, int) else name for name in values], xlabel)
     return fig
 
 
 @style()
-def timeline(spans, xlabel):
+def timeline(spans: Mapping[int, Sequence[Span]], xlabel: str) -> Figure:
     """A Figure of what each rank did at which time, with a row for each of the rank's lanes.
 
     ``spans`` is {rank: [(lane, start, end, label)]}, with times in the unit that ``xlabel`` names. The lanes have the
@@ -179,40 +184,43 @@ def timeline(spans, xlabel):
     fig = figure(600, 70 + 32 * len(rows), layout="constrained")
     ax = fig.add_subplot()
     for row, (rank, lane) in enumerate(rows):
+        face = (rank_color(rank), 0.25 if lane == lanes[0] else 0.85)
         for name, start, end, _ in spans[rank]:
             if name == lane:
-                solid = lane != lanes[0]
-                ax.barh(
-                    row, end - start, 0.7, left=start, edgecolor=rank_color(rank), linewidth=1,
-                    facecolor=(rank_color(rank), 0.85 if solid else 0.25),
-                )  # fmt: skip
-    ax.set_yticks(range(len(rows)), [f"rank {rank}, {lane}" for rank, lane in rows])
-    ax.set(xlabel=xlabel, ylim=(len(rows) - 0.5, -0.5))
-    ax.set_xlim(left=0)
-    ax.tick_params(axis="y", length=0)
-    ax.spines["left"].set_visible(False)
+                ax.barh(row, end - start, 0.7, left=start, facecolor=face, edgecolor=rank_color(rank), linewidth=1)
+    label_rows(ax, [f"rank {rank}, {lane}" for rank, lane in rows], xlabel)
     ax.grid(axis="x")
     ax.set_axisbelow(True)
     return fig
 
 
+def label_rows(ax: Axes, names: list[str], xlabel: str) -> None:
+    """Name rows of horizontal bars, the first at the top; lengths begin at zero."""
+    ax.set_yticks(range(len(names)), names)
+    ax.set(xlabel=xlabel, ylim=(len(names) - 0.5, -0.5))
+    ax.set_xlim(left=0)
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+
+
 # --- On the page ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class Shown:
     """The value of a cell that shows HTML. In a terminal it prints ``text`` instead."""
 
-    def __init__(self, page, text):
-        self.page, self.text = page, text
+    page: str
+    text: str
 
-    def _repr_html_(self):
+    def _repr_html_(self) -> str:
         return self.page
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return self.text
 
 
-def show(fig, alt, caption="", measured=False):
+def show(fig: Figure, alt: str, caption: str = "", measured: bool = False) -> Shown:
     """Put a Figure on the page. The call is the last line of a cell.
 
     ``alt`` says in words what the figure shows, for readers who cannot see it. ``caption`` is the message under the
@@ -225,7 +233,7 @@ def show(fig, alt, caption="", measured=False):
     return Shown(figure_html(view(fig, alt, measured=measured, salt=caption), caption), f"Figure: {alt}")
 
 
-def figure_html(views, caption="", controls="", script=""):
+def figure_html(views: str, caption: str = "", controls: str = "", script: str = "") -> str:
     """A ``<figure>`` around one view or several, as HTML, with the style that it needs outside of the book."""
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(caption, quote=False))
     return (
@@ -235,7 +243,7 @@ def figure_html(views, caption="", controls="", script=""):
     )
 
 
-def view(fig, alt, measured=False, salt="", on=True):
+def view(fig: Figure, alt: str, measured: bool = False, salt: str = "", on: bool = True) -> str:
     """A Figure as a ``<div>`` with its SVG, which screen readers read as ``alt``. Without ``on`` it is hidden.
 
     Raises TypeError where ``fig`` is not a Figure, and ValueError for an empty ``alt``.
@@ -251,7 +259,7 @@ def view(fig, alt, measured=False, salt="", on=True):
     )
 
 
-def svg(fig, salt="", attributes=None):
+def svg(fig: Figure, salt: str = "", attributes: Mapping[str, str] | None = None) -> str:
     """A Figure as the text of one ``<svg>``, the same bytes every time. Black becomes currentColor.
 
     The ids are unique on a page: they are made of the drawing and of ``salt``, since a page may hold equal figures.
@@ -262,20 +270,11 @@ def svg(fig, salt="", attributes=None):
         fig.savefig(buffer, format="svg", metadata={"Date": None})
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close(fig)
-    root = ElementTree.fromstring(buffer.getvalue())
-    for element in root.iter():
-        element.tag = element.tag.rpartition("}")[2]
-        element.tail = None
-        if element.tag != "text":
-            element.text = None
-        names = [(name.rpartition("}")[2], value) for name, value in element.attrib.items()]
-        element.attrib = {name: tidied for name, value in names if (tidied := tidy(name, value))}
-    clean(root)
-
-    width, height = (float(number) for number in root.get("viewBox").split()[2:])
+    root = compact(buffer.getvalue())
+    width, height = (float(number) for number in root.attrib["viewBox"].split()[2:])
     root.attrib = {
         **(attributes or {}),
-        "viewBox": root.get("viewBox"),
+        "viewBox": root.attrib["viewBox"],
         "width": f"{width:g}",
         "height": f"{height:g}",
         # Below this width the text would be smaller than 9 pixels, so the view scrolls sideways.
@@ -283,42 +282,4 @@ def svg(fig, salt="", attributes=None):
         "fill": "currentColor",  # matplotlib leaves out a fill that is black
         "stroke-linejoin": "round",
     }
-    text = ElementTree.tostring(root, encoding="unicode").replace("#000000", "currentColor")
-    used = dict.fromkeys(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
-    for number, name in enumerate(used):
-        text = re.sub(rf"(id=\"|#){re.escape(name)}(?=[\")])", rf"\1ID-{number}", text)
-    own = "f" + hashlib.sha256((salt + text).encode()).hexdigest()[:8]
-    return re.sub(r"(id=\"|#)ID-", rf"\1{own}-", text)
-
-
-def tidy(name, value):
-    """The value of an SVG attribute with rounded numbers and without a font, or "" for an attribute without effect."""
-    if name == "style":
-        rules = dict(re.split(r":\s*", rule, maxsplit=1) for rule in re.split(r";\s*", value) if rule)
-        rules.pop("font-family", None)
-        value = ";".join(f"{key}:{setting}" for key, setting in rules.items())
-    digits = {"d": 1, "x": 1, "y": 1, "width": 1, "height": 1, "style": 2, "transform": 2}.get(name)
-    if digits:
-        value = re.sub(r"-?\d+\.\d+", lambda number: f"{round(float(number[0]), digits) + 0:.8g}", value)
-    value = re.sub(r"rotate\(-?0 [^)]*\)", "", " ".join(value.split()))
-    if name == "d":
-        value = re.sub(r"M (\S+) (\S+) L (\S+) \2 L \3 (\S+) L \1 \4 z", r"M\1 \2H\3V\4H\1z", value)  # a rectangle
-        value = re.sub(r" ?([MLHVQCz]) ?", r"\1", value)
-    return value
-
-
-def clean(parent):
-    """Remove what the page does not need from ``parent``: metadata, page-wide styles, invisible paths, bare groups."""
-    for child in list(parent):
-        clean(child)
-        look = child.get("style", "")
-        invisible = child.tag == "path" and "fill:none" in look and "stroke:" not in look
-        if child.tag in ("metadata", "style", "title") or invisible:
-            parent.remove(child)
-        elif child.tag == "g" and not (set(child.attrib) - {"id"}):
-            where = list(parent).index(child)
-            parent.remove(child)
-            for offset, grandchild in enumerate(list(child)):
-                parent.insert(where + offset, grandchild)
-        elif child.tag == "defs" and not len(child):
-            parent.remove(child)
+    return with_own_ids(ElementTree.tostring(root, encoding="unicode").replace("#000000", "currentColor"), salt)

@@ -4,8 +4,11 @@ import html
 import inspect
 import itertools
 import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from IPython import get_ipython
+from matplotlib.figure import Figure
 
 from helpers.figures.drawing import figure_html, view
 
@@ -37,7 +40,7 @@ SCRIPT = """<script>(function () {
 })();</script>"""
 
 
-def explore(fn, *, alt, caption="", **sliders):
+def explore(fn: Callable[..., Figure], *, alt: str, caption: str = "", **sliders: Iterable[Any]) -> "Explorer":
     """Show the Figure ``fn(**values)`` with a slider for each keyword, as in ``explore(fn, alt="…", rank=[0, 1])``.
 
     In a live kernel the sliders are ipywidgets. On a static page they choose one of the frames that this call draws,
@@ -48,21 +51,21 @@ def explore(fn, *, alt, caption="", **sliders):
     Raises ValueError for no slider, for a slider without values or with repeated ones, and for too many frames, and
     TypeError where ``fn`` does not return a Figure.
     """
-    sliders = {name: list(values) for name, values in sliders.items()}
-    if not sliders:
+    choices = {name: list(values) for name, values in sliders.items()}
+    if not choices:
         raise ValueError("explore() has no slider. Name an argument and list its values: world_size=[1, 2, 4].")
-    for name, values in sliders.items():
+    for name, values in choices.items():
         if not values:
             raise ValueError(f"explore({name}=[]) has no values. List those to show.")
         if len(set(map(str, values))) < len(values):
             raise ValueError(f"explore({name}={values}) repeats a value. List each value once.")
-    return Explorer(fn, alt, caption, sliders)
+    return Explorer(fn, alt, caption, choices)
 
 
 class Explorer:
     """What ``explore`` returns: all frames, shown by widgets or on a static page."""
 
-    def __init__(self, fn, alt, caption, sliders):
+    def __init__(self, fn: Callable[..., Figure], alt: str, caption: str, sliders: dict[str, list]) -> None:
         self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)  # a partial has a .func
         self.caption, self.sliders = caption, sliders
         self.start = [values.index(default) if default in values else 0 for default, values in defaults(fn, sliders)]
@@ -75,21 +78,21 @@ class Explorer:
             says = ", ".join(f"{label(name)} {value}" for name, value in values.items())
             words = f"{alt} ({says})" if alt.strip() else ""
             self.views.append(view(fn(**values), words, salt=caption, on=number == self.number(self.start)))
-        self.widget = None
+        self.widget: Any = None
 
-    def number(self, positions):
+    def number(self, positions: Sequence[int]) -> int:
         """The number of the frame for these positions of the sliders."""
         number = 0
         for position, values in zip(positions, self.sliders.values(), strict=True):
             number = number * len(values) + position
         return number
 
-    def frame(self, positions):
+    def frame(self, positions: Sequence[int]) -> str:
         """The figure for these positions of the sliders, as HTML."""
         frame = self.views[self.number(positions)].replace('"wso-view"', '"wso-view wso-on"', 1)
         return figure_html(frame, self.caption)
 
-    def live(self):
+    def live(self) -> Any:
         """The sliders and the figure as an ipywidget, which is made at the first call."""
         import ipywidgets
 
@@ -105,7 +108,7 @@ class Explorer:
                 for start, (name, values) in zip(self.start, self.sliders.items(), strict=True)
             ]
 
-            def draw(_):
+            def draw(_: object) -> None:
                 drawing.value = self.frame([knob.value for knob in knobs])
 
             for knob in knobs:
@@ -113,7 +116,7 @@ class Explorer:
             self.widget = ipywidgets.VBox([*knobs, drawing])
         return self.widget
 
-    def page(self):
+    def page(self) -> str:
         """The sliders and all frames as HTML that loads nothing."""
         controls = ""  # data-lm-suppress-shortcuts: in JupyterLab the arrow keys move the slider
         for start, (name, values) in zip(self.start, self.sliders.items(), strict=True):
@@ -129,8 +132,8 @@ class Explorer:
         controls = f'<div class="wso-controls" hidden="hidden">{controls}</div>'
         return figure_html("".join(self.views), self.caption, controls, SCRIPT)
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
-        bundle = {"text/plain": repr(self), "text/html": self.page()}
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        bundle: dict[str, Any] = {"text/plain": repr(self), "text/html": self.page()}
         if getattr(get_ipython(), "kernel", None):
             bundle["application/vnd.jupyter.widget-view+json"] = {
                 "version_major": 2,
@@ -139,20 +142,20 @@ class Explorer:
             }
         return bundle
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         turns = ", ".join(f"{name}={values}" for name, values in self.sliders.items())
         return f"explore({self.name}, {turns})"
 
 
-def defaults(fn, sliders):
+def defaults(fn: Callable, sliders: dict[str, list]) -> list[tuple[Any, list]]:
     """[(the default in ``fn``'s signature or None, values)] of the sliders."""
     try:
-        parameters = inspect.signature(fn).parameters
+        parameters = dict(inspect.signature(fn).parameters)
     except ValueError:  # some builtins have none
         parameters = {}
     return [(getattr(parameters.get(name), "default", None), values) for name, values in sliders.items()]
 
 
-def label(name):
+def label(name: str) -> str:
     """A slider's name in words."""
     return name.replace("_", " ")

@@ -11,21 +11,24 @@ import json
 import os
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from helpers.runtime.process_group import print0
 
 MANIFEST = "manifest.json"  # written last: {file: [bytes, sha256]} of all others
-WRITTEN = {}  # {unfinished checkpoint: {file: [bytes, sha256]}}, by this rank
+WRITTEN: dict[Path, dict[str, tuple[int, str]]] = {}  # unfinished, by this rank
 
 
 class CheckpointError(RuntimeError):
@@ -38,27 +41,27 @@ class CheckpointError(RuntimeError):
 class Hashed(io.BufferedWriter):
     """A new file at ``path``, hashed while it is written and synced when closed."""
 
-    def __init__(self, path, final_name):
+    def __init__(self, path: Path, final_name: str) -> None:
         super().__init__(io.FileIO(path, "wb"))
         self.path, self.final_name, self.sha256 = path, final_name, hashlib.sha256()
 
-    def write(self, data):
+    def write(self, data: Any) -> int:
         self.sha256.update(data)
         return super().write(data)
 
-    def close(self):
+    def close(self) -> None:
         if self.closed:
             return
         try:
             self.flush()
             os.fsync(self.fileno())
-            note = [self.tell(), self.sha256.hexdigest()]
+            note = self.tell(), self.sha256.hexdigest()
             WRITTEN.get(self.path.parent, {})[self.final_name] = note
         finally:
             super().close()
 
 
-def replace_file(path, write):
+def replace_file(path: str | Path, write: Callable) -> None:
     """Call ``write(file)`` on a file beside ``path``, then rename it to ``path``."""
     path = Path(path)
     part = path.with_name(f".{path.name}.part")
@@ -71,7 +74,7 @@ def replace_file(path, write):
         raise
 
 
-def rename(old, new):
+def rename(old: Path, new: Path) -> None:
     """Rename, and wait until the disk has the new name."""
     os.replace(old, new)
     folder = os.open(new.parent, os.O_RDONLY)
@@ -79,18 +82,18 @@ def rename(old, new):
     os.close(folder)
 
 
-def save_file(state, path):
+def save_file(state: Any, path: str | Path) -> None:
     """``torch.save``: at ``path`` stands the old file or the complete new one."""
     replace_file(path, lambda file: torch.save(state, file))
 
 
-def load_file(path):
+def load_file(path: str | Path) -> Any:
     """What ``save_file`` wrote: tensors on the CPU, mapped. Executes nothing."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # damaged bytes can raise anything
-        asked = re.search(r"GLOBAL (\S+)", str(error))
-        why = f"asks for {asked[1]}, which was not executed" if asked else "is damaged"
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        why = f"asks for {code[1]}, which was not executed" if code else "is damaged"
         why = "is missing" if isinstance(error, FileNotFoundError) else why
         name = "/".join(Path(path).parts[-2:])
         raise CheckpointError(f"{name} {why}.\nUse an older checkpoint.") from None
@@ -100,20 +103,22 @@ def load_file(path):
 
 
 @contextmanager
-def new_checkpoint(folder, step, keep=3, group=None):
+def new_checkpoint(
+    folder: str | Path, step: int, keep: int = 3, group: ProcessGroup | None = None
+) -> Iterator[Path]:
     """Gives a folder to write to, on every rank. The block's end makes it a checkpoint.
 
     If one rank's disk fails, all ranks raise there. So use collectives before files.
     """
-    path, failed = Path(folder, f".step_{step:08}.tmp"), ""
+    path, failure = Path(folder, f".step_{step:08}.tmp"), ""
     WRITTEN[path] = {}
     try:
         on_rank0(make_temporary, path, step, group=group)
         try:
             yield path
         except (OSError, RuntimeError) as error:  # torch.save turns OSError into it
-            failed = f"{type(error).__name__}: {error}".splitlines()[0]
-        ranks = [(failed, WRITTEN[path])]  # with lengths and hashes: no file is read
+            failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        ranks = [(failure, WRITTEN[path])]  # with lengths and hashes: no file is read
         if dist.is_initialized():
             ranks *= dist.get_world_size()
             dist.all_gather_object(ranks, ranks[0], group=group)
@@ -122,12 +127,12 @@ def new_checkpoint(folder, step, keep=3, group=None):
         del WRITTEN[path]
 
 
-def on_rank0(function, *arguments, group=None):
+def on_rank0(function: Callable, *args: Any, group: ProcessGroup | None = None) -> Any:
     """Call a function on rank 0; return its result or raise its error on every rank."""
-    outcome = [None, None]
+    outcome: list = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            outcome[0] = function(*arguments)
+            outcome[0] = function(*args)
         except (CheckpointError, OSError) as error:
             outcome[1] = error
     if dist.is_initialized():
@@ -137,10 +142,10 @@ def on_rank0(function, *arguments, group=None):
     return outcome[0]
 
 
-def make_temporary(path, step):
-    for left in path.parent.glob(".step_*"):  # left by runs that were killed
-        if left == path or left not in WRITTEN:  # no thread of this run writes there
-            shutil.rmtree(left)
+def make_temporary(path: Path, step: int) -> None:
+    for other in path.parent.glob(".step_*"):  # left by runs that were killed
+        if other == path or other not in WRITTEN:  # no thread of this run writes there
+            shutil.rmtree(other)
     for newer in finished(path.parent):
         if int(newer.name[5:]) >= step:
             if not damage(newer):
@@ -150,17 +155,17 @@ def make_temporary(path, step):
     path.mkdir(parents=True)
 
 
-def put_in_place(path, ranks, keep):
-    final, manifest = path.with_name(path.stem[1:]), {}
+def put_in_place(path: Path, ranks: list, keep: int) -> None:
+    final = path.with_name(path.stem[1:])
     try:
-        for rank, (failed, files) in enumerate(ranks):
-            if failed:
-                raise CheckpointError(f"rank {rank}: {failed}")
-            manifest |= files
+        for rank, (failure, _) in enumerate(ranks):
+            if failure:
+                raise CheckpointError(f"rank {rank}: {failure}")
+        manifest = {name: note for _, files in ranks for name, note in files.items()}
         if unknown := set(os.listdir(path)) - set(manifest):
             raise CheckpointError(f"{min(unknown)} was not written with save_file")
-        text = json.dumps(manifest, indent=1).encode()
-        replace_file(path / MANIFEST, lambda file: file.write(text))
+        data = json.dumps(manifest, indent=1).encode()
+        replace_file(path / MANIFEST, lambda file: file.write(data))
         rename(path, final)
     except (CheckpointError, OSError) as error:
         shutil.rmtree(path, ignore_errors=True)
@@ -170,18 +175,18 @@ def put_in_place(path, ranks, keep):
         forget(old)
 
 
-def forget(path):  # renamed first: a half removed one must not count as a checkpoint
+def forget(path: Path) -> None:  # renamed first: a half removed one must not count
     shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))
 
 
-def finished(folder):
+def finished(folder: Path) -> list[Path]:
     """The folder's checkpoints that have a manifest, the oldest first."""
-    found = [path.parent for path in folder.glob(f"step_*/{MANIFEST}")]
-    found = [path for path in found if path.name[5:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    paths = [manifest.parent for manifest in folder.glob(f"step_*/{MANIFEST}")]
+    paths = [path for path in paths if path.name[5:].isdecimal()]
+    return sorted(paths, key=lambda path: int(path.name[5:]))
 
 
-def damage(path):
+def damage(path: Path) -> str | None:
     """Which of a checkpoint's files is missing or has another length; None if none."""
     try:
         for name, (length, _) in json.loads((path / MANIFEST).read_bytes()).items():
@@ -192,28 +197,30 @@ def damage(path):
         return f"{path.name}/{Path(error.filename).name} is missing"
     except (ValueError, TypeError, AttributeError):
         return f"{path.name}/{MANIFEST} is damaged"
+    return None
 
 
-def latest_good(folder):
+def latest_good(folder: str | Path) -> Path | None:
     """The newest checkpoint without ``damage``, or None, on every rank."""
     return on_rank0(find_latest_good, Path(folder))
 
 
-def find_latest_good(folder):
+def find_latest_good(folder: Path) -> Path | None:
     """``latest_good`` on one rank. Raises CheckpointError if all are damaged."""
     if not folder.is_dir():
         text = f"There is no folder {folder}.\nCorrect its name, or: mkdir -p {folder}"
         raise CheckpointError(text)
-    for path in reversed(found := finished(folder)):
+    for path in reversed(paths := finished(folder)):
         if not (problem := damage(path)):
             return path
         print0(f"skipped: {problem}")
-    if found:
+    if paths:
         text = f"No good checkpoint in {folder}.\nRestore one, or use a new folder."
         raise CheckpointError(text)
+    return None
 
 
-def verify(path):
+def verify(path: str | Path) -> None:
     """Raise CheckpointError unless every file holds the bytes that were saved.
 
     One process reads all files, without a collective. With a terabyte it takes so long
@@ -224,15 +231,15 @@ def verify(path):
     if not problem:
         manifest = json.loads((path / MANIFEST).read_bytes())
         with ThreadPoolExecutor() as threads:
-            found = list(threads.map(sha256, [path / name for name in manifest]))
-        for (name, (_, saved)), read in zip(manifest.items(), found, strict=True):
-            if read != saved:
+            digests = threads.map(sha256, [path / name for name in manifest])
+        for name, digest in zip(manifest, digests, strict=True):
+            if digest != manifest[name][1]:
                 problem = f"{path.name}/{name} holds other bytes than were saved"
     if problem:
         raise CheckpointError(f"{problem}.\nRemove it, and the one before it is used.")
 
 
-def sha256(path):
+def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -240,7 +247,7 @@ def sha256(path):
 # ---- DCP: slices of tensors, each written by the rank that has it
 
 
-def save_sharded(state, path, group=None):
+def save_sharded(state: dict, path: Path, group: ProcessGroup | None = None) -> None:
     """``dcp.save`` to a new checkpoint's folder, on every rank."""
     writer = dcp.FileSystemWriter(path)
     writer.fs = HashedFiles()
@@ -254,34 +261,36 @@ def save_sharded(state, path, group=None):
 class HashedFiles(FileSystem):
     """Opens files for DCP's writer."""
 
-    def create_stream(self, path, mode):
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Any:
+        path = Path(path)
         return Hashed(path, path.name.removesuffix(".tmp"))  # .metadata is renamed
 
 
 class BackgroundSaves:
     """Writes checkpoints while training goes on, one at a time; on every rank."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         # Two threads send, the writer's and the training's: each needs its own group.
         self.writing = dist.new_group(backend="gloo")
         self.asking = dist.new_group(backend="gloo")
         self.thread = ThreadPoolExecutor(1)
-        self.saving = self.question = None
+        self.saving: Future | None = None
+        self.question: tuple[dist.Work, torch.Tensor] | None = None
 
-    def start(self, state, folder, step, keep=3):
+    def start(self, state: dict, folder: Path, step: int, keep: int = 3) -> None:
         """Copy the tensors of ``state``, and return; on every rank."""
         if self.saving:
             raise CheckpointError("A save is still running.\nWait for finished().")
         copy = BlockingAsyncStager().stage(state)  # on the CPU
         self.saving = self.thread.submit(self.save, copy, folder, step, keep)
 
-    def save(self, state, folder, step, keep):
+    def save(self, state: dict, folder: Path, step: int, keep: int) -> Path:
         """Save the copy, in the thread."""
         with new_checkpoint(folder, step, keep, self.writing) as path:
             save_sharded(state, path, self.writing)
         return path.with_name(path.stem[1:])
 
-    def finished(self):
+    def finished(self) -> Path | None:
         """The new checkpoint's folder, in the same step on every rank, or None. Call it
         once a step, on every rank.
 
@@ -291,7 +300,7 @@ class BackgroundSaves:
             work, done = self.question
             work.wait()
             self.question = None
-            if done.item():
+            if done.item() and self.saving:
                 saved, self.saving = self.saving, None
                 return saved.result()
         if self.saving:
@@ -300,7 +309,7 @@ class BackgroundSaves:
             self.question = work, done
         return None
 
-    def wait(self):
+    def wait(self) -> None:
         """Wait for a save that still runs, on every rank. Call it after training."""
         while self.saving and not self.finished():
             wait_for([self.saving])

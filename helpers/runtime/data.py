@@ -10,12 +10,11 @@ import torch
 from torch.utils.data import TensorDataset
 
 
-def digits(train=1440):
+def digits(train: int = 1440) -> tuple[TensorDataset, TensorDataset]:
     """The shuffled digits: (train set, validation set), of (float32 [64], int64 [])."""
     path = "sklearn/datasets/data/digits.csv.gz"  # importing sklearn takes seconds
-    table = np.loadtxt(distribution("scikit-learn").locate_file(path), delimiter=",")
-    order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))
-    images, labels = torch.tensor(table)[order].split([64, 1], dim=1)
-    images, labels = images.float() / 16, labels.flatten().long()
-    train_set = TensorDataset(images[:train], labels[:train])
-    return train_set, TensorDataset(images[train:], labels[train:])
+    file = distribution("scikit-learn").locate_file(path)
+    rows = torch.tensor(np.loadtxt(str(file), delimiter=","))  # [1797, 65]
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    whole = TensorDataset(rows[:, :64].float() / 16, rows[:, 64].long())
+    return TensorDataset(*whole[:train]), TensorDataset(*whole[train:])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def mlp(width=256):
+def mlp(width: int = 256) -> nn.Sequential:
     """A two-layer classifier of digits: float32 [batch, 64] to logits [batch, 10]."""
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 
@@ -19,7 +19,7 @@ class Block(nn.Module):
     No pixel attends to a later one.
     """
 
-    def __init__(self, width, heads):
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.head_width = width // heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -29,7 +29,7 @@ class Block(nn.Module):
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm1(x)
         query, key, value = (  # [batch, heads, pixels, head_width]
             project(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
@@ -43,19 +43,21 @@ class Block(nn.Module):
 class PixelTransformer(nn.Module):
     """Predicts each pixel's grey level from the label and the pixels before it.
 
-    Grey levels int64 [batch, pixels] and labels int64 [batch] to logits [batch, pixels,
-    levels].
+    Grey levels int64 [batch, 64] and labels int64 [batch], 0 to 9, to logits [batch,
+    64, levels].
     """
 
-    def __init__(self, width=64, layers=4, heads=4, levels=17, pixels=64, labels=10):
+    def __init__(
+        self, width: int = 64, layers: int = 4, heads: int = 4, levels: int = 17
+    ) -> None:
         super().__init__()
-        self.label = nn.Embedding(labels, width)
+        self.label = nn.Embedding(10, width)
         self.level = nn.Embedding(levels, width)
-        self.position = nn.Parameter(torch.randn(pixels, width))
+        self.position = nn.Parameter(torch.randn(64, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, levels, bias=False)
 
-    def forward(self, grey, labels):
+    def forward(self, grey: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = torch.cat([self.label(labels)[:, None], self.level(grey[:, :-1])], dim=1)
         x = x + self.position  # [batch, pixels, width]
         for block in self.blocks:

@@ -3,7 +3,9 @@
 Run-time module: what a chapter uses from here is copied into its exported script.
 """
 
+import atexit
 import os
+import tempfile
 import time
 from datetime import timedelta
 
@@ -17,17 +19,18 @@ def start_process_group(
     """Start the default group, unless one runs; return this rank's GPU, or the CPU."""
     if dist.group.WORLD is not None:
         return dist.group.WORLD.bound_device_id or torch.device("cpu")
+    where = ["env://"]  # torch's error names a variable that is missing
+    if not os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:  # no launcher
+        folder = tempfile.TemporaryDirectory()
+        atexit.register(folder.cleanup)
+        where = [f"file://{folder.name}/store", 0, 1]
     local_rank = int(os.environ["LOCAL_RANK"]) if "RANK" in os.environ else 0
-    if os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:  # a launcher's
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    else:
-        store, rank, world_size = dist.HashStore(), 0, 1
+    store, rank, world_size = next(dist.rendezvous(*where, timeout=timeout))
     gpus = torch.cuda.device_count()
-    needed = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))  # on this node
     backend = backend or ("nccl" if gpus else "gloo")
-    short = backend == "nccl" and gpus < needed
-    choice = f"{gpus} GPUs for {needed} ranks" if short else backend
-    compare(store, rank, world_size, choice)
+    few = f"{gpus} GPUs for {ranks} ranks" if backend == "nccl" and gpus < ranks else ""
+    compare(store, rank, world_size, few or backend)
     device = torch.device("cuda", local_rank) if backend == "nccl" else None
     torch.cuda.set_device(device or -1)  # -1 changes nothing
     options = {"store": store, "rank": rank, "world_size": world_size}

@@ -577,7 +577,7 @@ def half_a_file_counts(text: str) -> str:
 @lie("10", "fail|disk|raise|finish", file=CHECKPOINT)
 def failed_save_counts(text: str) -> str:
     """A checkpoint counts though one rank could not write its part."""
-    return swap(text, "            if failed:\n", "            if False:\n")
+    return swap(text, "            if failure:\n", "            if False:\n")
 
 
 @lie("10", "newest|keep|last", file=CHECKPOINT)
@@ -589,7 +589,7 @@ def retention_deletes_the_newest(text: str) -> str:
 @lie("10", "flip|checksum|bit", file=CHECKPOINT)
 def digests_are_not_compared(text: str) -> str:
     """`verify` accepts any bytes of the right length."""
-    return swap(text, "            if read != saved:", "            if False:")
+    return swap(text, "            if digest != manifest[name][1]:", "            if False:")
 
 
 @lie("10", "truncat|length|gone|damage", file=CHECKPOINT)

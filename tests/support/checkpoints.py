@@ -1,0 +1,56 @@
+"""What the tests of checkpoints share: writing small ones, reading them back, and the error that a call must raise."""
+
+import sys
+import time
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.runtime.checkpoint import CheckpointError, load_file, new_checkpoint, save_file, verify
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import it
+
+
+def write(folder, step, size=10_000, keep=3):
+    """Write a checkpoint of two files, each of which holds the step."""
+    with new_checkpoint(folder, step, keep) as path:
+        save_file({"weights": torch.full((size,), float(step)), "step": step}, path / "weights.pt")
+        save_file({"plain": [step, 0.1, "text", None, (1, 2)]}, path / "plain.pt")
+
+
+def write_on_rank0(folder, step):
+    with new_checkpoint(folder, step) as path:
+        if dist.get_rank() == 0:
+            save_file({"step": step}, path / "run.pt")
+
+
+def step_of(path):
+    """The step in a checkpoint's files. Fails if the files and the folder's name do not agree."""
+    verify(path)
+    step = load_file(path / "weights.pt")["step"]
+    assert torch.equal(load_file(path / "weights.pt")["weights"], torch.full((10_000,), float(step)))
+    assert load_file(path / "plain.pt")["plain"] == [step, 0.1, "text", None, (1, 2)]
+    assert path.name == f"step_{step:08}"
+    return step
+
+
+def message(call, *arguments):
+    """The message of the CheckpointError that a call has to raise."""
+    with pytest.raises(CheckpointError) as raised:
+        call(*arguments)
+    text = str(raised.value)
+    assert 1 <= len(text.splitlines()) <= 2 and len(text) < 500
+    return text
+
+
+def committed(saves, steps=10_000):
+    """(the step at which finished() returned a checkpoint, the checkpoint's name), within ``steps`` steps."""
+    for step in range(steps):
+        is_done = saves.saving.done()
+        if checkpoint := saves.finished():
+            assert is_done  # so it did not wait
+            return step, checkpoint.name
+        time.sleep(0.001)
+    raise AssertionError("the save never ended")
