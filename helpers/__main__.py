@@ -37,7 +37,7 @@ def parse(arguments):
     from helpers.rehearsal import command as rehearsal
 
     command = commands.add_parser("rehearse", help="run a script's GPU path on pretended GPUs of this machine")
-    rehearsal.add_arguments(command, chapter)
+    rehearsal.add_arguments(command)
     command = commands.add_parser(
         "doctor",
         help="check the machines, the network and the collectives",
@@ -149,7 +149,7 @@ def main(arguments):
 
             return plan(args)
         if args.command == "rehearse":
-            from helpers.rehearsal.command import rehearse
+            from helpers.rehearsal.command import main as rehearse
 
             return rehearse(args, flags)
         if args.command != "run":
