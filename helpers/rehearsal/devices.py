@@ -29,19 +29,14 @@ def replace(owner: Any, **attributes: Any) -> None:
 
 def is_gpu(device: Device) -> bool:
     """Whether a device argument means a GPU."""
-    if isinstance(device, bool) or device is None or isinstance(device, torch.Tensor):
-        return False
-    return isinstance(device, int) or torch.device(device).type == "cuda"
+    return isinstance(device, int) or device is not None and torch.device(device).type == "cuda"
 
 
 def gpu_of(device: Device) -> int:
-    """The number of the GPU that a device argument means. Raises RuntimeError where the node has no such GPU."""
+    """The number of the GPU that a device argument means. Raises CUDA's RuntimeError for one that the node lacks."""
     index = device if device is None or isinstance(device, int) else torch.device(device).index
-    return Node.current if index is None else check_gpu(index)
-
-
-def check_gpu(index: int) -> int:
-    """The number of a GPU itself. Raises CUDA's RuntimeError where the node has no such GPU."""
+    if index is None:
+        return Node.current
     if not 0 <= index < Node.gpus:
         message = f"CUDA error: invalid device ordinal (cuda:{index}; this node has {Node.gpus} GPUs)"
         raise COUNTS.refuse(RuntimeError(message))

@@ -221,7 +221,7 @@ def patch_autocast() -> None:
     for module in (torch, torch.amp, torch.amp.autocast_mode):
         replace(module, autocast=autocast)
     replace(
-        torch, is_autocast_enabled=lambda *kinds: enabled_for(*("cpu" if kind == "cuda" else kind for kind in kinds))
+        torch, is_autocast_enabled=lambda *types: enabled_for(*("cpu" if kind == "cuda" else kind for kind in types))
     )
 
 

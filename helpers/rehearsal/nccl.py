@@ -134,7 +134,8 @@ def check_tensors(group: Any, name: str, tensors: list[torch.Tensor]) -> Any:
             continue
         if tensor.is_sparse:
             raise COUNTS.refuse(ValueError("Tensors must be CUDA and dense"))
-        if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=memory_format(tensor)):
+        channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        if not tensor.is_contiguous() and not channels_last:
             message = "Tensors must be contiguous"
             if name in POINT_TO_POINT:
                 # torch only warns. NCCL sends the memory in its order, which is right if both tensors have one layout.
@@ -145,11 +146,6 @@ def check_tensors(group: Any, name: str, tensors: list[torch.Tensor]) -> Any:
         else:
             nccl.connect(tensor.index)
     return nccl
-
-
-def memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """The second memory format in which NCCL accepts a tensor: channels last for 4 dimensions."""
-    return torch.channels_last if tensor.dim() == 4 else torch.contiguous_format
 
 
 def check_operation(options: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.types import Device
 
 from helpers.rehearsal.counts import COLLECTIVE, COPY, COUNTS, UPLOAD, WAIT, frame_outside
-from helpers.rehearsal.devices import bytes_of, check_generator, check_gpu, gpu_of, is_gpu, is_pinned
+from helpers.rehearsal.devices import bytes_of, check_generator, gpu_of, is_gpu, is_pinned
 
 aten = torch.ops.aten
 COPIES = {aten.copy_.default, aten._to_copy.default}
@@ -32,7 +32,7 @@ class CudaTensor(Base):
     index: int
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, index: int) -> "CudaTensor":
+    def __new__(cls: Any, inner: torch.Tensor, index: int) -> "CudaTensor":
         tensor = Base._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -98,21 +98,11 @@ class CudaTensor(Base):
     def record_stream(self, stream: Any) -> None:
         pass
 
-    def is_pinned(self, device: Device = None) -> bool:
-        return False
-
     def numpy(self, *, force: bool = False) -> Any:
         if force:
             return self.detach().cpu().numpy()
-        raise COUNTS.refuse(
-            TypeError(
-                f"can't convert {self.device} device type tensor to numpy. "
-                "Use Tensor.cpu() to copy the tensor to host memory first."
-            )
-        )
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.numpy()
+        message = "Use Tensor.cpu() to copy the tensor to host memory first."
+        raise COUNTS.refuse(TypeError(f"can't convert {self.device} device type tensor to numpy. {message}"))
 
     def tolist(self) -> Any:
         COUNTS.add(WAIT, "tolist")
@@ -174,7 +164,7 @@ def rebuild(inner: torch.Tensor, index: int, requires_grad: bool = False, parame
     place = LOADING[-1] if LOADING else None
     tensor = inner
     if place is None or is_gpu(place):
-        tensor = CudaTensor(inner, check_gpu(index) if place is None else gpu_of(place))
+        tensor = CudaTensor(inner, gpu_of(index if place is None else place))
     return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
 
 
@@ -236,12 +226,9 @@ def check_devices(func: Any, args: Any, tensors: list[torch.Tensor], gpus: set[i
     others = {str(tensor.device) for tensor in hosts if tensor.dim() > 0 and tensor.numel() > 0}
     places = sorted({f"cuda:{index}" for index in gpus} | others)
     if len(places) > 1 and not called_by_torch_itself():
-        raise COUNTS.refuse(
-            RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, "
-                f"{' and '.join(places)}! (when checking arguments of {func})"
-            )
-        )
+        message = "Expected all tensors to be on the same device, but found at least two devices"
+        error = RuntimeError(f"{message}, {' and '.join(places)}! (when checking arguments of {func})")
+        raise COUNTS.refuse(error)
 
 
 def count_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
