@@ -87,17 +87,14 @@ class Event:
     wait = nothing
 
 
-class CurrentDevice:
+@contextlib.contextmanager
+def current_device(device: Device) -> Iterator[None]:
     """``with torch.cuda.device(k)``."""
-
-    def __init__(self, device: Device) -> None:
-        self.index = gpu_of(device)
-
-    def __enter__(self) -> None:
-        self.before, Node.current = Node.current, self.index
-
-    def __exit__(self, *error: Any) -> None:
-        Node.current = self.before
+    before, Node.current = Node.current, gpu_of(device)
+    try:
+        yield
+    finally:
+        Node.current = before
 
 
 @dataclass(frozen=True)
@@ -136,11 +133,6 @@ def synchronize(device: Device = None) -> None:
     COUNTS.add(WAIT, "cuda.synchronize")
 
 
-@contextlib.contextmanager
-def stream_context(stream: Any) -> Iterator[Any]:
-    yield stream
-
-
 def returning(value: Any) -> Callable[..., Any]:
     """A new function that always returns this value. torch._dynamo wants a different function for each name."""
     return lambda *args, **kwargs: value
@@ -162,8 +154,8 @@ def patch() -> None:
         "current_device": lambda: Node.current,
         "set_device": set_device,
         "_get_device_index": device_index,
-        "device": CurrentDevice,
-        "device_of": lambda tensor: CurrentDevice(tensor.device.index if tensor.is_cuda else None),
+        "device": current_device,
+        "device_of": lambda tensor: current_device(tensor.device.index if tensor.is_cuda else None),
         "get_device_name": lambda device=None: properties(device).name,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": properties,
@@ -173,8 +165,8 @@ def patch() -> None:
         "Event": Event,
         "current_stream": lambda device=None: current,
         "default_stream": lambda device=None: current,
-        "stream": stream_context,
-        "StreamContext": stream_context,
+        "stream": contextlib.nullcontext,
+        "StreamContext": contextlib.nullcontext,
         "mem_get_info": lambda device=None: (MEMORY, MEMORY),
         "memory_stats": lambda device=None: defaultdict(int),
         "memory_summary": lambda *args, **kwargs: "A rehearsal has no CUDA memory.",
@@ -197,7 +189,7 @@ def patch() -> None:
         current_device_idx=lambda: Node.current,
         set_device_index=set_device,
         set_device_idx=set_device,
-        device_index=CurrentDevice,
+        device_index=current_device,
     )
     replace(torch._utils, _get_available_device_type=lambda: "cuda", _get_current_device_index=lambda: Node.current)
     replace(torch.cuda.nccl, version=lambda: (2, 29, 7), is_available=returning(True))

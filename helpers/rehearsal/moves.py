@@ -33,7 +33,13 @@ class Copy(torch.autograd.Function):
 
 
 def move(tensor: torch.Tensor, device: Device, non_blocking: bool = False) -> torch.Tensor:
-    """The tensor on a device. A copy is counted; a tensor that is there already is returned itself."""
+    """The tensor on a device; of a DTensor, the local part. A copy is counted; what is there already is returned."""
+    if isinstance(tensor, DTensor):
+        if is_gpu(device) == is_gpu(tensor.device):
+            return tensor
+        local = move(tensor.to_local(), device, non_blocking)
+        mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     target = gpu_of(device) if is_gpu(device) else None
     source = tensor.index if isinstance(tensor, CudaTensor) else None
     if target == source:
@@ -43,22 +49,6 @@ def move(tensor: torch.Tensor, device: Device, non_blocking: bool = False) -> to
     else:
         COUNTS.add(COPY, "between GPUs", bytes_of(tensor))
     return Copy.apply(tensor, target)
-
-
-def move_any(tensor: torch.Tensor, device: Device, non_blocking: bool) -> torch.Tensor:
-    """``move``, also for a DTensor, whose local part is moved."""
-    if not isinstance(tensor, DTensor):
-        return move(tensor, device, non_blocking)
-    if is_gpu(device) == is_gpu(tensor.device):
-        return tensor
-    return DTensor.from_local(
-        move(tensor.to_local(), device, non_blocking),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
 
 
 def to(self: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -74,7 +64,7 @@ def to(self: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> tor
         args = (torch.device("cuda", args[0]), *args[1:])
     place, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     here = place is not None and place.type in ("cpu", "cuda")  # else it is "meta", say, or no device
-    tensor = move_any(self, place, non_blocking) if here else self
+    tensor = move(self, place, non_blocking) if here else self
     copy = copy and tensor is self
     changes = {"device": None if here else place, "dtype": dtype, "memory_format": memory_format, "copy": copy or None}
     changes = {name: change for name, change in changes.items() if change is not None}
