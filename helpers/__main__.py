@@ -23,8 +23,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     chapters.add_commands(commands)
 
     command = commands.add_parser("rehearse", help="run a script's GPU path on pretended GPUs of this machine")
-    command.set_defaults(main=rehearsal.rehearse)
-    rehearsal.add_arguments(command, chapters.CHAPTER)
+    command.set_defaults(main=rehearsal.main)
+    rehearsal.add_arguments(command)
 
     command = commands.add_parser("doctor", help="check the machines, the network and the collectives")
     command.set_defaults(main=lambda args, flags: doctor.main(args))

@@ -41,11 +41,11 @@ def test_every_planted_mistake_is_seen_with_its_line(tmp_path):
     expected = {f"seen {name} on {rank}" for name in names for rank in (0, 1)}
     expected.add("seen a group that a rank does not make on 1")
     assert set(done.stdout.splitlines()) == expected, done.stderr
-    told = {row["line"] for row in json.loads(report.read_text())["refused"]}
+    refused = {row["line"] for row in json.loads(report.read_text())["refused"]}
     lines = script.read_text().splitlines()
     for number, line in enumerate(lines, 1):
         if re.match(r'    \(".*lambda', line) and "hooked" not in line:  # the hook has its own line
-            assert f"{script.name}:{number}" in told, line
+            assert f"{script.name}:{number}" in refused, line
     # The script does not catch its last mistake.
     assert done.returncode == 1
     last = f"{script.name}:{len(lines)}: RuntimeError: No backend type associated with device type cpu"
@@ -106,14 +106,14 @@ atexit.register(lambda: os.write(1, f"{json.dumps(facts)}\\n".encode()))  # one 
 def test_a_rank_is_as_new_as_one_of_torchrun(tmp_path):
     script = tmp_path / "facts.py"
     script.write_text(FACTS)
-    given = {*os.environ, "PYTHONPATH", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_DIST_USE_NCCL2"}
-    given.add("TORCHINDUCTOR_CACHE_DIR")  # torch._dynamo sets it where it is imported
+    launcher = {*os.environ, "PYTHONPATH", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_DIST_USE_NCCL2"}
+    launcher.add("TORCHINDUCTOR_CACHE_DIR")  # torch._dynamo sets it where it is imported
     runs = [rehearse(script, flags=["--steps", "3"]).stdout, torchrun(script, 2, {**os.environ}, "--steps", "3")[1]]
     for number, out in enumerate(runs):
         runs[number] = ranks = sorted(map(json.loads, out.splitlines()), key=lambda facts: facts["variables"]["RANK"])
         assert len({facts.pop("draw") for facts in ranks}) == 2
         for facts in ranks:
-            facts["variables"] = {name: facts["variables"][name] for name in facts["variables"].keys() - given}
+            facts["variables"] = {name: facts["variables"][name] for name in facts["variables"].keys() - launcher}
             for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
                 facts["variables"][name] = bool(facts["variables"][name])
     assert runs[0] == runs[1]
@@ -122,14 +122,14 @@ def test_a_rank_is_as_new_as_one_of_torchrun(tmp_path):
 LOST = [("sys.exit('rank 1 stops')", "exit status 1"), ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL")]
 
 
-@pytest.mark.parametrize(("end", "told"), LOST, ids=["its own status", "a signal"])
-def test_a_rank_that_fails_ends_the_other_node(end, told, tmp_path):
+@pytest.mark.parametrize(("end", "cause"), LOST, ids=["its own status", "a signal"])
+def test_a_rank_that_fails_ends_the_other_node(end, cause, tmp_path):
     script = tmp_path / "fails.py"
     rank_1 = f"if os.environ['RANK'] == '1':\n    {end}\n"
     script.write_text(f"import os, signal, sys, time\n{rank_1}time.sleep(100)\n")
     done = rehearse_here(script, "--nodes", "2", "--gpus", "1", timeout=90)
     stops = "rank 1 stops\n" if "stops" in end else ""
-    assert (done.returncode, done.stderr.endswith(f"{stops}rank 1 failed: {told}\n")) == (1, True), done.stderr
+    assert (done.returncode, done.stderr.endswith(f"{stops}rank 1 failed: {cause}\n")) == (1, True), done.stderr
 
 
 def test_wrong_usage(helpers, tmp_path):

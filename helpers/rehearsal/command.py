@@ -1,5 +1,6 @@
 """``python -m helpers rehearse``: run a script on several ranks of this machine, each with a pretended GPU."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from helpers.command_line import whole
@@ -17,21 +19,22 @@ HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by t
 GRACE = 3  # seconds that ranks have to end at a SIGTERM
 
 
-def add_arguments(command, chapter):
-    """Add the arguments of ``rehearse`` to its parser. ``chapter`` is CHAPTER's help."""
-    command.add_argument("chapter", metavar="CHAPTER", help=f"{chapter}, or of any script")
-    command.add_argument("--gpus", type=whole, default=2, metavar="N", help="pretended GPUs of a node (default: 2)")
-    command.add_argument("--nodes", type=whole, default=1, metavar="N", help="pretended nodes (default: 1)")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write rank 0's counts there too")
-    command.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the script, after two dashes")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``rehearse`` to its parser."""
+    chapter = "its number (4), its name (04_ddp or ddp), or the path of any notebook, or of any script"
+    parser.add_argument("chapter", metavar="CHAPTER", help=chapter)
+    parser.add_argument("--gpus", type=whole, default=2, metavar="N", help="pretended GPUs of a node (default: 2)")
+    parser.add_argument("--nodes", type=whole, default=1, metavar="N", help="pretended nodes (default: 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rank 0's counts there too")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the script, after two dashes")
 
 
-def rehearse(args, flags):
+def main(args: argparse.Namespace, flags: list[str]) -> int:
     """Rehearse a chapter, a notebook or a script; leave with the exit status 0 or 1, or return 1 without a script."""
     with folder_until_a_signal() as folder:
         script = Path(args.chapter)
         if script.suffix != ".py" or not script.is_file():
-            from helpers.export import chapters
+            from helpers.export import chapters  # here, because it takes a second or more
 
             try:
                 [script] = chapters.export(args.chapter, folder)
@@ -47,7 +50,7 @@ def rehearse(args, flags):
     os._exit(status)  # without the interpreter's end, which takes half a second when torch is loaded
 
 
-def run(script, gpus, nodes, flags, folder, counts=None):
+def run(script: Path, gpus: int, nodes: int, flags: list[str], folder: Path, counts: Path | None = None) -> int:
     """Run a script on ranks that are forked from this process, and wait; return 0, or 1 where one failed.
 
     ``folder`` takes refusals and torch's error files, ``counts`` is the path for rank 0's counts, or None. A forked
@@ -59,7 +62,7 @@ def run(script, gpus, nodes, flags, folder, counts=None):
 
     from helpers.rehearsal import rank
 
-    ranks = {}
+    ranks: dict[int, int] = {}  # by process
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         sys.stdout.flush()
@@ -78,27 +81,28 @@ def run(script, gpus, nodes, flags, folder, counts=None):
             ranks[pid] = number
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # After the forks, because a store has threads. The ranks' connections have waited in the socket.
-        address = {"host_name": "127.0.0.1", "port": port, "master_listen_fd": server.detach()}
-        store = torch.distributed.TCPStore(**address, is_master=True, wait_for_workers=False)
+        store = torch.distributed.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+        )
     status = wait(ranks)
     del store  # the ranks needed it until now
     return status
 
 
-def become_a_rank(mask):
+def become_a_rank(mask: Iterable[int]) -> None:
     """Make this forked process as new as one that torchrun has started: its session, its signals, its numbers."""
     os.setsid()
     for number in HANDLED:  # some are ignored in a shell's background job
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.path.insert(1, str(ROOT))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # else all ranks would draw the same numbers
 
 
-def variables(rank, gpus, nodes, port, folder):
+def variables(rank: int, gpus: int, nodes: int, port: int, folder: Path) -> dict[str, str]:
     """The environment variables that torchrun sets for a rank."""
     node, local = divmod(rank, gpus)
     return {
@@ -123,7 +127,7 @@ def variables(rank, gpus, nodes, port, folder):
     }
 
 
-def wait(ranks):
+def wait(ranks: dict[int, int]) -> int:
     """Wait for all ranks, {process: rank}; return 0, or 1 where one failed, which ends the others as torchrun does."""
     from helpers.ranks.collecting import LATE_WITHIN, PEERS_WITHIN, busy  # here, because other commands do without it
 
@@ -135,7 +139,7 @@ def wait(ranks):
     if failed:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         print(f"rank {rank} failed: {how}", file=sys.stderr, flush=True)
-    # First the other ranks may tell their errors, longer if they are at work: 0 sends nothing.
+    # First the other ranks may print their errors, longer if they are at work: 0 sends nothing.
     endings = ((0, PEERS_WITHIN, LATE_WITHIN), (signal.SIGTERM, GRACE, GRACE), (signal.SIGKILL, GRACE, GRACE))
     for ending, within, late_within in endings:
         for pid in ranks:
@@ -150,10 +154,12 @@ def wait(ranks):
     return int(failed)
 
 
-def refusals(folder):
+def refusals(folder: Path) -> list[str]:
     """A line for each place in the script where GPUs or NCCL would have raised, with the ranks that came there."""
-    ranks = {}
+    from helpers.rehearsal.counts import Refusal
+
+    ranks: dict[Refusal, list[int]] = {}
     for path in sorted(folder.glob("refused-*.json")):
-        last = json.loads(path.read_text())[-1]
-        ranks.setdefault((last["line"], last["error"]), []).append(int(path.stem.partition("-")[2]))
-    return [f"{line}: {error} (ranks {sorted(found)})" for (line, error), found in ranks.items()]
+        last = Refusal(**json.loads(path.read_text())[-1])
+        ranks.setdefault(last, []).append(int(path.stem.partition("-")[2]))
+    return [f"{refusal.line}: {refusal.error} (ranks {sorted(numbers)})" for refusal, numbers in ranks.items()]

@@ -1,13 +1,14 @@
 """What a rehearsal counts for each line of the script: waits for the GPU, copies and collectives; and its steps."""
 
-import contextlib
 import os
 import site
 import sys
 import sysconfig
-import threading
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
 
 LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
@@ -17,67 +18,81 @@ LIBRARIES = tuple(
 # Kinds of events. At a wait, and at a blocking upload, the host stops until the GPU has done all its work.
 WAIT, UPLOAD, COPY, COLLECTIVE = "wait", "upload", "copy", "collective"
 
+Event = tuple[str, str, str]  # the line as name.py:LINE, a kind such as WAIT, and what the operation is called
+Refused = TypeVar("Refused", bound=Exception)
+
+
+@dataclass(frozen=True)
+class Row:
+    """An event with its counts. ``per_step`` is the mean from the first optimizer step to the last."""
+
+    line: str
+    kind: str
+    what: str
+    count: int
+    bytes: int
+    in_steps: int
+    per_step: float
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error that a GPU or NCCL would raise, and the script's line."""
+
+    line: str
+    error: str
+
 
 class Counts:
     """One rank's events: how often each came, how many bytes it moved, and how often between two optimizer steps."""
 
-    def __init__(self):
-        self.events = Counter()
-        self.bytes = Counter()
-        self.steps = Counter()
-        self.marks = []  # a copy of `events` at each optimizer step
-        self.refusals = []
-        self.quiet = threading.local()
+    def __init__(self) -> None:
+        self.events: Counter[Event] = Counter()
+        self.bytes: Counter[Event] = Counter()
+        self.steps: Counter[int] = Counter()  # of each optimizer, by its id
+        self.marks: list[Counter[Event]] = []  # a copy of `events` at each optimizer step
+        self.refusals: list[Refusal] = []
 
-    def add(self, kind, what, size=0):
-        """Count one event at the line of the script that is running now."""
-        if getattr(self.quiet, "depth", 0):
-            return
+    def add(self, kind: str, what: str, size: int = 0) -> None:
+        """Count one event, of ``size`` bytes, at the line of the script that is running now."""
         event = (script_line(), kind, what)
         self.events[event] += 1
         self.bytes[event] += size
 
-    @contextlib.contextmanager
-    def paused(self):
-        """Count nothing inside the block, which is the rehearsal's own work."""
-        self.quiet.depth = getattr(self.quiet, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            self.quiet.depth -= 1
-
-    def count_step(self, optimizer, args, kwargs):
+    def count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """A hook that every optimizer calls at a step. With several optimizers, the steps of the busiest one count."""
         self.steps[id(optimizer)] += 1
         if self.steps[id(optimizer)] == len(self.marks) + 1:
             self.marks.append(Counter(self.events))
 
-    def refuse(self, error):
+    def refuse(self, error: Refused) -> Refused:
         """Note an error that a GPU or NCCL would raise, with the script's line; return the error, for ``raise``."""
-        self.refusals.append({"line": script_line(), "error": f"{type(error).__name__}: {error}"})
+        self.refusals.append(Refusal(script_line(), f"{type(error).__name__}: {error}"))
         return error
 
-    def table(self):
-        """All events as dicts, sorted by line. ``per_step`` is the mean from the first optimizer step to the last."""
-        steady = max(len(self.marks) - 1, 0)
+    def rows(self) -> list[Row]:
+        """All events with their counts, sorted by line."""
+        steps = max(len(self.marks) - 1, 0)
         rows = []
         for event, count in sorted(self.events.items()):
-            line, kind, what = event
-            inside = self.marks[-1][event] - self.marks[0][event] if steady else 0
-            row = {"line": line, "kind": kind, "what": what, "count": count, "bytes": self.bytes[event]}
-            rows.append(row | {"in_steps": inside, "per_step": inside / steady if steady else 0.0})
+            inside = self.marks[-1][event] - self.marks[0][event] if steps else 0
+            mean = inside / steps if steps else 0.0
+            rows.append(Row(*event, count, self.bytes[event], inside, mean))
         return rows
 
 
-def script_line():
-    """``name.py:LINE`` of the innermost running line outside of libraries: in the script or in a module of its own."""
-    frame = sys._getframe(1)
-    while frame:
-        name = frame.f_code.co_filename
-        if not name.startswith((*LIBRARIES, "<")):
-            return f"{os.path.basename(name)}:{frame.f_lineno}"
+def frame_outside(*places: str) -> FrameType | None:
+    """The innermost running frame whose file lies in none of these places: the caller, without the code in them."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and frame.f_code.co_filename.startswith(places):
         frame = frame.f_back
-    return "?"
+    return frame
+
+
+def script_line() -> str:
+    """``name.py:LINE`` of the innermost running line outside of libraries: in the script or in a module of its own."""
+    frame = frame_outside(*LIBRARIES, "<")
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
 
 
 COUNTS = Counts()

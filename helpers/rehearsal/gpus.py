@@ -3,261 +3,228 @@
 import contextlib
 import os
 import time
-import types
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.types import Device
 
 from helpers.rehearsal.counts import COUNTS, WAIT
-from helpers.rehearsal.tensor import State, gpu_of
+from helpers.rehearsal.devices import Node, gpu_of, replace
 
 MEMORY = 80 << 30  # bytes of each pretended GPU
 
+# Functions of torch.cuda by their answer.
+TRUE = "is_available is_initialized is_bf16_supported can_device_access_peer".split()
+ZERO = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved utilization".split()
+NOTHING = (
+    "init _lazy_init _lazy_call set_stream empty_cache ipc_collect reset_peak_memory_stats "
+    "reset_accumulated_memory_stats reset_max_memory_allocated set_per_process_memory_fraction "
+    "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all"
+).split()
+OF_ACCELERATORS = (  # also functions of torch.accelerator
+    "is_available device_count synchronize current_stream set_stream empty_cache reset_peak_memory_stats "
+    "memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
+).split()
+GRAPHS = "CUDAGraph graph make_graphed_callables".split()
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """What orders the work on a GPU has nothing to do here, where every operation runs when it is called."""
+
 
 class Stream:
-    """A CUDA stream. Here every operation runs when it is called, so a stream has nothing to order."""
+    """A CUDA stream."""
 
-    def __new__(cls, *args, **kwargs):
-        return object.__new__(cls)
-
-    def __init__(self, device=None, priority=0, **kwargs):
-        self.device = torch.device("cuda", gpu_of(State.current if device is None else device))
+    def __init__(self, device: Device = None, priority: int = 0, **kwargs: Any) -> None:
+        self.device = torch.device("cuda", gpu_of(device))
         self.priority, self.cuda_stream, self.stream_id = priority, 0, 0
         self.device_index, self.device_type = self.device.index, 1  # torch's number of CUDA
 
-    def record_event(self, event=None):
+    def record_event(self, event: "Event | None" = None) -> "Event":
         event = event or Event()
         event.record(self)
         return event
 
-    def wait_event(self, event):
-        pass
-
-    def wait_stream(self, stream):
-        pass
-
-    def query(self):
+    def query(self) -> bool:
         return True
 
-    def is_capturing(self):
+    def is_capturing(self) -> bool:
         return False
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         COUNTS.add(WAIT, "stream.synchronize")
 
-    def __enter__(self):
+    def __enter__(self) -> "Stream":
         return self
 
-    def __exit__(self, *error):
-        pass
+    wait_event = wait_stream = __exit__ = nothing
 
 
 class Event:
     """A CUDA event that notes the host's time."""
 
-    def __init__(self, enable_timing=False, blocking=False, interprocess=False, **kwargs):
-        self.time = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.time: float | None = None
 
-    def record(self, stream=None):
+    def record(self, stream: Stream | None = None) -> None:
         self.time = time.perf_counter()
 
-    def wait(self, stream=None):
-        pass
-
-    def query(self):
+    def query(self) -> bool:
         return True
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         COUNTS.add(WAIT, "event.synchronize")
 
-    def elapsed_time(self, end):
+    def elapsed_time(self, end: "Event") -> float:
         """Milliseconds between two records by the host's clock: the CPU's work took them, not a GPU's."""
+        if self.time is None or end.time is None:
+            raise COUNTS.refuse(ValueError("Both events must be recorded before calculating elapsed time"))
         return (end.time - self.time) * 1000
 
+    wait = nothing
 
-class Device:
+
+@contextlib.contextmanager
+def current_device(device: Device) -> Iterator[None]:
     """``with torch.cuda.device(k)``."""
-
-    def __init__(self, device):
-        self.index = gpu_of(device) if device is not None else State.current
-
-    def __enter__(self):
-        self.before, State.current = State.current, self.index
-
-    def __exit__(self, *error):
-        State.current = self.before
+    before, Node.current = Node.current, gpu_of(device)
+    try:
+        yield
+    finally:
+        Node.current = before
 
 
-def properties(device=None):
+@dataclass(frozen=True)
+class Properties:
     """Made-up answers for torch.cuda.get_device_properties."""
-    index = State.current if device is None else gpu_of(device)
-    node = os.environ.get("GROUP_RANK", "0")
-    return types.SimpleNamespace(
-        name="pretended GPU",
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        total_memory=MEMORY,
-        gcnArchName="",
-        uuid=f"GPU-{node}-{index}",
-        pci_bus_id=index,
-        is_integrated=False,
-        is_multi_gpu_board=False,
-        warp_size=32,
-        L2_cache_size=50 << 20,
-        max_threads_per_multi_processor=2048,
-    )
+
+    pci_bus_id: int
+    uuid: str
+    name: str = "pretended GPU"
+    major: int = 9
+    minor: int = 0
+    multi_processor_count: int = 132
+    total_memory: int = MEMORY
+    warp_size: int = 32
+    L2_cache_size: int = 50 << 20
+    max_threads_per_multi_processor: int = 2048
 
 
-def set_device(device):
-    State.current = gpu_of(device)
+def properties(device: Device = None) -> Properties:
+    index = gpu_of(device)
+    return Properties(index, f"GPU-{os.environ.get('GROUP_RANK', '0')}-{index}")
 
 
-def device_index(device=None, optional=False, allow_cpu=False):
+def set_device(device: Device) -> None:
+    Node.current = gpu_of(device)
+
+
+def device_index(device: Device = None, optional: bool = False, allow_cpu: bool = False) -> int:
     """A device argument as the number of a GPU, read as torch.cuda reads it."""
-    if device is None:
-        return State.current
-    if allow_cpu and not isinstance(device, int) and torch.device(device).type == "cpu":
+    if allow_cpu and isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu":
         return -1
     return gpu_of(device)
 
 
-def synchronize(device=None):
+def synchronize(device: Device = None) -> None:
     COUNTS.add(WAIT, "cuda.synchronize")
 
 
-@contextlib.contextmanager
-def stream_context(stream):
-    yield stream
-
-
-def returning(value):
+def returning(value: Any) -> Callable[..., Any]:
     """A new function that always returns this value. torch._dynamo wants a different function for each name."""
     return lambda *args, **kwargs: value
 
 
-def graphless():
+def graphless() -> Callable[..., Any]:
     """A function for CUDA graphs that raises RuntimeError."""
 
-    def refuse(*args, **kwargs):
+    def refuse(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("A rehearsal has no CUDA graphs: run this part on a GPU.")
 
     return refuse
 
 
-def patch():
-    cuda, current = torch.cuda, Stream()
-    stubs = {
-        "is_available": returning(True),
-        "is_initialized": returning(True),
-        "is_bf16_supported": returning(True),
-        "init": returning(None),
-        "_lazy_init": returning(None),
-        "_lazy_call": returning(None),
-        "device_count": lambda: State.gpus,
-        "current_device": lambda: State.current,
+def patch() -> None:
+    current = Stream()
+    stubs: dict[str, Any] = {
+        "device_count": lambda: Node.gpus,
+        "current_device": lambda: Node.current,
         "set_device": set_device,
         "_get_device_index": device_index,
-        "device": Device,
-        "device_of": lambda tensor: Device(tensor.device.index if tensor.is_cuda else None),
+        "device": current_device,
+        "device_of": lambda tensor: current_device(tensor.device.index if tensor.is_cuda else None),
         "get_device_name": lambda device=None: properties(device).name,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": properties,
         "get_arch_list": lambda: ["sm_90"],
-        "can_device_access_peer": returning(True),
         "synchronize": synchronize,
         "Stream": Stream,
-        "ExternalStream": Stream,
         "Event": Event,
         "current_stream": lambda device=None: current,
         "default_stream": lambda device=None: current,
-        "set_stream": returning(None),
-        "stream": stream_context,
-        "StreamContext": stream_context,
-        "empty_cache": returning(None),
-        "ipc_collect": returning(None),
-        "reset_peak_memory_stats": returning(None),
-        "reset_accumulated_memory_stats": returning(None),
-        "reset_max_memory_allocated": returning(None),
-        "set_per_process_memory_fraction": returning(None),
+        "stream": contextlib.nullcontext,
+        "StreamContext": contextlib.nullcontext,
         "mem_get_info": lambda device=None: (MEMORY, MEMORY),
         "memory_stats": lambda device=None: defaultdict(int),
         "memory_summary": lambda *args, **kwargs: "A rehearsal has no CUDA memory.",
         "memory_snapshot": lambda *args: [],
-        "utilization": returning(0),
         # A pretended GPU draws the CPU's random numbers, so that results compare with gloo's. GPU seeds do nothing.
-        "manual_seed": returning(None),
-        "manual_seed_all": returning(None),
-        "seed": returning(None),
-        "seed_all": returning(None),
         "initial_seed": torch.initial_seed,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "get_rng_state_all": lambda: [torch.get_rng_state()] * State.gpus,
-        "set_rng_state": returning(None),
-        "set_rng_state_all": returning(None),
-        "CUDAGraph": graphless(),
-        "graph": graphless(),
-        "make_graphed_callables": graphless(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()] * Node.gpus,
     }
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        stubs[name] = returning(0)
-    for name, stub in stubs.items():
-        setattr(cuda, name, stub)
-    for module in (cuda.memory, cuda.random):
-        for name in set(vars(module)) & set(stubs):
-            setattr(module, name, stubs[name])
-    torch._utils._get_available_device_type = lambda: "cuda"
-    torch._utils._get_current_device_index = lambda: State.current
-    cuda.nccl.version = lambda: (2, 29, 7)
-    cuda.nccl.is_available = returning(True)
-    torch.version.cuda = torch.version.cuda or "pretended"
-    patch_accelerator()
+    stubs |= {name: returning(True) for name in TRUE} | {name: returning(0) for name in ZERO}
+    stubs |= {name: returning(None) for name in NOTHING} | {name: graphless() for name in GRAPHS}
+    replace(torch.cuda, **stubs)
+    for module in (torch.cuda.memory, torch.cuda.random):
+        replace(module, **{name: stub for name, stub in stubs.items() if hasattr(module, name)})
+    replace(
+        torch.accelerator,
+        **{name: stubs[name] for name in OF_ACCELERATORS},
+        current_accelerator=lambda check_available=False: torch.device("cuda"),
+        current_device_index=lambda: Node.current,
+        current_device_idx=lambda: Node.current,
+        set_device_index=set_device,
+        set_device_idx=set_device,
+        device_index=current_device,
+    )
+    replace(torch._utils, _get_available_device_type=lambda: "cuda", _get_current_device_index=lambda: Node.current)
+    replace(torch.cuda.nccl, version=lambda: (2, 29, 7), is_available=returning(True))
+    replace(torch.version, cuda=torch.version.cuda or "pretended")
     patch_autocast()
     patch_profiler()
 
 
-def patch_accelerator():
-    accelerator = torch.accelerator
-    accelerator.is_available = lambda: True
-    accelerator.device_count = lambda: State.gpus
-    accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
-    accelerator.current_device_index = lambda: State.current
-    accelerator.current_device_idx = accelerator.current_device_index
-    accelerator.set_device_index = accelerator.set_device_idx = set_device
-    accelerator.synchronize = synchronize
-    accelerator.current_stream = torch.cuda.current_stream
-    accelerator.set_stream = torch.cuda.set_stream
-    accelerator.device_index = Device
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(accelerator, name, lambda device=None: 0)
-    accelerator.empty_cache = torch.cuda.empty_cache
-    accelerator.reset_peak_memory_stats = torch.cuda.reset_peak_memory_stats
-
-
-def patch_autocast():
+def patch_autocast() -> None:
     """Make autocast("cuda") the CPU's autocast, in bfloat16 or float16, with the CPU's lists of operators."""
-    original = torch.autocast
+    enabled_for = torch.is_autocast_enabled
 
-    class autocast(original):
-        def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+    class autocast(torch.autocast):
+        def __init__(
+            self, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+        ) -> None:
             if device_type == "cuda":
                 device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
             super().__init__(device_type, dtype, enabled, cache_enabled)
 
     for module in (torch, torch.amp, torch.amp.autocast_mode):
-        module.autocast = autocast
-    enabled = torch.is_autocast_enabled
-    torch.is_autocast_enabled = lambda *args: enabled(*("cpu" if place == "cuda" else place for place in args))
+        replace(module, autocast=autocast)
+    replace(
+        torch, is_autocast_enabled=lambda *types: enabled_for(*("cpu" if kind == "cuda" else kind for kind in types))
+    )
 
 
-def patch_profiler():
+def patch_profiler() -> None:
     """Make the profiler leave CUDA out of its activities."""
-    original = torch.profiler.profile
 
-    class profile(original):
-        def __init__(self, *, activities=None, **kwargs):
+    class profile(torch.profiler.profile):
+        def __init__(self, *, activities: Any = None, **kwargs: Any) -> None:
             if activities is not None:
                 activities = [item for item in activities if item != torch.profiler.ProfilerActivity.CUDA]
             super().__init__(activities=activities, **kwargs)
 
-    torch.profiler.profile = torch.profiler.profiler.profile = profile
+    for module in (torch.profiler, torch.profiler.profiler):
+        replace(module, profile=profile)

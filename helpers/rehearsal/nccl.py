@@ -4,14 +4,20 @@ The class stands where torch expects ProcessGroupNCCL. So everything above it, g
 """
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as c10d
 
 from helpers.rehearsal.counts import COLLECTIVE, COUNTS, WAIT
-from helpers.rehearsal.tensor import CudaTensor, State, strip, tensors_in
+from helpers.rehearsal.devices import Node, bytes_of, replace
+from helpers.rehearsal.tensor import CudaTensor, strip, tensors_in
 
 COLLECTIVES = (
     "allreduce allreduce_coalesced broadcast reduce scatter gather allgather allgather_coalesced _allgather_base "
@@ -23,46 +29,49 @@ POINT_TO_POINT = "send recv recv_anysource".split()
 MISSING = ("BAND", "BOR", "BXOR")  # of torch's ReduceOps
 
 
+@dataclass(eq=False)
+class Options:
+    """The part of ProcessGroupNCCL.Options that torch's Python code reads and sets."""
+
+    is_high_priority_stream: bool = False
+    _timeout: timedelta = timedelta(minutes=10)
+    split_from: "PretendedNCCL | None" = None
+    config: Any = field(default_factory=SimpleNamespace)
+
+
 class PretendedNCCL(c10d.ProcessGroupGloo):
     """A ProcessGroupNCCL on gloo. It is as strict as NCCL about duplicate GPUs, splits and devices."""
 
-    class Options:
-        """The part of ProcessGroupNCCL.Options that torch's Python code uses."""
+    Options: Any = Options
+    kept: list["PretendedNCCL"] = []  # torch keeps only the C++ half of a group alive; this list keeps the Python half
 
-        def __init__(self, is_high_priority_stream=False):
-            self.is_high_priority_stream = is_high_priority_stream
-            self._timeout = timedelta(minutes=10)
-            self.split_from = None
-            self.config = type("Config", (), {})()
-
-    kept = []  # torch keeps only the C++ half of a group alive; this list keeps the Python half
-
-    def __init__(self, store, rank, size, options):
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, timeout=options._timeout)
         self.store, self.place, self.world, self.pretended_options = store, rank, size, options
-        self.gpu, self.splits = None, 0
+        self.gpu: int | None = None  # of the communicator, once it is made
+        self.splits = 0
         self.kept.append(self)
 
-    supports_splitting = property(lambda self: True)
-    supports_coalescing = property(lambda self: False)
+    supports_splitting: Any = property(lambda self: True)
+    supports_coalescing: Any = property(lambda self: False)
 
-    def eager_connect_single_device(self, device):
+    def eager_connect_single_device(self, device: Any) -> None:
         """Make the communicator at once, as NCCL does for a group that is bound to a GPU."""
         if self.pretended_options.split_from:
             self.pretended_options.split_from.split()
         self.connect(device.index)
 
-    def perform_nocolor_split(self, device):
+    def perform_nocolor_split(self, device: Any) -> None:
         """Take part in a split as a rank that is not in the new group."""
         self.split()
 
-    def split(self):
+    def split(self) -> None:
         """As ncclCommSplit: return when every rank of this group, the parent, has come to the same split."""
         self.splits += 1
         self.store.set(f"split/{self.splits}/{self.place}", "")
         self.await_all(f"split/{self.splits}", "call new_group, which splits the group that all ranks are in")
 
-    def await_all(self, key, duty):
+    def await_all(self, key: str, duty: str) -> None:
         """Wait until every rank has set its key. Raises RuntimeError after the group's timeout."""
         keys = [f"{key}/{rank}" for rank in range(self.world)]
         try:
@@ -72,74 +81,74 @@ class PretendedNCCL(c10d.ProcessGroupGloo):
             message = f"NCCL would hang here: ranks {late} of the group did not {duty}"
             raise COUNTS.refuse(RuntimeError(message)) from None
 
-    def connect(self, gpu):
+    def connect(self, gpu: int) -> None:
         """Make the communicator on this rank's GPU. Raises NCCL's error where two ranks of a node have one GPU."""
         if self.gpu == gpu:
             return
-        if self.gpu is not None:
-            bound = f"Tensor found on device cuda:{gpu} but backend constrained to cuda:{self.gpu}"
-            raise COUNTS.refuse(RuntimeError(bound))
+        self.check_bound(gpu)
         node = os.environ.get("GROUP_RANK", "0")
         self.store.set(f"gpu/{self.place}", f"{node}/{gpu}")
         self.await_all("gpu", "come to this communicator's first use")
         gpus = [self.store.get(f"gpu/{rank}").decode() for rank in range(self.world)]
         twins = [rank for rank in range(self.world) if gpus[rank] == f"{node}/{gpu}"]
         if len(twins) > 1:
-            raise COUNTS.refuse(
-                RuntimeError(f"NCCL error: Duplicate GPU detected: ranks {twins} of this group are all on cuda:{gpu}")
-            )
+            message = f"NCCL error: Duplicate GPU detected: ranks {twins} of this group are all on cuda:{gpu}"
+            raise COUNTS.refuse(RuntimeError(message))
         self.gpu = gpu
 
+    def check_bound(self, gpu: int) -> None:
+        """Raise NCCL's error for a tensor on another GPU than the communicator's."""
+        if self.gpu not in (None, gpu):
+            message = f"Tensor found on device cuda:{gpu} but backend constrained to cuda:{self.gpu}"
+            raise COUNTS.refuse(RuntimeError(message))
 
-def backends_of(group):
+
+def backends_of(group: Any) -> Any:
     """{device type: backend} of the group, such as {"cuda": "nccl"} or {"cpu": "gloo", "cuda": "nccl"}."""
     return c10d.BackendConfig(c10d.Backend(c10d._world.pg_map[group][0])).get_device_backend_map()
 
 
-def pretended(group):
+def pretended(group: Any) -> Any:
     """The group's pretended NCCL, or None where it has none."""
     if group not in c10d._world.pg_map or backends_of(group).get("cuda") != "nccl":
         return None
     return group._get_backend(torch.device("cuda"))
 
 
+def splits(group: Any) -> bool:
+    """Whether groups beside this one are split off its communicator, as NCCL does where it is bound to a GPU."""
+    return bool(group.bound_device_id and pretended(group))
+
+
 HOOKS_OF_DDP = [0]  # how many comm hooks run now: their buckets are CPU tensors, which NCCL then has to accept
 
 
-def check_tensors(group, name, tensors):
+def check_tensors(group: Any, name: str, tensors: list[torch.Tensor]) -> Any:
     """Raise what NCCL would raise for these tensors; make the communicator at the first call. Returns NCCL or None."""
     nccl = pretended(group)
-    for tensor in tensors:
+    for tensor in tensors if nccl else ():
         if not isinstance(tensor, CudaTensor):
-            if nccl and "cpu" not in backends_of(group) and not HOOKS_OF_DDP[0]:
+            if "cpu" not in backends_of(group) and not HOOKS_OF_DDP[0]:
                 message = f"No backend type associated with device type cpu ({name} of a CPU tensor on NCCL)"
                 raise COUNTS.refuse(RuntimeError(message))
             continue
-        if not nccl:
-            continue
         if tensor.is_sparse:
             raise COUNTS.refuse(ValueError("Tensors must be CUDA and dense"))
-        if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=memory_format(tensor)):
+        channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        if not tensor.is_contiguous() and not channels_last:
+            message = "Tensors must be contiguous"
             if name in POINT_TO_POINT:
                 # torch only warns. NCCL sends the memory in its order, which is right if both tensors have one layout.
                 message = f"{name} of a non-contiguous tensor: NCCL sends its memory as it lies; use .contiguous()"
-            else:
-                message = "Tensors must be contiguous"
             raise COUNTS.refuse(ValueError(message))
-        if name not in POINT_TO_POINT:
+        if name in POINT_TO_POINT:
+            nccl.check_bound(tensor.index)
+        else:
             nccl.connect(tensor.index)
-        elif nccl.gpu not in (None, tensor.index):
-            bound = f"Tensor found on device cuda:{tensor.index} but backend constrained to cuda:{nccl.gpu}"
-            raise COUNTS.refuse(RuntimeError(bound))
     return nccl
 
 
-def memory_format(tensor):
-    """The second memory format in which NCCL accepts a tensor: channels last for 4 dimensions."""
-    return torch.channels_last if tensor.dim() == 4 else torch.contiguous_format
-
-
-def check_operation(options):
+def check_operation(options: Any) -> None:
     """Raise torch's ValueError for a ReduceOp that NCCL lacks."""
     operation = getattr(options, "reduceOp", None)
     for name in MISSING if operation is not None else ():
@@ -147,32 +156,34 @@ def check_operation(options):
             raise COUNTS.refuse(ValueError(f"Cannot use ReduceOp.{name} with NCCL"))
 
 
-def checked(name, original):
+def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """A method of ProcessGroup, wrapped: it checks and counts, then calls gloo with the CPU tensors inside."""
 
-    def call(self, *args, **kwargs):
-        tensors = list(tensors_in((*args, *kwargs.values())))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values())
+        tensors = list(tensors_in(values))
         nccl = check_tensors(self, name, tensors)
-        if nccl:
-            for value in (*args, *kwargs.values()):
-                check_operation(value)
+        for value in values if nccl else ():
+            check_operation(value)
+        # Where an output comes first, the second argument is the input, whose bytes count.
         inputs = next((value for value in (*args[1:], *args) if list(tensors_in([value]))), ())
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in([inputs]))
         on_gpu = nccl and any(isinstance(tensor, CudaTensor) for tensor in tensors)
-        COUNTS.add(COLLECTIVE, f"{name} ({'NCCL' if on_gpu else 'gloo'})", size)
+        COUNTS.add(COLLECTIVE, f"{name} ({'NCCL' if on_gpu else 'gloo'})", sum(map(bytes_of, tensors_in([inputs]))))
         return original(self, *strip(args), **{key: strip(value) for key, value in kwargs.items()})
 
     return call
 
 
-def barrier(original):
-    def call(self, opts=None, **kwargs):
+def barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+    """ProcessGroup.barrier, wrapped: NCCL's makes a communicator and blocks the host until it has ended."""
+
+    def call(self: Any, opts: Any = None, **kwargs: Any) -> Any:
         opts = opts or dist.BarrierOptions()
         nccl = pretended(self)
         if nccl:
-            given = opts.device.index if opts.device is not None and opts.device.type == "cuda" else nccl.gpu
-            nccl.connect(self.rank() % State.gpus if given is None else given)  # ProcessGroupNCCL guesses the same GPU
-            COUNTS.add(WAIT, "barrier")  # torch's NCCL barrier blocks the host until it has ended
+            gpu = opts.device.index if opts.device is not None and opts.device.type == "cuda" else nccl.gpu
+            nccl.connect(self.rank() % Node.gpus if gpu is None else gpu)  # ProcessGroupNCCL guesses the same GPU
+            COUNTS.add(WAIT, "barrier")
         COUNTS.add(COLLECTIVE, f"barrier ({'NCCL' if nccl else 'gloo'})")
         opts.device = torch.device("cpu")
         return original(self, opts, **kwargs)
@@ -180,97 +191,98 @@ def barrier(original):
     return call
 
 
-def patch():
-    c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = PretendedNCCL
-    c10d._NCCL_AVAILABLE = True
+def patch() -> None:
+    replace(c10d, ProcessGroupNCCL=PretendedNCCL, _NCCL_AVAILABLE=True, default_pg_nccl_timeout=timedelta(minutes=10))
+    replace(dist, ProcessGroupNCCL=PretendedNCCL)
     # Without this, "nccl" builds ProcessGroupNCCL2 from torch 2.15 on, which torch calls in another way.
     os.environ["TORCH_DIST_USE_NCCL2"] = "0"
-    c10d.default_pg_nccl_timeout = timedelta(minutes=10)
-    group = dist.ProcessGroup
-    for name in (*COLLECTIVES, *POINT_TO_POINT):
-        setattr(group, name, checked(name, getattr(group, name)))
-    group.barrier = barrier(group.barrier)
-    devices = group._device_types
-    group._device_types = property(lambda self: visible_devices(self, devices))
-    for name, function in (("new_group", new_group), ("split_group", split_group)):
-        replace(name, function(getattr(c10d, name)))
-    c10d._new_process_group_helper = with_cpu(c10d._new_process_group_helper)
-    replace("monitored_barrier", refusing_monitored_barrier(c10d.monitored_barrier))
+    group: Any = dist.ProcessGroup
+    replace(group, **{name: checked(name, getattr(group, name)) for name in (*COLLECTIVES, *POINT_TO_POINT)})
+    replace(group, barrier=barrier(group.barrier), _device_types=visible_devices(group._device_types))
+    replace(c10d, _new_process_group_helper=with_cpu(c10d._new_process_group_helper))
+    for wrapper in (new_group, split_group, monitored_barrier):
+        wrapped = wrapper(getattr(c10d, wrapper.__name__))
+        for module in (c10d, dist, device_mesh):
+            if hasattr(module, wrapper.__name__):
+                replace(module, **{wrapper.__name__: wrapped})
 
 
-def replace(name, function):
-    """Replace a function of torch.distributed in all modules that have it."""
-    import torch.distributed.device_mesh as device_mesh
+def visible_devices(original: Any) -> Any:
+    """ProcessGroup's property of device types, wrapped: without the CPU that only ``with_cpu`` has added."""
 
-    for module in (c10d, dist, device_mesh):
-        if hasattr(module, name):
-            setattr(module, name, function)
+    def devices(group: Any) -> list[torch.device]:
+        hidden = {"cpu"} if group in c10d._world.pg_map and "cpu" not in backends_of(group) else set()
+        return [device for device in original.fget(group) if device.type not in hidden]
 
-
-def visible_devices(group, devices):
-    """A group's device types, without the CPU that only ``with_cpu`` has added."""
-    found = devices.fget(group)
-    if group in c10d._world.pg_map and "cpu" not in backends_of(group):
-        found = [device for device in found if device.type != "cpu"]
-    return found
+    return property(devices)
 
 
-def with_cpu(original):
+def with_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     """The maker of groups, wrapped: NCCL also takes CPU tensors, which pretended ones are for torch's C++."""
 
-    def make(*args, **kwargs):
-        made = original(*args, **kwargs)
-        if isinstance(made[0], dist.ProcessGroup) and pretended(made[0]) and "cpu" not in backends_of(made[0]):
-            kind = dist.ProcessGroup.BackendType.NCCL
-            made[0]._register_backend(torch.device("cpu"), kind, pretended(made[0]))
-        return made
+    def make(*args: Any, **kwargs: Any) -> Any:
+        group, *rest = original(*args, **kwargs)
+        if isinstance(group, dist.ProcessGroup) and pretended(group) and "cpu" not in backends_of(group):
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.NCCL, pretended(group))
+        return group, *rest
 
     return make
 
 
-def new_group(original):
-    def make(ranks=None, timeout=None, backend=None, *args, **kwargs):
+def new_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's new_group, wrapped: it refuses what would leave ranks waiting in a split of the parent."""
+
+    def make(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         parent = c10d._get_default_group()
-        local = kwargs.get("use_local_synchronization", False)
-        if local and ranks is not None and len(ranks) < parent.size() and parent.bound_device_id and pretended(parent):
-            raise COUNTS.refuse(
-                RuntimeError(
+        message = None
+        if ranks is not None and len(ranks) < parent.size() and splits(parent):
+            if kwargs.get("use_local_synchronization", False):
+                message = (
                     "new_group(use_local_synchronization=True) beside an NCCL group that is bound to a GPU: the new "
                     "group is split off the parent, so every rank of the parent must call new_group (pytorch#129965)"
                 )
-            )
-        some = ranks is not None and len(ranks) < parent.size()
-        if some and parent.bound_device_id and pretended(parent) and backend and "nccl" not in backend:
-            # With any backend, torch makes the ranks outside split the parent; the members split it with NCCL alone.
-            raise COUNTS.refuse(
-                RuntimeError(
+            elif backend and "nccl" not in backend:
+                # With any backend, torch makes the ranks outside split the parent; members split it with NCCL alone.
+                message = (
                     f"new_group({list(ranks)}, backend={backend!r}) beside an NCCL group that is bound to a GPU: the "
                     "ranks outside wait in ncclCommSplit for members that never come; make the group of all ranks"
                 )
-            )
+        if message:
+            raise COUNTS.refuse(RuntimeError(message))
         return original(ranks, timeout, backend, *args, **kwargs)
 
     return make
 
 
-def split_group(original):
-    def make(parent_pg=None, split_ranks=None, timeout=None, pg_options=None, group_desc=None, backend=None):
+def split_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's split_group, wrapped: pretended NCCL makes each of the new groups by new_group, which splits as well."""
+
+    def make(
+        parent_pg: Any = None,
+        split_ranks: Any = None,
+        timeout: Any = None,
+        pg_options: Any = None,
+        group_desc: Any = None,
+        backend: Any = None,
+    ) -> Any:
         parent = parent_pg or c10d._get_default_group()
-        if not parent.bound_device_id or not pretended(parent):
+        if not splits(parent):
             return original(parent_pg, split_ranks, timeout, pg_options, group_desc, backend)
         ranks = c10d.get_process_group_ranks(parent)
         mine = None
         for split in split_ranks:
             members = [ranks[rank] for rank in split]
-            made = c10d.new_group(members, timeout, backend, group_desc=group_desc)
-            mine = made if dist.get_rank() in members else mine
+            group = c10d.new_group(members, timeout, backend, group_desc=group_desc)
+            mine = group if dist.get_rank() in members else mine
         return mine
 
     return make
 
 
-def refusing_monitored_barrier(original):
-    def call(group=None, *args, **kwargs):
+def monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's monitored_barrier, wrapped: its error for another backend than gloo is noted."""
+
+    def call(group: Any = None, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(group, *args, **kwargs)
         except ValueError as error:

@@ -7,36 +7,39 @@ import runpy
 import sys
 import traceback
 import warnings
+from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
-from helpers.rehearsal import factories, gpus, nccl, wrappers
+from helpers.rehearsal import factories, gpus, moves, nccl, report, wrappers
 from helpers.rehearsal.counts import COUNTS
-from helpers.rehearsal.report import tell
-from helpers.rehearsal.tensor import State
+from helpers.rehearsal.devices import Node
 
 EXIT = os._exit
 
 
-def pretend(count):
+def pretend(count: int) -> None:
     """From now on this process has ``count`` pretended GPUs."""
-    State.gpus = count
-    gpus.patch()
-    factories.patch()
-    nccl.patch()
-    wrappers.patch()
+    Node.gpus = count
+    for module in (gpus, moves, factories, nccl, wrappers):
+        module.patch()
 
 
-def main(script, flags, gpus, folder, counts):
-    """Run the script as ``__main__`` and leave with its exit status. ``counts`` is the report's path, or None."""
+def main(script: str, flags: list[str], count: int, folder: Path, counts: Path | None) -> NoReturn:
+    """Run the script as ``__main__`` on ``count`` pretended GPUs of this node, and leave with its exit status.
+
+    ``folder`` takes the refusals, ``counts`` is the report's path, or None.
+    """
     process = os.getpid()
 
-    def leave(status):
+    def leave(status: int) -> NoReturn:
         """The script's os._exit: it first writes the report and the refusals. A forked child leaves at once."""
         if os.getpid() == process:
             if COUNTS.refusals:
-                Path(folder, f"refused-{os.environ['RANK']}.json").write_text(json.dumps(COUNTS.refusals))
+                refusals = json.dumps([asdict(refusal) for refusal in COUNTS.refusals])
+                Path(folder, f"refused-{os.environ['RANK']}.json").write_text(refusals)
             try:
-                tell(counts)
+                report.write(counts)
                 sys.stdout.flush()
                 sys.stderr.flush()
             except BrokenPipeError:
@@ -44,7 +47,7 @@ def main(script, flags, gpus, folder, counts):
         EXIT(status)
 
     warnings.filterwarnings("ignore", message=".*wrapper subclass.*")
-    pretend(gpus)
+    pretend(count)
     os._exit = leave
     sys.argv = [script, *flags]
     sys.path[0] = os.path.dirname(os.path.abspath(script))

@@ -3,9 +3,11 @@
 import json
 import os
 import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from helpers.rehearsal.counts import COLLECTIVE, COPY, COUNTS, UPLOAD, WAIT
-from helpers.rehearsal.wrappers import BUCKETS
+from helpers.rehearsal.counts import COLLECTIVE, COPY, COUNTS, UPLOAD, WAIT, Refusal, Row
+from helpers.rehearsal.wrappers import BUCKETS, Buckets
 
 TITLES = {
     WAIT: "the host waits for the GPU",
@@ -19,53 +21,51 @@ numbers, autocast's lists of operators, SyncBatchNorm, torch.compile, or torch's
 """
 
 
-def numbers():
-    """All counts of this rank as a dict, which --json writes."""
-    return {
-        "rank": int(os.environ.get("RANK", "0")),
-        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
-        "steps": len(COUNTS.marks),
-        "ddp_buckets": list(BUCKETS.values()),
-        "lines": COUNTS.table(),
-        "refused": COUNTS.refusals,
-    }
+@dataclass(frozen=True)
+class Report:
+    """All counts of one rank. --json writes its fields."""
+
+    rank: int
+    world_size: int
+    steps: int
+    ddp_buckets: list[Buckets]
+    lines: list[Row]
+    refused: list[Refusal]
 
 
-def in_units(size):
+def in_units(size: float) -> str:
     """A number of bytes as text: 512 B, 1.5 kB, 3.0 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
+    return f"{size:.1f} GB"
 
 
-def text(counted):
+def text(report: Report) -> str:
     """The report as text for the screen."""
-    gpus = f"{counted['world_size']} pretended GPU" + ("s" if counted["world_size"] > 1 else "")
-    lines = [f"Rehearsal on {gpus}: rank {counted['rank']}, {counted['steps']} optimizer steps."]
-    width = max([len(row["line"]) for row in counted["lines"]], default=0)
+    gpus = f"{report.world_size} pretended GPU" + ("s" if report.world_size > 1 else "")
+    lines = [f"Rehearsal on {gpus}: rank {report.rank}, {report.steps} optimizer steps."]
+    width = max([len(row.line) for row in report.lines], default=0)
     for kind, title in TITLES.items():
-        rows = [row for row in counted["lines"] if row["kind"] == kind]
-        if not rows:
-            continue
-        lines.append(f"  {title}")
+        rows = [row for row in report.lines if row.kind == kind]
+        if rows:
+            lines.append(f"  {title}")
         for row in rows:
-            size = in_units(row["bytes"]) if row["bytes"] else ""
-            often = f"{row['count']:6} times {row['per_step']:7.2f} a step {size:>10}"
-            lines.append(f"    {row['line']:{width}}  {row['what']:29} {often}".rstrip())
-    for found in counted["ddp_buckets"]:
-        each = " + ".join(map(in_units, found["bytes"]))
-        lines.append(f"  DDP's buckets ({found['line']}): {each}")
+            size = in_units(row.bytes) if row.bytes else ""
+            often = f"{row.count:6} times {row.per_step:7.2f} a step {size:>10}"
+            lines.append(f"    {row.line:{width}}  {row.what:29} {often}".rstrip())
+    for buckets in report.ddp_buckets:
+        lines.append(f"  DDP's buckets ({buckets.line}): {' + '.join(map(in_units, buckets.bytes))}")
     return "\n".join([*lines, UNSEEN.rstrip()])
 
 
-def tell(path):
+def write(path: Path | None) -> None:
     """On rank 0 alone: print the report to stderr and write it as JSON to the path, unless that is None."""
-    if os.environ.get("RANK", "0") != "0":
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if rank != 0:
         return
-    with COUNTS.paused():
-        counted = numbers()
+    report = Report(rank, world_size, len(COUNTS.marks), [*BUCKETS.values()], COUNTS.rows(), COUNTS.refusals)
     if path:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(counted, file, indent=1)
-    print(text(counted), file=sys.stderr, flush=True)
+        path.write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
+    print(text(report), file=sys.stderr, flush=True)

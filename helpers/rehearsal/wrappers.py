@@ -1,61 +1,76 @@
 """DDP, FSDP and optimizers on pretended GPUs: patches for their C++ parts, which see only CPU tensors."""
 
 import functools
-import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 from helpers.rehearsal import nccl
 from helpers.rehearsal.counts import COLLECTIVE, COUNTS, script_line
-from helpers.rehearsal.tensor import CudaTensor, gpu_of, is_gpu
+from helpers.rehearsal.devices import bytes_of, gpu_of, is_gpu, replace
+from helpers.rehearsal.tensor import CudaTensor
 
-BUCKETS = {}  # {id of a DDP model: its line and its buckets' bytes}, for the report
+
+@dataclass(frozen=True)
+class Buckets:
+    """The bytes of each of a DDP model's buckets, and the script's line at which the model first ran."""
+
+    line: str
+    bytes: list[int]
 
 
-def patch():
+BUCKETS: dict[int, Buckets] = {}  # by a model's id, for the report
+
+
+def patch() -> None:
     patch_ddp()
     patch_fsdp()
     patch_dtensor()
     patch_grouping()
-    register_optimizer_step_post_hook(COUNTS.count_step)
+    optimizer.register_optimizer_step_post_hook(COUNTS.count_step)
 
 
-def patch_ddp():
+def patch_ddp() -> None:
     start, register, forward = (
         DistributedDataParallel.__init__,
         DistributedDataParallel.register_comm_hook,
         DistributedDataParallel.forward,
     )
+    then = torch._C.Future.then
 
-    def init(self, module, *args, **kwargs):
+    def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         # DDP's C++ makes buckets on the CPU. Gradients that are views of the buckets would be CPU tensors.
         kwargs["gradient_as_bucket_view"] = False
         start(self, module, *args, **kwargs)
 
-    def register_comm_hook(self, state, hook):
+    def register_comm_hook(self: Any, state: Any, hook: Callable[..., Any]) -> None:
         # DDP checks a hook's annotations, so the wrapper has to carry them.
         register(self, state, functools.wraps(hook)(trusting(hook)))
 
-    def count_forward(self, *args, **kwargs):
+    def count_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = forward(self, *args, **kwargs)
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             count_reduction(self)
         return out
 
-    DistributedDataParallel.__init__ = init
-    DistributedDataParallel.register_comm_hook = register_comm_hook
-    DistributedDataParallel.forward = count_forward
-    then = torch._C.Future.then
-    torch._C.Future.then = lambda self, callback: then(self, trusting(callback) if nccl.HOOKS_OF_DDP[0] else callback)
+    def continue_with(self: Any, callback: Callable[..., Any]) -> Any:
+        return then(self, trusting(callback) if nccl.HOOKS_OF_DDP[0] else callback)
+
+    replace(DistributedDataParallel, __init__=init, register_comm_hook=register_comm_hook, forward=count_forward)
+    replace(torch._C.Future, then=continue_with)
 
 
-def trusting(function):
+def trusting(function: Callable[..., Any]) -> Callable[..., Any]:
     """A comm hook of DDP, or its callback, wrapped: while it runs, NCCL accepts its buckets, which are CPU tensors."""
 
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         nccl.HOOKS_OF_DDP[0] += 1
         try:
             return function(*args, **kwargs)
@@ -65,53 +80,49 @@ def trusting(function):
     return call
 
 
-def count_reduction(model):
+def count_reduction(model: Any) -> None:
     """Count, at the line of the forward pass, the all-reduce that DDP's C++ will start in backward."""
     if not nccl.pretended(model.process_group):
         return
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    size = sum(parameter.numel() * parameter.element_size() for parameter in wanted)
+    size = sum(bytes_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
     COUNTS.add(COLLECTIVE, "allreduce by DDP, in backward", size)
     data = model._get_ddp_logging_data()
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-    found = BUCKETS.setdefault(id(model), {"line": script_line()})
-    found["bytes"] = [int(number) for number in str(sizes).split(",") if number.strip()]
+    line = BUCKETS[id(model)].line if id(model) in BUCKETS else script_line()
+    BUCKETS[id(model)] = Buckets(line, [int(number) for number in str(sizes).split(",") if number.strip()])
 
 
-def patch_fsdp():
-    def allocate(self, size, *, dtype, device):
+def patch_fsdp() -> None:
+    def allocate(self: Any, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
         if is_gpu(device):
             return CudaTensor(torch.empty(*size, dtype=dtype), gpu_of(device))
         return torch.empty(*size, dtype=dtype, device=device)
 
-    _fsdp_collectives.DefaultAllocMixin.allocate = allocate
+    replace(_fsdp_collectives.DefaultAllocMixin, allocate=allocate)
 
 
-def patch_dtensor():
+def patch_dtensor() -> None:
     """Make a DTensor a CPU tensor for torch's C++, as its local part is, while Python sees the local part's device."""
-    from torch.distributed.tensor import DTensor
+    wrap: Any = torch.Tensor._make_wrapper_subclass
 
-    wrap = torch.Tensor._make_wrapper_subclass
+    def on_cpu(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        return wrap(*args, device="cpu" if is_gpu(device) else device, **kwargs)
 
-    def on_cpu(*args, device=None, **kwargs):
-        device = "cpu" if device is not None and torch.device(device).type == "cuda" else device
-        return wrap(*args, device=device, **kwargs)
-
-    torch.Tensor._make_wrapper_subclass = staticmethod(on_cpu)
-    DTensor.device = property(lambda self: self._local_tensor.device)
-    DTensor.is_cuda = property(lambda self: self._local_tensor.is_cuda)
+    replace(torch.Tensor, _make_wrapper_subclass=staticmethod(on_cpu))
+    replace(DTensor, device=property(lambda self: self._local_tensor.device))
+    replace(DTensor, is_cuda=property(lambda self: self._local_tensor.is_cuda))
 
 
-def patch_grouping():
+def patch_grouping() -> None:
     """Correct how clipping and optimizers group tensors: their C++ takes all devices for the CPU."""
-    original = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
+    original = _foreach_utils._group_tensors_by_device_and_dtype
 
-    def group(tensors, with_indices=False):
-        found = {}
+    def group(tensors: Any, with_indices: bool = False) -> dict[Any, Any]:
+        groups = {}
         for (device, dtype), (lists, indices) in original(tensors, with_indices).items():
             first = next((tensor for tensor in lists[0] if tensor is not None), None)
-            found[device if first is None else first.device, dtype] = (lists, indices)
-        return found
+            groups[device if first is None else first.device, dtype] = (lists, indices)
+        return groups
 
-    for module in (torch.utils._foreach_utils, torch.nn.utils.clip_grad, sys.modules["torch.optim.optimizer"]):
-        module._group_tensors_by_device_and_dtype = group
+    for module in (_foreach_utils, torch.nn.utils.clip_grad, optimizer):
+        replace(module, _group_tensors_by_device_and_dtype=group)

@@ -22,6 +22,12 @@ total = torch.full((2,), rank + 1.0, device=device)
 dist.all_reduce(total)
 assert total.tolist() == [world_size * (world_size + 1) / 2] * 2
 
+for form in [(device,), (device.index, torch.half), (f"cuda:{device.index}", torch.half, True, True), (total, True)]:
+    assert torch.ones(2).to(*form).device == device
+assert total.to(torch.half, False, True).dtype == torch.half and total.to(total.dtype) is total
+assert torch.fft.fftfreq(4, device=device).is_cuda and torch.ones(2).new_tensor([1], device=device).dtype == torch.float
+assert torch.zeros_like(total, device="cpu").is_cpu and torch.empty_like(total, device="meta").is_meta
+
 beside = dist.new_group(backend="gloo")
 asked = torch.tensor([float(rank)])
 dist.all_reduce(asked, group=beside)

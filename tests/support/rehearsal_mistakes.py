@@ -62,6 +62,8 @@ mistakes = [
     ("a non-contiguous tensor in send", "contiguous", lambda: dist.send(x.t()[:, 1:], 1 - rank)),
     ("torch.load without map_location", "" if rank else "to numpy", load_to_gpu_0),
     ("joining both devices", "same device", lambda: torch.cat([x, torch.ones(1, 4)])),
+    ("pinned memory on a GPU", "can be pinned", lambda: torch.ones(3, device=device, pin_memory=True)),
+    ("the time between no records", "be recorded", lambda: torch.cuda.Event().elapsed_time(torch.cuda.Event())),
     ("a CPU tensor in a list", "No backend type", lambda: dist.all_gather([torch.ones(1)] * 2, torch.ones(1))),
 ]
 

@@ -1,0 +1,66 @@
+"""Where things are: this node's pretended GPUs, what a device argument means, and which memory of the host is pinned.
+
+Also ``replace``, with which the other modules put their functions in torch's place.
+"""
+
+from typing import Any
+
+import torch
+from torch.types import Device
+
+from helpers.rehearsal.counts import COUNTS
+
+
+class Node:
+    """How many GPUs this node pretends to have, and which one is the current GPU."""
+
+    gpus = 1
+    current = 0
+
+
+GPU_GENERATORS: dict[int, torch.Generator] = {}  # by address: torch's C++ hands out a new Python object each time
+
+
+def replace(owner: Any, **attributes: Any) -> None:
+    """Give a module or a class of torch these attributes, in place of its own."""
+    for name, attribute in attributes.items():
+        setattr(owner, name, attribute)
+
+
+def is_gpu(device: Device) -> bool:
+    """Whether a device argument means a GPU."""
+    return isinstance(device, int) or device is not None and torch.device(device).type == "cuda"
+
+
+def gpu_of(device: Device) -> int:
+    """The number of the GPU that a device argument means. Raises CUDA's RuntimeError for one that the node lacks."""
+    index = device if device is None or isinstance(device, int) else torch.device(device).index
+    if index is None:
+        return Node.current
+    if not 0 <= index < Node.gpus:
+        message = f"CUDA error: invalid device ordinal (cuda:{index}; this node has {Node.gpus} GPUs)"
+        raise COUNTS.refuse(RuntimeError(message))
+    return index
+
+
+def check_generator(generator: Any, on_gpu: bool) -> None:
+    """Raise torch's RuntimeError for a CPU generator with a tensor on a GPU, and for the reverse."""
+    if generator is not None and (generator._cdata in GPU_GENERATORS) != on_gpu:
+        ours, other = ("cuda", "cpu") if on_gpu else ("cpu", "cuda")
+        raise COUNTS.refuse(RuntimeError(f"Expected a '{ours}' device type for generator but found '{other}'"))
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether the rehearsal has marked a CPU tensor, or the tensor of which it is a view, as pinned."""
+    return any(getattr(part, "pinned_here", False) for part in (tensor, tensor._base))
+
+
+def mark_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """The CPU tensor itself, which from now on counts as pinned; nothing is really pinned here."""
+    tensor.pinned_here = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor's values."""
+    return tensor.numel() * tensor.element_size()
