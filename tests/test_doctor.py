@@ -24,6 +24,7 @@ from helpers.doctor import membership, this_rank, trials
 from helpers.doctor.plan import read_plan
 from helpers.doctor.report import notes, problems, report, span
 from helpers.planner.plan import plan as planned
+from helpers.planner.report import tables
 from helpers.ranks.launch import RankError, launch, warm
 
 ROOT = Path(__file__).parents[1]
@@ -806,7 +807,7 @@ def test_what_two_hosts_have_between_them(world, written):
 
 
 def test_a_plan_of_the_planner_is_read(written):
-    path = written(json.dumps(planned("llama3-8b", "h100", {"dp": 8, "tp": 2, "zero": 3, "batch": 64})))
+    path = written(json.dumps(tables(planned("llama3-8b", "h100", {"dp": 8, "tp": 2, "zero": 3, "batch": 64}))))
     plan = read_plan(path)
     assert (plan["ranks"], plan["nodes"], plan["memory"], plan["matmul"]) == (16, 2, 80e9, 989e12)
     assert plan["in_node"] > plan["between"] > 0

@@ -180,7 +180,7 @@ def plan_published():
 
     layout = {"tp": 8, "pp": 8, "interleave": 3, "batch": 64, "sequence_parallel": True, "recompute": "selective"}
     found = plan("gpt-175b", "a100", {**layout, "attention": "scores"})
-    assert 10 < found["step"]["seconds"] < 20, found["step"]  # 13.75 were measured
+    assert 10 < found.step.seconds < 20, found.step  # 13.75 were measured
 
 
 def search_layouts():
@@ -228,7 +228,7 @@ PUBLISHED_ERRORS = (
 
 def accuracy():
     """[row] of the mean errors of predicted step times: the planner's for sizes left out of its fit, and published."""
-    from helpers.planner.step_time import left_out, mean_error
+    from helpers.planner.experiments.vtrain import left_out, mean_error
 
     sizes = left_out()
     found = [("this planner", f"{one.steps} steps of {one.size} on {one.gpus} A100s", one.error) for one in sizes]

@@ -169,13 +169,14 @@ def show_published(arguments: argparse.Namespace) -> int:
     for row in rows_of(Path(arguments.model)):
         try:
             value, error = reproduce(row)
-            result = {"computed": value, "error": error, "within": error <= TARGETS[row["target"]]}
+            result: dict[str, Any] = {"computed": value, "error": error, "within": error <= TARGETS[row["target"]]}
         except PlanError as refusal:
             result = {"refused": str(refusal).replace("\n", " "), "within": False}
         results.append({**{name: row[name] for name in ("what", "published", "unit")}, **result})
     if arguments.json:
         print(json.dumps(results, indent=1))
-    for result in [] if arguments.json else results:
-        text = result.get("refused") or f"{result['computed']:.6g} {result['unit']}, published {result['published']}"
-        print(f"{'within' if result['within'] else 'MISSED'}  {result['what']}: {text}")
-    return int(not all(result["within"] for result in results))
+    else:
+        for row in results:
+            text = row.get("refused") or f"{row['computed']:.6g} {row['unit']}, published {row['published']}"
+            print(f"{'within' if row['within'] else 'MISSED'}  {row['what']}: {text}")
+    return int(not all(row["within"] for row in results))

@@ -3,9 +3,7 @@
 Sizes are bytes of the whole tensor: what an all-reduce sums, an all-gather makes and a reduce-scatter takes.
 """
 
-import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +11,8 @@ from typing import Any
 from helpers.planner.cluster import Cluster
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
-from helpers.planner.memory import BYTES, local_shape, outer_tensors
-from helpers.planner.model import Model, Tensor
+from helpers.planner.memory import BYTES, OUTSIDE, VOCABULARY, Shape, stage_groups
+from helpers.planner.model import Model
 
 # Bytes that each rank sends, as a share of the size: nccl-tests, doc/PERFORMANCE.md, where busbw = size/time times it.
 SENT: dict[str, Callable[[int], float]] = {
@@ -28,8 +26,6 @@ SENT: dict[str, Callable[[int], float]] = {
 }
 RECEIVED = "what a stage received"  # gathered by its tensor-parallel ranks, each of which was sent a part
 SUMMED = 4  # bytes of a float32
-VOCABULARY: tuple[str, ...] = ("embedding", "head")  # what has a row for each token
-Shape = tuple[int, int, int]  # rows, columns, copies
 
 
 def powersgd_numbers(shapes: Iterable[Iterable[int]], rank: int) -> int:
@@ -225,41 +221,6 @@ def gradient_bytes(conventions: Conventions) -> int:
     return min(max(conventions.state_bytes[1], 2), 4)
 
 
-@functools.cache
-def layer_tensors(model: Model, layer: int) -> tuple[tuple[Tensor, int], ...]:
-    """((Tensor, copies), …) of a layer."""
-    return tuple(Counter(model.tensors(layer)).items())
-
-
-def stage_groups(
-    model: Model, layout: Layout, stage: int, sharded: tuple[str, ...]
-) -> list[tuple[str, int, int, list[Shape]]]:
-    """[(what, times, apart, [Shape on one of tp ranks])] of a stage: what fully_shard gathers.
-
-    A layer is a group, and what stands outside the layers is one. Experts are a group of their own where ep ranks have
-    others (apart = ep), so that fewer ranks share each.
-    """
-    sizes = layout.stage_layers(model)
-    start = sum(sizes[:stage])
-    groups: list[tuple[str, int, int, list[Shape]]] = []
-    for sparse, times in Counter(model.has_experts(start + layer) for layer in range(sizes[stage])).items():
-        whole: list[Shape] = []
-        routed: list[Shape] = []
-        for tensor, copies in layer_tensors(model, model.layers - 1 if sparse else 0):
-            shape = local_shape(tensor, model, layout.tp)
-            if sparse and layout.ep > 1 and tensor.part.split()[0] in ("up", "down"):
-                per_expert = copies // (model.experts + model.shared_experts)
-                routed.append((*shape, per_expert * model.experts // layout.ep))
-                copies = per_expert * model.shared_experts
-            whole.append((*shape, copies))
-        groups += [("layers", times, 1, whole)] + [("experts", times, layout.ep, routed)] * bool(routed)
-    here: list[Shape] = []
-    for tensor, copies in Counter(outer_tensors(model, layout, stage)).items():
-        whole_on_each = tensor.part in VOCABULARY and tensor.part not in sharded
-        here.append((*local_shape(tensor, model, 1 if whole_on_each else layout.tp), copies))
-    return groups + [("outside the layers", 1, 1, here)] * bool(here)
-
-
 def padded(shapes: Iterable[Shape], ranks: int) -> int:
     """Numbers that so many ranks gather: fully_shard fills each tensor's last rows up, so that all parts are equal."""
     return sum(math.ceil(rows / ranks) * ranks * columns * copies for rows, columns, copies in shapes)
@@ -297,7 +258,7 @@ def data_parallel(
         numbers = padded(shapes, shared) if layout.zero == 3 else padded(shapes, 1)
         if layout.zero == 3:
             add("dp", "all_gather", "forward", times * repeated, numbers * weight, shared, stride)
-            if what != "outside the layers":  # the root module keeps its parameters until its backward has ended
+            if what != OUTSIDE:  # the root module keeps its parameters until its backward has ended
                 add("dp", "all_gather", "backward", times * repeated, numbers * weight, shared, stride)
             add("dp", "reduce_scatter", "backward", times * repeated, numbers * gradient, shared, stride)
         elif layout.zero:

@@ -5,11 +5,15 @@ from collections import Counter
 
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
-from helpers.planner.model import Model, Tensor
+from helpers.planner.model import Model, Tensor, copies_of
 from helpers.planner.records import PlanError
 
 NOT_COUNTED = "the CUDA context, NCCL's buffers, the allocator's gaps, and what a kernel needs while it runs"
 BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 2}  # float8: matrices are multiplied, not kept
+
+VOCABULARY = ("embedding", "head")  # what has a row for each token
+OUTSIDE = "outside the layers"
+Shape = tuple[int, int, int]  # rows, columns, copies
 
 
 def states_per_rank(parameters: float, ranks: int, zero: int, parts: tuple[int, int, int] = (2, 2, 12)) -> list[float]:
@@ -47,26 +51,6 @@ def local_shape(tensor: Tensor, model: Model, tp: int) -> tuple[int, int]:
     return rows, columns
 
 
-def stage_tensors(model: Model, layout: Layout, stage: int) -> list[tuple[Tensor, int, int]]:
-    """[(Tensor, copies on this rank, ranks that could share it)] of one pipeline stage."""
-    sizes = layout.stage_layers(model)
-    start = sum(sizes[:stage])
-    kinds = Counter(model.has_experts(layer) for layer in range(start, start + sizes[stage]))
-    held = []
-    for experts, layers in kinds.items():
-        tensors = Counter(model.tensors(model.layers - 1 if experts else 0))
-        for tensor, copies in tensors.items():
-            divided = experts and tensor.part.split()[0] in ("up", "down")
-            if divided:  # shared experts are on every rank, the others on one of ep
-                per_expert = copies // (model.experts + model.shared_experts)
-                held.append((tensor, layers * per_expert * model.experts // layout.ep, layout.ep))
-                held.append((tensor, layers * per_expert * model.shared_experts, 1))
-            else:
-                held.append((tensor, layers * copies, 1))
-    held += [(tensor, 1, 1) for tensor in outer_tensors(model, layout, stage)]
-    return [(tensor, copies, apart) for tensor, copies, apart in held if copies]
-
-
 def outer_tensors(model: Model, layout: Layout, stage: int) -> list[Tensor]:
     """[Tensor] of a stage outside its layers: the embeddings on the first, the norm and the head on the last."""
     last, tensors = layout.pp - 1, []
@@ -77,12 +61,38 @@ def outer_tensors(model: Model, layout: Layout, stage: int) -> list[Tensor]:
     return tensors
 
 
+def stage_groups(
+    model: Model, layout: Layout, stage: int, divided: tuple[str, ...] = VOCABULARY
+) -> list[tuple[str, int, int, list[Shape]]]:
+    """[(what, times, apart, [Shape on one of tp ranks])] of a stage: what fully_shard gathers.
+
+    A layer is a group, and what stands outside the layers is one. Experts are a group of their own where ep ranks have
+    others (apart = ep), so that fewer ranks share each. divided: which of VOCABULARY tensor parallelism divides.
+    """
+    sizes, groups = layout.stage_layers(model), []
+    start = sum(sizes[:stage])
+    for layer, times in Counter(map(model.like, range(start, start + sizes[stage]))).items():
+        whole: list[Shape] = []
+        routed: list[Shape] = []
+        for tensor, copies in copies_of(model, layer):
+            shape = local_shape(tensor, model, layout.tp)
+            if layout.ep > 1 and model.has_experts(layer) and tensor.part.split()[0] in ("up", "down"):
+                per_expert = copies // (model.experts + model.shared_experts)
+                routed.append((*shape, per_expert * model.experts // layout.ep))
+                copies = per_expert * model.shared_experts
+            whole.append((*shape, copies))
+        groups += [("layers", times, 1, whole)] + [("experts", times, layout.ep, routed)] * bool(routed)
+    outer: list[Shape] = []
+    for tensor in outer_tensors(model, layout, stage):
+        undivided = tensor.part in VOCABULARY and tensor.part not in divided
+        outer.append((*local_shape(tensor, model, 1 if undivided else layout.tp), 1))
+    return groups + [(OUTSIDE, 1, 1, outer)] * bool(outer)
+
+
 def stage_parameters(model: Model, layout: Layout, stage: int) -> int:
     """Parameters that one rank of a stage computes with: divided by pp, tp and ep, not by ZeRO."""
-    return sum(
-        copies * math.prod(local_shape(tensor, model, layout.tp))
-        for tensor, copies, _ in stage_tensors(model, layout, stage)
-    )
+    groups = stage_groups(model, layout, stage)
+    return sum(times * math.prod(shape) for _, times, _, shapes in groups for shape in shapes)
 
 
 def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "rows") -> float:
@@ -92,10 +102,11 @@ def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "r
     most; "even": one flat tensor of all parameters is cut (ZeRO's formula, DeepSpeed, Megatron-LM).
     """
     total: float = 0
-    for tensor, copies, apart in stage_tensors(model, layout, stage):
-        rows, columns = local_shape(tensor, model, layout.tp)
+    for _, times, apart, shapes in stage_groups(model, layout, stage):
         sharers = max(layout.sharers // apart, 1)
-        total += copies * columns * (math.ceil(rows / sharers) if shards == "rows" else rows / sharers)
+        for rows, columns, copies in shapes:
+            held = math.ceil(rows / sharers) if shards == "rows" else rows / sharers
+            total += times * copies * columns * held
     return total
 
 

@@ -1,5 +1,7 @@
 """A decoder as numbers: parameters and FLOPs for each token. Read by all of the planner."""
 
+import functools
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -106,54 +108,16 @@ class Model:
         """Matrices of one MLP."""
         return 3 if self.gated else 2
 
-    def attention_weights(self) -> int:
-        """Weights of the four projections of a layer: 2·d·n_h·d_h + 2·d·n_kv·d_h."""
-        return 2 * self.width * self.head_width * (self.heads + self.kv_heads)
-
-    def attention_parameters(self) -> int:
-        """Projections, their biases and the norms of heads, of one layer."""
-        count = self.attention_weights() + 2 * self.head_width * self.head_norms
-        if self.biases or self.qkv_biases:
-            count += self.head_width * (self.heads + 2 * self.kv_heads)
-        return count + self.width * self.biases
-
-    def mlp_parameters(self, ffn: int = 0) -> int:
-        """One MLP, or one expert."""
-        ffn = ffn or self.ffn
-        return self.matrices * self.width * ffn + self.biases * (self.width + ffn * (self.matrices - 1))
-
-    def norm_parameters(self) -> int:
-        """One norm over the width."""
-        return self.width * (2 if self.norm_biases else 1)
-
-    def router_parameters(self) -> int:
-        return self.width * self.experts
-
     def has_experts(self, layer: int) -> bool:
         return bool(self.experts) and layer >= self.dense_layers
 
+    def like(self, layer: int) -> int:
+        """The last layer or the first, whichever is equal to this one: only experts make a difference."""
+        return self.layers - 1 if self.has_experts(layer) else 0
+
     def layer_parameters(self, layer: int = -1, active: bool = False) -> int:
         """Parameters of one layer (the last by default); of those that a token uses, if active."""
-        layer = layer % self.layers
-        count = self.attention_parameters() + self.norms * self.norm_parameters()
-        if not self.has_experts(layer):
-            return count + self.mlp_parameters(self.dense_ffn if self.experts else self.ffn)
-        experts = (self.active_experts if active else self.experts) + self.shared_experts
-        return count + experts * self.mlp_parameters() + self.router_parameters()
-
-    def embedding_parameters(self) -> int:
-        """The token embedding, V·d: the E of the counts of FLOPs."""
-        return self.vocab * self.width
-
-    def outer_parameters(self) -> dict[str, int]:
-        """{part: parameters} outside the layers."""
-        return {
-            "embedding": self.embedding_parameters(),
-            "positions": self.seq * self.width * self.learned_positions,
-            "labels": self.classes * self.width,
-            "norm": self.norm_parameters(),
-            "head": 0 if self.tied else self.embedding_parameters(),
-        }
+        return size_of(self, layer % self.layers, active)
 
     def parameters(self, active: bool = False) -> int:
         """All parameters; those that one token uses, if active.
@@ -161,11 +125,10 @@ class Model:
         GPT: Vh + sh + L(12h² + 13h) + 2h (Radford et al. 2019's code). Llama: L(2d·n_h·d_h + 2d·n_kv·d_h + 3df + 2d)
         + d + 2Vd. With experts the MLP counts E times, plus a router d·E.
         """
-        layers = sum(self.layer_parameters(layer, active) for layer in range(self.layers))
-        return layers + sum(self.outer_parameters().values())
+        return size_of(self) + sum(self.layer_parameters(self.like(layer), active) for layer in range(self.layers))
 
-    def tensors(self, layer: int | None = None) -> list[Tensor]:
-        """[Tensor] of one layer, or of what is outside the layers: every parameter as PyTorch's modules hold it."""
+    def tensors(self, layer: int | None = None, active: bool = False) -> list[Tensor]:
+        """Every parameter of one layer, or outside the layers, as PyTorch's modules hold it; active: see parameters."""
         width, queries = self.width, self.attention_width
         norm = [Tensor("norm", width)] * (2 if self.norm_biases else 1)
         if layer is None:
@@ -182,25 +145,14 @@ class Model:
         ffn, copies = (self.dense_ffn if self.experts else self.ffn), 1
         if self.has_experts(layer):
             tensors.append(Tensor("router", self.experts, width))
-            ffn, copies = self.ffn, self.experts + self.shared_experts
+            ffn, copies = self.ffn, (self.active_experts if active else self.experts) + self.shared_experts
         into = [Tensor("up", ffn, width, "rows")] + [Tensor("up bias", ffn, 1, "rows")] * self.biases
         back = [Tensor("down", width, ffn, "columns")] + [Tensor("down bias", width)] * self.biases
         return tensors + (into * (self.matrices - 1) + back) * copies
 
     def gemm_weights(self) -> int:
         """Weights that multiply each token, in the layers; without biases, norms and the output layer."""
-        total = self.layers * self.attention_weights()
-        for layer in range(self.layers):
-            if self.has_experts(layer):
-                experts = self.active_experts + self.shared_experts
-                total += experts * self.matrices * self.width * self.ffn + self.router_parameters()
-            else:
-                total += self.matrices * self.width * (self.dense_ffn if self.experts else self.ffn)
-        return total
-
-    def attention_flops(self) -> int:
-        """A of the counts: 12·L·n_h·d_h·s FLOPs a token, forward and backward, every pair of tokens counted."""
-        return 12 * self.layers * self.attention_width * self.seq
+        return sum(size_of(self, self.like(layer), active=True, matrices=True) for layer in range(self.layers))
 
     def flops_per_token(self, count: str = "6N+A", recompute: str = "none") -> float:
         """FLOPs of forward and backward for one token.
@@ -212,10 +164,8 @@ class Model:
         "selective" counts attention's A twice, 72BLsh²(1 + s/3h + V/12hL) (Korthikanti et al. 2022, appendix A).
         N counts the active parameters of a mixture of experts.
         """
-        if recompute not in ("none", "selective", "full"):
-            raise PlanError(f"recompute is {recompute!r}.\nGive none, selective or full.")
-        attention, embedding = float(self.attention_flops()), self.embedding_parameters()
-        outer = sum(self.outer_parameters().values())
+        attention = 12.0 * self.layers * self.attention_width * self.seq  # A: every pair of tokens, there and back
+        embedding, outer = self.vocab * self.width, size_of(self)  # E
         inner = self.parameters(active=True) - outer
         counts = {  # FLOPs of the layers' matrices, of attention, and outside the layers
             "6N": (6 * inner, 0, 6 * outer),
@@ -228,6 +178,19 @@ class Model:
         if recompute == "full":
             return (matrices + attention) * 4 / 3 + rest
         return matrices + attention * (2 if recompute == "selective" else 1) + rest
+
+
+@functools.cache
+def copies_of(model: Model, layer: int | None = None, active: bool = False) -> tuple[tuple[Tensor, int], ...]:
+    """((Tensor, how many there are of it), …) of a model's tensors."""
+    return tuple(Counter(model.tensors(layer, active)).items())
+
+
+@functools.cache
+def size_of(model: Model, layer: int | None = None, active: bool = False, matrices: bool = False) -> int:
+    """Parameters of a layer, or of what is outside the layers; of its matrices alone, if matrices."""
+    tensors = copies_of(model, layer, active)
+    return sum(tensor.rows * tensor.columns * copies for tensor, copies in tensors if tensor.columns > matrices)
 
 
 Fields = dict[str, Any]
