@@ -18,6 +18,7 @@ from helpers.doctor.plan import read_plan
 from helpers.doctor.report import report
 from helpers.doctor.trials import Speeds, Trial
 from helpers.planner.plan import plan as planned
+from helpers.planner.report import tables
 
 COLLECTIVES = ["broadcast", "scatter", "gather", "reduce", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -425,7 +426,7 @@ def test_a_file_that_is_not_a_plan(text, message, write_plan, tmp_path, variable
 
 
 def test_a_plan_of_the_planner_is_read(write_plan):
-    path = write_plan(json.dumps(planned("llama3-8b", "h100", {"dp": 8, "tp": 2, "zero": 3, "batch": 64})))
+    path = write_plan(json.dumps(tables(planned("llama3-8b", "h100", {"dp": 8, "tp": 2, "zero": 3, "batch": 64}))))
     plan = read_plan(path)
     assert (plan.ranks, plan.nodes, plan.memory, plan.matmul) == (16, 2, 80e9, 989e12)
     assert plan.in_node > plan.between > 0

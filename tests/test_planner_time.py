@@ -10,15 +10,10 @@ from collections import Counter
 import cloudpickle
 import pytest
 
-from helpers.planner import communication
 from helpers.planner.cluster import PRESETS, cluster_of
-from helpers.planner.communication import collectives, hierarchical_all_reduce, link_seconds, span
+from helpers.planner.communication import collectives, link_seconds, places
 from helpers.planner.conventions import Conventions
-from helpers.planner.layout import Layout
-from helpers.planner.model import model_of
-from helpers.planner.step_time import (
-    FACTOR,
-    FITTED,
+from helpers.planner.experiments.vtrain import (
     MEGATRON,
     coverage,
     fit,
@@ -26,8 +21,10 @@ from helpers.planner.step_time import (
     left_out,
     mean_error,
     measured,
-    step_time,
 )
+from helpers.planner.layout import Layout
+from helpers.planner.model import model_of
+from helpers.planner.step_time import FACTOR, FITTED, step_time
 from helpers.ranks.launch import launch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
@@ -126,7 +123,7 @@ def seen_on_ranks(sizes, sequence_parallel, shared_input, recompute=False):
     for block in model.blocks if recompute else ():
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     grey, labels = torch.randint(0, 17, (SAMPLES, 64)), torch.randint(0, 10, (SAMPLES,))
-    found, known = {}, Counter()
+    phases, counts = {}, Counter()
     for phase in ("forward", "backward"):
         with contextlib.nullcontext() if recompute else CommDebugMode() as debug, Bytes() as bytes_:
             if phase == "forward":
@@ -134,37 +131,25 @@ def seen_on_ranks(sizes, sequence_parallel, shared_input, recompute=False):
             else:
                 loss.backward()
         for operation, count in debug.get_comm_counts().items() if debug else ():
-            known[KINDS[str(operation).partition(".")[2] or str(operation)]] += count
-        found[phase] = {kind: (count, bytes_.bytes[kind]) for kind, count in bytes_.seen.items()}
-    return found, None if recompute else dict(known)  # CommDebugMode fails in a recomputation: KeyError
+            counts[KINDS[str(operation).partition(".")[2] or str(operation)]] += count
+        phases[phase] = {kind: (count, bytes_.bytes[kind]) for kind, count in bytes_.seen.items()}
+    return phases, None if recompute else dict(counts)  # CommDebugMode fails in a recomputation: KeyError
 
 
 def planned(sizes, sequence_parallel, shared_input, recompute=False):
     """The same by the planner."""
     data = math.prod(size for name, size in sizes.items() if name != "tp")
-    layout = Layout(
-        dp=data,
-        tp=sizes.get("tp", 1),
-        zero=3 if data > 1 else 0,
-        shard=sizes.get("shard", 0),
-        micro_batch=SAMPLES,
-        dtype="float32",
-        sequence_parallel=sequence_parallel,
-        recompute="full" if recompute else "none",
-    )
-    sharded = ("head",) if sequence_parallel else ()  # as the plan above does
-    found = {"forward": {}, "backward": {}}
-    for each in collectives(
-        model_of({"preset": "pixels", "layers": LAYERS}),
-        layout,
-        shared_input=shared_input,
-        sharded=sharded,
-        loss_parallel=False,
-    ):
-        phase = "backward" if each.phase == "recompute" else each.phase
-        count, size = found[phase].get(each.kind, (0, 0))
-        found[phase][each.kind] = (count + each.count, size + each.count * each.size)
-    return found
+    how = {"sequence_parallel": sequence_parallel, "recompute": "full" if recompute else "none", "dtype": "float32"}
+    how |= {"zero": 3 if data > 1 else 0, "shard": sizes.get("shard", 0)}
+    layout = Layout(dp=data, tp=sizes.get("tp", 1), micro_batch=SAMPLES, **how)
+    model = model_of({"preset": "pixels", "layers": LAYERS})
+    options = {"sharded": ("head",) if sequence_parallel else (), "loss_parallel": False}  # as the plan above does
+    phases = {"forward": {}, "backward": {}}
+    for group in collectives(model, layout, shared_input=shared_input, **options):
+        kinds = phases["backward" if group.phase == "recompute" else group.phase]
+        count, size = kinds.get(group.kind, (0, 0))
+        kinds[group.kind] = (count + group.count, size + group.count * group.size)
+    return phases
 
 
 CASES = [  # sizes of the mesh, sequence_parallel, shared_input, and recompute
@@ -182,55 +167,29 @@ CASES = [  # sizes of the mesh, sequence_parallel, shared_input, and recompute
 ]
 
 
-def ranks_of(case):
-    return math.prod(case[0].values())
-
-
 @pytest.fixture(scope="module")
 def seen():
-    """[what each case's collectives were on rank 0]: all cases of a number of ranks in one launch."""
-    found = {}
+    """{case: what its collectives were on rank 0}: all cases of a number of ranks in one launch."""
+    results = {}
     for nproc in (2, 4):
-        cases = [case for case in CASES if ranks_of(case) == nproc]
-        there = launch(lambda cases: [seen_on_ranks(*case) for case in cases], cases, nproc=nproc, timeout=200)[0]
-        found |= {str(case): one for case, one in zip(cases, there, strict=True)}
-    return found
+        cases = [case for case in CASES if math.prod(case[0].values()) == nproc]
+        ranks = launch(lambda cases: [seen_on_ranks(*case) for case in cases], cases, nproc=nproc, timeout=200)
+        results |= {str(case): result for case, result in zip(cases, ranks[0], strict=True)}
+    return results
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_counts_and_bytes_are_those_of_real_ranks(case, seen):
-    (found, known), expected = seen[str(case)], planned(*case)
-    assert found == expected
-    counts = Counter()
+    (phases, counts), expected = seen[str(case)], planned(*case)
+    assert phases == expected
+    totals = Counter()
     for kinds in expected.values():
-        counts.update({kind: count for kind, (count, _) in kinds.items()})
-    assert known == (None if "recompute" in case else dict(counts))  # CommDebugMode's
+        totals.update({kind: count for kind, (count, _) in kinds.items()})
+    assert counts == (None if "recompute" in case else dict(totals))  # CommDebugMode's
 
 
 # --- seconds of collectives -----------------------------------------------------------------------------------------
-
-
-def test_formulas_of_all_reduces():
-    size, ranks, latency, bandwidth = 2**20, 8, 1e-6, 1e9
-    nbeta = size / bandwidth
-    seconds = {name: form(size, ranks, latency, bandwidth) for name, form in communication.ALL_REDUCES.items()}
-    assert seconds == pytest.approx(
-        {
-            "ring": 14e-6 + 1.75 * nbeta,
-            "tree": 6 * (1e-6 + nbeta),
-            "recursive doubling": 3 * (1e-6 + nbeta),
-            "rabenseifner": 6e-6 + 1.75 * nbeta,
-        }
-    )
-    assert communication.ring_all_gather(size, ranks, latency, bandwidth) == pytest.approx(7e-6 + 0.875 * nbeta)
-    assert communication.all_to_all(size, ranks, latency, bandwidth) == pytest.approx(7e-6 + 0.875 * nbeta)
-
-
-def test_bus_bandwidth_as_nccl_tests_print_it():
-    published = [(2**20, 101.9e-6, 18.00e9), (16 * 2**30, 127_997e-6, 234.89e9)]  # 8 A100s
-    for size, seconds, bandwidth in published:
-        assert communication.bus_bandwidth("all_reduce", size, seconds, 8) == pytest.approx(bandwidth, rel=1e-3)
 
 
 def test_an_all_gather_in_a_node_of_h100s():
@@ -239,10 +198,15 @@ def test_an_all_gather_in_a_node_of_h100s():
 
 
 def test_between_nodes_each_gpu_sends_its_eighth():
-    cluster = dataclasses.replace(cluster_of("h100", 64), latency_in_node=0, latency_between=0)
-    size = 8e9
-    in_node, between = 2 * 7 / 8 * size / 450e9, 2 * 7 / 8 * (size / 8) / 50e9
-    assert hierarchical_all_reduce(size, 8, 8, cluster) == pytest.approx(in_node + between)
+    seconds = link_seconds("all_reduce", 8e9, 8, 8, cluster_of("h100", 64))
+    assert seconds[1:] == pytest.approx((2 * 7 / 8 * 8e9 / 450e9, 2 * 7 / 8 * 1e9 / 50e9))
+
+
+def test_an_all_to_all_sends_pairwise():
+    cluster = cluster_of("h100", 64)
+    latency, in_node, between = link_seconds("all_to_all", 64e9, 8, 8, cluster)
+    assert latency == pytest.approx(7 * cluster.latency_in_node + 56 * cluster.latency_between)
+    assert (in_node, between) == pytest.approx((7e9 / 450e9, 56e9 / 50e9))
 
 
 def test_an_all_gather_between_nodes_has_no_tree():
@@ -254,10 +218,10 @@ def test_an_all_gather_between_nodes_has_no_tree():
 
 def test_who_is_in_one_node():
     cluster = cluster_of("h100", 64)
-    assert span(8, 1, cluster) == (8, 1)  # tp 8
-    assert span(8, 8, cluster) == (1, 8)  # dp 8 outside it
-    assert span(16, 2, cluster) == (4, 4)  # dp 16 outside tp 2
-    assert span(6, 1, cluster) == (6, 1)
+    assert places(8, 1, cluster) == (8, 1)  # tp 8
+    assert places(8, 8, cluster) == (1, 8)  # dp 8 outside it
+    assert places(16, 2, cluster) == (4, 4)  # dp 16 outside tp 2
+    assert places(6, 1, cluster) == (6, 1)
 
 
 def test_zero_3_sends_half_as_much_again_as_ddp_and_repeats_with_accumulation():
@@ -265,7 +229,7 @@ def test_zero_3_sends_half_as_much_again_as_ddp_and_repeats_with_accumulation():
 
     def sent(zero, micro_batches):
         layout = Layout(dp=8, zero=zero, batch=8 * micro_batches)
-        return sum(each.sent for each in collectives(model, layout, conventions=conventions))
+        return sum(group.sent for group in collectives(model, layout, conventions=conventions))
 
     inner = model.layers * model.layer_parameters()
     outside = model.parameters() - inner
@@ -279,7 +243,7 @@ def test_zero_3_sends_half_as_much_again_as_ddp_and_repeats_with_accumulation():
 def test_tensor_parallel_sends_8bsh_for_each_layer():
     """Narayanan et al. 2021, section 3.2: 8bsh(t-1)/t elements a layer and micro-batch."""
     model, layout = model_of("gpt-1.7b"), Layout(tp=4, micro_batch=2)
-    sent = sum(each.sent for each in collectives(model, layout, sharded=()))
+    sent = sum(group.sent for group in collectives(model, layout, sharded=()))
     assert sent / 2 == pytest.approx(8 * 2 * model.seq * model.width * 3 / 4 * model.layers)
 
 
@@ -355,36 +319,28 @@ KORTHIKANTI = [  # 2022, table 5
 @pytest.mark.parametrize("row", KORTHIKANTI, ids=lambda row: row[0])
 def test_steps_of_another_paper(row):
     name, tp, pp, gpus, batch, micro_batch, interleave, full, selective = row
-    layout = Layout(
-        tp=tp,
-        pp=pp,
-        batch=batch,
-        micro_batch=micro_batch,
-        interleave=interleave,
-        recompute="full",
-        attention="scores",
-        dtype="float16",
-    )
+    sizes = {"batch": batch, "micro_batch": micro_batch, "interleave": interleave}
+    layout = Layout(tp=tp, pp=pp, **sizes, recompute="full", attention="scores", dtype="float16")
     less = layout.with_(recompute="selective", sequence_parallel=True)
     for each, seconds in ((layout, full), (less, selective)):
-        found = step_time(model_of(name), each, cluster_of("a100", gpus), MEGATRON)
-        assert found.seconds == pytest.approx(seconds, rel=0.08)
+        step = step_time(model_of(name), each, cluster_of("a100", gpus), MEGATRON)
+        assert step.seconds == pytest.approx(seconds, rel=0.08)
 
 
 def test_parts_add_up_and_what_is_extrapolated_is_named():
     cluster, layout = cluster_of("h100", 64), Layout(dp=64, zero=3)
-    found = step_time(model_of("llama3-8b"), layout, cluster)
-    assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert found.extrapolated == "h100 (fitted on A100s), FSDP or ZeRO, FlashAttention, gated MLPs"
-    assert found.low < found.seconds < found.high
-    step = measured()[0]
-    assert step_time(step.model, step.layout, step.cluster, MEGATRON).extrapolated == ""
+    step = step_time(model_of("llama3-8b"), layout, cluster)
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    assert step.extrapolated == "h100 (fitted on A100s), FSDP or ZeRO, FlashAttention, gated MLPs"
+    assert step.low < step.seconds < step.high
+    fitted = measured()[0]
+    assert step_time(fitted.model, fitted.layout, fitted.cluster, MEGATRON).extrapolated == ""
 
 
 def test_published_steps_with_fsdp_are_in_the_wider_interval():
     """torchtitan: Llama-3-8B on 64 A100s, 8,192 tokens a step and GPU, at 2,904 and 2,973 tokens/s and GPU."""
-    found = step_time(model_of("llama3-8b"), Layout(dp=64, zero=3), cluster_of("a100", 64))
-    assert found.low < 8192 / 2973 < 8192 / 2904 < found.high
+    step = step_time(model_of("llama3-8b"), Layout(dp=64, zero=3), cluster_of("a100", 64))
+    assert step.low < 8192 / 2973 < 8192 / 2904 < step.high
 
 
 def test_published_steps_on_h100s():
@@ -402,11 +358,11 @@ def test_published_steps_on_h100s():
     ratios = {1.0: [], PRESETS["h100"]["reaches"]: []}
     for name, gpus, micro_batch, batch, speed, recompute in rows:
         layout = Layout(dp=gpus, zero=3, micro_batch=micro_batch, batch=batch, recompute=recompute)
-        for reaches, found in ratios.items():
+        for reaches, of_rows in ratios.items():
             cluster = cluster_of({"preset": "h100", "reaches": reaches}, gpus)
-            found.append(batch * 2048 / speed / step_time(model_of(name), layout, cluster).seconds)
-    without, found = ([round(edge(ratio), 2) for edge in (min, max)] for ratio in ratios.values())
-    assert (without, found) == ([1.18, 1.55], [0.96, 1.29])  # as cluster.py says
+            of_rows.append(batch * 2048 / speed / step_time(model_of(name), layout, cluster).seconds)
+    without, reached = ([round(edge(ratio), 2) for edge in (min, max)] for ratio in ratios.values())
+    assert (without, reached) == ([1.18, 1.55], [0.96, 1.29])  # as cluster.py says
 
 
 def test_published_steps_with_fsdp_on_h100s_are_in_the_wider_interval():
@@ -414,6 +370,6 @@ def test_published_steps_with_fsdp_on_h100s_are_in_the_wider_interval():
     for gpus, speed, slower in ((8, 5762, 1.51), (128, 5605, 1.57)):
         cluster = cluster_of({"preset": "h100", "memory_speed": 2.4e12}, gpus)
         layout = Layout(dp=gpus, zero=3, micro_batch=2, batch=2 * gpus)
-        found = step_time(model_of("llama3-8b"), layout, cluster)
-        assert found.low < 2 * 8192 / speed < found.high
-        assert round(2 * 8192 / speed / found.seconds, 2) == slower  # as step_time.py says
+        step = step_time(model_of("llama3-8b"), layout, cluster)
+        assert step.low < 2 * 8192 / speed < step.high
+        assert round(2 * 8192 / speed / step.seconds, 2) == slower  # as step_time.py says

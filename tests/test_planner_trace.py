@@ -6,11 +6,13 @@ import sys
 import cloudpickle
 import pytest
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from helpers.planner import trace as tracing
 from helpers.planner.layout import Layout
 from helpers.planner.memory import shared_parameters
-from helpers.planner.model import PlanError, model_of
+from helpers.planner.model import model_of
+from helpers.planner.records import PlanError
 from helpers.planner.trace import trace
 from helpers.ranks.launch import launch
 from helpers.runtime.process_group import start_process_group, stop_process_group
@@ -45,16 +47,15 @@ def test_two_layers_of_each_kind_stand_for_all(model):
 def test_pretended_ranks_hold_the_bytes_of_real_ones(layout):
     def real(model, layout):
         here = tracing.held(model, layout, dist.get_rank(), stage=0, device="cpu")
-        layers, _ = tracing.sharded(model, layout, 0, range(model.layers), "cpu")
-        stored = sum(tracing.local(one).nbytes for module in layers.values() for one in module.parameters())
-        return here, stored
+        layers = tracing.sharded(model, layout, 0, range(model.layers), "cpu").get_submodule("layers")
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in layers.parameters()]
+        return here, sum(parameter.nbytes for parameter in local)
 
-    found = launch(real, ODD, layout, nproc=4, timeout=200)
-    ranks = [here for here, _ in found]
+    ranks, stored = zip(*launch(real, ODD, layout, nproc=4, timeout=200), strict=True)
     pretended = trace(ODD, layout)
     assert (pretended.first, pretended.smallest.numbers) == (ranks[0], ranks[3].numbers)
-    assert max(one.numbers for one in ranks) == pretended.largest.numbers
-    assert [stored for _, stored in found] == [4 * (here.numbers - here.outside) for here in ranks]
+    assert max(rank.numbers for rank in ranks) == pretended.largest.numbers
+    assert list(stored) == [4 * (rank.numbers - rank.outside) for rank in ranks]
 
 
 @pytest.mark.parametrize(
@@ -69,8 +70,8 @@ def test_pretended_ranks_hold_the_bytes_of_real_ones(layout):
 )
 def test_memory_rounds_as_the_trace_does(layout):
     """The plan's own formula of what the first rank of a stage holds."""
-    found = trace(ODD, layout)
-    assert [one.numbers for one in found.ranks if one.rank % (layout.gpus // layout.pp) == 0] == [
+    ranks = trace(ODD, layout).ranks
+    assert [rank.numbers for rank in ranks if rank.rank % (layout.gpus // layout.pp) == 0] == [
         shared_parameters(ODD, layout, stage) for stage in range(layout.pp)
     ]
 
@@ -78,9 +79,9 @@ def test_memory_rounds_as_the_trace_does(layout):
 def test_the_process_group_of_the_caller_survives():
     start_process_group()
     try:
-        found = trace(ODD, Layout(dp=64, zero=3))
+        result = trace(ODD, Layout(dp=64, zero=3))
         assert (dist.get_world_size(), dist.get_backend()) == (1, "gloo")
-        assert found.first.numbers < ODD.parameters() / 32
+        assert result.first.numbers < ODD.parameters() / 32
     finally:
         stop_process_group()
 

@@ -3,17 +3,19 @@
 Sizes are bytes of the whole tensor: what an all-reduce sums, an all-gather makes and a reduce-scatter takes.
 """
 
-import functools
 import math
-from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from helpers.planner.cluster import Cluster
 from helpers.planner.conventions import Conventions
-from helpers.planner.memory import BYTES, local_shape
-from helpers.planner.model import known
+from helpers.planner.layout import Layout
+from helpers.planner.memory import BYTES, OUTSIDE, VOCABULARY, Shape, stage_groups
+from helpers.planner.model import Model
 
 # Bytes that each rank sends, as a share of the size: nccl-tests, doc/PERFORMANCE.md, where busbw = size/time times it.
-SENT = {
+SENT: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda p: 2 * (p - 1) / p,
     "all_gather": lambda p: (p - 1) / p,
     "reduce_scatter": lambda p: (p - 1) / p,
@@ -22,16 +24,11 @@ SENT = {
     "reduce": lambda p: 1,
     "send": lambda p: 1,
 }
+RECEIVED = "what a stage received"  # gathered by its tensor-parallel ranks, each of which was sent a part
 SUMMED = 4  # bytes of a float32
-VOCABULARY = ("embedding", "head")  # what has a row for each token
 
 
-def bus_bandwidth(kind, size, seconds, ranks):
-    """busbw in bytes a second, as nccl-tests print it: size/seconds times SENT of this kind."""
-    return size / seconds * known(SENT, kind, "collective")(ranks)
-
-
-def powersgd_numbers(shapes, rank):
+def powersgd_numbers(shapes: Iterable[Iterable[int]], rank: int) -> int:
     """Numbers that PowerSGD sums for tensors of these shapes instead of all: r(rows + columns) for a matrix.
 
     Vectors go as they are; a tensor of more dimensions is a matrix of its first one and the rest (Vogels et al. 2019,
@@ -44,58 +41,13 @@ def powersgd_numbers(shapes, rank):
     return total
 
 
-def ring_all_reduce(size, ranks, latency, bandwidth):
-    """2(p-1)α + 2(p-1)/p · nβ seconds (Patarasuk and Yuan 2009; Thakur et al. 2005, section 4.5). β = 1/bandwidth."""
-    return 2 * (ranks - 1) * latency + 2 * (ranks - 1) / ranks * size / bandwidth
-
-
-def ring_all_gather(size, ranks, latency, bandwidth):
-    """(p-1)α + (p-1)/p · nβ seconds, a reduce-scatter's too (Thakur et al. 2005, section 4.1)."""
-    return ring_all_reduce(size, ranks, latency, bandwidth) / 2
-
-
-def tree_all_reduce(size, ranks, latency, bandwidth):
-    """2⌈lg p⌉(α + nβ) seconds: a reduce, then a broadcast, on a binomial tree (Thakur et al. 2005, section 4)."""
-    return 2 * math.ceil(math.log2(ranks)) * (latency + size / bandwidth)
-
-
-def recursive_doubling(size, ranks, latency, bandwidth):
-    """⌈lg p⌉(α + nβ) seconds: an all-reduce of few bytes (Thakur et al. 2005, section 4.5)."""
-    return math.ceil(math.log2(ranks)) * (latency + size / bandwidth)
-
-
-def rabenseifner(size, ranks, latency, bandwidth):
-    """2⌈lg p⌉α + 2(p-1)/p · nβ seconds: an all-reduce of many bytes (Thakur et al. 2005, section 4.5)."""
-    return 2 * math.ceil(math.log2(ranks)) * latency + 2 * (ranks - 1) / ranks * size / bandwidth
-
-
-def all_to_all(size, ranks, latency, bandwidth):
-    """(p-1)α + (p-1)/p · nβ seconds, pairwise; n is what a rank holds (Thakur et al. 2005, section 4.4)."""
-    return (ranks - 1) * (latency + size / ranks / bandwidth)
-
-
-ALL_REDUCES = {
-    "ring": ring_all_reduce,
-    "tree": tree_all_reduce,
-    "recursive doubling": recursive_doubling,
-    "rabenseifner": rabenseifner,
-}
-
-
-def hierarchical_all_reduce(size, in_node, nodes, cluster):
-    """Seconds: a reduce-scatter and an all-gather in each node, between them an all-reduce of each GPU's part.
-
-    2(g-1)/g · n over the node's links, then 2(k-1)/k of n/g between k nodes (the two-level form of Thakur et al. 2005
-    that NCCL's rings over all adapters come to).
-    """
-    return sum(link_seconds("all_reduce", size, in_node, nodes, cluster))
-
-
-def link_seconds(kind, size, in_node, nodes, cluster):
+def link_seconds(kind: str, size: float, in_node: int, nodes: int, cluster: Cluster) -> tuple[float, float, float]:
     """(latency, in the node, between nodes) in seconds of one collective, each link at its full speed.
 
-    Rings in a node, and the bytes of a ring between nodes. There an all-reduce takes a tree's ⌈lg k⌉ steps, and the
-    others take a ring's k-1, since NCCL has trees for all-reduces alone (NVIDIA/nccl#1473).
+    Rings in a node: an all-gather or a reduce-scatter takes (g-1)α + (g-1)/g · nβ, an all-reduce both (Thakur et al.
+    2005, sections 4.1 and 4.5); an all-to-all sends pairwise, (p-1)α + (p-1)/p · nβ (section 4.4). Between k nodes each
+    GPU sends the ring's bytes of its part, n/g. There an all-reduce takes a tree's ⌈lg k⌉ steps, and the others take a
+    ring's k-1, since NCCL has trees for all-reduces alone (NVIDIA/nccl#1473).
     """
     ranks, near, far = in_node * nodes, cluster.link_in_node, cluster.link_between
     if kind == "send":
@@ -113,16 +65,16 @@ def link_seconds(kind, size, in_node, nodes, cluster):
     )
 
 
-def span(ranks, stride, cluster):
+def places(ranks: int, stride: int, cluster: Cluster) -> tuple[int, int]:
     """(ranks of a group in one node, nodes) for ranks that lie so far apart: tp inside, then cp, dp, and pp outside."""
-    places = max(cluster.gpus_per_node // stride, 1) if cluster else 1
-    inside = max(size for size in range(1, min(ranks, places) + 1) if ranks % size == 0)
+    most = min(ranks, max(cluster.gpus_per_node // stride, 1))
+    inside = max(size for size in range(1, most + 1) if ranks % size == 0)
     return inside, ranks // inside
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Equal collectives of one step on one rank."""
+    """Equal collectives of a step on one rank."""
 
     dimension: str  # of the mesh: tp, cp, ep, dp, replicate, pp
     kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, send
@@ -136,63 +88,79 @@ class Collective:
     between: float = 0
 
     @property
-    def sent(self):
+    def sent(self) -> float:
         """Bytes that this rank sends in a step."""
         return self.count * self.size * SENT[self.kind](self.ranks)
 
-    def seconds(self, in_node=1.0, between=1.0):
+    def seconds(self, in_node: float = 1.0, between: float = 1.0) -> float:
         """Seconds of all of them, where links reach these shares of their speed."""
         return self.count * (self.latency + self.in_node / in_node + self.between / between)
 
 
-def collectives(model, layout, cluster=None, conventions=None, stage=0, *, sharded=VOCABULARY, **plan):
-    """[Collective] of one step on the first rank of a stage; without a cluster, their seconds are 0.
+def timed(cluster: Cluster | None, dimension: str, kind: str, phase: str, what: str, ranks: int, stride: int,
+          count: int, size: int) -> list[Collective]:  # fmt: skip
+    """[Collective] on ranks that lie so far apart; empty where there is nothing to send. No cluster: in no time."""
+    if ranks == 1 or not count or not size:
+        return []
+    seconds = link_seconds(kind, size, *places(ranks, stride, cluster), cluster) if cluster else ()
+    return [Collective(dimension, kind, phase, what, ranks, count, size, *seconds)]
 
-    sharded: which of embedding and head tensor parallelism divides along the vocabulary; plan: see activations.
+
+def collectives(
+    model: Model,
+    layout: Layout,
+    cluster: Cluster | None = None,
+    conventions: Conventions | None = None,
+    stage: int = 0,
+    *,
+    sharded: tuple[str, ...] = VOCABULARY,
+    **options: bool,
+) -> list[Collective]:
+    """All of a step on the first rank of a stage; without a cluster, their seconds are 0.
+
+    sharded: which of embedding and head tensor parallelism divides along the vocabulary; options: see activations.
     """
-    found = activations(model, layout, cluster, stage, sharded=sharded, **plan)
-    return found + data_parallel(model, layout, cluster, conventions, stage, sharded)
+    of_activations = activations(model, layout, cluster, stage, sharded=sharded, **options)
+    return of_activations + data_parallel(model, layout, cluster, conventions, stage, sharded)
 
 
 def activations(
-    model,
-    layout,
-    cluster=None,
-    stage=0,
+    model: Model,
+    layout: Layout,
+    cluster: Cluster | None = None,
+    stage: int = 0,
     *,
-    sharded=VOCABULARY,
-    shared_input=True,
-    loss_parallel=True,
-    split_sends=True,
-    early_stop=True,
-):
-    """[Collective] of activations and their gradients: tensor, context, expert and pipeline parallelism.
+    sharded: tuple[str, ...] = VOCABULARY,
+    shared_input: bool = True,
+    loss_parallel: bool = True,
+    split_sends: bool = True,
+    early_stop: bool = True,
+) -> list[Collective]:
+    """Those of activations and their gradients: tensor, context, expert and pipeline parallelism.
 
     shared_input: query, key and value gather their input once, and sum its gradient once. loss_parallel: the loss reads
     divided logits. split_sends: a stage sends each tensor-parallel rank's part, and the next stage gathers (Narayanan
     et al. 2021, section 4.1); torch.distributed.pipelining sends it whole from each.
     early_stop: recomputation ends before a layer's last output, which nothing needs, as in PyTorch's checkpoint.
     """
-    found = []
+    sent: list[Collective] = []
     m, layers = layout.micro_batches, layout.stage_layers(model)[stage]
     first, last = stage == 0, stage == layout.pp - 1
     tokens, bytes_each = layout.micro_batch * model.seq // layout.cp, BYTES.get(layout.dtype, 2)
     block = tokens * model.width * bytes_each
-    full = layout.recompute == "full"
+    forwards = ["forward"] + ["recompute"] * (layout.recompute == "full")
 
-    def add(dimension, kind, phase, what, ranks, stride, count, size):
-        if ranks > 1 and count and size:
-            seconds = link_seconds(kind, size, *span(ranks, stride, cluster), cluster) if cluster else ()
-            found.append(Collective(dimension, kind, phase, what, ranks, count, size, *seconds))
+    def add(*collective: Any) -> None:
+        sent.extend(timed(cluster, *collective))
 
-    def tensor_parallel(kind, phase, what, count, size=block):
+    def tensor_parallel(kind: str, phase: str, what: str, count: int, size: int = block) -> None:
         add("tp", kind, phase, what, layout.tp, 1, count * m, size)
 
     extra = 0 if shared_input else 2
     outputs = {"forward": 2 * layers, "recompute": (1 if early_stop else 2) * layers}
     if layout.sequence_parallel:
         # Korthikanti et al. 2022, section 4.2.2: an all-reduce becomes an all-gather and a reduce-scatter.
-        for phase in ["forward"] + ["recompute"] * full:
+        for phase in forwards:
             tensor_parallel("all_gather", phase, "inputs of attention and MLP", (2 + extra) * layers)
             tensor_parallel("reduce_scatter", phase, "outputs of attention and MLP", outputs[phase])
         tensor_parallel("all_gather", "backward", "gradients of outputs", 2 * layers)
@@ -208,7 +176,7 @@ def activations(
             tensor_parallel("all_reduce", "backward", "gradients of norms", norms, model.width * bytes_each)
     else:
         # Shoeybi et al. 2019, section 3: two all-reduces in the forward of a layer, two in its backward.
-        for phase in ["forward"] + ["recompute"] * full:
+        for phase in forwards:
             tensor_parallel("all_reduce", phase, "outputs of attention and MLP", outputs[phase])
         tensor_parallel("all_reduce", "backward", "gradients of inputs", (2 + extra) * layers)
         if first:
@@ -224,15 +192,14 @@ def activations(
 
     # Ring attention (Liu et al. 2024): keys and values go round, in backward with their gradients.
     pair = 2 * tokens * model.head_width * max(model.kv_heads // layout.tp, 1) * bytes_each
-    for phase, rounds in [("forward", layout.cp - 1)] + [("recompute", layout.cp - 1)] * full:
-        add("cp", "send", phase, "keys and values", layout.cp, layout.tp, rounds * layers * m, pair)
-    add("cp", "send", "backward", "keys and values", layout.cp, layout.tp, (layout.cp - 1) * layers * m, pair)
+    for phase in [*forwards, "backward"]:
+        add("cp", "send", phase, "keys and values", layout.cp, layout.tp, (layout.cp - 1) * layers * m, pair)
     add("cp", "send", "backward", "their gradients", layout.cp, layout.tp, layout.cp * layers * m, pair)
 
     # Lepikhin et al. 2021: tokens go to their experts and come back, and so do gradients.
     start = sum(layout.stage_layers(model)[:stage])
     sparse = sum(model.has_experts(layer) for layer in range(start, start + layers))
-    for phase in ["forward"] + ["recompute"] * full + ["backward"]:
+    for phase in [*forwards, "backward"]:
         size = block * model.active_experts
         add("ep", "all_to_all", phase, "tokens to experts and back", layout.ep, layout.tp, 2 * sparse * m, size)
 
@@ -245,64 +212,37 @@ def activations(
                 sends, block // parts)  # fmt: skip
             if parts > 1 and not layout.sequence_parallel:
                 received = layout.interleave - (first if phase == "forward" else last)
-                tensor_parallel("all_gather", phase, "what a stage received", received)
+                tensor_parallel("all_gather", phase, RECEIVED, received)
+    return sent
 
-    return found
 
-
-def gradient_bytes(conventions):
+def gradient_bytes(conventions: Conventions) -> int:
     """Bytes in which a gradient is summed: those it is kept in, 2 to 4."""
     return min(max(conventions.state_bytes[1], 2), 4)
 
 
-@functools.cache
-def counted(model, layer=None):
-    """((Tensor, copies), …) of a layer, or of what is outside the layers."""
-    return tuple(Counter(model.tensors(layer)).items())
-
-
-def stage_groups(model, layout, stage, sharded):
-    """[(what, times, apart, [(rows, columns, copies) on one of tp ranks])] of a stage: what fully_shard gathers.
-
-    A layer is a group, and what stands outside the layers is one. Experts are a group of their own where ep ranks have
-    others (apart = ep), so that fewer ranks share each.
-    """
-    sizes = layout.stage_layers(model)
-    start = sum(sizes[:stage])
-    groups = []
-    for sparse, times in Counter(model.has_experts(start + layer) for layer in range(sizes[stage])).items():
-        whole, routed = [], []
-        for tensor, copies in counted(model, model.layers - 1 if sparse else 0):
-            shape = local_shape(tensor, model, layout.tp)
-            if sparse and layout.ep > 1 and tensor.part.split()[0] in ("up", "down"):
-                one = copies // (model.experts + model.shared_experts)
-                routed.append((*shape, one * model.experts // layout.ep))
-                copies = one * model.shared_experts
-            whole.append((*shape, copies))
-        groups += [("layers", times, 1, whole)] + [("experts", times, layout.ep, routed)] * bool(routed)
-    here = []
-    for tensor, copies in counted(model):
-        on_last = tensor.part in ("norm", "head") or (tensor.part == "embedding" and model.tied)
-        if (stage == layout.pp - 1 and on_last) or (stage == 0 and tensor.part not in ("norm", "head")):
-            whole = tensor.part in VOCABULARY and tensor.part not in sharded
-            here.append((*local_shape(tensor, model, 1 if whole else layout.tp), copies))
-    return groups + [("outside the layers", 1, 1, here)] * bool(here)
-
-
-def padded(shapes, ranks):
+def padded(shapes: Iterable[Shape], ranks: int) -> int:
     """Numbers that so many ranks gather: fully_shard fills each tensor's last rows up, so that all parts are equal."""
     return sum(math.ceil(rows / ranks) * ranks * columns * copies for rows, columns, copies in shapes)
 
 
-def data_parallel(model, layout, cluster=None, conventions=None, stage=0, sharded=VOCABULARY):
-    """[Collective] of parameters and gradients: DDP's, ZeRO's, fully_shard's or HSDP's.
+def data_parallel(
+    model: Model,
+    layout: Layout,
+    cluster: Cluster | None = None,
+    conventions: Conventions | None = None,
+    stage: int = 0,
+    sharded: tuple[str, ...] = VOCABULARY,
+) -> list[Collective]:
+    """Those of parameters and gradients: DDP's, ZeRO's, fully_shard's or HSDP's.
 
     DDP sends 2Ψ, ZeRO-1 and 2 as much, ZeRO-3 3Ψ (Rajbhandari et al. 2020, section 7). With accumulation ZeRO-2's
     reduce and ZeRO-3's gathers and reduce repeat for each micro-batch (convention gather: "each"), ZeRO-1's do not.
     DDP's all-reduce is given as one; it sends buckets of 25 MiB.
     """
     conventions = conventions or Conventions()
-    found, weight, gradient = [], BYTES.get(layout.dtype, 2), gradient_bytes(conventions)
+    sent: list[Collective] = []
+    weight, gradient = BYTES.get(layout.dtype, 2), gradient_bytes(conventions)
     repeated = layout.micro_batches if conventions.gather == "each" else 1
     for what, times, apart, shapes in stage_groups(model, layout, stage, sharded):
         ranks = layout.data_ranks // apart
@@ -310,15 +250,15 @@ def data_parallel(model, layout, cluster=None, conventions=None, stage=0, sharde
         copies = ranks // shared
         stride = layout.tp * apart
 
-        def add(dimension, kind, phase, count, size, ranks, stride, what=what):
-            if ranks > 1:
-                seconds = link_seconds(kind, size, *span(ranks, stride, cluster), cluster) if cluster else ()
-                found.append(Collective(dimension, kind, phase, what, ranks, count, size, *seconds))
+        def add(
+            dimension: str, kind: str, phase: str, count: int, size: int, ranks: int, stride: int, what: str = what
+        ) -> None:
+            sent.extend(timed(cluster, dimension, kind, phase, what, ranks, stride, count, size))
 
         numbers = padded(shapes, shared) if layout.zero == 3 else padded(shapes, 1)
         if layout.zero == 3:
             add("dp", "all_gather", "forward", times * repeated, numbers * weight, shared, stride)
-            if what != "outside the layers":  # the root module keeps its parameters until its backward has ended
+            if what != OUTSIDE:  # the root module keeps its parameters until its backward has ended
                 add("dp", "all_gather", "backward", times * repeated, numbers * weight, shared, stride)
             add("dp", "reduce_scatter", "backward", times * repeated, numbers * gradient, shared, stride)
         elif layout.zero:
@@ -329,4 +269,4 @@ def data_parallel(model, layout, cluster=None, conventions=None, stage=0, sharde
         count = repeated if layout.zero >= 2 else 1
         add("replicate" if layout.zero else "dp", "all_reduce", "backward", times * count, reduced, copies,
             stride * shared)  # fmt: skip
-    return found
+    return sent

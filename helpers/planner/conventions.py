@@ -1,8 +1,10 @@
 """The points in which published numbers differ although they mean the same. Each is a switch, named in every output."""
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from helpers.planner.model import PlanError, from_table
+from helpers.planner.cluster import Cluster
+from helpers.planner.records import check_fields, from_table
 
 # {name: bytes of (parameter, gradient, optimizer state) for one parameter}
 STATES = {
@@ -36,36 +38,35 @@ class Conventions:
     overlap: str = "none"  # without FSDP gradients are sent after the backward; or hide behind it, "backward"
     shards: str = "rows"  # ZeRO-3 cuts each tensor between "rows", rounded up (fully_shard); or all, "even"
 
-    def __post_init__(self):
-        choices = {
-            "flops": FLOPS,
-            "achieved": ("model", "hardware"),
-            "bubble": ("ideal", "total"),
-            "memory": tuple(GIGA),
-            "states": tuple(STATES),
-            "gather": ("each", "once"),
-            "in_flight": ("schedule", "one"),
-            "days": ("count", "8TP"),
-            "causal": ("full", "half"),
-            "sequence_inputs": ("kept", "again"),
-            "logits": ("eager", "stored"),
-            "overlap": ("none", "backward"),
-            "shards": ("rows", "even"),
-        }
-        for name, values in choices.items():
-            if getattr(self, name) not in values:
-                raise PlanError(f"the convention {name} is {getattr(self, name)!r}.\nGive one of {', '.join(values)}.")
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "flops": FLOPS,
+        "achieved": ("model", "hardware"),
+        "bubble": ("ideal", "total"),
+        "memory": tuple(GIGA),
+        "states": tuple(STATES),
+        "gather": ("each", "once"),
+        "in_flight": ("schedule", "one"),
+        "days": ("count", "8TP"),
+        "causal": ("full", "half"),
+        "sequence_inputs": ("kept", "again"),
+        "logits": ("eager", "stored"),
+        "overlap": ("none", "backward"),
+        "shards": ("rows", "even"),
+    }
+
+    def __post_init__(self) -> None:
+        check_fields(Conventions, vars(self))
 
     @property
-    def state_bytes(self):
+    def state_bytes(self) -> tuple[int, int, int]:
         """Bytes of (parameter, gradient, optimizer state) for one parameter."""
         return STATES[self.states]
 
-    def words(self):
-        """{switch: its setting}, for outputs."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+    def peak_of(self, cluster: Cluster, dtype: str) -> float:
+        """FLOP/s of one GPU: the convention's, or the cluster's."""
+        return self.peak or cluster.peak(dtype)
 
 
-def conventions_of(given):
+def conventions_of(conventions: dict[str, Any] | Conventions | None) -> Conventions:
     """Conventions from a table of fields."""
-    return given if isinstance(given, Conventions) else from_table(Conventions, dict(given or {}), "conventions")
+    return conventions if isinstance(conventions, Conventions) else from_table(Conventions, conventions or {})

@@ -2,10 +2,10 @@
 
 import math
 
-from helpers.planner.model import PlanError
+from helpers.planner.records import PlanError
 
 
-def mttf_hours(nodes, failures_per_node_day):
+def mttf_hours(nodes: int, failures_per_node_day: float) -> float:
     """Hours between failures of a job: 24 / (nodes · r_f) (Kokolis et al. 2025, section III)."""
     if nodes < 1 or failures_per_node_day <= 0:
         raise PlanError(
@@ -15,12 +15,12 @@ def mttf_hours(nodes, failures_per_node_day):
     return 24 / (nodes * failures_per_node_day)
 
 
-def mtbf_hours(failures, days):
+def mtbf_hours(failures: int, days: float) -> float:
     """Hours between failures that were counted."""
     return 24 * days / failures
 
 
-def poisson_interval(count, coverage=0.95):
+def poisson_interval(count: int, coverage: float = 0.95) -> tuple[float, float]:
     """(lowest, highest) mean that a count of independent failures agrees with: exact, by the gamma distribution.
 
     Garwood 1936. A rate from 3 failures is uncertain fourfold, from 300 by a tenth.
@@ -33,27 +33,29 @@ def poisson_interval(count, coverage=0.95):
     return (float(gammaincinv(count, tail)) if count else 0.0), float(gammaincinv(count + 1, 1 - tail))
 
 
-def poisson_counts(mean, coverage=0.95):
+def poisson_counts(mean: float, coverage: float = 0.95) -> tuple[int, int]:
     """(lowest, highest) count that happens with this coverage where so many failures are expected."""
     from scipy.special import ndtri, pdtrik
 
     tail = (1 - coverage) / 2
     if mean > 1e9:  # a normal distribution, as good there; pdtrik finds nothing for the largest means
-        return tuple(math.ceil(mean + float(ndtri(share)) * math.sqrt(mean)) for share in (tail, 1 - tail))
-    return tuple(max(math.ceil(float(pdtrik(share, mean))), 0) for share in (tail, 1 - tail))
+        low, high = (math.ceil(mean + float(ndtri(share)) * math.sqrt(mean)) for share in (tail, 1 - tail))
+    else:
+        low, high = (max(math.ceil(float(pdtrik(share, mean))), 0) for share in (tail, 1 - tail))
+    return low, high
 
 
-def young_interval(save, mttf):
+def young_interval(save: float, mttf: float) -> float:
     """Seconds between checkpoints that lose least: √(2δM) (Young 1974, equation 6), for M much larger than δ."""
     return math.sqrt(2 * save * mttf)
 
 
-def checkpoint_interval(save, nodes, failures_per_node_day):
+def checkpoint_interval(save: float, nodes: int, failures_per_node_day: float) -> float:
     """dt* = √(2w/(N·r)), in seconds: Young's interval from a rate for each node (Kokolis et al. 2025, section II-D)."""
     return young_interval(save, 3600 * mttf_hours(nodes, failures_per_node_day))
 
 
-def goodput(nodes, failures_per_node_day, restart, interval, save):
+def goodput(nodes: int, failures_per_node_day: float, restart: float, interval: float, save: float) -> float:
     """Expected share of the time in which the job makes progress that it keeps (ETTR).
 
     (1 - N·r·(u₀ + dt/2)) / (1 + w/dt) (Kokolis et al. 2025, equation for E[ETTR]): each failure costs the restart and,

@@ -1,11 +1,11 @@
 """How a job is divided among ranks, refused where it cannot be. Read by all of the planner."""
 
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NoReturn
 
-from helpers.planner.model import PlanError, from_table
-
-SCHEDULES = ("1f1b", "gpipe")
-RECOMPUTE = ("none", "selective", "full")
+from helpers.planner.cluster import Cluster
+from helpers.planner.model import Model
+from helpers.planner.records import LARGEST, PlanError, check_fields, from_table
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,20 @@ class Layout:
     offload: bool = False  # optimizer's state in the host's memory
     uneven_stages: bool = False  # layers need not divide by stages
 
-    def __post_init__(self):
-        for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise PlanError(f"{name} is {value!r}.\nGive a whole number above 0.")
-        for name in ("batch", "shard"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise PlanError(f"{name} is {value!r}.\nGive a whole number above 0, or leave it out.")
+    LIMITS: ClassVar[dict[str, tuple[int, float]]] = dict.fromkeys(
+        ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"), (1, LARGEST)
+    )
+    CHOICES: ClassVar[dict[str, tuple]] = {
+        "zero": (0, 1, 2, 3),
+        "schedule": ("1f1b", "gpipe"),
+        "recompute": ("none", "selective", "full"),
+        "attention": ("flash", "scores"),
+    }
+
+    def __post_init__(self) -> None:
+        check_fields(Layout, vars(self))
         if not self.batch:
             object.__setattr__(self, "batch", self.dp * self.micro_batch)
-        for name, values in (("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("attention", ("flash", "scores"))):
-            if getattr(self, name) not in values:
-                raise PlanError(f"{name} is {getattr(self, name)!r}.\nGive one of {', '.join(values)}.")
-        if self.zero not in (0, 1, 2, 3):
-            raise PlanError(f"zero is {self.zero!r}.\nGive 0 for DDP, 1 or 2, or 3 for FSDP.")
         if self.batch % (self.dp * self.micro_batch):
             raise PlanError(
                 f"a batch of {self.batch} does not divide into {self.dp} x {self.micro_batch} (dp x micro_batch).\n"
@@ -70,75 +68,75 @@ class Layout:
             )
 
     @property
-    def gpus(self):
+    def gpus(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
 
     @property
-    def data_ranks(self):
+    def data_ranks(self) -> int:
         """Ranks whose gradients are averaged: a sample's tokens are also divided among cp."""
         return self.dp * self.cp
 
     @property
-    def sharers(self):
+    def sharers(self) -> int:
         """Ranks that share states under ZeRO."""
         return (self.shard or self.data_ranks) if self.zero else 1
 
     @property
-    def micro_batches(self):
+    def micro_batches(self) -> int:
         """Forwards of one rank in a step: m."""
         return self.batch // (self.dp * self.micro_batch)
 
-    def with_(self, **changes):
+    def with_(self, **changes: Any) -> "Layout":
         """This layout with other numbers."""
         return replace(self, **changes)
 
-    def stage_layers(self, model):
+    def stage_layers(self, model: Model) -> list[int]:
         """[layers of each pipeline stage]; where they do not divide, the middle stages have one more."""
         each, rest = divmod(model.layers, self.pp)
         first = (self.pp - rest) // 2
         return [each + (first <= stage < first + rest) for stage in range(self.pp)]
 
-    def check(self, model, cluster=None):
+    def check(self, model: Model, cluster: Cluster | None = None) -> "Layout":
         """Raise a PlanError where this model on this cluster cannot be divided so; return the layout."""
 
-        def refuse(what, try_this):
-            raise PlanError(f"{what}.\n{try_this}.")
+        def refuse(what: str, hint: str) -> NoReturn:
+            raise PlanError(f"{what}.\nGive {hint}.")
 
         if model.heads % self.tp:
             refuse(
                 f"{model.heads} heads do not divide by tp = {self.tp}",
-                f"Give one of {divisors(model.heads)} as tp",
+                f"one of {divisors(model.heads)} as tp",
             )
         if model.kv_heads % self.tp and self.tp % model.kv_heads:
             refuse(
                 f"{model.kv_heads} kv_heads neither divide by tp = {self.tp} nor divide it",
-                f"Give one of {divisors(model.kv_heads)} as tp",
+                f"one of {divisors(model.kv_heads)} as tp",
             )
         if model.ffn % self.tp:
-            refuse(f"an MLP of {model.ffn} does not divide by tp = {self.tp}", "Give a divisor of ffn as tp")
+            refuse(f"an MLP of {model.ffn} does not divide by tp = {self.tp}", "a divisor of ffn as tp")
         stages = self.pp * self.interleave
         if stages > model.layers:
             refuse(
                 f"{model.layers} layers cannot fill {stages} stages (pp x interleave)",
-                f"Give at most {model.layers} as pp x interleave",
+                f"at most {model.layers} as pp x interleave",
             )
         if model.layers % stages and not (self.uneven_stages and self.interleave == 1):
             refuse(
                 f"{model.layers} layers do not divide into {stages} stages (pp x interleave)",
-                f"Give a divisor of {model.layers}, or uneven_stages = true with interleave = 1",
+                f"a divisor of {model.layers}, or uneven_stages = true with interleave = 1",
             )
         pieces = self.cp * (self.tp if self.sequence_parallel else 1)
         if model.seq % pieces:
             refuse(
                 f"{model.seq} tokens do not divide into {pieces} pieces",
-                f"Give a divisor of {model.seq} as cp, or a multiple of {pieces} as the model's seq",
+                f"a divisor of {model.seq} as cp, or a multiple of {pieces} as the model's seq",
             )
         if self.ep > 1 and not model.experts:
-            refuse(f"{model.name} has no experts to divide by ep = {self.ep}", "Give ep = 1")
+            refuse(f"{model.name} has no experts to divide by ep = {self.ep}", "ep = 1")
         if model.experts % self.ep:
             refuse(
                 f"{model.experts} experts do not divide by ep = {self.ep}",
-                f"Give one of {divisors(model.experts)} as ep",
+                f"one of {divisors(model.experts)} as ep",
             )
         if cluster:
             cluster.peak(self.dtype)
@@ -146,16 +144,16 @@ class Layout:
                 refuse(
                     f"dp x tp x pp x cp = {self.dp} x {self.tp} x {self.pp} x {self.cp} = {self.gpus} is not the "
                     f"cluster's {cluster.gpus} GPUs",
-                    f"Give sizes whose product is {cluster.gpus}",
+                    f"sizes whose product is {cluster.gpus}",
                 )
         return self
 
 
-def divisors(number):
+def divisors(number: int) -> str:
     """The divisors as text, the largest last."""
     return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
-def layout_of(given):
+def layout_of(layout: dict[str, Any] | Layout) -> Layout:
     """A Layout from a table of fields."""
-    return given if isinstance(given, Layout) else from_table(Layout, dict(given), "the layout")
+    return layout if isinstance(layout, Layout) else from_table(Layout, layout)

@@ -3,13 +3,20 @@
 import math
 from collections import Counter
 
-from helpers.planner.model import PlanError
+from helpers.planner.conventions import Conventions
+from helpers.planner.layout import Layout
+from helpers.planner.model import Model, Tensor, copies_of
+from helpers.planner.records import PlanError
 
 NOT_COUNTED = "the CUDA context, NCCL's buffers, the allocator's gaps, and what a kernel needs while it runs"
 BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 2}  # float8: matrices are multiplied, not kept
 
+VOCABULARY = ("embedding", "head")  # what has a row for each token
+OUTSIDE = "outside the layers"
+Shape = tuple[int, int, int]  # rows, columns, copies
 
-def states_per_rank(parameters, ranks, zero, parts=(2, 2, 12)):
+
+def states_per_rank(parameters: float, ranks: int, zero: int, parts: tuple[int, int, int] = (2, 2, 12)) -> list[float]:
     """Bytes of (parameters, gradients, optimizer state) on each of the ranks that share them.
 
     16Ψ; 4Ψ + 12Ψ/N; 2Ψ + 14Ψ/N; 16Ψ/N for stages 0 to 3 (Rajbhandari et al. 2020, figure 1). Stage 1 divides the last
@@ -18,7 +25,7 @@ def states_per_rank(parameters, ranks, zero, parts=(2, 2, 12)):
     return [parameters * size / (ranks if zero >= 3 - index else 1) for index, size in enumerate(parts)]
 
 
-def deepspeed_estimate(parameters, ranks, zero, largest=0, offload=""):
+def deepspeed_estimate(parameters: float, ranks: int, zero: int, largest: float = 0, offload: str = "") -> float:
     """Bytes on a GPU by DeepSpeed's estimators (deepspeed/runtime/zero, estimate_zero2_… and estimate_zero3_…).
 
     ZeRO-2: 4P + 16P/N, 2P with the optimizer offloaded. ZeRO-3: 4·largest + 18P/N, 4·largest + 2P/N with the optimizer
@@ -31,8 +38,8 @@ def deepspeed_estimate(parameters, ranks, zero, largest=0, offload=""):
     return 4 * largest + {"": 18, "optimizer": 2, "all": 0}[offload] * parameters / ranks
 
 
-def local_shape(tensor, model, tp):
-    """[rows, columns] of a tensor on one of tp ranks; the heads of keys are copied where there are fewer than tp."""
+def local_shape(tensor: Tensor, model: Model, tp: int) -> tuple[int, int]:
+    """(rows, columns) of a tensor on one of tp ranks; the heads of keys are copied where there are fewer than tp."""
     rows, columns = tensor.rows, tensor.columns
     if tensor.split == "rows":
         if tensor.part.startswith(("key", "value")):
@@ -44,59 +51,68 @@ def local_shape(tensor, model, tp):
     return rows, columns
 
 
-def stage_tensors(model, layout, stage):
-    """[(Tensor, copies on this rank, ranks that could share it)] of one pipeline stage."""
-    sizes = layout.stage_layers(model)
-    start = sum(sizes[:stage])
-    kinds = Counter(model.has_experts(layer) for layer in range(start, start + sizes[stage]))
-    found = []
-    for experts, layers in kinds.items():
-        tensors = Counter(model.tensors(model.layers - 1 if experts else 0))
-        for tensor, copies in tensors.items():
-            divided = experts and tensor.part.split()[0] in ("up", "down")
-            if divided:  # shared experts are on every rank, the others on one of ep
-                one = copies // (model.experts + model.shared_experts)
-                found.append((tensor, layers * one * model.experts // layout.ep, layout.ep))
-                found.append((tensor, layers * one * model.shared_experts, 1))
-            else:
-                found.append((tensor, layers * copies, 1))
-    found += [(tensor, 1, 1) for tensor in outer_tensors(model, layout, stage)]
-    return [(tensor, copies, apart) for tensor, copies, apart in found if copies]
-
-
-def outer_tensors(model, layout, stage):
+def outer_tensors(model: Model, layout: Layout, stage: int) -> list[Tensor]:
     """[Tensor] of a stage outside its layers: the embeddings on the first, the norm and the head on the last."""
-    last, found = layout.pp - 1, []
+    last, tensors = layout.pp - 1, []
     for tensor in model.tensors():
         here = stage == (last if tensor.part in ("norm", "head") else 0)
         # A tied output layer on another stage than the embedding is a copy (Megatron-LM).
-        found += [tensor] * (here or (tensor.part == "embedding" and model.tied and stage == last))
-    return found
+        tensors += [tensor] * (here or (tensor.part == "embedding" and model.tied and stage == last))
+    return tensors
 
 
-def stage_parameters(model, layout, stage):
+def stage_groups(
+    model: Model, layout: Layout, stage: int, divided: tuple[str, ...] = VOCABULARY
+) -> list[tuple[str, int, int, list[Shape]]]:
+    """[(what, times, apart, [Shape on one of tp ranks])] of a stage: what fully_shard gathers.
+
+    A layer is a group, and what stands outside the layers is one. Experts are a group of their own where ep ranks have
+    others (apart = ep), so that fewer ranks share each. divided: which of VOCABULARY tensor parallelism divides.
+    """
+    sizes, groups = layout.stage_layers(model), []
+    start = sum(sizes[:stage])
+    for layer, times in Counter(map(model.like, range(start, start + sizes[stage]))).items():
+        whole: list[Shape] = []
+        routed: list[Shape] = []
+        for tensor, copies in copies_of(model, layer):
+            shape = local_shape(tensor, model, layout.tp)
+            if layout.ep > 1 and model.has_experts(layer) and tensor.part.split()[0] in ("up", "down"):
+                per_expert = copies // (model.experts + model.shared_experts)
+                routed.append((*shape, per_expert * model.experts // layout.ep))
+                copies = per_expert * model.shared_experts
+            whole.append((*shape, copies))
+        groups += [("layers", times, 1, whole)] + [("experts", times, layout.ep, routed)] * bool(routed)
+    outer: list[Shape] = []
+    for tensor in outer_tensors(model, layout, stage):
+        undivided = tensor.part in VOCABULARY and tensor.part not in divided
+        outer.append((*local_shape(tensor, model, 1 if undivided else layout.tp), 1))
+    return groups + [(OUTSIDE, 1, 1, outer)] * bool(outer)
+
+
+def stage_parameters(model: Model, layout: Layout, stage: int) -> int:
     """Parameters that one rank of a stage computes with: divided by pp, tp and ep, not by ZeRO."""
-    return sum(
-        copies * math.prod(local_shape(tensor, model, layout.tp))
-        for tensor, copies, _ in stage_tensors(model, layout, stage)
-    )
+    groups = stage_groups(model, layout, stage)
+    return sum(times * math.prod(shape) for _, times, _, shapes in groups for shape in shapes)
 
 
-def shared_parameters(model, layout, stage, shards="rows"):
+def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "rows") -> float:
     """Parameters of a stage that the first of the ranks which share them holds.
 
     shards: "rows": each tensor is cut between its rows, rounded up, as fully_shard does, so that the first rank holds
     most; "even": one flat tensor of all parameters is cut (ZeRO's formula, DeepSpeed, Megatron-LM).
     """
-    total = 0
-    for tensor, copies, apart in stage_tensors(model, layout, stage):
-        rows, columns = local_shape(tensor, model, layout.tp)
+    total: float = 0
+    for _, times, apart, shapes in stage_groups(model, layout, stage):
         sharers = max(layout.sharers // apart, 1)
-        total += copies * columns * (math.ceil(rows / sharers) if shards == "rows" else rows / sharers)
+        for rows, columns, copies in shapes:
+            held = math.ceil(rows / sharers) if shards == "rows" else rows / sharers
+            total += times * copies * columns * held
     return total
 
 
-def activations_per_layer(model, layout, layer=-1, recompute=None, sequence_inputs="again"):
+def activations_per_layer(
+    model: Model, layout: Layout, layer: int = -1, recompute: str = "", sequence_inputs: str = "again"
+) -> float:
     """Bytes that one layer stores for the backward of one micro-batch, on one rank.
 
     sbh(34 + 5as/h) in 16 bits; with tensor parallelism sbh(10 + 24/t + 5as/ht), with sequence parallelism, too,
@@ -122,12 +138,12 @@ def activations_per_layer(model, layout, layer=-1, recompute=None, sequence_inpu
         divided += model.matrices * (model.dense_ffn if model.experts else model.ffn)
     stored = divided * size / t + inputs * size + (whole * size + masks) / outside
     if layout.attention == "scores" and recompute == "none":
-        each = size + (size + 1) * model.dropout  # of the softmax; its mask, and what is left
-        stored += each * model.heads * model.seq / t
+        per_score = size + (size + 1) * model.dropout  # of the softmax; its mask, and what is left
+        stored += per_score * model.heads * model.seq / t
     return tokens * stored
 
 
-def in_flight(layout, stage, convention="schedule"):
+def in_flight(layout: Layout, stage: int, convention: str = "schedule") -> float:
     """Micro-batches that a stage holds at once; the first holds p, of L/p layers each: as much as without stages.
 
     Interleaving makes that p(1 + (p-1)/(pv)) (Korthikanti et al. 2022, section 4.2.3); GPipe holds all m.
@@ -142,7 +158,7 @@ def in_flight(layout, stage, convention="schedule"):
     return min(2 * (p - stage - 1) + (v - 1) * p + 1, m * v) / v
 
 
-def gathered(model, layout, stage, computed):
+def gathered(model: Model, layout: Layout, stage: int, computed: int) -> tuple[float, float]:
     """Bytes that fully_shard holds gathered: as the backward begins, and as the first layer's gradient is reduced.
 
     First the layer at work, the one that arrives, and what is outside the layers. Then, too, the layer's gradient, and
@@ -156,7 +172,7 @@ def gathered(model, layout, stage, computed):
     return 2 * size * layer + size * outer, arriving + (2 * size + 4) * layer + 2 * size * outer
 
 
-def stage_memory(model, layout, conventions, stage):
+def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: int) -> dict[str, float]:
     """{kind: bytes} on the first rank of a stage, at the moment of a step that needs most; "total" is their sum.
 
     Memory is fullest as the backward begins, with all activations and the output, or as the first gradient of a
@@ -166,45 +182,45 @@ def stage_memory(model, layout, conventions, stage):
     computed = stage_parameters(model, layout, stage)
     held = shared_parameters(model, layout, stage, conventions.shards if layout.zero == 3 else "even")
     shares = [held if layout.zero >= 3 - index else computed for index in range(3)]
-    parameters, gradients, optimizer = (share * each for share, each in zip(shares, parts, strict=True))
+    parameters, gradients, optimizer = (share * part for share, part in zip(shares, parts, strict=True))
     if layout.offload:
         gradients = optimizer = 0
     layers = layout.stage_layers(model)
     start, micro_batches = sum(layers[:stage]), in_flight(layout, stage, conventions.in_flight)
-    numbers, how = range(start, start + layers[stage]), {"sequence_inputs": conventions.sequence_inputs}
-    each = [activations_per_layer(model, layout, layer, **how) for layer in numbers]
+    numbers, inputs = range(start, start + layers[stage]), conventions.sequence_inputs
+    stored = [activations_per_layer(model, layout, layer, sequence_inputs=inputs) for layer in numbers]
     tokens = model.seq // layout.cp * layout.micro_batch
     outside = layout.tp if layout.sequence_parallel else 1
     inner = model.matrices - 1
-    found = {
+    kinds = {
         "parameters": parameters,
         "gradients": gradients,
         "optimizer": optimizer,
-        "activations": sum(each) * micro_batches,
+        "activations": sum(stored) * micro_batches,
         # The gradients of an MLP's inner width and of the layer's output.
         "working": tokens * size * (inner * model.ffn * max(model.active_experts, 1) / layout.tp + model.width),
     }
     if layout.recompute == "full":
-        found["recomputed layer"] = activations_per_layer(model, layout, numbers[-1], "none", **how)
+        kinds["recomputed layer"] = activations_per_layer(model, layout, numbers[-1], "none", inputs)
     if stage == 0 and model.dropout:
-        found["embedding's dropout"] = tokens * model.width * micro_batches / outside  # sbhp/t, section 4.3
+        kinds["embedding's dropout"] = tokens * model.width * micro_batches / outside  # sbhp/t, section 4.3
     if stage == layout.pp - 1:
         # The last norm's and the output layer's input, and float32 logits: 4sbh/t · (1 + v/h), section 4.3. PyTorch's
         # cross_entropy has them four times at once: logits, log-softmax, and the gradient of each.
         logits = {"eager": 16, "stored": 4}[conventions.logits] * tokens * model.vocab / layout.tp
-        found["output"] = 2 * tokens * model.width * size / outside + logits
-        found["working"] = max(found["working"] - logits, 0)  # the logits are freed before the layers work
+        kinds["output"] = 2 * tokens * model.width * size / outside + logits
+        kinds["working"] = max(kinds["working"] - logits, 0)  # the logits are freed before the layers work
     if layout.zero == 3:
         first, reducing = gathered(model, layout, stage, computed)
-        begins, reduces = {**found, "gathered": first}, {**found, "gathered": reducing, "output": 0, "working": 0}
-        reduces["activations"] -= sum(each[-2:])
+        begins, reduces = {**kinds, "gathered": first}, {**kinds, "gathered": reducing, "output": 0, "working": 0}
+        reduces["activations"] -= sum(stored[-2:])
         if layout.micro_batches == 1:  # the optimizer's zero_grad has freed them; reduced ones come layer by layer
-            begins["gradients"], reduces["gradients"] = 0, gradients / len(each)
-        found = max(begins, reduces, key=lambda moment: sum(moment.values()))
-    found["total"] = sum(found.values())
-    return found
+            begins["gradients"], reduces["gradients"] = 0, gradients / len(stored)
+        kinds = max(begins, reduces, key=lambda moment: sum(moment.values()))
+    kinds["total"] = sum(kinds.values())
+    return kinds
 
 
-def memory(model, layout, conventions):
+def memory(model: Model, layout: Layout, conventions: Conventions) -> list[dict[str, float]]:
     """[{kind: bytes}] of a rank of each pipeline stage."""
     return [stage_memory(model, layout, conventions, stage) for stage in range(layout.pp)]

@@ -1,67 +1,11 @@
 """A decoder as numbers: parameters and FLOPs for each token. Read by all of the planner."""
 
-import re
-from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+import functools
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
-
-class PlanError(ValueError):
-    """What was asked for cannot be: one or two lines that end with the next step."""
-
-
-def known(table, name, what):
-    """table[name], or a PlanError that lists the names."""
-    if name not in list(table):  # a list takes what cannot be a key, too
-        raise PlanError(f"{name!r} is not a {what} that the planner knows.\nGive one of {', '.join(map(str, table))}.")
-    return table[name]
-
-
-KINDS = {
-    int: "a whole number above 0",
-    float: "a number above 0",
-    str: "a word",
-    bool: "true or false",
-    dict: "a table",
-}
-LARGEST = 1e24  # beyond every number of a plan; with larger ones its arithmetic would overflow
-SMALLEST = 1e-24  # as LARGEST
-LATENT = {"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
-LATENT_NAMES = re.compile(r"deepseek\W?(coder\W?)?v[23]|deepseek\W?r1(?!\W?distill)|kimi\W?k2|\bmla\b", re.I)
-
-
-def check_fields(kind, table, what):
-    """Raise a PlanError for a field that the dataclass does not have, or for a value of another type than its own."""
-    if not isinstance(table, dict):
-        raise PlanError(f"{what} is {table!r}.\nGive a table of fields, such as {fields(kind)[0].name} = …")
-    types = {field.name: field.type for field in fields(kind)}
-    for name, value in table.items():
-        if name not in types:
-            raise PlanError(f"{what} has no field {name!r}.\nIts fields: {', '.join(types)}.")
-        number, wanted = types[name] in (int, float), KINDS[types[name]]
-        right = type(value) is types[name] or (types[name] is float and type(value) is int)
-        if right and isinstance(value, str):
-            right = value.strip() and value.isprintable()
-        if not right or (number and value and not SMALLEST < value < LARGEST):
-            limit = ""
-            if right and value > 0:
-                limit = f" and below {LARGEST:.0e}" if value > 1 else f", at least {SMALLEST:.0e}"
-            said = repr(value)
-            said = said if len(said) <= 60 else said[:60] + "…"
-            raise PlanError(f"{what}: {name} is {said}.\nGive {wanted}{limit}.")
-
-
-def from_table(kind, table, what):
-    """A dataclass from a dict with its fields; a PlanError names what does not fit."""
-    check_fields(kind, table, what)
-    try:
-        return kind(**table)
-    except TypeError as error:
-        raise PlanError(f"{what}: {str(error).partition('() ')[2] or error}.\nAdd it to the file.") from None
-
-
-# Each layer and each expert is counted, one after the other; divisors of heads are listed.
-MOST = dict.fromkeys(("layers", "heads", "norms", "experts", "shared_experts"), 10_000)
-MOST |= dict.fromkeys(("width", "vocab", "seq", "head_width", "ffn", "dense_ffn", "classes"), 10**9)
+from helpers.planner.records import PlanError, check_fields, from_table, look_up
 
 
 class Tensor(NamedTuple):
@@ -102,22 +46,22 @@ class Model:
     shared_experts: int = 0  # that see every token
     dropout: bool = False  # in training; its masks are stored for backward
 
-    def __post_init__(self):
-        for name in ("layers", "width", "heads", "vocab", "seq"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise PlanError(f"{self.name}: {name} is {value!r}.\nGive a whole number above 0.")
-        for name, most in MOST.items():
-            if getattr(self, name) > most:
-                raise PlanError(f"{self.name}: {name} is {getattr(self, name)}.\nGive at most {most}.")
+    # {field: (smallest, largest)}. Each layer and each expert is counted, one after the other; divisors are listed.
+    LIMITS: ClassVar[dict[str, tuple[int, int]]] = {
+        **dict.fromkeys(("layers", "heads"), (1, 10_000)),
+        **dict.fromkeys(("norms", "experts", "shared_experts"), (0, 10_000)),
+        **dict.fromkeys(("width", "vocab", "seq"), (1, 10**9)),
+        **dict.fromkeys(("head_width", "ffn", "dense_ffn", "classes"), (0, 10**9)),
+    }
+
+    def __post_init__(self) -> None:
+        check_fields(Model, vars(self))
         if not self.head_width and self.width % self.heads:
             raise PlanError(
                 f"{self.name}: a width of {self.width} does not divide among {self.heads} heads.\n"
                 "Give another number of heads, or head_width."
             )
-        filled = {"kv_heads": self.heads, "head_width": self.width // self.heads, "ffn": 4 * self.width}
-        filled["dense_ffn"] = self.ffn or filled["ffn"]
-        for name, value in filled.items():
+        for name, value in self.derived().items():
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
         if self.heads % self.kv_heads:
@@ -139,77 +83,53 @@ class Model:
                 f"Give at most {self.layers - 1} as dense_layers."
             )
 
+    def derived(self) -> dict[str, int]:
+        """{field: what it is filled in with where it is 0}."""
+        ffn = 4 * self.width
+        return {
+            "kv_heads": self.heads,
+            "head_width": self.width // self.heads,
+            "ffn": ffn,
+            "dense_ffn": self.ffn or ffn,
+        }
+
+    def with_(self, **changes: Any) -> "Model":
+        """This model with other numbers; what was filled in from those that change is filled in anew."""
+        anew = {name: 0 for name, value in self.derived().items() if getattr(self, name) == value}
+        return replace(self, **(anew | changes))
+
     @property
-    def attention_width(self):
+    def attention_width(self) -> int:
         """All heads side by side; the width in most models."""
         return self.heads * self.head_width
 
     @property
-    def matrices(self):
+    def matrices(self) -> int:
         """Matrices of one MLP."""
         return 3 if self.gated else 2
 
-    def attention_weights(self):
-        """Weights of the four projections of a layer: 2·d·n_h·d_h + 2·d·n_kv·d_h."""
-        return 2 * self.width * self.head_width * (self.heads + self.kv_heads)
-
-    def attention_parameters(self):
-        """Projections, their biases and the norms of heads, of one layer."""
-        count = self.attention_weights() + 2 * self.head_width * self.head_norms
-        if self.biases or self.qkv_biases:
-            count += self.head_width * (self.heads + 2 * self.kv_heads)
-        return count + self.width * self.biases
-
-    def mlp_parameters(self, ffn=None):
-        """One MLP, or one expert."""
-        ffn = ffn or self.ffn
-        return self.matrices * self.width * ffn + self.biases * (self.width + ffn * (self.matrices - 1))
-
-    def norm_parameters(self):
-        """One norm over the width."""
-        return self.width * (2 if self.norm_biases else 1)
-
-    def router_parameters(self):
-        return self.width * self.experts
-
-    def has_experts(self, layer):
+    def has_experts(self, layer: int) -> bool:
         return bool(self.experts) and layer >= self.dense_layers
 
-    def layer_parameters(self, layer=-1, active=False):
+    def like(self, layer: int) -> int:
+        """The last layer or the first, whichever is equal to this one: only experts make a difference."""
+        return self.layers - 1 if self.has_experts(layer) else 0
+
+    def layer_parameters(self, layer: int = -1, active: bool = False) -> int:
         """Parameters of one layer (the last by default); of those that a token uses, if active."""
-        layer = layer % self.layers
-        count = self.attention_parameters() + self.norms * self.norm_parameters()
-        if not self.has_experts(layer):
-            return count + self.mlp_parameters(self.dense_ffn if self.experts else self.ffn)
-        experts = (self.active_experts if active else self.experts) + self.shared_experts
-        return count + experts * self.mlp_parameters() + self.router_parameters()
+        return size_of(self, layer % self.layers, active)
 
-    def embedding_parameters(self):
-        """The token embedding, V·d: the E of the counts of FLOPs."""
-        return self.vocab * self.width
-
-    def outer_parameters(self):
-        """{part: parameters} outside the layers."""
-        return {
-            "embedding": self.embedding_parameters(),
-            "positions": self.seq * self.width * self.learned_positions,
-            "labels": self.classes * self.width,
-            "norm": self.norm_parameters(),
-            "head": 0 if self.tied else self.embedding_parameters(),
-        }
-
-    def parameters(self, active=False):
+    def parameters(self, active: bool = False) -> int:
         """All parameters; those that one token uses, if active.
 
         GPT: Vh + sh + L(12h² + 13h) + 2h (Radford et al. 2019's code). Llama: L(2d·n_h·d_h + 2d·n_kv·d_h + 3df + 2d)
         + d + 2Vd. With experts the MLP counts E times, plus a router d·E.
         """
-        layers = sum(self.layer_parameters(layer, active) for layer in range(self.layers))
-        return layers + sum(self.outer_parameters().values())
+        return size_of(self) + sum(self.layer_parameters(self.like(layer), active) for layer in range(self.layers))
 
-    def tensors(self, layer=None):
-        """[Tensor] of one layer, or of what is outside the layers: every parameter as PyTorch's modules hold it."""
-        width, split = self.width, self.head_width * self.heads
+    def tensors(self, layer: int | None = None, active: bool = False) -> list[Tensor]:
+        """Every parameter of one layer, or outside the layers, as PyTorch's modules hold it; active: see parameters."""
+        width, queries = self.width, self.attention_width
         norm = [Tensor("norm", width)] * (2 if self.norm_biases else 1)
         if layer is None:
             outer = [Tensor("embedding", self.vocab, width, "rows")]
@@ -217,35 +137,24 @@ class Model:
             outer += [Tensor("labels", self.classes, width)] * (self.classes > 0) + norm
             return outer + [Tensor("head", self.vocab, width, "rows")] * (not self.tied)
         kv = self.head_width * self.kv_heads
-        found = norm * self.norms + [Tensor("head norm", self.head_width)] * 2 * self.head_norms
-        for name, rows in (("query", split), ("key", kv), ("value", kv)):
-            found.append(Tensor(name, rows, width, "rows"))
-            found += [Tensor(f"{name} bias", rows, 1, "rows")] * (self.biases or self.qkv_biases)
-        found += [Tensor("output", width, split, "columns")] + [Tensor("output bias", width)] * self.biases
+        tensors = norm * self.norms + [Tensor("head norm", self.head_width)] * 2 * self.head_norms
+        for name, rows in (("query", queries), ("key", kv), ("value", kv)):
+            tensors.append(Tensor(name, rows, width, "rows"))
+            tensors += [Tensor(f"{name} bias", rows, 1, "rows")] * (self.biases or self.qkv_biases)
+        tensors += [Tensor("output", width, queries, "columns")] + [Tensor("output bias", width)] * self.biases
         ffn, copies = (self.dense_ffn if self.experts else self.ffn), 1
         if self.has_experts(layer):
-            found.append(Tensor("router", self.experts, width))
-            ffn, copies = self.ffn, self.experts + self.shared_experts
+            tensors.append(Tensor("router", self.experts, width))
+            ffn, copies = self.ffn, (self.active_experts if active else self.experts) + self.shared_experts
         into = [Tensor("up", ffn, width, "rows")] + [Tensor("up bias", ffn, 1, "rows")] * self.biases
         back = [Tensor("down", width, ffn, "columns")] + [Tensor("down bias", width)] * self.biases
-        return found + (into * (self.matrices - 1) + back) * copies
+        return tensors + (into * (self.matrices - 1) + back) * copies
 
-    def gemm_weights(self):
+    def gemm_weights(self) -> int:
         """Weights that multiply each token, in the layers; without biases, norms and the output layer."""
-        total = self.layers * self.attention_weights()
-        for layer in range(self.layers):
-            if self.has_experts(layer):
-                experts = self.active_experts + self.shared_experts
-                total += experts * self.matrices * self.width * self.ffn + self.router_parameters()
-            else:
-                total += self.matrices * self.width * (self.dense_ffn if self.experts else self.ffn)
-        return total
+        return sum(size_of(self, self.like(layer), active=True, matrices=True) for layer in range(self.layers))
 
-    def attention_flops(self, seq=0):
-        """A of the counts: 12·L·n_h·d_h·s FLOPs a token, forward and backward, every pair of tokens counted."""
-        return 12 * self.layers * self.attention_width * (seq or self.seq)
-
-    def flops_per_token(self, count="6N+A", recompute="none", seq=0):
+    def flops_per_token(self, count: str = "6N+A", recompute: str = "none") -> float:
         """FLOPs of forward and backward for one token.
 
         count: "6N" (Brown et al. 2020, Hoffmann et al. 2022), "6N+A" (Chowdhery et al. 2022, appendix B), "6(N-E)+A"
@@ -255,34 +164,42 @@ class Model:
         "selective" counts attention's A twice, 72BLsh²(1 + s/3h + V/12hL) (Korthikanti et al. 2022, appendix A).
         N counts the active parameters of a mixture of experts.
         """
-        if recompute not in ("none", "selective", "full"):
-            raise PlanError(f"recompute is {recompute!r}.\nGive none, selective or full.")
-        attention, one = self.attention_flops(seq), self.embedding_parameters()
-        outer = sum(self.outer_parameters().values())
+        attention = 12.0 * self.layers * self.attention_width * self.seq  # A: every pair of tokens, there and back
+        embedding, outer = self.vocab * self.width, size_of(self)  # E
         inner = self.parameters(active=True) - outer
         counts = {  # FLOPs of the layers' matrices, of attention, and outside the layers
             "6N": (6 * inner, 0, 6 * outer),
             "6N+A": (6 * inner, attention, 6 * outer),
-            "6(N-E)+A": (6 * inner, attention, 6 * (outer - one)),
-            "6(N-E)+A/2": (6 * inner, attention / 2, 6 * (outer - one)),
-            "gemm": (6 * self.gemm_weights(), attention, 6 * one),
+            "6(N-E)+A": (6 * inner, attention, 6 * (outer - embedding)),
+            "6(N-E)+A/2": (6 * inner, attention / 2, 6 * (outer - embedding)),
+            "gemm": (6 * self.gemm_weights(), attention, 6 * embedding),
         }
-        matrices, attention, rest = known(counts, count, "count of FLOPs")
+        matrices, attention, rest = look_up(counts, count, "count of FLOPs")
         if recompute == "full":
             return (matrices + attention) * 4 / 3 + rest
         return matrices + attention * (2 if recompute == "selective" else 1) + rest
 
-    def with_(self, **changes):
-        """This model with other numbers."""
-        return replace(self, **changes)
+
+@functools.cache
+def copies_of(model: Model, layer: int | None = None, active: bool = False) -> tuple[tuple[Tensor, int], ...]:
+    """((Tensor, how many there are of it), …) of a model's tensors."""
+    return tuple(Counter(model.tensors(layer, active)).items())
 
 
-GPT = {"biases": True, "norm_biases": True, "learned_positions": True, "tied": True, "dropout": True}
-LLAMA = {"gated": True}
-QWEN = {"gated": True, "head_norms": True, "head_width": 128}
+@functools.cache
+def size_of(model: Model, layer: int | None = None, active: bool = False, matrices: bool = False) -> int:
+    """Parameters of a layer, or of what is outside the layers; of its matrices alone, if matrices."""
+    tensors = copies_of(model, layer, active)
+    return sum(tensor.rows * tensor.columns * copies for tensor, copies in tensors if tensor.columns > matrices)
 
 
-def shapes(common, seq, vocab, *rows):
+Fields = dict[str, Any]
+GPT: Fields = {"biases": True, "norm_biases": True, "learned_positions": True, "tied": True, "dropout": True}
+LLAMA: Fields = {"gated": True}
+QWEN: Fields = {"gated": True, "head_norms": True, "head_width": 128}
+
+
+def shapes(common: Fields, seq: int, vocab: int, *rows: tuple[str, int, int, int, Fields]) -> dict[str, Fields]:
     """{name: fields} of models that differ in size only; a row is name, layers, width, heads, and more fields."""
     return {
         name: {"seq": seq, "vocab": vocab, "layers": layers, "width": width, "heads": heads, **common, **more}
@@ -291,7 +208,7 @@ def shapes(common, seq, vocab, *rows):
 
 
 # Shapes from the papers and configuration files that book/recorded/published.csv names.
-PRESETS = {
+PRESETS: dict[str, Fields] = {
     **shapes(
         GPT, 1024, 50257,
         ("gpt2", 12, 768, 12, {}), ("gpt2-medium", 24, 1024, 16, {}),
@@ -339,22 +256,13 @@ PRESETS = {
 }  # fmt: skip
 
 
-def model_of(given):
+def model_of(model: "str | dict[str, Any] | Model") -> Model:
     """A Model from a preset's name or from a table of fields, which may name a preset under "preset"."""
-    if isinstance(given, Model):
-        return given
-    if isinstance(given, str):
-        given = {"preset": given}
-    if not isinstance(given, dict):
-        raise PlanError(f"the model is {given!r}.\nGive a name, or a table of fields.")
-    given = dict(given)
-    preset = given.pop("preset", None)
-    latent = [name for name in (preset, given.get("name")) if isinstance(name, str) and LATENT_NAMES.search(name)]
-    if latent or (latent := sorted(LATENT & given.keys())):
-        raise PlanError(
-            f"{latent[0]}: multi-head latent attention (MLA) is not counted: neither its parameters nor its memory.\n"
-            "Give a model with kv_heads, or plan it under another name with ordinary attention."
-        )
-    if preset is not None:
-        given = {"name": preset, **known(PRESETS, preset, "model"), **given}
-    return from_table(Model, given, "the model")
+    if isinstance(model, Model):
+        return model
+    table = {"preset": model} if isinstance(model, str) else model
+    if isinstance(table, dict) and "preset" in table:
+        preset = table["preset"]
+        table = {"name": preset, **look_up(PRESETS, preset, "model"), **table}
+        del table["preset"]
+    return from_table(Model, table)

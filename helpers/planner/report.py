@@ -1,10 +1,17 @@
-"""A plan in words: text of at most 100 columns. Pure."""
+"""A plan in words, and as tables for JSON, which the doctor reads. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
 from helpers.command_line import aligned
 from helpers.planner.conventions import GIGA
+from helpers.planner.memory import NOT_COUNTED
+from helpers.planner.plan import Plan, Run, settings
+from helpers.planner.step_time import COVERAGE
 
 
-def of_time(seconds):
+def of_time(seconds: float) -> str:
     """Seconds in the unit that is easy to read."""
     for name, size in (("days", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
         if seconds >= 2 * size or (name == "s" and seconds >= 1):
@@ -12,83 +19,136 @@ def of_time(seconds):
     return f"{seconds * 1e6:.3g} µs"
 
 
-def of_days(days):
+def of_days(days: float) -> str:
     """Days with three digits that say something."""
     return f"{float(f'{days:.3g}'):,g} days"
 
 
-def of_bytes(size):
+def of_bytes(size: float) -> str:
     for name, unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= unit:
             return f"{size / unit:.3g} {name}"
     return f"{size:.0f} B"
 
 
-def memory_lines(memory, unit):
+def memory_lines(plan: Plan) -> Iterator[str]:
     """The first, the fullest and the last stage by kind."""
-    stages = memory["stages"]
-    shown = sorted({0, memory["fullest"], len(stages) - 1})
+    stages, unit = plan.stages, plan.conventions.memory
+    columns = sorted({0, plan.fullest, len(stages) - 1})
     kinds = list(dict.fromkeys(kind for stage in stages for kind in stage))
     kinds.sort(key="total".__eq__)
-    rows = [[unit] + [f"stage {stage}" for stage in shown]]
+    rows = [[unit] + [f"stage {stage}" for stage in columns]]
     for kind in kinds:
-        rows.append([kind] + [f"{stages[stage].get(kind, 0) / GIGA[unit]:.2f}" for stage in shown])
-    yield from (f"  {line}" for line in aligned(rows, left=[0]))
-    word = "fits in" if memory["fits"] else "does not fit in"
-    yield f"  {word} {memory['limit'] / GIGA[unit]:.1f} {unit} of a GPU; not counted: {memory['not_counted']}"
-
-
-def lines(found):
-    """The report of a plan, line by line."""
-    model, cluster, step, run = found["model"], found["cluster"], found["step"], found["run"]
-    switches = found["conventions"]
-    active = f" ({model['active']:,} active)" if model["active"] != model["parameters"] else ""
-    yield f"{model['name']}: {model['parameters']:,} parameters{active}; {model['flops_per_token']:.4g} FLOPs a token"
-    yield f"{cluster['gpus']} x {cluster['gpu']} in {cluster['nodes']} nodes, {cluster['peak'] / 1e12:.4g} TFLOP/s each"
-    yield "layout: " + ", ".join(f"{name} {str(value).lower()}" for name, value in found["layout"].items())
-    yield "conventions: " + ", ".join(f"{name} {value}" for name, value in switches.items())
+        rows.append([kind] + [f"{stages[stage].get(kind, 0) / GIGA[unit]:.2f}" for stage in columns])
     yield "memory of a rank"
-    yield from memory_lines(found["memory"], switches["memory"])
-    if found["collectives"]:
-        stage = found["memory"]["fullest"]
-        yield f"collectives of a step, on a rank of stage {stage}; seconds at the links' full speed"
-        rows = [["", "ranks", "count", "size", "sent in all", "seconds"]]
-        for one in found["collectives"]:
-            words = f"{one['dimension']} {one['kind']}, {one['phase']}: {one['what']}"
-            sizes = [of_bytes(one["bytes"]), of_bytes(one["sent"]), of_time(one["seconds"])]
-            rows.append([words, f"{one['ranks']}", f"{one['count']}", *sizes])
-        yield from (f"  {line}" for line in aligned(rows, left=[0]))
-    between = f"{of_time(step['low'])} to {of_time(step['high'])}"
-    between += f" in {step['coverage']:.0%}" if step["coverage"] else ", extrapolated: how often is not known"
-    yield f"step: {of_time(step['seconds'])} ({between}), {step['tokens_per_second']:,.0f} tokens/s"
-    parts = sorted(step["parts"].items(), key=lambda part: -part[1])
+    yield from (f"  {line}" for line in aligned(rows, left=[0]))
+    word = "fits in" if plan.fits else "does not fit in"
+    yield f"  {word} {plan.cluster.memory / GIGA[unit]:.1f} {unit} of a GPU; not counted: {NOT_COUNTED}"
+
+
+def collective_lines(plan: Plan) -> Iterator[str]:
+    if not plan.collectives:
+        return
+    yield f"collectives of a step, on a rank of stage {plan.fullest}; seconds at the links' full speed"
+    rows = [["", "ranks", "count", "size", "sent in all", "seconds"]]
+    for group in plan.collectives:
+        words = f"{group.dimension} {group.kind}, {group.phase}: {group.what}"
+        sizes = [of_bytes(group.size), of_bytes(group.sent), of_time(group.seconds())]
+        rows.append([words, f"{group.ranks}", f"{group.count}", *sizes])
+    yield from (f"  {line}" for line in aligned(rows, left=[0]))
+
+
+def step_lines(plan: Plan) -> Iterator[str]:
+    step, use = plan.step, plan.utilization
+    between = f"{of_time(step.low)} to {of_time(step.high)}"
+    between += ", extrapolated: how often is not known" if step.extrapolated else f" in {COVERAGE:.0%}"
+    yield f"step: {of_time(step.seconds)} ({between}), {plan.tokens / step.seconds:,.0f} tokens/s"
+    parts = sorted(step.parts.items(), key=lambda part: -part[1])
     yield "  " + ", ".join(f"{name} {of_time(seconds)}" for name, seconds in parts if seconds)
-    if step["extrapolated"]:
-        yield f"  not among the fitted steps: {step['extrapolated']}"
-    yield (
-        f"  bubble {step['bubble']:.1%} of the {switches['bubble']} time; MFU {step['mfu']:.1%}, HFU {step['hfu']:.1%} "
-        f"by {switches['flops']}"
-    )
-    if measured := found.get("measured"):
+    if step.extrapolated:
+        yield f"  not among the fitted steps: {step.extrapolated}"
+    bubble = f"bubble {plan.bubble:.1%} of the {plan.conventions.bubble} time"
+    yield f"  {bubble}; MFU {use.mfu:.1%}, HFU {use.hfu:.1%} by {plan.conventions.flops}"
+    if measured := plan.measured:
+        use = measured.utilization
         yield (
-            f"measured: {of_time(measured['seconds'])} a step, the prediction is {measured['error']:+.1%} off; "
-            f"MFU {measured['mfu']:.2%}, HFU {measured['hfu']:.2%}, {measured['achieved'] / 1e12:.4g} TFLOP/s a GPU"
+            f"measured: {of_time(measured.seconds)} a step, the prediction is {measured.error:+.1%} off; "
+            f"MFU {use.mfu:.2%}, HFU {use.hfu:.2%}, {use.achieved / 1e12:.4g} TFLOP/s a GPU"
         )
-    if "days" in run:
-        yield f"run: {run['tokens']:.4g} tokens, {run['steps']:,.0f} steps, {of_days(run['days'])} without failures"
-    if "mttf_hours" in run:
-        between, every = of_time(run["mttf_hours"] * 3600), of_time(run["checkpoint_every_seconds"])
+
+
+def run_lines(run: Run, save_seconds: float, restart_seconds: float) -> Iterator[str]:
+    if run.days is not None:
+        yield f"run: {run.tokens:.4g} tokens, {run.steps:,.0f} steps, {of_days(run.days)} without failures"
+    if run.mttf_hours is not None and run.checkpoint_every_seconds is not None:
         yield (
-            f"failures: one in {between}; save every {every} "
-            f"(a save takes {of_time(run['save_seconds'])}, a restart {of_time(run['restart_seconds'])}); "
-            f"goodput {run['goodput']:.1%}"
+            f"failures: one in {of_time(run.mttf_hours * 3600)}; save every {of_time(run.checkpoint_every_seconds)} "
+            f"(a save takes {of_time(save_seconds)}, a restart {of_time(restart_seconds)}); goodput {run.goodput:.1%}"
         )
-    if "failures" in run:
-        low, high = run["failures_between"]
-        days, count = of_days(run["days_with_failures"]), f"{run['failures']:.0f}"
+    if run.failures_between is not None and run.days_with_failures is not None:
+        low, high = run.failures_between
+        days, count = of_days(run.days_with_failures), f"{run.failures:.0f}"
         yield f"  {days} with about {count} failures ({low} to {high} in 95 %)"
-    if "cost" in run:
-        yield f"cost: {run['cost']:,.0f} in the price's currency"
-    yield f"what binds: {found['binds']['limit']}, most of it {found['binds']['largest']}"
-    seconds = f" ({of_time(found['next']['seconds'])} a step)" if found["next"]["seconds"] else ""
-    yield f"try next: {found['next']['words']}{seconds}"
+    if run.cost is not None:
+        yield f"cost: {run.cost:,.0f} in the price's currency"
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """The report of a plan, line by line."""
+    model, cluster, count = plan.model, plan.cluster, plan.model.parameters(active=True)
+    active = f" ({count:,} active)" if count != model.parameters() else ""
+    flops = model.flops_per_token(plan.conventions.flops)
+    yield f"{model.name}: {model.parameters():,} parameters{active}; {flops:.4g} FLOPs a token"
+    yield f"{cluster.gpus} x {cluster.gpu} in {cluster.nodes} nodes, {plan.peak / 1e12:.4g} TFLOP/s each"
+    yield "layout: " + ", ".join(f"{name} {str(value).lower()}" for name, value in settings(plan.layout).items())
+    yield "conventions: " + ", ".join(f"{name} {value}" for name, value in asdict(plan.conventions).items())
+    yield from memory_lines(plan)
+    yield from collective_lines(plan)
+    yield from step_lines(plan)
+    yield from run_lines(plan.run, plan.job.save_seconds, plan.job.restart_seconds)
+    limit, largest = plan.binds
+    yield f"what binds: {limit}, most of it {largest}"
+    seconds = f" ({of_time(plan.next.seconds)} a step)" if plan.next.seconds else ""
+    yield f"try next: {plan.next.words}{seconds}"
+
+
+def values_of(record: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
+
+
+def tables(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON has it: numbers in base units, seconds, bytes, FLOP/s and shares in 0..1."""
+    model, cluster, step, measured = plan.model, plan.cluster, plan.step, plan.measured
+    result: dict[str, Any] = {
+        "conventions": asdict(plan.conventions),
+        "model": {
+            "name": model.name,
+            "parameters": model.parameters(),
+            "active": model.parameters(active=True),
+            "flops_per_token": model.flops_per_token(plan.conventions.flops),
+        },
+        "cluster": {**values_of(cluster, "gpu", "gpus", "nodes", "link_in_node", "link_between"), "peak": plan.peak},
+        "layout": settings(plan.layout),
+        "memory": {**values_of(plan, "stages", "fullest", "fits"), "limit": cluster.memory, "not_counted": NOT_COUNTED},
+        "collectives": [
+            {
+                **values_of(group, "dimension", "kind", "phase", "what", "ranks", "count", "sent"),
+                **{"bytes": group.size, "seconds": group.seconds()},
+            }
+            for group in plan.collectives
+        ],
+        "step": {
+            **asdict(step),
+            **{"coverage": None if step.extrapolated else COVERAGE, "bubble": plan.bubble},
+            **{"tokens": plan.tokens, "tokens_per_second": plan.tokens / step.seconds},
+            **asdict(plan.utilization),
+        },
+        "binds": dict(zip(("limit", "largest"), plan.binds, strict=True)),
+        "next": {**asdict(plan.next), "layout": settings(plan.next.layout) if plan.next.layout else None},
+        "run": {name: value for name, value in asdict(plan.run).items() if value is not None},
+    }
+    if plan.run.goodput is not None:
+        result["run"] |= values_of(plan.job, "save_seconds", "restart_seconds")
+    if measured:
+        result["measured"] = {**values_of(measured, "seconds", "error"), **asdict(measured.utilization)}
+    return result

@@ -932,13 +932,13 @@ def the_planner_divides_activations_by_stages(text: str) -> str:
 @lie("15", "collective|message|count", file="helpers/planner/communication.py")
 def the_planner_forgets_the_backwards_gathers(text: str) -> str:
     """The planner's FSDP gathers parameters in the forward only."""
-    return swap(text, 'if what != "outside the layers":', 'if what == "nothing":')
+    return swap(text, "if what != OUTSIDE:", 'if what == "nothing":')
 
 
 @lie("15", "fit|step|left out", file="helpers/planner/step_time.py")
 def the_planner_never_waits_for_a_stage(text: str) -> str:
     """The planner's pipelines have no bubble."""
-    return swap(text, "(w.stages - 1) *", "0 *")
+    return swap(text, "(layout.pp - 1) *", "0 *")
 
 
 @lie("15", "fail|kept|left", file="helpers/planner/failures.py")
@@ -947,10 +947,10 @@ def a_restart_takes_no_time(text: str) -> str:
     return swap(text, "rate * (restart + interval / 2)", "rate * interval / 2")
 
 
-@lie("15", "row|contradict|mistake", file="helpers/planner/published.py")
+@lie("15", "row|contradict|mistake", file="helpers/planner/experiments/published.py")
 def a_row_is_never_refused(text: str) -> str:
     """The planner takes published rows that contradict themselves."""
-    return swap(text, "if found := contradictions(inputs):", "if found := []:")
+    return swap(text, 'if wrong := contradictions(tomllib.loads(text, parse_float=Decimal)["row"]):', "if wrong := []:")
 
 
 @lie("16", "image|replica", file="notebooks/16_capstone.ipynb")

@@ -1,0 +1,176 @@
+"""Published numbers, reproduced: one function for each quantity, and what shows that a row contradicts itself.
+
+A row of book/recorded/published.csv has what, quantity, inputs (the inside of a TOML table), published, unit, target
+(how near the planner must come) and source.
+"""
+
+import csv
+import inspect
+import tomllib
+from collections.abc import Callable, Iterable
+from decimal import Decimal
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from helpers.planner.communication import SENT, powersgd_numbers
+from helpers.planner.conventions import GIGA, STATES, Conventions
+from helpers.planner.failures import mtbf_hours, mttf_hours
+from helpers.planner.layout import Layout, layout_of
+from helpers.planner.memory import activations_per_layer, deepspeed_estimate, stage_memory, states_per_rank
+from helpers.planner.model import Model, model_of
+from helpers.planner.rates import achieved, bubble, training_days
+from helpers.planner.records import PlanError, look_up
+
+ROWS = Path(__file__).parents[3] / "book" / "recorded" / "published.csv"
+TARGETS = {"exact": 0.0, "formula": 0.01, "memory": 0.08}
+UNITS = {**GIGA, "": 1, "%": 0.01, "TF": 1e12, "GB/s": 1e9, "ms": 1e-3, "days": 1, "h": 1, "sbh": 1}
+
+
+def states(parameters: float, ranks: int, zero: int, states: str = "zero") -> float:
+    """Bytes on a rank of parameters, gradients and optimizer state."""
+    return sum(states_per_rank(parameters, ranks, zero, look_up(STATES, states, "set of bytes a parameter")))
+
+
+def states_difference(parameters: float, ranks: int, ranks_after: int) -> float:
+    """Bytes that a rank saves when more ranks share the float32 states of FSDP."""
+    return states(parameters, ranks, 3, "float32") - states(parameters, ranks_after, 3, "float32")
+
+
+def activations(model: Model, layout: Layout) -> float:
+    """Bytes of activations on the first stage, with the embedding's dropout."""
+    kinds = stage_memory(model, layout, Conventions(), 0)
+    return kinds["activations"] + kinds.get("embedding's dropout", 0)
+
+
+def activations_in_sbh(model: Model, layout: Layout) -> float:
+    """Bytes of a layer's activations in units of sequence · micro-batch · width."""
+    return activations_per_layer(model, layout) / (model.seq * layout.micro_batch * model.width)
+
+
+def utilization(
+    model: Model, tokens_per_second: float, gpus: int, peak: float, count: str = "6N+A", recompute: str = "none"
+) -> float:
+    """MFU; HFU where recompute says what was recomputed."""
+    return achieved(model, tokens_per_second, gpus, count, recompute) / peak
+
+
+def training(
+    tokens: float,
+    gpus: int,
+    tflops: float,
+    model: Model | None = None,
+    parameters: float = 0,
+    days: str = "count",
+    recompute: str = "none",
+) -> float:
+    """Days; Narayanan et al. 2021's equation 4 needs the number of parameters only."""
+    if model:
+        return training_days(model, tokens, gpus, tflops, days, recompute=recompute)
+    return (8 if recompute == "full" else 6) * parameters * tokens / (gpus * tflops) / 86400
+
+
+def busbw(collective: str, ranks: int, bytes: float, seconds: float) -> float:
+    """Bytes a second on the busiest link, as nccl-tests print it (doc/PERFORMANCE.md)."""
+    return bytes / seconds * look_up(SENT, collective.replace("-", "_"), "collective")(ranks)
+
+
+QUANTITIES: dict[str, Callable[..., float]] = {
+    "PowerSGD": powersgd_numbers,
+    "parameters": lambda model, active=False: model.parameters(active),
+    "FLOPs per token": lambda model, count="6N+A", recompute="none": model.flops_per_token(count, recompute),
+    "states": states,
+    "states difference": states_difference,
+    "DeepSpeed's estimate": deepspeed_estimate,
+    "activations a layer": activations_in_sbh,
+    "activations": activations,
+    "FLOP/s": achieved,
+    "utilization": utilization,
+    "share of peak": lambda tflops, peak: tflops / peak,
+    "days": training,
+    "bubble": bubble,
+    "busbw": busbw,
+    "all-gather": lambda bytes, ranks, bandwidth: SENT["all_gather"](ranks) * bytes / bandwidth,
+    "MTTF": mttf_hours,
+    "MTBF": mtbf_hours,
+}
+COUNTS = {"gpus", "tp", "pp", "dp", "cp", "batch", "batch_per_dp"}  # which must agree exactly
+# What must be equal where a row has these columns: the product of some, divided by others, and one more.
+RELATIONS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
+    (("tp", "pp", "cp", "dp"), (), "gpus"),
+    (("dp", "batch_per_dp"), (), "batch"),
+    (("dp", "batch_per_dp", "seq"), (), "tokens_per_batch"),
+    (("tflops",), ("peak",), "mfu"),
+    (("gpus", "tflops"), (), "aggregate"),
+    (("gpus", "mfu", "peak"), (), "aggregate"),
+    (("batch", "seq"), ("seconds",), "tokens_per_second"),
+    (("tokens",), ("tokens_per_second", "seconds_of_a_day"), "days_published"),
+    (("the model's shape",), (), "parameters"),
+)
+
+
+def half_unit(number: str | Decimal) -> Decimal:
+    """Half of the last digit that a number was published with: 0.05 for 31.4, 5 for 400."""
+    number = Decimal(number)
+    places = int(number.as_tuple().exponent)
+    return Decimal(5).scaleb(places if places >= 0 and number % 10 == 0 else places - 1)
+
+
+def product(row: dict[str, Any], columns: Iterable[str]) -> Decimal:
+    return prod((Decimal(row[column]) for column in columns), start=Decimal(1))
+
+
+def contradictions(row: dict[str, Any]) -> list[str]:
+    """What disagrees in a row's own columns by more than 1 % and the digits with which these were published."""
+    row = {"cp": 1, "seconds_of_a_day": 86400, **row}
+    if "model" in row:
+        row["the model's shape"] = model_of(row["model"]).parameters()
+    wrong = []
+    for factors, divisors, name in RELATIONS:
+        columns = [*factors, *divisors, name]
+        if not all(row.get(column) for column in columns):
+            continue
+        digits = [row[column] for column in columns if isinstance(row[column], Decimal) and column != "peak"]
+        slack = Decimal("0.01") + sum(half_unit(number) / number for number in digits)
+        left, right = product(row, factors) / product(row, divisors), product(row, [name])
+        if abs(left / right - 1) > (0 if COUNTS.issuperset(columns) else slack):
+            words = " / ".join([" x ".join(factors), *divisors])
+            wrong.append(f"{words} and {name} are {float(left):.6g} and {float(right):.6g}")
+    return wrong
+
+
+def reproduce(row: dict[str, str]) -> tuple[float, float]:
+    """(computed, relative error) of a published row, in the row's unit; PlanError for one that contradicts itself.
+
+    The error is to the nearest value that would be rounded to the published digits; for an exact count, to the count.
+    """
+    text = f"row = {{{row['inputs']}}}"
+    if wrong := contradictions(tomllib.loads(text, parse_float=Decimal)["row"]):
+        raise PlanError(f"the row contradicts itself: {'; '.join(wrong)}.\nLook for a later version, or leave it out.")
+    inputs = prepared(tomllib.loads(text)["row"])
+    quantity = look_up(QUANTITIES, row["quantity"], "quantity")
+    takes = inspect.signature(quantity).parameters  # the other inputs serve the check
+    value = quantity(**{name: inputs[name] for name in takes if name in inputs}) / UNITS[row["unit"]]
+    published = float(row["published"])
+    exact = row["target"] == "exact" and published.is_integer()
+    off = abs(value - published) - (0 if exact else float(half_unit(row["published"])))
+    return value, max(off, 0) / abs(published)
+
+
+def prepared(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs with a Model, a Layout, and the tokens a second of all GPUs, however the speed was published."""
+    inputs = {"gpus": 1, **inputs}
+    if "layout" in inputs:
+        inputs["layout"] = layout_of(inputs["layout"])
+    if "model" in inputs:
+        inputs["model"] = model_of(inputs["model"])
+        if "tokens_per_second_per_gpu" in inputs:
+            inputs["tokens_per_second"] = inputs["tokens_per_second_per_gpu"] * inputs["gpus"]
+        elif "seconds" in inputs:
+            inputs["tokens_per_second"] = inputs["batch"] * inputs["model"].seq / inputs["seconds"]
+    return inputs
+
+
+def rows_of(path: Path = ROWS) -> list[dict[str, str]]:
+    """The rows of a CSV file; lines that begin with # are comments."""
+    return list(csv.DictReader(line for line in path.read_text(encoding="utf-8").splitlines() if line[:1] != "#"))
