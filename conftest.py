@@ -3,13 +3,10 @@
 import collections
 import gc
 import os
-import tempfile
-import uuid
-from pathlib import Path
 
 import nbval.kernel
 import pytest
-from jupyter_client.manager import KernelManager
+from ipc_kernels import BlockingSocketKernelManager
 
 gc.disable()  # imports and collection leave little garbage, and looking for it takes a fifth of their time
 
@@ -27,17 +24,7 @@ BOOKS_SECONDS = 900  # for a test of the built book: it may build it, or wait un
 APART = ("test_fault_tolerance.py", "test_scripts.py")  # long files whose tests share nothing: each goes to any worker
 
 
-def kernel_manager(**options):
-    """A notebook's kernel that listens on sockets in a folder.
-
-    jupyter_client looks for five free ports, and the kernel takes them later. Meanwhile the ranks of other tests take
-    ports all the time, and a kernel that finds one taken dies. tests/support/ipc_kernels.py has the same for nbclient.
-    """
-    address = Path(tempfile.gettempdir(), f"kernel-{uuid.uuid4().hex[:12]}")
-    return KernelManager(transport="ipc", ip=str(address), **options)
-
-
-nbval.kernel.KernelManager = kernel_manager
+nbval.kernel.KernelManager = BlockingSocketKernelManager  # a free port may be taken before the kernel takes it
 
 
 def pytest_configure(config):

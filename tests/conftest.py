@@ -13,10 +13,8 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import hosts
 import nbformat
 import pytest
-import slurm_cluster
 import yaml
 from chromium import Missing, chromium
 from filelock import FileLock
@@ -77,15 +75,15 @@ def run_nbval(path, *options):
     pytest does not find the root conftest.py from there. Its name is given, so that this kernel takes no ports either.
     """
     command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}", "PYTEST_ADDOPTS": ""}
     command += ["-p", "conftest", *options, path.name]
     return subprocess.run(command, cwd=path.parent, env=env, capture_output=True, text=True)
 
 
 def pytest_runtest_setup(item):
-    """Skip a test of two hosts, or of Slurm, on a machine that cannot have them."""
-    for mark, missing in (("hosts", hosts.missing), ("slurm", slurm_cluster.missing)):
-        if item.get_closest_marker(mark) and (reason := missing()):
+    """Skip a test of several hosts, or of Slurm, on a machine that cannot have them."""
+    for mark in item.iter_markers("system"):
+        if reason := mark.kwargs.get("missing", lambda: None)():
             pytest.skip(reason)
 
 

@@ -209,7 +209,7 @@ def test_no_repository_link_without_the_variable(book):
     assert [link for _, page in pages(book.html) for link in repository_links(page)] == []
 
 
-@pytest.mark.pages
+@pytest.mark.slow
 def test_repository_and_launch_links_with_the_variable(tmp_path):
     html, status, complaints = build_small_book(tmp_path, BOOK_REPOSITORY_URL="https://github.com/an-owner/a.name/")
     assert (status, complaints) == (0, "")
@@ -277,7 +277,7 @@ def test_the_intro_lists_the_parts_as_the_toc_has_them():
         assert re.sub(r"^# (\d+\. )?", "", head) == title
 
 
-@pytest.mark.pages
+@pytest.mark.slow
 def test_bad_repository_url_fails_the_build(tmp_path):
     _, status, complaints = build_small_book(tmp_path, BOOK_REPOSITORY_URL="example.org/book")
     assert status != 0

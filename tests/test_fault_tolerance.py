@@ -10,7 +10,7 @@ import soak
 
 from helpers.export import chapters
 
-pytestmark = pytest.mark.harnesses
+pytestmark = pytest.mark.slow
 
 FORGETFUL = """\
 import os, sys, time, uuid

@@ -353,7 +353,7 @@ def both_outputs(done):
     return "\n".join(f"--- node{index}, status {status}\n{text}" for index, (text, status) in enumerate(done))
 
 
-@pytest.mark.hosts
+@pytest.mark.system(missing=hosts.missing)
 @pytest.mark.timeout(600)
 def test_the_plain_lines_on_two_hosts(tmp_path):
     launch = files(gpus_per_node=2)[".nodes.sh"]
@@ -370,7 +370,7 @@ def test_the_plain_lines_on_two_hosts(tmp_path):
             assert sorted(ranks) == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], both_outputs(done)
 
 
-@pytest.mark.hosts
+@pytest.mark.system(missing=hosts.missing)
 @pytest.mark.timeout(600)
 def test_the_pods_command_on_two_hosts(tmp_path):
     """The container's command runs, with the variables, names and folder that Kubernetes would give it."""

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from scripting import ROOT, rehearse, rehearse_here, torchrun
 
-pytestmark = pytest.mark.rehearsals
+pytestmark = pytest.mark.ranks
 
 HERE = Path(__file__).parent / "support"
 

@@ -57,7 +57,7 @@ def test_rows_quote_a_cell_about_the_lie():
     assert not problems, "\n".join([*problems, "run `make sabotage ARGS=…` for these"])
 
 
-@pytest.mark.harnesses
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOLD)
 def test_a_lie_is_noticed_as_recorded(name):
     row, problem = run.row(LIES[name], TOLD[name])
@@ -65,7 +65,7 @@ def test_a_lie_is_noticed_as_recorded(name):
     assert row == ROWS[LIES[name].says, int(TOLD[name])]
 
 
-@pytest.mark.harnesses
+@pytest.mark.slow
 def test_nothing_is_noticed_without_a_lie():
     name = "all_reduce_sums_where_it_should_average"
     cell = ROWS[LIES[name].says, int(TOLD[name])]["Cell"].strip("`")
@@ -87,7 +87,7 @@ UNNOTICED = {
 }
 
 
-@pytest.mark.harnesses
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", UNNOTICED)
 def test_a_lie_that_is_not_noticed_is_a_problem(problem, tmp_path, monkeypatch):
     project = run.copy_of_the_project(tmp_path / "project")

@@ -18,7 +18,7 @@ from forked import forked, script_alone, script_on_ranks
 from ruff import find_ruff_bin
 from scripting import ROOT, TOLERANCE, export, rehearse_here, result, stand_alone, torchrun
 
-pytestmark = [pytest.mark.scripts, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 CHAPTERS = sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))
 TEMPLATE = ROOT / "notebooks" / "template.ipynb"

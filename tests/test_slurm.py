@@ -16,7 +16,7 @@ import torch
 from forked import AT_ADDRESS, FORKING
 from leftovers import unchanged
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system(missing=slurm_cluster.missing), pytest.mark.timeout(600)]
 
 FLAGS = ["--epochs", "8", "--batch-size", "8", "--lr", "0.02", "--log-every", "15", "--save-every", "90"]
 FLAGS += ["--backend", "gloo"]  # the batch file asks for NCCL, and the last flag wins

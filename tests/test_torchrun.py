@@ -18,7 +18,7 @@ from scripting import ROOT, export, stand_alone, torchrun, write_notebook
 
 CHAPTER_1 = ROOT / "notebooks" / "01_process_groups.ipynb"
 
-pytestmark = [pytest.mark.scripts, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 FAILING = """\
 import torch

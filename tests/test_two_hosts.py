@@ -16,7 +16,7 @@ import recorded
 from helpers.export.notebook import read_notebook
 from helpers.export.script import script_from_notebook
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system(missing=hosts.missing), pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # The same agent, whose ranks do not import torch.

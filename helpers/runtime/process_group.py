@@ -19,11 +19,11 @@ def start_process_group(
     """Start the default group, unless one runs; return this rank's GPU, or the CPU."""
     if dist.group.WORLD is not None:
         return dist.group.WORLD.bound_device_id or torch.device("cpu")
-    where = ["env://"]  # torch's error names a variable that is missing
+    where: tuple = ("env://",)  # torch's error names a variable that is missing
     if not os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:  # no launcher
         folder = tempfile.TemporaryDirectory()
         atexit.register(folder.cleanup)
-        where = [f"file://{folder.name}/store", 0, 1]
+        where = (f"file://{folder.name}/store", 0, 1)
     local_rank = int(os.environ["LOCAL_RANK"]) if "RANK" in os.environ else 0
     store, rank, world_size = next(dist.rendezvous(*where, timeout=timeout))
     gpus = torch.cuda.device_count()

@@ -88,7 +88,7 @@ def copy_of_the_project(folder: Path) -> Path:
     for name in ("helpers", "notebooks", "book/recorded"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
     (folder / "tests" / "support").mkdir(parents=True)
-    for name in ("pyproject.toml", "conftest.py", "tests/nbval_sanitize.cfg", "tests/durations.json", KERNELS):
+    for name in ("pyproject.toml", "conftest.py", "tests/nbval_sanitize.cfg", KERNELS):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
