@@ -1,4 +1,4 @@
-"""matplotlib's SVG made small and fit for a page, for ``drawing``: text in, text out."""
+"""matplotlib's SVG made small and fit for a page, for ``drawing``. It knows nothing of figures."""
 
 import hashlib
 import re
@@ -53,7 +53,7 @@ def clean(parent: ElementTree.Element) -> None:
 
 
 def with_own_ids(text: str, salt: str) -> str:
-    """An SVG's text without ids that nothing refers to, and with others that hash its content and ``salt``."""
+    """An SVG's text in which each id that something refers to is made of the text and of ``salt``."""
     used = dict.fromkeys(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
     for number, name in enumerate(used):
         text = re.sub(rf"(id=\"|#){re.escape(name)}(?=[\")])", rf"\1ID-{number}", text)

@@ -1,8 +1,11 @@
 """Checkpoints that neither a kill nor a full disk destroys, for torch.save and DCP.
 
-Run-time module: what a chapter uses from here is copied into its exported script. One
-job at a time writes to a folder, on a disk that all ranks see. A function is called "on
-every rank" if it is a collective: rank 0 decides, and all get its answer or its error.
+Run-time module: what a chapter uses from here is copied into its exported script. So
+the modules of this folder import torch, the standard library, the data's library and
+each other, and nothing of the package that stands above.
+
+One job at a time writes to a folder, on a disk that all ranks see. A function is called
+"on every rank" if it is a collective: rank 0 decides, and all get its answer or error.
 """
 
 import hashlib

@@ -13,10 +13,10 @@ from helpers.runtime.checkpoint import CheckpointError, load_file, new_checkpoin
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import it
 
 
-def write(folder, step, size=10_000, keep=3):
+def write(folder, step, keep=3):
     """Write a checkpoint of two files, each of which holds the step."""
     with new_checkpoint(folder, step, keep) as path:
-        save_file({"weights": torch.full((size,), float(step)), "step": step}, path / "weights.pt")
+        save_file({"weights": torch.full((10_000,), float(step)), "step": step}, path / "weights.pt")
         save_file({"plain": [step, 0.1, "text", None, (1, 2)]}, path / "plain.pt")
 
 
