@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # PyPI's torch for Linux brings gigabytes of CUDA. Without a GPU, PyTorch's own index has a smaller build.
 CPU_TORCH := --index-url https://download.pytorch.org/whl/cpu --no-deps --retries 0 --timeout 10
 # Many tests wait, for a cluster, a time-out or a network: so there are more workers than a small machine has cores.
-PYTEST := $(BIN)/python -m pytest --nbval --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --nbval --dist loadfile --no-loadscope-reorder
 STATIC = $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . && $(BIN)/mypy --no-error-summary helpers tools
 unexport PYTHONDONTWRITEBYTECODE  # without bytecode each of the tests' processes would compile the sources again
 

@@ -21,7 +21,7 @@ MARKS = {
 }
 UNMARKED = "no ranks"
 BOOKS_SECONDS = 900  # for a test of the built book: it may build it, or wait until another worker has built it
-APART = ("test_fault_tolerance.py", "test_scripts.py")  # long files whose tests share nothing: each goes to any worker
+LONGEST = ("test_browser.py", "test_fault_tolerance.py", "test_scripts.py", "test_slurm.py", "16_capstone.ipynb")
 
 
 nbval.kernel.KernelManager = BlockingSocketKernelManager  # a free port may be taken before the kernel takes it
@@ -38,25 +38,26 @@ def mark_of(item):
     return next((mark for mark in reversed(MARKS) if item.get_closest_marker(mark)), UNMARKED)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest's own -m
+def pytest_itemcollected(item):
+    """Mark what a fixture or a file's kind tells."""
+    needs = getattr(item, "fixturenames", ())
+    if item.path.suffix == ".ipynb":
+        item.add_marker("ranks")
+    if "browser" in needs:
+        item.add_marker("system")
+    if "book" in needs:
+        item.add_marker("slow")
+        if not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(BOOKS_SECONDS))
+    item.user_properties.append(("mark", mark_of(item)))  # travels with the report from xdist's worker
+
+
 def pytest_collection_modifyitems(items):
-    """Mark what a fixture or a file's kind tells; keep a file on one worker; let what takes long start first."""
-    for item in items:
-        needs = getattr(item, "fixturenames", ())
-        if item.path.suffix == ".ipynb":
-            item.add_marker("ranks")
-        if "browser" in needs:
-            item.add_marker("system")
-        if "book" in needs:
-            item.add_marker("slow")
-            if not item.get_closest_marker("timeout"):
-                item.add_marker(pytest.mark.timeout(BOOKS_SECONDS))
-        if item.path.name not in APART:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
-        item.user_properties.append(("mark", mark_of(item)))  # travels with the report from xdist's worker
-    items.sort(key=lambda item: item.path.name, reverse=True)  # later chapters take longer, and so do their kernels
-    order = ["slow", "system", "ranks", UNMARKED]
-    items.sort(key=lambda item: (item.path.name in APART, order.index(mark_of(item)), item.path.suffix != ".ipynb"))
+    """A file's tests stay on one worker, so let the long files start first; of the notebooks, the later ones are."""
+    items.sort(key=lambda item: item.path.name, reverse=True)
+    items.sort(
+        key=lambda item: (item.path.name not in LONGEST, item.path.suffix != ".ipynb", mark_of(item) == UNMARKED)
+    )
 
 
 def pytest_collection_finish():
