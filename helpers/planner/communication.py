@@ -28,19 +28,6 @@ RECEIVED = "what a stage received"  # gathered by its tensor-parallel ranks, eac
 SUMMED = 4  # bytes of a float32
 
 
-def powersgd_numbers(shapes: Iterable[Iterable[int]], rank: int) -> int:
-    """Numbers that PowerSGD sums for tensors of these shapes instead of all: r(rows + columns) for a matrix.
-
-    Vectors go as they are; a tensor of more dimensions is a matrix of its first one and the rest (Vogels et al. 2019,
-    section 3). No matrix has a higher rank than its shorter side.
-    """
-    total = 0
-    for rows, *rest in shapes:
-        columns = math.prod(rest)
-        total += rows if not rest else min(rank, rows, columns) * (rows + columns)
-    return total
-
-
 def link_seconds(kind: str, size: float, in_node: int, nodes: int, cluster: Cluster) -> tuple[float, float, float]:
     """(latency, in the node, between nodes) in seconds of one collective, each link at its full speed.
 

@@ -6,7 +6,6 @@ from collections import Counter
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
 from helpers.planner.model import Model, Tensor, copies_of
-from helpers.planner.records import PlanError
 
 NOT_COUNTED = "the CUDA context, NCCL's buffers, the allocator's gaps, and what a kernel needs while it runs"
 BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 2}  # float8: matrices are multiplied, not kept
@@ -23,19 +22,6 @@ def states_per_rank(parameters: float, ranks: int, zero: int, parts: tuple[int, 
     of the three, stage 2 the last two, stage 3 all. parts: bytes of each for one parameter.
     """
     return [parameters * size / (ranks if zero >= 3 - index else 1) for index, size in enumerate(parts)]
-
-
-def deepspeed_estimate(parameters: float, ranks: int, zero: int, largest: float = 0, offload: str = "") -> float:
-    """Bytes on a GPU by DeepSpeed's estimators (deepspeed/runtime/zero, estimate_zero2_… and estimate_zero3_…).
-
-    ZeRO-2: 4P + 16P/N, 2P with the optimizer offloaded. ZeRO-3: 4·largest + 18P/N, 4·largest + 2P/N with the optimizer
-    offloaded, 4·largest with all. largest: parameters of the largest layer.
-    """
-    if zero not in (2, 3) or offload not in ("", "optimizer", "all") or (zero, offload) == (2, "all"):
-        raise PlanError(f"DeepSpeed has no estimator for ZeRO-{zero}, offload {offload!r}.\nGive zero = 2 or 3.")
-    if zero == 2:
-        return 2 * parameters if offload else 4 * parameters + 16 * parameters / ranks
-    return 4 * largest + {"": 18, "optimizer": 2, "all": 0}[offload] * parameters / ranks
 
 
 def local_shape(tensor: Tensor, model: Model, tp: int) -> tuple[int, int]:
