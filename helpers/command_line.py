@@ -1,34 +1,36 @@
 """What the commands of ``python -m helpers`` share: a parser, types of its arguments, and tables."""
 
 import argparse
+from collections.abc import Container, Sequence
+from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
     """A parser, and by it those of its commands, that says what is wrong in two lines, without the whole usage."""
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\nSee {self.prog} --help.\n")
 
 
-def whole(text):
+def whole(text: str) -> int:
     """An argument as a number. Raises ArgumentTypeError for anything but a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0; give 1, 2, 3, …")
     return int(text)
 
 
-def positive(text):
+def positive(text: str) -> float:
     """An argument as a number of seconds. Raises ArgumentTypeError for 0, less, or text."""
     try:
         seconds = float(text)
     except ValueError:
-        seconds = 0
+        seconds = 0.0
     if not 0 < seconds < 1_000_000:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0; give 60, say")
     return seconds
 
 
-def aligned(rows, left=()):
+def aligned(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
     """Rows of text as lines with aligned columns: flush left if a column's number is in ``left``, else flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -10,7 +10,6 @@ import pytest
 from helpers.planner import failures, memory, rates
 from helpers.planner.cluster import PRESETS as CLUSTERS
 from helpers.planner.cluster import cluster_of
-from helpers.planner.communication import powersgd_numbers
 from helpers.planner.conventions import Conventions
 from helpers.planner.experiments.published import TARGETS, reproduce, rows_of
 from helpers.planner.layout import Layout
@@ -227,17 +226,10 @@ def test_poisson():
 def test_the_checkpoint_interval_is_the_best_one():
     save, nodes, rate = 60, 2048, 6.5e-3
     best = failures.checkpoint_interval(save, nodes, rate)
-    assert best == pytest.approx(failures.young_interval(save, 3600 * failures.mttf_hours(nodes, rate)))
     assert best == pytest.approx(math.sqrt(2 * save * 86400 / (nodes * rate)))
     kept = [failures.goodput(nodes, rate, 300, every, save) for every in (best / 3, best, 3 * best)]
     assert max(kept) == kept[1]
     assert failures.goodput(100_000, rate, 7200, best, save) == 0
-
-
-def test_powersgd_sends_two_thin_matrices():
-    shapes = [(512, 512, 3, 3), (512,), (10, 512)]
-    assert powersgd_numbers(shapes, 2) == 2 * (512 + 512 * 9) + 512 + 2 * (10 + 512)
-    assert powersgd_numbers([(3, 100)], 4) == 3 * 103  # no rank above 3
 
 
 def test_bubble_by_both_conventions():

@@ -4,14 +4,13 @@ Sizes are bytes of the whole tensor: what an all-reduce sums, an all-gather make
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from helpers.planner.cluster import Cluster
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
-from helpers.planner.memory import BYTES, OUTSIDE, VOCABULARY, Shape, stage_groups
+from helpers.planner.memory import BYTES, OUTSIDE, VOCABULARY, Shape, Unit, units_of
 from helpers.planner.model import Model
 
 # Bytes that each rank sends, as a share of the size: nccl-tests, doc/PERFORMANCE.md, where busbw = size/time times it.
@@ -20,25 +19,10 @@ SENT: dict[str, Callable[[int], float]] = {
     "all_gather": lambda p: (p - 1) / p,
     "reduce_scatter": lambda p: (p - 1) / p,
     "all_to_all": lambda p: (p - 1) / p,
-    "broadcast": lambda p: 1,
-    "reduce": lambda p: 1,
     "send": lambda p: 1,
 }
 RECEIVED = "what a stage received"  # gathered by its tensor-parallel ranks, each of which was sent a part
 SUMMED = 4  # bytes of a float32
-
-
-def powersgd_numbers(shapes: Iterable[Iterable[int]], rank: int) -> int:
-    """Numbers that PowerSGD sums for tensors of these shapes instead of all: r(rows + columns) for a matrix.
-
-    Vectors go as they are; a tensor of more dimensions is a matrix of its first one and the rest (Vogels et al. 2019,
-    section 3). No matrix has a higher rank than its shorter side.
-    """
-    total = 0
-    for rows, *rest in shapes:
-        columns = math.prod(rest)
-        total += rows if not rest else min(rank, rows, columns) * (rows + columns)
-    return total
 
 
 def link_seconds(kind: str, size: float, in_node: int, nodes: int, cluster: Cluster) -> tuple[float, float, float]:
@@ -81,6 +65,7 @@ class Collective:
     phase: str  # forward, recompute, backward, step
     what: str
     ranks: int
+    stride: int  # how far apart these lie
     count: int
     size: int  # bytes of the whole tensor of one of them
     latency: float = 0  # seconds of one of them; the next two at the links' full speed
@@ -97,13 +82,16 @@ class Collective:
         return self.count * (self.latency + self.in_node / in_node + self.between / between)
 
 
-def timed(cluster: Cluster | None, dimension: str, kind: str, phase: str, what: str, ranks: int, stride: int,
-          count: int, size: int) -> list[Collective]:  # fmt: skip
-    """[Collective] on ranks that lie so far apart; empty where there is nothing to send. No cluster: in no time."""
-    if ranks == 1 or not count or not size:
-        return []
-    seconds = link_seconds(kind, size, *places(ranks, stride, cluster), cluster) if cluster else ()
-    return [Collective(dimension, kind, phase, what, ranks, count, size, *seconds)]
+def timed(candidates: Iterable[Collective], cluster: Cluster | None) -> list[Collective]:
+    """Those that send anything, with their seconds; without a cluster these stay 0."""
+    sent = [each for each in candidates if each.ranks > 1 and each.count and each.size]
+    return [in_time(each, cluster) for each in sent] if cluster else sent
+
+
+def in_time(each: Collective, cluster: Cluster) -> Collective:
+    in_group = places(each.ranks, each.stride, cluster)
+    latency, in_node, between = link_seconds(each.kind, each.size, *in_group, cluster)
+    return replace(each, latency=latency, in_node=in_node, between=between)
 
 
 def collectives(
@@ -150,11 +138,8 @@ def activations(
     block = tokens * model.width * bytes_each
     forwards = ["forward"] + ["recompute"] * (layout.recompute == "full")
 
-    def add(*collective: Any) -> None:
-        sent.extend(timed(cluster, *collective))
-
     def tensor_parallel(kind: str, phase: str, what: str, count: int, size: int = block) -> None:
-        add("tp", kind, phase, what, layout.tp, 1, count * m, size)
+        sent.append(Collective("tp", kind, phase, what, layout.tp, 1, count * m, size))
 
     extra = 0 if shared_input else 2
     outputs = {"forward": 2 * layers, "recompute": (1 if early_stop else 2) * layers}
@@ -192,28 +177,29 @@ def activations(
 
     # Ring attention (Liu et al. 2024): keys and values go round, in backward with their gradients.
     pair = 2 * tokens * model.head_width * max(model.kv_heads // layout.tp, 1) * bytes_each
-    for phase in [*forwards, "backward"]:
-        add("cp", "send", phase, "keys and values", layout.cp, layout.tp, (layout.cp - 1) * layers * m, pair)
-    add("cp", "send", "backward", "their gradients", layout.cp, layout.tp, layout.cp * layers * m, pair)
+    rounds = [(phase, "keys and values", layout.cp - 1) for phase in [*forwards, "backward"]]
+    for phase, what, count in [*rounds, ("backward", "their gradients", layout.cp)]:
+        sent.append(Collective("cp", "send", phase, what, layout.cp, layout.tp, count * layers * m, pair))
 
     # Lepikhin et al. 2021: tokens go to their experts and come back, and so do gradients.
     start = sum(layout.stage_layers(model)[:stage])
     sparse = sum(model.has_experts(layer) for layer in range(start, start + layers))
     for phase in [*forwards, "backward"]:
         size = block * model.active_experts
-        add("ep", "all_to_all", phase, "tokens to experts and back", layout.ep, layout.tp, 2 * sparse * m, size)
+        what = "tokens to experts and back"
+        sent.append(Collective("ep", "all_to_all", phase, what, layout.ep, layout.tp, 2 * sparse * m, size))
 
     if layout.pp > 1:
         parts = layout.tp if split_sends or layout.sequence_parallel else 1
         stride = layout.tp * layout.data_ranks
         for phase, here in (("forward", last), ("backward", first)):
             sends = m * (layout.interleave - here)
-            add("pp", "send", phase, "activations" if phase == "forward" else "their gradients", layout.pp, stride,
-                sends, block // parts)  # fmt: skip
+            what = "activations" if phase == "forward" else "their gradients"
+            sent.append(Collective("pp", "send", phase, what, layout.pp, stride, sends, block // parts))
             if parts > 1 and not layout.sequence_parallel:
                 received = layout.interleave - (first if phase == "forward" else last)
                 tensor_parallel("all_gather", phase, RECEIVED, received)
-    return sent
+    return timed(sent, cluster)
 
 
 def gradient_bytes(conventions: Conventions) -> int:
@@ -240,33 +226,29 @@ def data_parallel(
     reduce and ZeRO-3's gathers and reduce repeat for each micro-batch (convention gather: "each"), ZeRO-1's do not.
     DDP's all-reduce is given as one; it sends buckets of 25 MiB.
     """
-    conventions = conventions or Conventions()
-    sent: list[Collective] = []
+    conventions, units = conventions or Conventions(), units_of(model, layout, stage, sharded)
+    return timed((each for unit in units for each in of_unit(unit, layout, conventions)), cluster)
+
+
+def of_unit(unit: Unit, layout: Layout, conventions: Conventions) -> Iterator[Collective]:
+    """What a unit's parameters and gradients need; some of it may be empty."""
+    ranks, stride = layout.data_ranks // unit.apart, layout.tp * unit.apart
+    sharers = min(layout.sharers, ranks) if layout.zero else 1
     weight, gradient = BYTES.get(layout.dtype, 2), gradient_bytes(conventions)
-    repeated = layout.micro_batches if conventions.gather == "each" else 1
-    for what, times, apart, shapes in stage_groups(model, layout, stage, sharded):
-        ranks = layout.data_ranks // apart
-        shared = min(layout.sharers, ranks) if layout.zero else 1
-        copies = ranks // shared
-        stride = layout.tp * apart
+    numbers = padded(unit.shapes, sharers if layout.zero == 3 else 1)
+    repeated = layout.micro_batches if layout.zero >= 2 and conventions.gather == "each" else 1
 
-        def add(
-            dimension: str, kind: str, phase: str, count: int, size: int, ranks: int, stride: int, what: str = what
-        ) -> None:
-            sent.extend(timed(cluster, dimension, kind, phase, what, ranks, stride, count, size))
+    def among_sharers(kind: str, phase: str, count: int, size: int) -> Collective:
+        return Collective("dp", kind, phase, unit.what, sharers, stride, unit.times * count, size)
 
-        numbers = padded(shapes, shared) if layout.zero == 3 else padded(shapes, 1)
-        if layout.zero == 3:
-            add("dp", "all_gather", "forward", times * repeated, numbers * weight, shared, stride)
-            if what != OUTSIDE:  # the root module keeps its parameters until its backward has ended
-                add("dp", "all_gather", "backward", times * repeated, numbers * weight, shared, stride)
-            add("dp", "reduce_scatter", "backward", times * repeated, numbers * gradient, shared, stride)
-        elif layout.zero:
-            count = repeated if layout.zero == 2 else 1
-            add("dp", "reduce_scatter", "backward", times * count, numbers * gradient, shared, stride)
-            add("dp", "all_gather", "step", times, numbers * weight, shared, stride)
-        reduced = numbers // shared * gradient
-        count = repeated if layout.zero >= 2 else 1
-        add("replicate" if layout.zero else "dp", "all_reduce", "backward", times * count, reduced, copies,
-            stride * shared)  # fmt: skip
-    return sent
+    if layout.zero == 3:
+        yield among_sharers("all_gather", "forward", repeated, numbers * weight)
+        if unit.what != OUTSIDE:  # the root module keeps its parameters until its backward has ended
+            yield among_sharers("all_gather", "backward", repeated, numbers * weight)
+    if layout.zero:
+        yield among_sharers("reduce_scatter", "backward", repeated, numbers * gradient)
+    if layout.zero in (1, 2):
+        yield among_sharers("all_gather", "step", 1, numbers * weight)
+    dimension, copies, size = "replicate" if layout.zero else "dp", ranks // sharers, numbers // sharers * gradient
+    count = unit.times * repeated
+    yield Collective(dimension, "all_reduce", "backward", unit.what, copies, stride * sharers, count, size)

@@ -15,11 +15,6 @@ def mttf_hours(nodes: int, failures_per_node_day: float) -> float:
     return 24 / (nodes * failures_per_node_day)
 
 
-def mtbf_hours(failures: int, days: float) -> float:
-    """Hours between failures that were counted."""
-    return 24 * days / failures
-
-
 def poisson_interval(count: int, coverage: float = 0.95) -> tuple[float, float]:
     """(lowest, highest) mean that a count of independent failures agrees with: exact, by the gamma distribution.
 
@@ -45,14 +40,12 @@ def poisson_counts(mean: float, coverage: float = 0.95) -> tuple[int, int]:
     return low, high
 
 
-def young_interval(save: float, mttf: float) -> float:
-    """Seconds between checkpoints that lose least: √(2δM) (Young 1974, equation 6), for M much larger than δ."""
-    return math.sqrt(2 * save * mttf)
-
-
 def checkpoint_interval(save: float, nodes: int, failures_per_node_day: float) -> float:
-    """dt* = √(2w/(N·r)), in seconds: Young's interval from a rate for each node (Kokolis et al. 2025, section II-D)."""
-    return young_interval(save, 3600 * mttf_hours(nodes, failures_per_node_day))
+    """Seconds between checkpoints that lose least: √(2δM), for a mean time M between failures much larger than δ.
+
+    Young 1974, equation 6; dt* = √(2w/(N·r)) from a rate for each node (Kokolis et al. 2025, section II-D).
+    """
+    return math.sqrt(2 * save * 3600 * mttf_hours(nodes, failures_per_node_day))
 
 
 def goodput(nodes: int, failures_per_node_day: float, restart: float, interval: float, save: float) -> float:

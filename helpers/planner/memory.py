@@ -2,11 +2,11 @@
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
 from helpers.planner.model import Model, Tensor, copies_of
-from helpers.planner.records import PlanError
 
 NOT_COUNTED = "the CUDA context, NCCL's buffers, the allocator's gaps, and what a kernel needs while it runs"
 BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 2}  # float8: matrices are multiplied, not kept
@@ -16,6 +16,16 @@ OUTSIDE = "outside the layers"
 Shape = tuple[int, int, int]  # rows, columns, copies
 
 
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that fully_shard gathers together: a layer's, its experts', or what stands outside the layers."""
+
+    what: str
+    times: int  # equal ones on the stage
+    apart: int  # expert-parallel ranks, which hold other experts: so fewer ranks share each
+    shapes: list[Shape]  # on one of the tensor-parallel ranks
+
+
 def states_per_rank(parameters: float, ranks: int, zero: int, parts: tuple[int, int, int] = (2, 2, 12)) -> list[float]:
     """Bytes of (parameters, gradients, optimizer state) on each of the ranks that share them.
 
@@ -23,19 +33,6 @@ def states_per_rank(parameters: float, ranks: int, zero: int, parts: tuple[int, 
     of the three, stage 2 the last two, stage 3 all. parts: bytes of each for one parameter.
     """
     return [parameters * size / (ranks if zero >= 3 - index else 1) for index, size in enumerate(parts)]
-
-
-def deepspeed_estimate(parameters: float, ranks: int, zero: int, largest: float = 0, offload: str = "") -> float:
-    """Bytes on a GPU by DeepSpeed's estimators (deepspeed/runtime/zero, estimate_zero2_… and estimate_zero3_…).
-
-    ZeRO-2: 4P + 16P/N, 2P with the optimizer offloaded. ZeRO-3: 4·largest + 18P/N, 4·largest + 2P/N with the optimizer
-    offloaded, 4·largest with all. largest: parameters of the largest layer.
-    """
-    if zero not in (2, 3) or offload not in ("", "optimizer", "all") or (zero, offload) == (2, "all"):
-        raise PlanError(f"DeepSpeed has no estimator for ZeRO-{zero}, offload {offload!r}.\nGive zero = 2 or 3.")
-    if zero == 2:
-        return 2 * parameters if offload else 4 * parameters + 16 * parameters / ranks
-    return 4 * largest + {"": 18, "optimizer": 2, "all": 0}[offload] * parameters / ranks
 
 
 def local_shape(tensor: Tensor, model: Model, tp: int) -> tuple[int, int]:
@@ -61,15 +58,9 @@ def outer_tensors(model: Model, layout: Layout, stage: int) -> list[Tensor]:
     return tensors
 
 
-def stage_groups(
-    model: Model, layout: Layout, stage: int, divided: tuple[str, ...] = VOCABULARY
-) -> list[tuple[str, int, int, list[Shape]]]:
-    """[(what, times, apart, [Shape on one of tp ranks])] of a stage: what fully_shard gathers.
-
-    A layer is a group, and what stands outside the layers is one. Experts are a group of their own where ep ranks have
-    others (apart = ep), so that fewer ranks share each. divided: which of VOCABULARY tensor parallelism divides.
-    """
-    sizes, groups = layout.stage_layers(model), []
+def units_of(model: Model, layout: Layout, stage: int, divided: tuple[str, ...] = VOCABULARY) -> list[Unit]:
+    """The units of a stage; divided: which of VOCABULARY tensor parallelism divides."""
+    sizes, units = layout.stage_layers(model), []
     start = sum(sizes[:stage])
     for layer, times in Counter(map(model.like, range(start, start + sizes[stage]))).items():
         whole: list[Shape] = []
@@ -81,18 +72,20 @@ def stage_groups(
                 routed.append((*shape, per_expert * model.experts // layout.ep))
                 copies = per_expert * model.shared_experts
             whole.append((*shape, copies))
-        groups += [("layers", times, 1, whole)] + [("experts", times, layout.ep, routed)] * bool(routed)
+        units.append(Unit("layers", times, 1, whole))
+        if routed:
+            units.append(Unit("experts", times, layout.ep, routed))
     outer: list[Shape] = []
     for tensor in outer_tensors(model, layout, stage):
         undivided = tensor.part in VOCABULARY and tensor.part not in divided
         outer.append((*local_shape(tensor, model, 1 if undivided else layout.tp), 1))
-    return groups + [(OUTSIDE, 1, 1, outer)] * bool(outer)
+    return units + [Unit(OUTSIDE, 1, 1, outer)] * bool(outer)
 
 
 def stage_parameters(model: Model, layout: Layout, stage: int) -> int:
     """Parameters that one rank of a stage computes with: divided by pp, tp and ep, not by ZeRO."""
-    groups = stage_groups(model, layout, stage)
-    return sum(times * math.prod(shape) for _, times, _, shapes in groups for shape in shapes)
+    units = units_of(model, layout, stage)
+    return sum(unit.times * math.prod(shape) for unit in units for shape in unit.shapes)
 
 
 def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "rows") -> float:
@@ -102,11 +95,11 @@ def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "r
     most; "even": one flat tensor of all parameters is cut (ZeRO's formula, DeepSpeed, Megatron-LM).
     """
     total: float = 0
-    for _, times, apart, shapes in stage_groups(model, layout, stage):
-        sharers = max(layout.sharers // apart, 1)
-        for rows, columns, copies in shapes:
+    for unit in units_of(model, layout, stage):
+        sharers = max(layout.sharers // unit.apart, 1)
+        for rows, columns, copies in unit.shapes:
             held = math.ceil(rows / sharers) if shards == "rows" else rows / sharers
-            total += times * copies * columns * held
+            total += unit.times * copies * columns * held
     return total
 
 

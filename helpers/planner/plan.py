@@ -134,13 +134,17 @@ def plan(
     job = job if isinstance(job, Job) else from_table(Job, job or {})
     stages = memory(model, layout, conventions)
     fullest = max(range(len(stages)), key=lambda stage: stages[stage]["total"])
-    step, tokens = step_time(model, layout, cluster, conventions), rates.tokens_per_step(model, layout)
+    step, tokens = step_time(model, layout, cluster, conventions), layout.batch * model.seq
     seconds = job.step_seconds or (job.tokens_per_second and tokens / job.tokens_per_second)
 
     def utilization(seconds: float) -> Utilization:
         peak = conventions.peak_of(cluster, layout.dtype)
-        mfu, hfu = rates.utilization(model, tokens / seconds, layout.gpus, peak, conventions.flops, layout.recompute)
-        return Utilization(mfu, hfu, (mfu if conventions.achieved == "model" else hfu) * peak)
+        of_model, of_hardware = (
+            rates.achieved(model, tokens / seconds, layout.gpus, conventions.flops, recompute)
+            for recompute in ("none", layout.recompute)
+        )
+        achieved = of_model if conventions.achieved == "model" else of_hardware
+        return Utilization(of_model / peak, of_hardware / peak, achieved)
 
     return Plan(
         model=model,
@@ -163,7 +167,7 @@ def plan(
 
 def run_of(model: Model, cluster: Cluster, layout: Layout, conventions: Conventions, job: Job, seconds: float) -> Run:
     """Days, failures, checkpoints, goodput and cost of a run whose steps take so long."""
-    run, rate, tokens = Run(), cluster.failures_per_node_day, rates.tokens_per_step(model, layout)
+    run, rate, tokens = Run(), cluster.failures_per_node_day, layout.batch * model.seq
     goodput, hours = 1.0, 0.0
     if rate:
         hours = failures.mttf_hours(cluster.nodes, rate)
@@ -174,9 +178,10 @@ def run_of(model: Model, cluster: Cluster, layout: Layout, conventions: Conventi
         return run
     days = job.tokens / tokens * seconds / 86400
     if conventions.days == "8TP":
-        flops = rates.achieved(model, tokens / seconds, layout.gpus, conventions.flops, layout.recompute)
-        flops = min(flops, conventions.peak_of(cluster, layout.dtype))
-        days = rates.training_days(model, job.tokens, layout.gpus, flops, "8TP", recompute=layout.recompute)
+        speed = rates.achieved(model, tokens / seconds, layout.gpus, conventions.flops, layout.recompute)
+        speed = min(speed, conventions.peak_of(cluster, layout.dtype))
+        flops = rates.training_flops(model.parameters(), job.tokens, layout.recompute)
+        days = rates.training_days(flops, layout.gpus, speed)
     run = replace(run, tokens=job.tokens, steps=job.tokens / tokens, days=days)
     if not goodput:
         return run  # it never ends, and has no price
@@ -186,7 +191,7 @@ def run_of(model: Model, cluster: Cluster, layout: Layout, conventions: Conventi
         between = failures.poisson_counts(count)
         run = replace(run, days_with_failures=days, failures=count, failures_between=between)
     if cluster.price_per_gpu_hour:
-        run = replace(run, cost=rates.cost(cluster.gpus, 24 * days, cluster.price_per_gpu_hour))
+        run = replace(run, cost=cluster.gpus * 24 * days * cluster.price_per_gpu_hour)
     return run
 
 

@@ -28,7 +28,6 @@ class Rank:
     rank: int
     stage: int
     numbers: int  # parameters
-    bytes: int  # in float32
     layer: int  # numbers of one layer of the stage, the last
     outside: int  # numbers outside the layers
 
@@ -114,7 +113,7 @@ def held(model: Model, layout: Layout, rank: int, stage: int, every_layer: bool 
     second = {model.has_experts(layer): counts[layer] for layer in kept}
     outside = count(root) - sum(counts.values())
     total = outside + sum(counts.get(layer, second[model.has_experts(layer)]) for layer in numbers)
-    return Rank(rank, stage, total, 4 * total, counts[kept[-1]], outside)
+    return Rank(rank, stage, total, counts[kept[-1]], outside)
 
 
 def count(module: nn.Module) -> int:

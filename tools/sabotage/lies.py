@@ -932,7 +932,7 @@ def the_planner_divides_activations_by_stages(text: str) -> str:
 @lie("15", "collective|message|count", file="helpers/planner/communication.py")
 def the_planner_forgets_the_backwards_gathers(text: str) -> str:
     """The planner's FSDP gathers parameters in the forward only."""
-    return swap(text, "if what != OUTSIDE:", 'if what == "nothing":')
+    return swap(text, "if unit.what != OUTSIDE:", 'if unit.what == "nothing":')
 
 
 @lie("15", "fit|step|left out", file="helpers/planner/step_time.py")

@@ -13,13 +13,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from helpers.planner.communication import SENT, powersgd_numbers
+from helpers.planner.communication import SENT
 from helpers.planner.conventions import GIGA, STATES, Conventions
-from helpers.planner.failures import mtbf_hours, mttf_hours
+from helpers.planner.failures import mttf_hours
 from helpers.planner.layout import Layout, layout_of
-from helpers.planner.memory import activations_per_layer, deepspeed_estimate, stage_memory, states_per_rank
+from helpers.planner.memory import activations_per_layer, stage_memory, states_per_rank
 from helpers.planner.model import Model, model_of
-from helpers.planner.rates import achieved, bubble, training_days
+from helpers.planner.rates import achieved, bubble, training_days, training_flops
 from helpers.planner.records import PlanError, look_up
 
 ROWS = Path(__file__).parents[3] / "book" / "recorded" / "published.csv"
@@ -27,14 +27,24 @@ TARGETS = {"exact": 0.0, "formula": 0.01, "memory": 0.08}
 UNITS = {**GIGA, "": 1, "%": 0.01, "TF": 1e12, "GB/s": 1e9, "ms": 1e-3, "days": 1, "h": 1, "sbh": 1}
 
 
-def states(parameters: float, ranks: int, zero: int, states: str = "zero") -> float:
+def states(parameters: float, ranks: int, zero: int, kind: str = "zero") -> float:
     """Bytes on a rank of parameters, gradients and optimizer state."""
-    return sum(states_per_rank(parameters, ranks, zero, look_up(STATES, states, "set of bytes a parameter")))
+    return sum(states_per_rank(parameters, ranks, zero, STATES[kind]))
 
 
 def states_difference(parameters: float, ranks: int, ranks_after: int) -> float:
     """Bytes that a rank saves when more ranks share the float32 states of FSDP."""
     return states(parameters, ranks, 3, "float32") - states(parameters, ranks_after, 3, "float32")
+
+
+def deepspeed(parameters: float, ranks: int, zero: int, offload: str = "") -> float:
+    """Bytes on a GPU by DeepSpeed's estimator (deepspeed/runtime/zero, estimate_zero2_model_states_mem_needs).
+
+    4P + 16P/N; 2P with the optimizer offloaded.
+    """
+    if zero != 2:
+        raise PlanError(f"only ZeRO-2's estimate is here, and zero is {zero}.\nGive zero = 2.")
+    return 2 * parameters if offload else 4 * parameters + 16 * parameters / ranks
 
 
 def activations(model: Model, layout: Layout) -> float:
@@ -55,19 +65,14 @@ def utilization(
     return achieved(model, tokens_per_second, gpus, count, recompute) / peak
 
 
-def training(
-    tokens: float,
-    gpus: int,
-    tflops: float,
-    model: Model | None = None,
-    parameters: float = 0,
-    days: str = "count",
-    recompute: str = "none",
+def days(
+    tokens: float, gpus: int, tflops: float, model: Model | None = None, parameters: float = 0, recompute: str = "none"
 ) -> float:
-    """Days; Narayanan et al. 2021's equation 4 needs the number of parameters only."""
-    if model:
-        return training_days(model, tokens, gpus, tflops, days, recompute=recompute)
-    return (8 if recompute == "full" else 6) * parameters * tokens / (gpus * tflops) / 86400
+    """By the model's count of FLOPs, or without a model by the number of parameters."""
+    flops = (
+        model.flops_per_token("gemm", recompute) * tokens if model else training_flops(parameters, tokens, recompute)
+    )
+    return training_days(flops, gpus, tflops)
 
 
 def busbw(collective: str, ranks: int, bytes: float, seconds: float) -> float:
@@ -76,23 +81,22 @@ def busbw(collective: str, ranks: int, bytes: float, seconds: float) -> float:
 
 
 QUANTITIES: dict[str, Callable[..., float]] = {
-    "PowerSGD": powersgd_numbers,
     "parameters": lambda model, active=False: model.parameters(active),
     "FLOPs per token": lambda model, count="6N+A", recompute="none": model.flops_per_token(count, recompute),
     "states": states,
     "states difference": states_difference,
-    "DeepSpeed's estimate": deepspeed_estimate,
+    "DeepSpeed's estimate": deepspeed,
     "activations a layer": activations_in_sbh,
     "activations": activations,
     "FLOP/s": achieved,
     "utilization": utilization,
     "share of peak": lambda tflops, peak: tflops / peak,
-    "days": training,
+    "days": days,
     "bubble": bubble,
     "busbw": busbw,
     "all-gather": lambda bytes, ranks, bandwidth: SENT["all_gather"](ranks) * bytes / bandwidth,
     "MTTF": mttf_hours,
-    "MTBF": mtbf_hours,
+    "MTBF": lambda failures, days: 24 * days / failures,
 }
 COUNTS = {"gpus", "tp", "pp", "dp", "cp", "batch", "batch_per_dp"}  # which must agree exactly
 # What must be equal where a row has these columns: the product of some, divided by others, and one more.
