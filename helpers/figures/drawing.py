@@ -2,9 +2,6 @@
 
 A figure function takes what it draws as arguments and returns a matplotlib Figure. ``show`` turns that into inline SVG
 in the page's own text colour, so that it can be read on a white page, on a dark one and in JupyterLab.
-
-The room's other files build on this one: ``sliders`` makes a figure function interactive, ``ddp`` has chapter 4's
-figures. They import matplotlib, IPython and each other, and nothing else of the package.
 """
 
 import html
