@@ -1,4 +1,4 @@
-"""Run notebooks and store their outputs, which the book shows and nbval compares: ``make outputs NOTEBOOK=…``.
+"""Run notebooks and store their outputs, which the book shows and nbval compares: ``make outputs ARGS=…``.
 
 It leaves out what differs from run to run or from machine to machine. So a notebook's file changes only where a cell
 or its output has changed.
@@ -79,7 +79,7 @@ def main(names: Sequence[str]) -> str | None:
         try:
             nb = run(path)
         except FileNotFoundError:
-            return f"There is no notebook {path}. Name one: make outputs NOTEBOOK=notebooks/04_ddp.ipynb"
+            return f"There is no notebook {path}. Name one: make outputs ARGS=notebooks/04_ddp.ipynb"
         except CellExecutionError as error:
             return f"{error}\n{path} is unchanged: the cell above failed."
         path.write_text(text_of(normalised(nb)), encoding="utf-8")

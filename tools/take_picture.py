@@ -1,4 +1,4 @@
-"""Take the picture of a page that README.md and the previews of shared links show: ``make picture``."""
+"""Take the picture of a page that README.md and the previews of shared links show: after ``make book``: ``python tools/take_picture.py``."""
 
 import sys
 from pathlib import Path
