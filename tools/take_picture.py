@@ -1,4 +1,4 @@
-"""Take the picture of a page that README.md and the previews of shared links show: after ``make book``: ``python tools/take_picture.py``."""
+"""Take the picture of a page that README.md and cards of links show, from the built book: run it after ``make book``."""
 
 import sys
 from pathlib import Path
