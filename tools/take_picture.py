@@ -1,4 +1,4 @@
-"""Take the picture of a page that README.md and cards of links show, from the built book: run it after ``make book``."""
+"""Take the picture of a page that README.md and cards of links show, from the built book (``make book`` first)."""
 
 import sys
 from pathlib import Path
