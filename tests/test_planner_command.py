@@ -105,6 +105,17 @@ def test_published_rows(command, tmp_path):
     assert status == 1 and out.startswith("MISSED")
 
 
+@pytest.mark.parametrize(
+    "row", ["model = 'gpt2',one,,exact", "model = 'gpt2',1,,close", "model = gpt2,1,,exact", ",1,,exact", ",1"]
+)
+def test_a_published_row_that_cannot_be_computed(command, tmp_path, row):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"what,quantity,inputs,published,unit,target\nx,parameters,{row}\n")
+    status, out, errors = command(path, "--published")
+    assert (status, out) == (1, "") and errors.startswith(f"error: {path} has a row that cannot be computed")
+    assert len(errors.splitlines()) == 2
+
+
 def test_a_name_is_never_a_file(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = ("gpt2", "h100", "--layout", "dp=8")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from helpers.planner.records import LARGEST, SMALLEST, PlanError, check_fields, from_table, look_up, wrong
+from helpers.planner.records import LARGEST, SMALLEST, PlanError, check_fields, correction, from_table, look_up
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Cluster:
         if not self.peaks:
             raise PlanError(f"{self.gpu}: no peaks.\nGive FLOP/s of each type, such as peaks = {{bfloat16 = 312e12}}.")
         for dtype, peak in self.peaks.items():
-            if hint := wrong(peak, float, SMALLEST, LARGEST):
+            if hint := correction(peak, float, SMALLEST, LARGEST):
                 raise PlanError(f"{self.gpu}: the peak of {dtype} is {peak!r}.\nGive {hint}, in FLOP/s.")
 
     @property

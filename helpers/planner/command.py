@@ -165,13 +165,16 @@ def show_published(arguments: argparse.Namespace) -> int:
     for name in ("cluster", "gpus", "layout", "job", "conventions", "search"):
         if getattr(arguments, name):
             raise PlanError(f"--published reads rows, and takes no {name}.\nLeave one of the two out.")
-    results = []
-    for row in rows_of(Path(arguments.model)):
+    path, results = Path(arguments.model), []
+    for row in rows_of(path):
         try:
             value, error = reproduce(row)
             result: dict[str, Any] = {"computed": value, "error": error, "within": error <= TARGETS[row["target"]]}
         except PlanError as refusal:
             result = {"refused": str(refusal).replace("\n", " "), "within": False}
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            why = f"{path} has a row that cannot be computed: {error!r}"
+            raise PlanError(f"{why}.\nGive rows like those of book/recorded/published.csv.") from None
         results.append({**{name: row[name] for name in ("what", "published", "unit")}, **result})
     if arguments.json:
         print(json.dumps(results, indent=1))
@@ -179,4 +182,4 @@ def show_published(arguments: argparse.Namespace) -> int:
         for row in results:
             text = row.get("refused") or f"{row['computed']:.6g} {row['unit']}, published {row['published']}"
             print(f"{'within' if row['within'] else 'MISSED'}  {row['what']}: {text}")
-    return int(not all(row["within"] for row in results))
+    return int(not results or not all(row["within"] for row in results))

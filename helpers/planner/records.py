@@ -49,13 +49,13 @@ def check_fields(kind: type, values: Mapping[str, Any]) -> None:
         smallest, largest = limits.get(name, (0, LARGEST))
         if name in choices and value not in choices[name]:
             hint = f"one of {', '.join(map(str, choices[name]))}"
-        elif not (hint := wrong(value, types[name], smallest, largest)):
+        elif not (hint := correction(value, types[name], smallest, largest)):
             continue
         text = repr(value)
         raise PlanError(f"{what}: {name} is {text if len(text) <= 60 else text[:60] + '…'}.\nGive {hint}.")
 
 
-def wrong(value: object, kind: type, smallest: float, largest: float) -> str:
+def correction(value: object, kind: type, smallest: float, largest: float) -> str:
     """What to give instead of a value that is not of this type or not within the limits; empty for a right one."""
     if kind in (int, float):
         if type(value) is int or (kind is float and type(value) is float):
