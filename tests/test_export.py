@@ -65,7 +65,7 @@ BECOMES = {  # {what: (cells, a part of the script)}
     "strings of several lines do not move": (['x = """a\nb"""'], '    x = """a\nb"""\n'),
     "nor do f-strings": (['x = f"""{1}\n{2}\nb"""'], '    x = f"""{1}\n{2}\nb"""\n'),
     "other cells are left out": (["x = 1", "-:y = 2", "z = 3"], "    x = 1\n    z = 3\n"),
-    "their imports, too": (["import json, os\nx = os", "-:%%time\njson"], "import atexit\nimport os\nimport shutil"),
+    "their imports, too": (["import json, os\nx = os", "-:%%time\njson"], "import atexit\nimport os\nimport tempfile"),
     "unknown ones keep their order": (["import mine_b\nimport mine_a"], "import mine_b\nimport mine_a\n"),
     "an import for its effect stays": (["import antigravity\nx = 1"], "import antigravity\n"),
     "a parameter is a flag": (["p:lr: float = 1  # rate, 5%", "x = lr"], 'add("--lr", 1, "rate, 5%%", type=float)'),

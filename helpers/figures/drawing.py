@@ -22,11 +22,11 @@ if not os.access(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~"), o
     os.environ.setdefault("MPLCONFIGDIR", f"{tempfile.gettempdir()}/matplotlib-{os.getuid()}")
 
 import matplotlib.style
-from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
+from matplotlib.rcsetup import cycler
 
 from helpers.figures.svg import compact, with_own_ids
 

@@ -109,7 +109,7 @@ def every_node_is_node_0(agent: Any) -> None:
 @lie("01", "backend|sick|gloo", file="helpers/runtime/process_group.py")
 def backends_are_not_compared(text: str) -> str:
     """`start_process_group` starts though one node takes gloo and the other NCCL."""
-    return swap(text, "    compare(store, rank, world_size, choice)\n", "")
+    return swap(text, "    compare(store, rank, world_size, few or backend)\n", "")
 
 
 @lie("01", "group", module=C10D)
