@@ -21,7 +21,7 @@ MARKS = {
 }
 UNMARKED = "no ranks"
 BOOKS_SECONDS = 900  # for a test of the built book: it may build it, or wait until another worker has built it
-LONGEST = ("test_browser.py", "test_fault_tolerance.py", "test_scripts.py", "test_slurm.py", "16_capstone.ipynb")
+LONGEST = ("16_capstone", "test_browser", "test_fault_tolerance", "test_launch_files", "test_scripts", "test_slurm")
 
 
 nbval.kernel.KernelManager = BlockingSocketKernelManager  # a free port may be taken before the kernel takes it
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items):
     """A file's tests stay on one worker, so let the long files start first; of the notebooks, the later ones are."""
     items.sort(key=lambda item: item.path.name, reverse=True)
     items.sort(
-        key=lambda item: (item.path.name not in LONGEST, item.path.suffix != ".ipynb", mark_of(item) == UNMARKED)
+        key=lambda item: (item.path.stem not in LONGEST, item.path.suffix != ".ipynb", mark_of(item) == UNMARKED)
     )
 
 

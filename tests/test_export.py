@@ -101,6 +101,7 @@ def test_becomes(case):
     assert part in exported(*cells)
 
 
+@pytest.mark.ranks
 def test_the_script_does_what_the_notebook_does(tmp_path):
     cells = ["p:n: int = 3  # how many\nloud: bool = True", "import json", "def total(n):\n    return sum(range(n))"]
     cells += ["result = total(n)\nif loud:\n    print(json.dumps(result))", "-:print('not exported')"]
