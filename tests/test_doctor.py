@@ -19,6 +19,7 @@ import leftovers
 import pytest
 import torch
 import torch.distributed as dist
+from slurm_cluster import STEP
 
 from helpers.doctor import examine as doctor
 from helpers.doctor import membership
@@ -397,16 +398,6 @@ def test_name_without_an_address(capsys):
 
 
 # --- under srun, and with a plan --------------------------------------------------------------------------------------
-
-
-STEP = {
-    "SLURM_JOB_ID": "123456",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "16",
-    "SLURM_STEP_NODELIST": "gpu[07-08]",
-    "SLURM_PROCID": "9",
-    "SLURM_LOCALID": "1",
-}
 
 
 @pytest.mark.ranks

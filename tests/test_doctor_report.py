@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from slurm_cluster import STEP
 
 from helpers.__main__ import main
 from helpers.doctor import facts, membership, trials
@@ -22,14 +23,6 @@ from helpers.planner.report import tables
 
 COLLECTIVES = ["broadcast", "scatter", "gather", "reduce", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-STEP = {
-    "SLURM_JOB_ID": "123456",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "16",
-    "SLURM_STEP_NODELIST": "gpu[07-08]",
-    "SLURM_PROCID": "9",
-    "SLURM_LOCALID": "1",
-}
 
 
 def flat(text):

@@ -176,7 +176,7 @@ REFUSED = {  # {what: (cells, the message without the cell)}
     "a parameter that is there twice": (["p:n: int = 1", "p:n: int = 2"], "cell 2: `n: int = 2` cannot be a flag"),
     "a fixed rank": ([INIT.format("rank=0, world_size=1")], "fixes rank=0, which is torchrun's to say. Leave it out."),
     "a fixed size": ([INIT.format("'gloo', None, None, 4")], "fixes world_size=4, which"),
-    "a file to meet at": ([INIT.format("init_method='file:///tmp/x'")], "fixes `file:///tmp/x`, which"),
+    "a file to meet at": ([INIT.format("init_method='file:///shared/x'")], "fixes `file:///shared/x`, which"),
     "in an f-string": ([INIT.format("init_method=f'file://{1}'")], "fixes `file://`, which"),
     "by a name": (["url = 'file:///x'", INIT.format("'gloo', url")], "fixes `file:///x`, which"),
     "a variable of torchrun's": (["import os\nos.environ['RANK'] = '0'"], "fixes RANK, which"),

@@ -58,6 +58,16 @@ PartitionName=main Nodes=n[1-{nodes}] Default=YES PriorityTier=1 GraceTime=30
 PartitionName=urgent Nodes=n[1-{nodes}] PriorityTier=10 PreemptMode=OFF
 """
 
+# What Slurm tells one task of a step on two nodes.
+STEP = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+}
+
 
 class Cluster:
     """The controller's host, ``head``, and the nodes' hosts by name, all connected to one switch."""
