@@ -51,13 +51,13 @@ def check_generator(generator: Any, on_gpu: bool) -> None:
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether the rehearsal has marked a CPU tensor, or the tensor of which it is a view, as pinned."""
-    return any(getattr(part, "pinned_here", False) for part in (tensor, tensor._base))
+    """Whether the rehearsal has marked a CPU tensor's memory as pinned, through this tensor or another."""
+    return tensor.layout == torch.strided and getattr(tensor.untyped_storage(), "pinned_here", False)
 
 
 def mark_pinned(tensor: torch.Tensor) -> torch.Tensor:
     """The CPU tensor itself, which from now on counts as pinned; nothing is really pinned here."""
-    tensor.pinned_here = True  # type: ignore[attr-defined]
+    tensor.untyped_storage().pinned_here = True  # type: ignore[attr-defined]
     return tensor
 
 

@@ -29,10 +29,12 @@ def start_process_group(
     gpus = torch.cuda.device_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))  # on this node
     backend = backend or ("nccl" if gpus else "gloo")
-    few = f"{gpus} GPUs for {ranks} ranks" if backend == "nccl" and gpus < ranks else ""
+    on_gpus = "nccl" in backend  # also in "cpu:gloo,cuda:nccl"
+    few = f"{gpus} GPUs for {ranks} ranks" if on_gpus and gpus < ranks else ""
     compare(store, rank, world_size, few or backend)
-    device = torch.device("cuda", local_rank) if backend == "nccl" else None
-    torch.cuda.set_device(device or -1)  # -1 changes nothing
+    device = torch.device("cuda", local_rank) if on_gpus else None
+    if device:
+        torch.cuda.set_device(device)
     options = {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group(backend, timeout=timeout, device_id=device, **options)
     print0(f"{world_size} rank(s), {backend} on {device or 'cpu'}")
@@ -44,12 +46,17 @@ def compare(store: dist.Store, rank: int, world_size: int, choice: str) -> None:
     store.set(f"backend of rank {rank}", f"{choice} on {os.uname().nodename}")
     if rank == 0:  # the store's timeout names a key, and with it the missing rank
         picks = {store.get(f"backend of rank {r}").decode() for r in range(world_size)}
-        agreed = {pick.split(" on ")[0] for pick in picks} in ({"nccl"}, {"gloo"})
+        choices = {pick.split(" on ")[0] for pick in picks}
+        agreed = len(choices) == 1 and "GPUs for" not in choices.pop()
         store.set("word of rank 0", "" if agreed else ", ".join(sorted(picks)))
     if wrong := store.get("word of rank 0").decode():
         store.set(f"rank {rank} knows", "")  # rank 0 waits: it may serve the store
-        rank == 0 and store.wait([f"rank {r} knows" for r in range(world_size)])
-        raise RuntimeError(f"No common backend: {wrong}. On CPUs: --backend gloo.")
+        if rank == 0:
+            store.wait([f"rank {r} knows" for r in range(world_size)])
+        raise RuntimeError(
+            f"No common backend: {wrong}. Give each node a visible GPU for every rank "
+            "(Slurm: --gpus-per-node, not --gpus-per-task); on CPUs: --backend gloo."
+        )
 
 
 def stop_process_group() -> None:
