@@ -1,0 +1,113 @@
+"""Each torchrun line that a chapter prints, run as it is printed: ranks for GPUs, local agents for nodes, a rehearsal.
+
+A GPU is a rank here, HOST is 127.0.0.1, a folder that all nodes see is this test's. What a line's comment promises is
+in PROMISES; every other line has to train as well as the script's defaults do. In SMALLER are the flags that a line has
+here in place of its own, with the reason. What test_scripts.py runs (the defaults on a node) is not run again.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from forked import Forked, Work, forked, script_alone, script_on_ranks
+from scripting import ROOT, export, rehearse_here, result, stand_alone
+from test_scripts import CHAPTERS, GOOD_ENOUGH
+
+from helpers.ranks.ports import hold_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SMALLER = {  # flags as printed: (flags here, why)
+    "--largest 268435456": ("--largest 1048576", "each of 54 checks would move a quarter of a gigabyte through gloo"),
+    "--size 268435456": ("--size 1048576", "the same, for all-reduces that are timed"),
+    "--width 4096 --layers 48 --dtype bfloat16 --recompute": (
+        "--width 64 --layers 4 --dtype bfloat16 --recompute",
+        "9.7 billion parameters take 155 GB",
+    ),
+    "--width 4096 --layers 48 --dtype bfloat16 --check 0": (
+        "--width 64 --layers 4 --dtype bfloat16 --check 0",
+        "9.7 billion parameters take 155 GB",
+    ),
+    "--bench-width 4096": ("--bench-width 64 --bench-batch 64 --bench-steps 2", "two cores take minutes for a step"),
+    "--width 4096 --batch-size 480 --out traces": (
+        "--width 512 --batch-size 480 --out traces",
+        "two cores take a minute for a step",
+    ),
+    "--matrix 8192 --message 268435456 --save cluster.toml": (
+        "--matrix 512 --message 1048576 --save cluster.toml",
+        "two cores take a minute for a product of such matrices",
+    ),
+    "--steps 300": ("--steps 60", "three hundred steps take minutes"),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A printed torchrun line: its launcher's words, its script, and its flags."""
+
+    text: str
+    launcher: tuple[str, ...]
+    chapter: str
+    flags: str
+
+    @property
+    def nodes(self) -> int:
+        return 2 if any(word.startswith("--nnodes") for word in self.launcher) else 1
+
+    @property
+    def ranks(self) -> int:
+        [number] = [word.partition("=")[2] for word in self.launcher if word.startswith("--nproc-per-node")]
+        return 2 if number == "gpu" else int(number)
+
+    def flags_here(self) -> list[str]:
+        return shlex.split(SMALLER.get(self.flags, (self.flags,))[0])
+
+
+def printed_lines() -> list[Line]:
+    """All torchrun lines of the chapters' shell listings that start a chapter's script."""
+    lines = []
+    for notebook in CHAPTERS:
+        for cell in json.loads(notebook.read_text())["cells"]:
+            for listing in re.findall(r"^```bash\n(.*?)^```", "".join(cell["source"]), flags=re.M | re.S):
+                for text in listing.splitlines():
+                    words = shlex.split(text, comments=True)
+                    scripts = [place for place, word in enumerate(words) if re.search(r"\d\d_\w+\.py$", word)]
+                    if words[:1] == ["torchrun"] and scripts:
+                        [place] = scripts
+                        flags = " ".join(words[place + 1 :])
+                        lines.append(Line(" ".join(words), tuple(words[1:place]), Path(words[place]).stem, flags))
+    return lines
+
+
+LINES = printed_lines()
+ON_A_NODE = [line for line in LINES if line.nodes == 1 and line.flags and line.chapter not in ("13_fault_tolerance",)]
+FIRST_OF_TWO = [line for line in LINES if "--node-rank=0" in line.launcher]
+
+
+def straggler(out: str, folder: Path) -> None:
+    assert re.search(r"rank 2", out)
+
+
+def traces(out: str, folder: Path) -> None:
+    assert list((folder / "traces").iterdir())
+
+
+def weights(name: str) -> Callable[[str, Path], None]:
+    def check(out: str, folder: Path) -> None:
+        assert (folder / name).stat().st_size > 1000
+
+    return check
+
+
+PROMISES: dict[str, Callable[[str, Path], None]] = {
+    "--slow-rank 2": straggler,
+    "--width 4096 --batch-size 480 --out traces": traces,
+    "--batch-size 384 --lr 0.4 --epochs 32 --save digits.pt": weights("digits.pt"),
+    "--width 128 --layers 4 --save model.safetensors": weights("model.safetensors"),
+    "--tp 2 --save model.safetensors": weights("model.safetensors"),
+    "--matrix 8192 --message 268435456 --save cluster.toml": weights("cluster.toml"),
+}
