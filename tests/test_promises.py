@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forked import Forked, Work, forked, script_alone, script_on_ranks
+from forked import AT_ADDRESS, Forked, Work
 from scripting import ROOT, export, rehearse_here, result, stand_alone
 from test_scripts import CHAPTERS, GOOD_ENOUGH
 
@@ -84,8 +84,11 @@ def printed_lines() -> list[Line]:
 
 
 LINES = printed_lines()
-ON_A_NODE = [line for line in LINES if line.nodes == 1 and line.flags and line.chapter not in ("13_fault_tolerance",)]
+CHAPTERS_WITH_LINES = sorted({line.chapter for line in LINES})
 FIRST_OF_TWO = [line for line in LINES if "--node-rank=0" in line.launcher]
+ELSEWHERE = {  # lines with c10d on each of two nodes: test_two_hosts.py runs both kinds of rendezvous with restarts
+    line.text for line in LINES if line.nodes == 2 and "--rdzv-backend=c10d" in line.launcher
+}
 
 
 def straggler(out: str, folder: Path) -> None:
@@ -111,3 +114,67 @@ PROMISES: dict[str, Callable[[str, Path], None]] = {
     "--tp 2 --save model.safetensors": weights("model.safetensors"),
     "--matrix 8192 --message 268435456 --save cluster.toml": weights("cluster.toml"),
 }
+
+# Lines that end before the training does.
+PARTS = {"--state state.pt --stop-after 20", "--width 4096 --batch-size 480 --out traces"}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return stand_alone(tmp_path_factory.mktemp("path"))
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A function that writes a chapter's script into this test's empty folder."""
+    return lambda chapter: export(ROOT / "notebooks" / f"{chapter}.ipynb", tmp_path / "empty")
+
+
+def agent(line, script, launcher, environment):
+    """A fork that is one node's torchrun."""
+    words = [word.replace("HOST", "127.0.0.1").replace("=gpu", "=2") for word in launcher]
+    folder = script.parent
+    flags = [flag.replace("/shared", str(folder)) for flag in line.flags_here()]
+    return Forked(Work("forked_torchrun", "main", [*words, str(script), *flags], str(folder)), environment)
+
+
+def check(line, ended, folder):
+    """Check that a line left nothing and did what its comment says, and trained as well as the script's defaults."""
+    status, out, errors, left = ended
+    assert status == 0 and not left, f"{line.text}\n{out}{errors}"
+    PROMISES.get(line.flags, lambda *_: None)(out, folder)
+    assert line.flags in PARTS or GOOD_ENOUGH[line.chapter](result(out)), f"{line.text}\n{out}"
+
+
+def test_tables_name_printed_lines():
+    assert SMALLER.keys() | PROMISES.keys() | PARTS <= {line.flags for line in LINES}
+    assert {line.text for line in LINES if line.nodes == 2} - ELSEWHERE == {
+        text for line in FIRST_OF_TWO for text in (line.text, line.text.replace("--node-rank=0", "--node-rank=1"))
+    }
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS_WITH_LINES)
+def test_lines_of_one_node_in_their_order(chapter, alone, script):
+    """In one folder, as a reader types them: a line may go on from what an earlier line wrote."""
+    path = script(chapter)
+    (path.parent / "runs" / "a").mkdir(parents=True)  # chapter 10 prints this line
+    for line in LINES:
+        if line.chapter == chapter and line.nodes == 1 and line.flags:
+            launcher = [word for word in line.launcher if word != "--standalone"] + AT_ADDRESS
+            environment = {**alone, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if chapter[:2] == "13" else alone
+            check(line, agent(line, path, launcher, environment).end(600), path.parent)
+            if "--nproc-per-node=gpu" in line.launcher and "--max-restarts=3" not in line.launcher:
+                done = rehearse_here(path, "--gpus", line.ranks, flags=line.flags_here(), timeout=600)
+                assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("line", FIRST_OF_TWO, ids=lambda line: line.chapter)
+def test_a_line_on_each_of_two_nodes(line, alone, script):
+    path = script(line.chapter)
+    with hold_port() as port:
+        second = [word.replace("--node-rank=0", "--node-rank=1") for word in line.launcher]
+        nodes = [agent(line, path, [*words, f"--master-port={port}"], alone) for words in (line.launcher, second)]
+        first, other = (node.end(600) for node in nodes)
+    assert other[0] == 0 and not other[3], other
+    check(line, first, path.parent)
+    assert result(first[1])["world_size"] == 4
