@@ -58,10 +58,10 @@ class Explorer:
             raise ValueError(f"explore() draws at most {MOST_FRAMES} frames, not {len(frames)}. List fewer values.")
         self.views: dict[tuple[int, ...], str] = {}  # by the sliders' positions
         for frame in frames:
-            turned = {name: sliders[name][position] for name, position in zip(sliders, frame, strict=True)}
-            says = ", ".join(f"{label(name)} {value}" for name, value in turned.items())
+            arguments = {name: sliders[name][position] for name, position in zip(sliders, frame, strict=True)}
+            says = ", ".join(f"{label(name)} {value}" for name, value in arguments.items())
             words = f"{alt} ({says})" if alt.strip() else ""
-            self.views[frame] = view(fn(**turned), words, salt=caption, on=frame == self.start)
+            self.views[frame] = view(fn(**arguments), words, salt=caption, on=frame == self.start)
         self.widget: Any = None
 
     def frame(self, positions: Sequence[int]) -> str:

@@ -51,14 +51,14 @@ class PretendedNCCL(c10d.ProcessGroupGloo):
     """A ProcessGroupNCCL on gloo. It is as strict as NCCL about duplicate GPUs, splits and devices."""
 
     Options: Any = Options
-    kept: list["PretendedNCCL"] = []  # torch keeps only the C++ half of a group alive; this list keeps the Python half
+    instances: list["PretendedNCCL"] = []  # kept here, because torch keeps only the C++ half of a group alive
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, timeout=options._timeout)
         self.store, self.place, self.world, self.pretended_options = store, rank, size, options
         self.gpu: int | None = None  # of the communicator, once it is made
         self.splits = 0
-        self.kept.append(self)
+        self.instances.append(self)
 
     supports_splitting: Any = property(lambda self: True)
     supports_coalescing: Any = property(lambda self: False)
@@ -116,7 +116,7 @@ def backends_of(group: Any) -> Any:
     return c10d.BackendConfig(c10d.Backend(c10d._world.pg_map[group][0])).get_device_backend_map()
 
 
-def pretended(group: Any) -> Any:
+def nccl_of(group: Any) -> Any:
     """The group's pretended NCCL, or None where it has none."""
     if group not in c10d._world.pg_map or backends_of(group).get("cuda") != "nccl":
         return None
@@ -125,7 +125,7 @@ def pretended(group: Any) -> Any:
 
 def splits(group: Any) -> bool:
     """Whether groups beside this one are split off its communicator, as NCCL does where it is bound to a GPU."""
-    return bool(group.bound_device_id and pretended(group))
+    return bool(group.bound_device_id and nccl_of(group))
 
 
 HOOKS_OF_DDP = [0]  # how many comm hooks run now: their buckets are CPU tensors, which NCCL then has to accept
@@ -133,7 +133,7 @@ HOOKS_OF_DDP = [0]  # how many comm hooks run now: their buckets are CPU tensors
 
 def check_tensors(group: Any, name: str, tensors: list[torch.Tensor]) -> Any:
     """Raise what NCCL would raise for these tensors; make the communicator at the first call. Returns NCCL or None."""
-    nccl = pretended(group)
+    nccl = nccl_of(group)
     for tensor in tensors if nccl else ():
         if not isinstance(tensor, CudaTensor):
             if "cpu" not in backends_of(group) and not HOOKS_OF_DDP[0]:
@@ -178,7 +178,7 @@ def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 def barrier(self: Any, opts: Any = None, **kwargs: Any) -> Any:
     """ProcessGroup.barrier: NCCL's makes a communicator and blocks the host until it has ended."""
     opts = opts or dist.BarrierOptions()
-    nccl = pretended(self)
+    nccl = nccl_of(self)
     if nccl:
         gpu = opts.device.index if opts.device is not None and opts.device.type == "cuda" else nccl.gpu
         nccl.connect(self.rank() % Node.gpus if gpu is None else gpu)  # ProcessGroupNCCL guesses the same GPU
@@ -211,8 +211,8 @@ def device_types(group: Any) -> list[torch.device]:
 def new_process_group(*args: Any, **kwargs: Any) -> Any:
     """torch's maker of groups. NCCL also takes CPU tensors, which pretended ones are for torch's C++."""
     group, *rest = ORIGINAL_HELPER(*args, **kwargs)
-    if isinstance(group, dist.ProcessGroup) and pretended(group) and "cpu" not in backends_of(group):
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.NCCL, pretended(group))
+    if isinstance(group, dist.ProcessGroup) and nccl_of(group) and "cpu" not in backends_of(group):
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.NCCL, nccl_of(group))
     return group, *rest
 
 

@@ -79,7 +79,7 @@ def trusting() -> Iterator[None]:
 
 def count_reduction(model: Any) -> None:
     """Count, at the line of the forward pass, the all-reduce that DDP's C++ will start in backward."""
-    if not nccl.pretended(model.process_group):
+    if not nccl.nccl_of(model.process_group):
         return
     size = sum(bytes_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
     COUNTS.add(COLLECTIVE, "allreduce by DDP, in backward", size)

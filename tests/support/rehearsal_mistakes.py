@@ -33,7 +33,6 @@ def load_to_gpu_0():
 
 
 mistakes = [
-    # The prototype's twelve.
     ("a CPU tensor in all_reduce", "No backend type", lambda: dist.all_reduce(torch.ones(3))),
     ("a CPU tensor in an expression", "same device", lambda: x + torch.ones(4)),
     ("a model on the CPU", "same device", lambda: nn.Linear(4, 2)(x)),
@@ -46,7 +45,6 @@ mistakes = [
     ("the peer's GPU", "constrained", lambda: dist.all_reduce(torch.ones(3, device=f"cuda:{1 - device.index}"))),
     ("a CPU tensor in send", "No backend type", lambda: dist.send(torch.ones(3), 1 - rank)),
     ("labels on the CPU", "same device", lambda: cross_entropy(x, torch.zeros(4, dtype=torch.long))),
-    # And more.
     ("an operation that NCCL lacks", "ReduceOp.BOR with NCCL", lambda: dist.all_reduce(labels, dist.ReduceOp.BOR)),
     ("a group by its members alone", "129965", lambda: dist.new_group([rank], use_local_synchronization=True)),
     ("gloo for some ranks", "ranks outside", lambda: dist.new_group([0], backend="gloo")),
