@@ -27,7 +27,7 @@ class Buckets:
 
 
 ORIGINAL_GROUPING = _foreach_utils._group_tensors_by_device_and_dtype
-BUCKETS: dict[int, Buckets] = {}  # by a model's id, for the report
+BUCKETS: dict[int, Buckets] = {}  # by a model's number, for the report
 
 
 def patch() -> None:
@@ -85,8 +85,9 @@ def count_reduction(model: Any) -> None:
     COUNTS.add(COLLECTIVE, "allreduce by DDP, in backward", size)
     data = model._get_ddp_logging_data()
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-    line = BUCKETS[id(model)].line if id(model) in BUCKETS else script_line()
-    BUCKETS[id(model)] = Buckets(line, [int(number) for number in str(sizes).split(",") if number.strip()])
+    number = model.__dict__.setdefault("rehearsal_number", len(BUCKETS))  # a later model may have the same id
+    line = BUCKETS[number].line if number in BUCKETS else script_line()
+    BUCKETS[number] = Buckets(line, [int(part) for part in str(sizes).split(",") if part.strip()])
 
 
 def allocate(self: Any, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:

@@ -58,7 +58,7 @@ mistakes = [
     ("a gradient on the CPU", "different device", lambda: setattr(model.module.weight, "grad", torch.ones(4, 4))),
     ("an input on the CPU, in DDP", "same device", lambda: model(torch.ones(4, 4))),
     ("a non-contiguous tensor in send", "contiguous", lambda: dist.send(x.t()[:, 1:], 1 - rank)),
-    ("torch.load without map_location", "" if rank else "to numpy", load_to_gpu_0),
+    ("torch.load without map_location", "cuda:0 and cuda:1" if rank else "to numpy", load_to_gpu_0),
     ("joining both devices", "same device", lambda: torch.cat([x, torch.ones(1, 4)])),
     ("pinned memory on a GPU", "can be pinned", lambda: torch.ones(3, device=device, pin_memory=True)),
     ("the time between no records", "be recorded", lambda: torch.cuda.Event().elapsed_time(torch.cuda.Event())),
