@@ -23,7 +23,7 @@ from helpers.planner.experiments.vtrain import (
     measured,
 )
 from helpers.planner.layout import Layout
-from helpers.planner.model import model_of
+from helpers.planner.model import model_of, size_of
 from helpers.planner.step_time import FACTOR, FITTED, step_time
 from helpers.ranks.launch import launch
 
@@ -231,7 +231,7 @@ def test_zero_3_sends_half_as_much_again_as_ddp_and_repeats_with_accumulation():
         layout = Layout(dp=8, zero=zero, batch=8 * micro_batches)
         return sum(group.sent for group in collectives(model, layout, conventions=conventions))
 
-    inner = model.layers * model.layer_parameters()
+    inner = model.layers * size_of(model, 0)
     outside = model.parameters() - inner
     share = 2 * 7 / 8  # of 2 bytes
     assert sent(0, 1) == sent(0, 4) == sent(1, 4) == pytest.approx(2 * share * model.parameters())
