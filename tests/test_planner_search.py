@@ -43,9 +43,6 @@ def test_every_layout_is_ranked_refused_or_too_large(result):
     assert result.tried == len(fits) + refusals + len(result.too_large)
     assert result.best.seconds == min(fits.values())
     assert [fit.seconds for fit in result.fits] == sorted(fits.values())
-
-
-def test_refusals_count_by_reason_and_what_does_not_fit_by_memory(result):
     assert "layers do not divide into stages (pp x interleave)" in result.refusals
     assert "tp x pp x cp does not divide the GPUs" in result.refusals
     assert sum(result.by_memory().values()) == len(result.too_large) > 0

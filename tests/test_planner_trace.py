@@ -12,7 +12,7 @@ from helpers.planner.layout import Layout
 from helpers.planner.memory import shared_parameters
 from helpers.planner.model import model_of
 from helpers.planner.records import PlanError
-from helpers.planner.trace import counted, sharded_stage, trace
+from helpers.planner.trace import count_rank, sharded_stage, trace
 from helpers.ranks.launch import launch
 from helpers.runtime.process_group import start_process_group, stop_process_group
 
@@ -45,7 +45,7 @@ def test_two_layers_of_each_kind_stand_for_all(model):
 @pytest.mark.parametrize("layout", [Layout(dp=2, tp=2, zero=3), Layout(dp=4, zero=3), Layout(dp=4, zero=3, shard=2)])
 def test_pretended_ranks_hold_the_bytes_of_real_ones(layout):
     def real(model, layout):
-        here = counted(model, layout, dist.get_rank(), stage=0, every_layer=True, device="cpu")
+        here = count_rank(model, layout, dist.get_rank(), stage=0, every_layer=True, device="cpu")
         layers = sharded_stage(model, layout, 0, range(model.layers), "cpu").get_submodule("layers")
         local = [p.to_local() if isinstance(p, DTensor) else p for p in layers.parameters()]
         return here, sum(parameter.nbytes for parameter in local)

@@ -23,8 +23,8 @@ TABLES = ("model", "cluster", *FIELDS)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan`` to its parser."""
     parser.add_argument("model", metavar="MODEL|FILE", help=f"a TOML file with {', '.join(TABLES)}; or a model's name")
-    known = ", ".join(clusters.PRESETS)
-    parser.add_argument("cluster", nargs="?", metavar="CLUSTER", help=f"one of {known}; or a TOML file")
+    names = ", ".join(clusters.PRESETS)
+    parser.add_argument("cluster", nargs="?", metavar="CLUSTER", help=f"one of {names}; or a TOML file")
     parser.add_argument("--gpus", type=whole, metavar="N", help="how many GPUs: of a named cluster, or to search for")
     for name in FIELDS:
         parser.add_argument(f"--{name}", metavar="A=1,B=2", help=f"fields of the {name}; they win over the file's")
@@ -108,8 +108,9 @@ def show_search(arguments: argparse.Namespace, job: dict[str, Any]) -> None:
     """Rank and print the layouts of a model on a cluster; fields that are given stay. PlanError where none fits."""
     model, cluster = models.model_of(job["model"]), clusters.cluster_of(job["cluster"], arguments.gpus or 0)
     if arguments.job:
-        hint = "Leave it out, and plan again with the layout that you choose."
-        raise PlanError(f"a search does not plan the --job.\n{hint}")
+        raise PlanError(
+            "a search does not plan the --job.\nLeave it out, and plan again with the layout that you choose."
+        )
     constraints = dict(job["layout"])
     batch = constraints.pop("batch", 0)
     if not batch:

@@ -82,17 +82,17 @@ class Collective:
         """Seconds of all of them, where links reach these shares of their speed."""
         return self.count * (self.latency + self.in_node / in_node + self.between / between)
 
-    def timed(self, cluster: Cluster) -> Self:
+    def on(self, cluster: Cluster) -> Self:
         """The same with their seconds on a cluster."""
         group = places(self.ranks, self.stride, cluster)
         latency, in_node, between = link_seconds(self.kind, self.size, *group, cluster)
         return replace(self, latency=latency, in_node=in_node, between=between)
 
 
-def timed(candidates: Iterable[Collective], cluster: Cluster | None) -> list[Collective]:
+def with_seconds(candidates: Iterable[Collective], cluster: Cluster | None) -> list[Collective]:
     """Those that send anything, with their seconds; without a cluster these stay 0."""
     sent = [group for group in candidates if group.ranks > 1 and group.count and group.size]
-    return [group.timed(cluster) for group in sent] if cluster else sent
+    return [group.on(cluster) for group in sent] if cluster else sent
 
 
 def collectives(
@@ -109,7 +109,7 @@ def collectives(
     sharded: which of embedding and head tensor parallelism divides along the vocabulary; options: see activations.
     """
     of_gradients = data_parallel(model, layout, conventions or Conventions(), stage, sharded)
-    return timed([*activations(model, layout, stage, sharded, **options), *of_gradients], cluster)
+    return with_seconds([*activations(model, layout, stage, sharded, **options), *of_gradients], cluster)
 
 
 def activations(

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from helpers.planner.cluster import Cluster
 from helpers.planner.records import Record
 
 Flops = Literal["6N", "6N+A", "6(N-E)+A", "6(N-E)+A/2", "gemm"]
@@ -32,24 +31,15 @@ class Conventions(Record):
     memory: Literal["GB", "GiB"] = "GiB"  # 1e9 or 2^30 bytes
     states: States = "float32"  # which bytes for each parameter
     gather: Literal["each", "once"] = "each"  # ZeRO-3 gathers and reduces for each micro-batch, or once a step
-    in_flight: Literal["schedule", "one"] = (
-        "schedule"  # the first stage holds p micro-batches; or one, as if p split it
-    )
+    in_flight: Literal["schedule", "one"] = "schedule"  # the first stage holds p micro-batches; one: p divided them
     days: Literal["count", "8TP"] = "count"  # from the count of FLOPs; or by Narayanan et al. 2021, equation 4
     causal: Literal["full", "half"] = "full"  # seconds count all pairs of tokens; half: a kernel skips later tokens
-    # Sequence parallelism keeps gathered inputs (PyTorch); or gathers again (Megatron).
-    sequence_inputs: Literal["kept", "again"] = "kept"
-    # At the peak four float32 copies, as PyTorch's cross_entropy makes; or one.
-    logits: Literal["eager", "stored"] = "eager"
-    # Without FSDP gradients are sent after the backward; or hide behind it.
-    overlap: Literal["none", "backward"] = "none"
+    sequence_inputs: Literal["kept", "again"] = "kept"  # gathered once (PyTorch), or again in backward (Megatron)
+    logits: Literal["eager", "stored"] = "eager"  # four float32 copies, as PyTorch's cross_entropy makes; or one
+    overlap: Literal["none", "backward"] = "none"  # without FSDP, gradients follow the backward; or hide behind it
     shards: Literal["rows", "even"] = "rows"  # ZeRO-3 cuts each tensor between rows (fully_shard), or all evenly
 
     @property
     def state_bytes(self) -> tuple[int, int, int]:
         """Bytes of (parameter, gradient, optimizer state) for one parameter."""
         return STATES[self.states]
-
-    def peak_of(self, cluster: Cluster, dtype: str) -> float:
-        """FLOP/s of one GPU: the convention's, or the cluster's."""
-        return self.peak or cluster.peak(dtype)

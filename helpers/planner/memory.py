@@ -91,8 +91,8 @@ def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "r
     for unit in units_of(model, layout, stage):
         sharers = max(layout.sharers // unit.apart, 1)
         for rows, columns, copies in unit.shapes:
-            held = math.ceil(rows / sharers) if shards == "rows" else rows / sharers
-            total += unit.times * copies * columns * held
+            here = math.ceil(rows / sharers) if shards == "rows" else rows / sharers
+            total += unit.times * copies * columns * here
     return total
 
 

@@ -93,8 +93,8 @@ class Plan:
 
     @property
     def peak(self) -> float:
-        """FLOP/s of one GPU."""
-        return self.conventions.peak_of(self.cluster, self.layout.dtype)
+        """FLOP/s of one GPU: the convention's, or the cluster's."""
+        return self.conventions.peak or self.cluster.peak(self.layout.dtype)
 
     @cached_property
     def stages(self) -> list[dict[str, float]]:

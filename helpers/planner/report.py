@@ -37,10 +37,9 @@ def memory_lines(plan: Plan) -> Iterator[str]:
     """The first, the fullest and the last stage by kind."""
     stages, unit = plan.stages, plan.conventions.memory
     columns = sorted({0, plan.fullest, len(stages) - 1})
-    kinds = list(dict.fromkeys(kind for stage in stages for kind in stage))
-    kinds.sort(key="total".__eq__)
+    kinds = {kind: None for stage in stages for kind in stage if kind != "total"}
     rows = [[unit] + [f"stage {stage}" for stage in columns]]
-    for kind in kinds:
+    for kind in [*kinds, "total"]:
         rows.append([kind] + [f"{stages[stage].get(kind, 0) / GIGA[unit]:.2f}" for stage in columns])
     yield "memory of a rank"
     yield from (f"  {line}" for line in aligned(rows, left=[0]))
@@ -140,10 +139,8 @@ def tables(plan: Plan) -> dict[str, Any]:
         "layout": settings(plan.layout),
         "memory": {**values_of(plan, "stages", "fullest", "fits"), "limit": cluster.memory, "not_counted": NOT_COUNTED},
         "collectives": [
-            {
-                **values_of(group, "dimension", "kind", "phase", "what", "ranks", "count", "sent"),
-                **{"bytes": group.size, "seconds": group.seconds()},
-            }
+            values_of(group, "dimension", "kind", "phase", "what", "ranks", "count", "sent")
+            | {"bytes": group.size, "seconds": group.seconds()}
             for group in plan.collectives
         ],
         "step": {
@@ -172,10 +169,8 @@ def search_tables(search: Search) -> dict[str, Any]:
         "too_large": search.by_memory(),
         "fits": len(search.fits),
         "ranked": [
-            {
-                **{"seconds": fit.seconds, "low": fit.step.low, "high": fit.step.high, "bytes": fit.bytes},
-                **{"words": words(fit.layout), "layout": vars(fit.layout)},
-            }
+            {"seconds": fit.seconds, "low": fit.step.low, "high": fit.step.high, "bytes": fit.bytes}
+            | {"words": words(fit.layout), "layout": vars(fit.layout)}
             for fit in search.fits[:10]
         ],
     }

@@ -156,20 +156,16 @@ def words(layout: Layout) -> str:
     return ", ".join(parts)
 
 
-def powers(largest: float) -> list[int]:
-    """1, 2, 4, … up to the largest."""
-    return [2**power for power in range(max(int(largest), 1).bit_length())]
-
-
 def choices(model: Model, cluster: Cluster, attention: str = "flash") -> dict[str, list[Any]]:
     """{field: values} that a search tries by default: tp up to two nodes, so that it is seen why not."""
+    node, gpus = cluster.gpus_per_node, cluster.gpus
     return {
-        "tp": powers(min(2 * cluster.gpus_per_node, cluster.gpus)),
-        "pp": [size for size in range(1, min(model.layers, cluster.gpus) + 1) if cluster.gpus % size == 0],
-        "cp": powers(8) if model.seq > 16384 else [1],
-        "ep": sorted({1, min(model.experts, cluster.gpus_per_node), model.experts} - {0}),
+        "tp": [2**power for power in range(min(2 * node, gpus).bit_length())],
+        "pp": [size for size in range(1, min(model.layers, gpus) + 1) if gpus % size == 0],
+        "cp": [1, 2, 4, 8] if model.seq > 16384 else [1],
+        "ep": sorted({1, min(model.experts, node), model.experts} - {0}),
         "zero": [1, 3],
-        "shard": [0, cluster.gpus_per_node],
+        "shard": [0, node],
         "micro_batch": [1, 2, 4, 8],
         "interleave": [1, 2, 4],
         "recompute": ["none", "full"] + ["selective"] * (attention == "scores"),
@@ -177,10 +173,9 @@ def choices(model: Model, cluster: Cluster, attention: str = "flash") -> dict[st
     }
 
 
-def products(table: dict[str, list[Any]], names: list[str]) -> Iterator[dict[str, Any]]:
+def products(table: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
     """Each {name: value}."""
-    for values in itertools.product(*(table[name] for name in names)):
-        yield dict(zip(names, values, strict=True))
+    return (dict(zip(table, values, strict=True)) for values in itertools.product(*table.values()))
 
 
 def search(
@@ -198,16 +193,15 @@ def search(
     model = model_of(model)
     table = choices(model, cluster, constraints.get("attention", "flash"))
     table |= {name: list(value) if isinstance(value, (list, tuple)) else [value] for name, value in constraints.items()}
-    for name in constraints:  # or an error would count for every layout
-        for value in table[name]:
+    for name, values in {**{name: table[name] for name in constraints}, "batch": [batch]}.items():
+        for value in values:  # or an error would count for every layout
             Layout.check_fields({name: value})
-    Layout.check_fields({"batch": batch})
     for dtype in table.get("dtype", []):
         cluster.peak(dtype)
     result = Search(model, cluster, Conventions.of(conventions or {}), tuple(constraints))
-    inner = list(products(table, [name for name in table if name not in MESH]))
-    inner = [step for step in inner if step["zero"] == 3 or not step["shard"]]  # or HSDP would say nothing
-    for mesh in products(table, list(MESH)):
+    mesh_table = {name: table.pop(name) for name in MESH}
+    inner = [step for step in products(table) if step["zero"] == 3 or not step["shard"]]  # or HSDP would say nothing
+    for mesh in products(mesh_table):
         steps = [step for step in inner if mesh["pp"] > 1 or step["interleave"] == 1]
         ranks = mesh["tp"] * mesh["pp"] * mesh["cp"]
         if cluster.gpus % ranks:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from helpers.planner.cluster import PRESETS, Cluster
-from helpers.planner.communication import RECEIVED, Collective, activations, data_parallel, timed
+from helpers.planner.communication import RECEIVED, Collective, activations, data_parallel, with_seconds
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
 from helpers.planner.memory import stage_parameters
@@ -106,12 +106,12 @@ def parts_of(
     states = 0 if layout.offload else stage_parameters(model, layout, sizes.index(layers)) / layout.sharers
 
     # Megatron-LM, which was measured, recomputes a layer's last output, too.
-    sent = timed(activations(model, layout, stage=1 if layout.pp > 2 else 0, early_stop=False), cluster)
+    sent = with_seconds(activations(model, layout, stage=1 if layout.pp > 2 else 0, early_stop=False), cluster)
     to_stages = [group for group in sent if group.dimension == "pp" or group.what == RECEIVED]
     in_layers = [
         [group for group in sent if group.dimension == name and group.what != RECEIVED] for name in ("tp", "ep", "cp")
     ]
-    data = timed(data_parallel(model, layout, conventions), cluster)
+    data = with_seconds(data_parallel(model, layout, conventions), cluster)
     overlaps = conventions.overlap == "backward" and layout.zero < 3
     reductions = [group for group in data if overlaps and group.phase == "backward"]
     reducing = m if layout.zero == 2 and conventions.gather == "each" else 1  # micro-batches whose backward reduces

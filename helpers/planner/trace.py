@@ -33,8 +33,10 @@ class Rank:
 
 @dataclass(frozen=True)
 class Trace:
-    """What the first and the last rank of the first, second and last stage hold. The first rank of a stage holds the
-    most of it, the last the least: each tensor's rows go to ranks in order until there are none."""
+    """What the first and the last rank of the first, second and last stage hold.
+
+    The first rank of a stage holds the most of it, the last the least: each tensor's rows go to ranks in order.
+    """
 
     ranks: tuple[Rank, ...]
     world: int  # ranks among which one copy of the model is divided
@@ -81,22 +83,22 @@ def trace(model: Model, layout: Layout, every_layer: bool = False) -> Trace:
     per_stage = layout.gpus // layout.pp
     stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
     places = [(stage, stage * per_stage + offset) for stage in stages for offset in sorted({0, per_stage - 1})]
-    ranks = launch(pretended, model, layout, places, every_layer, nproc=1, timeout=600)[0]
+    ranks = launch(pretend, model, layout, places, every_layer, nproc=1, timeout=600)[0]
     copies = layout.data_ranks // layout.sharers
     return Trace(tuple(ranks), layout.gpus // copies, model.parameters())
 
 
-def pretended(model: Model, layout: Layout, places: list[tuple[int, int]], every_layer: bool) -> list[Rank]:
+def pretend(model: Model, layout: Layout, places: list[tuple[int, int]], every_layer: bool) -> list[Rank]:
     """A Rank for each (stage, rank): in this process, as each of these ranks in turn. Ends the process group."""
     ranks = []
     for stage, rank in places:
         dist.destroy_process_group()
         dist.init_process_group("fake", rank=rank, world_size=layout.gpus)
-        ranks.append(counted(model, layout, rank, stage, every_layer))
+        ranks.append(count_rank(model, layout, rank, stage, every_layer))
     return ranks
 
 
-def counted(model: Model, layout: Layout, rank: int, stage: int, every_layer: bool, device: str = "meta") -> Rank:
+def count_rank(model: Model, layout: Layout, rank: int, stage: int, every_layer: bool, device: str = "meta") -> Rank:
     """The Rank of this process, on whatever group it is in: it builds the stage, shards it and counts."""
     layers = layout.layers_of(model, stage)
     sparse = [model.has_experts(layer) for layer in layers]
