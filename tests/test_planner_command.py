@@ -77,6 +77,7 @@ def test_a_file_becomes_a_plan(command, job):
     stages = plan["memory"]["stages"]
     assert len(stages) == 8 and all(stage["total"] < 80e9 for stage in stages) and plan["memory"]["fits"]
     assert plan["run"]["cost"] == pytest.approx(64 * 24 * plan["run"]["days_with_failures"] * 2)
+    assert plan["run"]["days_with_failures"] == pytest.approx(plan["run"]["days"] / plan["run"]["goodput"])
     low, high = plan["run"]["failures_between"]
     assert low < plan["run"]["failures"] < high
 

@@ -283,6 +283,9 @@ def test_parts_add_up_and_what_is_extrapolated_is_named():
     assert sum(step.parts.values()) == pytest.approx(step.seconds)
     assert step.extrapolated == "h100 (fitted on A100s), FSDP or ZeRO, FlashAttention, gated MLPs"
     assert step.low < step.seconds < step.high
+    reached = step_time(model_of("llama3-8b"), Layout(dp=64, zero=3), H100S.with_(measured=True))
+    share = FITTED.matmul * H100S.reaches  # nothing is taken off speeds that were measured
+    assert reached.parts["matrix products"] == pytest.approx(step.parts["matrix products"] * share)
     fitted = measured()[0]
     assert step_time(fitted.model, fitted.layout, fitted.cluster, MEGATRON).extrapolated == ""
 
