@@ -54,6 +54,7 @@ MEGASCALE = "gpus = 12288, mfu = 0.552, peak = 312e12, aggregate = 2166.3e15, tf
         (MEGASCALE, ["gpus x mfu x peak and aggregate are 2.116"]),
         (f"{MEGASCALE}, a = 1.0, b = 1.0, c = 0.1", ["gpus x mfu x peak and aggregate"]),  # their digits do not count
         ("model = 'gpt-175b', parameters = 145.6e9", ["the model's shape and parameters are 1.74616e+11"]),
+        ("gpus = 1000, tp = 2, pp = 1, dp = 499", ["tp x pp x cp x dp and gpus are 998 and 1000"]),
         ("batch = 64, seq = 2048, seconds = 2.00, tokens_per_second = 32768.0", ["batch x seq / seconds"]),
     ],
 )
@@ -198,6 +199,7 @@ def test_the_checkpoint_interval_is_the_best_one():
     assert best == pytest.approx(math.sqrt(2 * save * 86400 / (nodes * rate)))
     kept = [failures.goodput(nodes, rate, 300, every, save) for every in (best / 3, best, 3 * best)]
     assert max(kept) == kept[1]
+    assert failures.goodput(nodes, rate, 600, best, save) < kept[1]  # a restart takes twice as long
     assert failures.goodput(100_000, rate, 7200, best, save) == 0
 
 
