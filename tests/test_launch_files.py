@@ -146,8 +146,11 @@ def test_your_cluster():
     assert "PREFLIGHT" not in files(name="12_multi_node")[".sbatch"]  # it is the preflight
 
 
-# A stand-in for Slurm's commands and for torchrun: it runs the file `script`, with the real script's name and flags.
+# Stand-ins for Slurm's commands, for torchrun, which runs the file `script` with the real script's name and flags, and
+# for the time: waits are short, and it may be the second in the file `now`. Scripts below wait by /bin/sleep.
 STAND_INS = {
+    "sleep": "exec /bin/sleep 0.05",
+    "date": '[ "$*" = +%s ] && cat now 2>/dev/null || exec /bin/date "$@"',
     "scontrol": """[ "$1" = requeue ] && echo requeued || printf "NodeName=%s NodeAddr=10.0.0.1 Port=1\\n" n1 n2""",
     "srun": 'while [ "$1" != bash ] && [ "$1" != apptainer ]; do shift; done; exec "$@"',
     "squeue": 'date +%Y-%m-%dT%H:%M:%S -d "@$ENDS"',
@@ -224,16 +227,16 @@ def test_the_preflight(tmp_path, preflight):
     assert text.count("--max-restarts=0 --rdzv-id=preflight.2.0 ") == len(first)
 
 
-@pytest.mark.parametrize(("seconds", "early"), [(0, False), (8, True)])
-def test_a_long_save_is_asked_for_early(tmp_path, seconds, early):
-    """85 s are left: that is more than a minute plus 3 x 0 s, and less than a minute plus 3 x 8 s."""
-    save = f"touch work/unfinished.part; sleep {seconds}; mv work/unfinished.part work/step_00000001.pt"
-    # It trains on until it is told, but not into the last minute, in which it would be told in any case.
-    waits = "until [ -e told ] || [ $((ENDS - $(date +%s))) -le 62 ]; do sleep 0.1; done" if early else "sleep 12"
-    run_batch(tmp_path, f"{save}; {waits}", ENDS=str(int(time.time()) + 60 + 25))
-    assert (tmp_path / "told").exists() == early
-    if early:
-        assert (tmp_path / "told").read_text() == "--signal=USR1 2\n"
+def test_a_long_save_is_asked_for_early(tmp_path):
+    """One minute before the end and three times the newest save, which takes 1.1 s, and so 1 or 2 whole seconds."""
+    script = """
+        left() { echo $((ENDS - $1)) > next; mv next now; /bin/sleep 0.5; echo "$1: $(cat told 2>/dev/null)"; }
+        touch work/step_00000001.pt; left 61
+        touch work/unfinished.part; /bin/sleep 1.1; mv work/unfinished.part work/step_00000002.pt; left 67
+        left 63; until [ -e told ]; do /bin/sleep 0.1; done; left 63"""
+    _, text = run_batch(tmp_path, script)
+    assert re.findall(r"^\d+: .*", text, re.MULTILINE)[:2] == ["61: ", "67: "]
+    assert text.endswith("63: --signal=USR1 2\n"), text
 
 
 # ---- For Kubernetes
@@ -304,7 +307,8 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(("seconds", "save"), [(1, 30), (30, 3)])
+@pytest.mark.ranks
+@pytest.mark.parametrize(("seconds", "save"), [(1, 30), (30, 1)])
 def test_after_a_signal_to_torchrun_its_shutdown_timeout_is_what_a_save_gets(tmp_path, seconds, save):
     (tmp_path / "slow.py").write_text(SLOW_TO_STOP)
     agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--signals-to-handle=SIGUSR1"]
