@@ -325,22 +325,11 @@ def on_both(pair, folder, *commands, **variables):
     environment.pop("GLOO_SOCKET_IFNAME", None)  # an earlier test may have set it to the loopback interface
     options = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     running = []
-    try:
-        for index, (host, command) in enumerate(zip(pair, commands, strict=True)):
-            environment |= {"JOB_COMPLETION_INDEX": str(index)}
-            inside = ["sh", "-c", f'cd "{folder}" && exec "$@"', "sh", *command]
-            running.append(host.start(inside, env=environment, **options))
-        return [(process.communicate(timeout=240)[0], process.returncode) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-
-
-def both_outputs(done):
-    """What both commands printed, as one text: pytest would shorten a list."""
-    return "\n".join(f"--- node{index}, status {status}\n{text}" for index, (text, status) in enumerate(done))
+    for index, (host, command) in enumerate(zip(pair, commands, strict=True)):
+        environment |= {"JOB_COMPLETION_INDEX": str(index)}
+        inside = ["sh", "-c", f'cd "{folder}" && exec "$@"', "sh", *command]
+        running.append(host.start(inside, env=environment, **options))
+    return [(process.communicate(timeout=240)[0], process.returncode) for process in running]
 
 
 @pytest.mark.system(missing=hosts.missing)
@@ -355,9 +344,9 @@ def test_the_plain_lines_on_two_hosts(tmp_path):
         for how in ("static", "c10d"):
             line = ["bash", "11_trainer.nodes.sh", how, "node0"]
             done = on_both(pair, tmp_path, *([*line, str(node), "--epochs", "2"] for node in (0, 1)))
-            assert [status for _, status in done] == [0, 0], both_outputs(done)
+            assert [status for _, status in done] == [0, 0], done
             ranks = re.findall(r"here (\d) (\d) 4 2 --epochs 2", done[0][0] + done[1][0])
-            assert sorted(ranks) == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], both_outputs(done)
+            assert sorted(ranks) == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], done
 
 
 @pytest.mark.system(missing=hosts.missing)
@@ -377,7 +366,7 @@ def test_the_pods_command_on_two_hosts(tmp_path):
         for host in pair:
             host.run("sh", "-c", f"mount --bind '{tmp_path}' /mnt")
         done = on_both(pair, tmp_path, command, command, **variables)
-        assert [status for _, status in done] == [0, 0], both_outputs(done)
+        assert [status for _, status in done] == [0, 0], done
         assert 'result {"world_size": 2, "step": 90, ' in done[0][0] + done[1][0]
         assert (tmp_path / "work" / "step_00000090.pt").is_file()
 

@@ -164,7 +164,3 @@ def test_the_template_on_1_2_and_4_ranks(alone, tmp_path):
     for other in results[1:]:
         assert other == pytest.approx(results[0], abs=TOLERANCE)
     assert set(os.listdir(folder)) <= {script.name, "__pycache__"}
-
-
-def test_every_named_result_is_of_a_chapter():
-    assert set(GOOD_ENOUGH) == {path.stem for path in CHAPTERS}

@@ -1,10 +1,10 @@
-"""The chapters' notebooks: where they are, their titles, their scripts as files."""
+"""The chapters' notebooks: where they are, and their scripts as files."""
 
 import os
 from pathlib import Path
 
 from helpers.export.launch_files import Allocation, launch_files
-from helpers.export.notebook import ExportError, read_notebook, script_name, title_and_purpose
+from helpers.export.notebook import ExportError, read_notebook, script_name
 from helpers.export.script import script_from_notebook
 
 HELPERS = Path(__file__).resolve().parents[1]
@@ -30,11 +30,6 @@ def find_notebook(chapter: str | Path) -> Path:
             return path
     names = ", ".join(path.stem for path in chapters())
     raise ExportError(f"There is no chapter or notebook {chapter!r}.\nChapters: {names}. Or the path of a notebook.")
-
-
-def titles() -> list[tuple[str, str]]:
-    """Every chapter as (name, title)."""
-    return [(path.stem, title_and_purpose(read_notebook(path), path.stem)[0]) for path in chapters()]
 
 
 def export(

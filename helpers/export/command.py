@@ -39,11 +39,13 @@ def main(args: argparse.Namespace, flags: list[str]) -> int:
     """Carry out one of the commands, ``run`` with flags of the script; return the exit status."""
     from helpers.export import chapters  # here, because it takes half a second
     from helpers.export.launch_files import Allocation
+    from helpers.export.notebook import ExportError, read_notebook, title_and_purpose
 
     try:
         if args.command == "list":
-            for name, title in chapters.titles():
-                print(f"{name:27}{title}")
+            for path in chapters.chapters():
+                title, _ = title_and_purpose(read_notebook(path), path.stem)
+                print(f"{path.stem:27}{title}")
         elif args.command == "export":
             sizes = {name: getattr(args, name) for name in ("nodes", "gpus_per_node", "time") if getattr(args, name)}
             if sizes and not args.slurm:
@@ -55,7 +57,7 @@ def main(args: argparse.Namespace, flags: list[str]) -> int:
             with folder_until_a_signal() as folder:
                 [script] = chapters.export(args.chapter, folder)
                 return run(script, args.nproc, flags)
-    except chapters.ExportError as error:
+    except ExportError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -74,16 +74,19 @@ def parse_args_text(flags: dict[str, str]) -> str:
     """The source of the script's function that reads the flags."""
     calls = "\n    ".join(flags.values())
     lines = ["def parse_args():", "parser = argparse.ArgumentParser(usage=__doc__)"]
-    lines += ["switch = argparse.BooleanOptionalAction"] * ("action=switch" in calls)
-    lines += ["group = parser"] * ("group = " in calls)
-    add = f"""
+    if "action=switch" in calls:
+        lines.append("switch = argparse.BooleanOptionalAction")
+    if "group = " in calls:
+        lines.append("group = parser")
+    if calls:
+        lines.append(f"""
     def add(flag, default, help, **options):
         options = options or {{"type": type(default)}}
         help = f"{{help}} (default: %(default)s)"
         {"group" if "group = " in calls else "parser"}.add_argument(flag, default=default, help=help, **options)
 
-    {calls}"""
-    return "\n    ".join([*lines, *([add] if flags else []), "return parser.parse_args()"])
+    {calls}""")
+    return "\n    ".join([*lines, "return parser.parse_args()"])
 
 
 def quoted(text: str) -> str:

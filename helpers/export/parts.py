@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from helpers.export.notebook import Cells, ExportError, first_line, label
-from helpers.export.runtime import copied, is_notebook_only, runtime_module_of
+from helpers.export.runtime import copied, is_copied, is_notebook_only, runtime
 from helpers.source import DEFINITION, IMPORT, Statement, split
 
 LITERAL = ast.Constant | ast.Tuple | ast.List | ast.Set | ast.Dict | ast.BinOp | ast.UnaryOp
 LITERAL |= ast.operator | ast.unaryop | ast.expr_context
+PLUMBING = "process_group"  # the module of helpers/runtime that stands below main
 HARMLESS = {"field", "auto"}  # calls in a class's body that do above main what they do in its cell
 STOPS = re.compile(r"\b(stop|destroy)_process_group\(")
 SETTING = re.compile(r"environ\.(update|setdefault|pop)\(|\b(putenv|chdir|addsitedir)\(|sys\.path\b")
@@ -35,13 +36,8 @@ def sort_statements(cells: Cells) -> Parts:
     """The Parts of a notebook's script. Raises ExportError for an import that may not go up."""
     imports = [statement for statement in cells.parameters if isinstance(statement.node, IMPORT)]
     constants, definitions, body = list[Statement](), list[Statement](), list[Statement]()
-    of_runtime = {
-        (module, name)
-        for statement in cells.exported
-        if (module := runtime_module_of(statement.node))
-        for name in statement.binds
-    }
-    below_main = {name for module, name in of_runtime if module == "process_group"}
+    helpers = {name for statement in cells.exported if is_copied(statement.node) for name in statement.binds}
+    below_main = helpers & {name for statement in runtime() if statement.where == PLUMBING for name in statement.binds}
     times = Counter(name for statement in cells.exported for name in statement.binds)
     targets = {text for statement in cells.exported for text in changes(statement)}
     for statement in cells.exported:
@@ -59,15 +55,15 @@ def sort_statements(cells: Cells) -> Parts:
         else:
             body.append(statement)
     if not any(STOPS.search(statement.code) for statement in [*definitions, *body]):
-        of_runtime.add(("process_group", "stop_process_group"))
+        helpers.add("stop_process_group")
         body += split("stop_process_group()")
     used = {name for statement in [*imports, *constants, *definitions, *body] for name in statement.reads}
     unread = cells.elsewhere - used  # an import that no cell reads stays: it may have an effect
     imports = [statement for statement in imports if not statement.binds & unread]
     plumbing: list[Statement] = []
-    for statement in copied({(module, name) for module, name in of_runtime if name in used}):
-        is_import, is_plumbing = isinstance(statement.node, IMPORT), statement.where == "process_group"
-        (imports if is_import else plumbing if is_plumbing else constants).append(statement)
+    for statement in copied(helpers & used):
+        place = plumbing if statement.where == PLUMBING else constants
+        (imports if isinstance(statement.node, IMPORT) else place).append(statement)
     return Parts(imports, [*constants, *definitions], body, plumbing)
 
 
