@@ -42,11 +42,6 @@ def test_the_command_writes_four_files(helpers, tmp_path):
     assert text == files(BACKEND + STOPS, nodes=3, gpus_per_node=4, time="1-00:00:00")[".sbatch"]
     assert "--nodes=3 " in text and "--gpus-per-node=4 --cpus-per-task=16\n" in text and "--time=1-00:00:00\n" in text
 
-    (tmp_path / "11_trainer.sbatch").write_text("mine")
-    status, _, errors = helpers(*line)
-    assert status == 1 and "11_trainer.sbatch exists and differs" in errors and "--force" in errors
-    assert (tmp_path / "11_trainer.sbatch").read_text() == "mine"
-
 
 def test_all_chapters(helpers, tmp_path):
     assert helpers("export", "--all", "--slurm", "--out", tmp_path)[0] == 0
