@@ -229,8 +229,6 @@ def main() -> None:
     parser.add_argument("html", type=Path, help="the folder of the built book")
     parser.add_argument("out", type=Path, help="the file to write")
     args = parser.parse_args()
-    if not (args.html / f"{INTRO}.html").exists():
-        sys.exit(f"There is no built book in {args.html}.\nTry `make book` first.")
     try:
         pages = print_pdf(args.html, args.out)
     except Missing as missing:
