@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
@@ -273,21 +273,19 @@ def machine(rounds: int) -> list[dict[str, str]]:
     info = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     cpu = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
     system = "macOS" if sys.platform == "darwin" else platform.freedesktop_os_release()["PRETTY_NAME"]
-    names = {
+    versions = {package.metadata["Name"]: package.version for package in distributions()}
+    values = {
         "CPU": cpu[1] if cpu else platform.machine(),
         "cores": str(os.cpu_count()),
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "load before the run": f"{os.getloadavg()[0]:.1f}",
         "system": system,
         "Python": platform.python_version(),
+        **{name: versions.get(name, "not installed") for name in ("torch", "accelerate", "ipyparallel")},
+        "date": datetime.date.today().isoformat(),
+        "rounds": str(rounds),
     }
-    for name in ("torch", "accelerate", "ipyparallel"):
-        try:
-            names[name] = version(name)
-        except PackageNotFoundError:
-            names[name] = "not installed"
-    names |= {"date": datetime.date.today().isoformat(), "rounds": str(rounds)}
-    return [{"What": name, "Here": value} for name, value in names.items()]
+    return [{"What": name, "Here": value} for name, value in values.items()]
 
 
 def main() -> None:
@@ -303,9 +301,8 @@ def main() -> None:
         return
     if args.record and args.only:
         parser.error("--record takes all measures: leave out --only")
-    tables = {"machine": machine(args.rounds)}  # first, for the load at the start
     entrants = [entry for entry in contenders() if any(args.only in name for name, _ in entry.places.values())]
-    tables["calls"] = table(measure(args.rounds, entrants))
+    tables = {"machine": machine(args.rounds), "calls": table(measure(args.rounds, entrants))}
     for name, rows in tables.items():
         print(*aligned([list(rows[0]), *(list(row.values()) for row in rows)], left=range(len(rows[0]))), sep="\n")
         if args.record:

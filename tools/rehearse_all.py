@@ -72,7 +72,9 @@ def main() -> int:
             rehearsal = python("-m", "helpers", "rehearse", script, *size, "--", *run.flags)
             seconds = time.monotonic() - start
             alone = python(script, *run.flags)
-            right = not (rehearsal.returncode or alone.returncode) and equal(result(rehearsal.stdout), result(alone.stdout))
+            right = not (rehearsal.returncode or alone.returncode) and equal(
+                result(rehearsal.stdout), result(alone.stdout)
+            )
             failures += not right
             gpus = f"{run.nodes}x{run.gpus}" if run.nodes > 1 else str(run.gpus)
             print(f"{script.stem:24} {gpus:>6} {seconds:8.1f}  {'yes' if right else 'NO'}", flush=True)
