@@ -253,12 +253,12 @@ def test_the_intro_lists_the_parts_as_the_toc_has_them():
     parts = re.split(r"(?m)^### ", (ROOT / "book" / "intro.md").read_text())[1:]
     tables = {part.splitlines()[0]: re.findall(r"(?m)^\|(?: \d+ \|)? \[([^]]+)\]\(([^)]+)\)", part) for part in parts}
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text())["parts"]
-    expected = {part["caption"]: [page["file"] for page in part["chapters"]] for part in toc if "caption" in part}
+    of_toc = {part["caption"]: [page["file"] for page in part["chapters"]] for part in toc if "caption" in part}
     files = {
         caption: [(ROOT / "book" / link).resolve().relative_to(ROOT).with_suffix("").as_posix() for _, link in pages]
         for caption, pages in tables.items()
     }
-    assert list(files.items()) == list(expected.items())
+    assert list(files.items()) == list(of_toc.items())
     for title, link in [page for pages in tables.values() for page in pages if page[1].endswith(".ipynb")]:
         head = nbformat.read(ROOT / "book" / link, 4).cells[0].source.splitlines()[0]
         assert re.sub(r"^# (\d+\. )?", "", head) == title

@@ -53,8 +53,7 @@ GOOD = new_notebook(
         new_code_cell("f()", execution_count=5, metadata={"tags": ["raises-exception"]}, outputs=[
             new_output("error", ename="TypeError", evalue="f() misses x", traceback=["Cell In[5], line 1"])]),
         new_markdown_cell(
-            "## Take it to your GPUs\n\n{download}`notebook <a.ipynb>` {download}`script <../scripts/a.py>`\n\n"
-            "```{literalinclude} ../scripts/a.py\n```\n\n```bash\n# on one node\ntorchrun a.py\n```\n\n"
+            "## Take it to your GPUs\n\n```bash\n# on one node\ntorchrun a.py\n```\n\n"
             "## Exercises\n\n### One\n\nTry `rank` on one {term}`rank`, on rank 1.\n\n### Two\n\nAgain."
         ),
         new_code_cell("# not compared: seconds differ\nassert f(1) == 1", execution_count=6, metadata=UNCOMPARED),

@@ -12,12 +12,12 @@ from sabotage.lies import LIES
 
 # One lie in the kernel, one in the ranks of launch, one in the processes of a torchrun that a cell starts.
 EXAMPLES = {"autocast_is_off": "05", "all_reduce_sums_where_it_should_average": "02", "local_rank_is_the_rank": "01"}
-ROWS = {run.key(row): row for row in run.recorded()}
+ROWS = {run.key(row): row for row in run.read_record()}
 
 
 def test_the_record_has_a_row_for_every_lie_and_no_other():
     assert set(ROWS) == {(lie.says, int(chapter)) for lie, chapter in run.PAIRS}, "run `make sabotage` for what differs"
-    assert len(run.recorded()) == len(ROWS) and len({lie.says for lie in LIES.values()}) == len(LIES)
+    assert len(run.read_record()) == len(ROWS) and len({lie.says for lie in LIES.values()}) == len(LIES)
 
 
 def test_a_lie_about_a_file_changes_it():
@@ -38,7 +38,7 @@ def test_a_row_quotes_a_cell_about_the_lie(lie, chapter):
         [source] = [cell.source for cell in cells if cell.id == failure.cell]
         with contextlib.suppress(SyntaxError):  # for a cell that begins with %%
             source += "\n" + ast.unparse(ast.parse(source))  # a statement of several lines is quoted as one
-        assert failure.text.removesuffix(" …") in run.quoted(source, len(source))
+        assert failure.text.removesuffix(" …") in run.as_code(source, len(source))
 
 
 @pytest.mark.slow

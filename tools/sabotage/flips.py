@@ -60,7 +60,7 @@ def in_lambda(condition: str) -> str:
     return f"lambda _once, _wrong: {ast.unparse(Once().visit(ast.parse(condition, mode='eval')))}"
 
 
-def replaced(condition: str, node: ast.expr, *texts: str) -> list[str]:
+def substitutes(condition: str, node: ast.expr, *texts: str) -> list[str]:
     """The condition, which is one line, with the node replaced by each text, as lambdas. PART stands for the node."""
     line = condition.encode()
     before, part, after = (
@@ -112,16 +112,16 @@ def variants(condition: str) -> Iterator[tuple[str, list[str]]]:
     test = ast.parse(condition, mode="eval").body
     for node in ast.walk(test):
         if (comprehension := inside(node)) and ast.unparse(node).startswith("all"):
-            yield f"over nothing: {ast.unparse(node)}", replaced(condition, comprehension.elt, "False")
+            yield f"over nothing: {ast.unparse(node)}", substitutes(condition, comprehension.elt, "False")
     for part, within in parts(test):
         text, operators = ast.unparse(part), getattr(part, "ops", [])
         if within != "or" or not any(isinstance(operator, ast.In) for operator in operators):  # one of several wordings
-            yield f"flipped still holds: {text}", replaced(condition, part, "not PART", "False", "True")
+            yield f"flipped still holds: {text}", substitutes(condition, part, "not PART", "False", "True")
         close = any(word in text for word in CLOSE) and ">" not in text
         if within == "all" and (close or has_bound(part)):
             wrong = [f"_wrong(PART, {factor})" for factor in ((1.1, 0.9) if close else (2, 0.5))]
             label = f"{'10 % off' if close else 'a number twice too large or small'} still holds: {text}"
-            yield label, [flip for node in numbers(part) for flip in replaced(condition, node, *wrong)]
+            yield label, [flip for node in numbers(part) for flip in substitutes(condition, node, *wrong)]
 
 
 def has_bound(part: ast.expr) -> bool:

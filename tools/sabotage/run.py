@@ -59,13 +59,13 @@ def run(lie: Lie | None, chapter: str, until: str | None = None) -> Failure | No
         if lie and lie.file:
             file = copy / lie.file.format(chapter=notebook.name)
             file.write_text(lie.tell(file.read_text()))
-        failure, applied = Path(folder, "failure.json"), Path(folder, "told")
+        failure, proof = Path(folder, "failure.json"), Path(folder, "told")
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE / "load"), str(copy)]),
             "TMPDIR": folder,
             "WORLD_SIZE_ONE_LIE": lie.name if lie else "",
-            "WORLD_SIZE_ONE_TOLD": str(applied),
+            "WORLD_SIZE_ONE_TOLD": str(proof),
             "WORLD_SIZE_ONE_FAILURE": str(failure),
             "WORLD_SIZE_ONE_UNTIL": until or "",
         }
@@ -73,14 +73,14 @@ def run(lie: Lie | None, chapter: str, until: str | None = None) -> Failure | No
         command += ["-p", "first_failure", "--nbval-cell-timeout=600", "--timeout=900", str(notebook.relative_to(copy))]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
-            done = subprocess.run(command, cwd=copy, env=environment, text=True, timeout=MOST_SECONDS, **pipes)
+            process = subprocess.run(command, cwd=copy, env=environment, text=True, timeout=MOST_SECONDS, **pipes)
         except subprocess.TimeoutExpired:
             return Failure("", "fault", f"the chapter did not end in {MOST_SECONDS} s")
         if failure.exists():
             return Failure(**json.loads(failure.read_text()))
-        if done.returncode:
-            return Failure("", "fault", done.stdout[-1000:])
-        if lie and lie.module and not applied.exists():
+        if process.returncode:
+            return Failure("", "fault", process.stdout[-1000:])
+        if lie and lie.module and not proof.exists():
             return Failure("", "fault", f"no process imported {lie.module}")
         return None
 
@@ -114,7 +114,7 @@ def row(lie: Lie, chapter: str, failure: Failure | None) -> tuple[dict[str, str]
         return cells, f"the lie does not work: {failure.cell} {failure.text}"
     heading, anchor, words = place(read(notebook_of(chapter)), failure.cell)
     cells["Noticed in"] = f"[{int(chapter)}, {heading}](../notebooks/{notebook_of(chapter).name}#{anchor})"
-    cells |= {"Cell": f"`{failure.cell}`", "By": failure.kind, "What the cell said": quoted(failure.text)}
+    cells |= {"Cell": f"`{failure.cell}`", "By": failure.kind, "What the cell said": as_code(failure.text)}
     about = re.search(lie.words, words, re.IGNORECASE)
     return cells, "" if about else f"neither the cell nor the prose around it has the words {lie.words}"
 
@@ -131,7 +131,7 @@ def place(nb: nbformat.NotebookNode, cell_id: str) -> tuple[str, str, str]:
     return heading, slugify(headings[-1].replace("`", "")), "\n".join([heading, *around])
 
 
-def quoted(text: str, most: int = 160) -> str:
+def as_code(text: str, most: int = 160) -> str:
     """A line of code, or of an error, as inline code for a page, without this machine's path of Python, cut after
     ``most`` characters.
     """
@@ -139,7 +139,7 @@ def quoted(text: str, most: int = 160) -> str:
     return f"`{text if len(text) <= most else text[: most - 2] + ' …'}`"
 
 
-def recorded() -> list[dict[str, str]]:
+def read_record() -> list[dict[str, str]]:
     """The rows of the record, as dicts."""
     with RECORD.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
@@ -152,7 +152,7 @@ def key(row: dict[str, str]) -> tuple[str, int]:
 
 def record(row: dict[str, str]) -> None:
     """Write a row to the record, in the order of the lies, and remove rows of lies that no longer exist."""
-    rows = {key(entry): entry for entry in [*recorded(), row]}
+    rows = {key(entry): entry for entry in [*read_record(), row]}
     order = [(lie.says, int(chapter)) for lie, chapter in PAIRS]
     with RECORD.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
