@@ -118,7 +118,7 @@ def test_plain_python_needs_no_launcher_and_leaves_nothing():
     with leftovers.surroundings() as environment:  # its folder has to be empty at the end
         environment |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": LOOPBACK}
         command = [sys.executable, "-W", "error", "-c", PLAIN]
-        process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert (process.returncode, process.stdout, process.stderr) == (0, "1 rank(s), gloo on cpu\ncpu 1.0\n", "")
 
 
