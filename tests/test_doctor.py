@@ -132,15 +132,15 @@ def test_interrupted(surroundings):
 @pytest.mark.ranks
 def test_two_tasks_of_a_slurm_step(surroundings):
     """With Slurm's variables and without Slurm: rank 0 serves the store, and the other rank finds it."""
-    with socket.socket() as held:  # it keeps the port from others until rank 0 listens there
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+    with socket.socket() as holder:  # it keeps the port from others until rank 0 listens there
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
         environment = {
             **surroundings,
             **STEP,
             "SLURM_STEP_NUM_TASKS": "2",
             "SLURM_STEP_NODELIST": "127.0.0.1",
-            "MASTER_PORT": str(held.getsockname()[1]),
+            "MASTER_PORT": str(holder.getsockname()[1]),
             "GLOO_SOCKET_IFNAME": LOOPBACK,
             "OMP_NUM_THREADS": "1",
         }

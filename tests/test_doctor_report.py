@@ -19,7 +19,7 @@ from helpers.doctor.membership import Place, find_place
 from helpers.doctor.plan import read_plan
 from helpers.doctor.report import report
 from helpers.doctor.trials import Speeds, Trial
-from helpers.planner.plan import plan as planned
+from helpers.planner.plan import plan as make_plan
 from helpers.planner.report import tables
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -343,7 +343,7 @@ def test_a_file_that_is_not_a_plan(text, message, tmp_path, monkeypatch, capsys)
 
 def test_a_plan_of_the_planner_is_read(tmp_path):
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(tables(planned("llama3-8b", "h100", {"dp": 8, "tp": 2, "zero": 3, "batch": 64}))))
+    path.write_text(json.dumps(tables(make_plan("llama3-8b", "h100", {"dp": 8, "tp": 2, "zero": 3, "batch": 64}))))
     plan = read_plan(path)
     assert (plan.ranks, plan.nodes, plan.memory, plan.speeds.matmul) == (16, 2, 80e9, 989e12)
     assert plan.speeds.in_node > plan.speeds.between > 0

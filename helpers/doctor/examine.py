@@ -45,19 +45,15 @@ def mutually_reachable(facts: dict[int, Facts], unreached: dict[int, dict[int, s
 
     ``unreached`` is {rank: {a rank that it cannot reach: the reason}}, of all ranks that are still here.
     """
-    chosen: list[int] = []
+    group: list[int] = []
     for rank in unreached:
-        if facts[rank].address and not any(rank in unreached[peer] or peer in unreached[rank] for peer in chosen):
-            chosen.append(rank)
-    return chosen or list(unreached)
+        if facts[rank].address and not any(rank in unreached[peer] or peer in unreached[rank] for peer in group):
+            group.append(rank)
+    return group or list(unreached)
 
 
 def compare_clocks(membership: Membership) -> dict[int, float]:
-    """{rank: seconds that its clock is ahead of the first rank's}.
-
-    After each gather all ranks read their clocks at once. Some do so a moment late, so the least of several differences
-    is best.
-    """
+    """{rank: seconds that its clock is ahead of the first rank's}: some read it late, so the least of several."""
     readings = [membership.gather(f"reading the clocks, {k}", time.time()) for k in range(6)][1:]
     first = min(membership.members)
     return {rank: min((reading[rank] - reading[first] for reading in readings), key=abs) for rank in readings[-1]}
@@ -90,12 +86,12 @@ def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
 
 def try_collectives(membership: Membership) -> dict[str, dict[int, Trial | None]]:
     """{name: {rank: its trial, or None where the collective raised}}."""
-    tried = {}
+    by_name = {}
     for name in trials.collectives(1, torch.device("cpu")) if membership.backend else []:
         if membership.backend:
             answers = membership.attempt(name, partial(trials.try_collective, name, membership.device))
-            tried[name] = {rank: answer and Trial(**answer) for rank, answer in answers.items()}
-    return tried
+            by_name[name] = {rank: answer and Trial(**answer) for rank, answer in answers.items()}
+    return by_name
 
 
 def examine(membership: Membership, place: Place, backend: str | None, plan: Plan | None = None) -> Findings:
@@ -123,7 +119,7 @@ def examine(membership: Membership, place: Place, backend: str | None, plan: Pla
     if all(gpu_ids) and len(gpu_ids) == len(facts):
         membership.backend, membership.device = "nccl", torch.device(own.device)
         torch.cuda.set_device(membership.device)
-    chosen = membership.backend
+    first_backend = membership.backend
     membership.start_group()
     collectives, links = try_collectives(membership), try_links(membership)
     alone = membership.attempt("computing alone", partial(trials.try_alone, membership.device))
@@ -137,7 +133,7 @@ def examine(membership: Membership, place: Place, backend: str | None, plan: Pla
         world_size=place.world_size,
         timeout=membership.timeout,
         master=f"{place.host}:{place.port}",
-        backend=chosen,
+        backend=first_backend,
         device=membership.device.type,
         facts=facts,
         members=membership.members,
@@ -198,18 +194,12 @@ def start_local(nproc: int | None, flags: list[str]) -> int:
     nproc = nproc or torch.cuda.device_count() or 2
     set_defaults(nproc)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-    }
+    environment = {**os.environ, "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    command = [sys.executable, "-m", "helpers", "doctor", *flags]
     processes = []
     for rank in range(nproc):
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-m", "helpers", "doctor", *flags]
         processes.append(subprocess.Popen(command, env=environment, process_group=0))  # Ctrl-C reaches this one alone
     statuses = [process.wait() for process in processes]
     print("\nThat was this machine alone. On a cluster, start it in every rank:")

@@ -69,23 +69,19 @@ class Findings:
         """The name of each host, once, in the order of ranks."""
         return list(dict.fromkeys(facts.host for facts in self.facts.values()))
 
-    @property
-    def slowest_rank(self) -> tuple[int, float] | None:
-        """(the rank whose matrix product takes longest, its time in medians); None where fewer than two have one."""
+    def slowest_ranks(self) -> Iterator[tuple[int, float]]:
+        """Yields (the rank whose matrix product takes longest, its time in medians); nothing for fewer than two."""
         times = {rank: time for rank, time in self.alone.items() if time}
-        if len(times) < 2:
-            return None
-        rank = max(times, key=times.__getitem__)
-        return rank, times[rank] / median(times.values())
+        if len(times) > 1:
+            rank = max(times, key=times.__getitem__)
+            yield rank, times[rank] / median(times.values())
 
-    @property
-    def slowest_pair(self) -> tuple[tuple[int, int], float, float] | None:
-        """(the pair with the least speed, this speed, the median); None where there are fewer than two pairs."""
+    def slowest_pairs(self) -> Iterator[tuple[int, int, float, float]]:
+        """Yields (a rank, the other, the speed of this slowest pair, the median); nothing for fewer than two pairs."""
         speeds = {pair: link.speed for pair, link in self.links.items()}
-        if len(speeds) < 2:
-            return None
-        pair = min(speeds, key=speeds.__getitem__)
-        return pair, speeds[pair], median(speeds.values())
+        if len(speeds) > 1:
+            a, b = min(speeds, key=speeds.__getitem__)
+            yield a, b, speeds[a, b], median(speeds.values())
 
 
 def span(numbers: Iterable[int]) -> str:
@@ -158,26 +154,26 @@ def devices(findings: Findings) -> Iterator[Problem]:
 def network(findings: Findings) -> Iterator[Problem]:
     facts = findings.facts
     nowhere = {rank: facts.interface for rank, facts in facts.items() if not facts.address}
-    for name, affected in by_answer(nowhere).items():
-        yield f"{ranks(affected)} should use the network interface {name}, which has no address.", TRY["no address"]
+    for name, without in by_answer(nowhere).items():
+        yield f"{ranks(without)} should use the network interface {name}, which has no address.", TRY["no address"]
     loopback = [rank for rank, facts in facts.items() if (facts.address or "").startswith(("127.", "::1"))]
-    closed_in = loopback if len(findings.hosts) > 1 else []
-    if closed_in:
-        address = facts[closed_in[0]].address
-        yield f"{ranks(closed_in)} would listen on {address}, which no other host can reach.", TRY["loopback"]
-    refused: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    isolated = loopback if len(findings.hosts) > 1 else []
+    if isolated:
+        address = facts[isolated[0]].address
+        yield f"{ranks(isolated)} would listen on {address}, which no other host can reach.", TRY["loopback"]
+    refusals: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for rank, reasons in findings.unreached.items():
         peers_by_text = by_answer(
             {
                 peer: f"on {findings.host(peer)} ({facts[peer].interface}): {reason}"
                 for peer, reason in reasons.items()
-                if peer not in closed_in
+                if peer not in isolated
             }
         )
         for text, peers in peers_by_text.items():
-            refused.setdefault((tuple(peers), text), []).append(rank)
-    for (closed, text), refused_ranks in refused.items():
-        yield f"{ranks(refused_ranks)} cannot connect to {ranks(closed)} {text}.", TRY["closed"]
+            refusals.setdefault((tuple(peers), text), []).append(rank)
+    for (targets, text), origins in refusals.items():
+        yield f"{ranks(origins)} cannot connect to {ranks(targets)} {text}.", TRY["closed"]
 
 
 def clocks(findings: Findings) -> Iterator[Problem]:
@@ -195,9 +191,9 @@ def messages(findings: Findings) -> Iterator[Problem]:
     for name, trials in findings.collectives.items():
         if wrong := [rank for rank, trial in trials.items() if trial and not trial.right]:
             yield f"{name} gave a wrong result on {ranks(wrong)}.", TRY["wrong result"]
-    raised = {rank for errors in findings.errors.values() for rank in errors}
+    failing = {rank for errors in findings.errors.values() for rank in errors}
     for (a, b), link in findings.links.items():
-        if not link.right and not {a, b} & raised:
+        if not link.right and not {a, b} & failing:
             hosts = f"{findings.host(a)}, {findings.host(b)}"
             yield f"Data between ranks {a} and {b} arrives changed ({hosts}).", TRY["wrong link"]
 
@@ -217,9 +213,9 @@ def unknowns(findings: Findings) -> Iterator[Problem]:
 
 
 def slowness(findings: Findings) -> Iterator[Problem]:
-    if findings.slowest_rank and findings.slowest_rank[1] > SLOW_RANK:
-        rank, _ = findings.slowest_rank
-        yield f"Rank {rank} on {findings.host(rank)} computes far more slowly than the others.", TRY["slow rank"]
-    if findings.slowest_pair and findings.slowest_pair[1] * SLOW_LINK < findings.slowest_pair[2]:
-        a, b = findings.slowest_pair[0]
-        yield f"The link of ranks {a} and {b} has far less bandwidth than the others.", TRY["slow link"]
+    for rank, ratio in findings.slowest_ranks():
+        if ratio > SLOW_RANK:
+            yield f"Rank {rank} on {findings.host(rank)} computes far more slowly than the others.", TRY["slow rank"]
+    for a, b, speed, middle in findings.slowest_pairs():
+        if speed * SLOW_LINK < middle:
+            yield f"The link of ranks {a} and {b} has far less bandwidth than the others.", TRY["slow link"]

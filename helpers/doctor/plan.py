@@ -79,12 +79,12 @@ def compared(findings: Findings, plan: Plan) -> Iterator[tuple[str, Problem | No
     rows = [("ranks", findings.world_size, plan.ranks, ""), ("nodes", len(findings.hosts), plan.nodes, "")]
     if plan.gpu != "cpu" or gpus:
         rows.append(("GPUs", len(gpus), plan.ranks, f" ({', '.join(sorted(set(gpus.values())))})" if gpus else ""))
-    for label, here, planned, kinds in rows:
+    for label, here, target, kinds in rows:
         problem = (
-            f"The plan counts on {planned} {label}, and here are {here}.",
+            f"The plan counts on {target} {label}, and here are {here}.",
             "Start as many (--nnodes, --nproc-per-node), or plan for what is here.",
         )
-        yield f"{label:10}has {here}{kinds}, the plan counts on {planned}", problem if here != planned else None
+        yield f"{label:10}has {here}{kinds}, the plan counts on {target}", problem if here != target else None
     yield least(memory_of_ranks(findings), plan.memory, MEMORY, plan.dtype)
     for name, quantity in SPEEDS.items():
         per_rank = {rank: getattr(speeds, name) for rank, speeds in findings.speeds.items() if speeds}
@@ -104,21 +104,21 @@ def memory_of_ranks(findings: Findings) -> dict[int, float | None]:
 
 
 def least(
-    per_rank: dict[int, float | None], planned: float, quantity: Quantity, dtype: str
+    per_rank: dict[int, float | None], target: float, quantity: Quantity, dtype: str
 ) -> tuple[str, Problem | None]:
     """A number that each rank has, as ``compared`` yields it: that of the rank with the least."""
     numbers = {rank: number for rank, number in per_rank.items() if number}
     unit, label = quantity.unit.format(dtype=dtype), quantity.label
-    counted = f"the plan counts on {planned / quantity.size:.3g}" if planned else "the plan does not say"
+    clause = f"the plan counts on {target / quantity.size:.3g}" if target else "the plan does not say"
     if not numbers:
-        return f"{label:10}was not tried, {counted}", None
+        return f"{label:10}was not tried, {clause}", None
     rank, here = min(numbers.items(), key=lambda entry: entry[1])
-    line = f"{label:10}has {here / quantity.size:.3g} {unit} on rank {rank}, {counted}"
-    if here >= quantity.share * planned:
+    line = f"{label:10}has {here / quantity.size:.3g} {unit} on rank {rank}, {clause}"
+    if here >= quantity.share * target:
         return line, None
     less = "less" if quantity.share == 1 else f"less than {quantity.share:.0%}"
     field = quantity.field.format(dtype=dtype).replace("#", f"{here:.3g}")
     return line, (
-        f"{counted[0].upper()}{counted[1:]} {unit} {label}, and rank {rank} has {less} of it.",
+        f"{clause[0].upper()}{clause[1:]} {unit} {label}, and rank {rank} has {less} of it.",
         f"Look at that rank's host; or plan again with [cluster] {field}",
     )

@@ -86,17 +86,15 @@ def summary(findings: Findings) -> Iterator[tuple[str, str]]:
     yield "memory", f"{min(free) / 1e9:.1f} GB of shared memory free" if free else "shared memory: not known here"
     yield "store", f"{findings.master}, reached by {len(facts)} of {findings.world_size}"
     tries = sum(bool(own.address) for own in facts) * (len(facts) - 1)
-    opened = tries - sum(map(len, findings.unreached.values()))
-    yield "tcp", f"{opened} of {tries} connections between ranks open" if tries else "one rank: no connections"
+    successes = tries - sum(map(len, findings.unreached.values()))
+    yield "tcp", f"{successes} of {tries} connections between ranks open" if tries else "one rank: no connections"
     apart = 1e3 * (max(findings.clocks.values()) - min(findings.clocks.values()))
     yield "clocks", f"at most {apart:.0f} ms apart" if apart > 1 else "less than 1 ms apart"
     pairs, right = math.comb(len(findings.members), 2), sum(link.right for link in findings.links.values())
     yield "links", f"{right} of {pairs} pairs right" if pairs else "one rank: no links"
-    if findings.slowest_rank:
-        rank, ratio = findings.slowest_rank
+    for rank, ratio in findings.slowest_ranks():
         yield "slowest", f"rank {rank} computes in {ratio:.2f} times the median"
-    if findings.slowest_pair:
-        (a, b), speed, middle = findings.slowest_pair
+    for a, b, speed, middle in findings.slowest_pairs():
         yield "", f"ranks {a} and {b}: {short(speed / 1e9)} GB/s, the median pair {short(middle / 1e9)}"
 
 
