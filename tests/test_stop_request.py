@@ -121,7 +121,7 @@ def test_a_loaders_worker_outlives_the_signals(group):
         for number in SIGNALS:
             os.kill(worker.pid, number)
         assert len(list(loader)) == 4 and worker.is_alive()
-    assert not stop.noted
+    assert not stop.number
     # The thread has ended, although the worker holds a copy of what it listened to.
     assert leftovers.soon(lambda: "watch" not in str(threading.enumerate()))
 

@@ -1,7 +1,4 @@
-"""The models that the chapters share.
-
-Run-time module: what a chapter uses from here is copied into its exported script.
-"""
+"""The models that the chapters share."""
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +11,7 @@ def mlp(width: int = 256) -> nn.Sequential:
 
 
 class Block(nn.Module):
-    """A transformer's layer: [batch, pixels, width] to the same shape.
-
-    No pixel attends to a later one.
-    """
+    """A transformer's causal layer: [batch, pixels, width] to the same shape."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -43,8 +37,7 @@ class Block(nn.Module):
 class PixelTransformer(nn.Module):
     """Predicts each pixel's grey level from the label and the pixels before it.
 
-    Grey levels int64 [batch, 64] and labels int64 [batch], 0 to 9, to logits [batch,
-    64, levels].
+    Grey levels int64 [batch, 64], labels int64 [batch] to logits [batch, 64, levels].
     """
 
     def __init__(
