@@ -21,7 +21,7 @@ from checkpoints import WEIGHTS, committed, step_of, write
 from forked import Forked, forked, script_on_ranks
 from scripting import ROOT, export, result, stand_alone
 
-from helpers.ranks.launch import RankError, launch
+from helpers.ranks.launch import launch
 from helpers.runtime.checkpoint import (
     BackgroundSaves,
     CheckpointError,
@@ -128,23 +128,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert path.read_bytes() == b"old"
     replace_file(path, lambda file: file.write(b"new"))
     assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["a.txt"]
-
-
-@pytest.mark.ranks
-def test_a_rank_killed_in_a_save_of_several(tmp_path):
-    def save(step, victim):
-        with new_checkpoint(tmp_path, step) as path:
-            if dist.get_rank() == victim:
-                die()
-            save_sharded({"weights": torch.full((4,), float(step))}, path)
-
-    launch(save, 1, -1, nproc=2)
-    for victim in (0, 1):
-        with pytest.raises(RankError, match="SIGKILL"):
-            launch(save, 2, victim, nproc=2)
-        assert latest_good(tmp_path).name == "step_00000001"
-    launch(save, 2, -1, nproc=2)
-    assert latest_good(tmp_path).name == "step_00000002"
 
 
 # ---- A full disk, at every operation of a save
