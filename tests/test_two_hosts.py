@@ -84,7 +84,7 @@ class Job:
 
     def ends(self, statuses):
         """Wait for both agents, and compare their exit statuses."""
-        leftovers.soon(lambda: None not in self.statuses(), 120)
+        leftovers.soon(lambda: None not in self.statuses(), 200)
         assert self.statuses() == statuses, self.outputs()
 
     def out(self, node):

@@ -29,8 +29,8 @@ class Block(nn.Module):
             project(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        attention = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attention.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 
