@@ -15,6 +15,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from checkpoints import committed, message, step_of, write
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -219,7 +220,9 @@ def test_a_save_in_the_background_is_left_alone(tmp_path):
         (tmp_path / ".step_00000001.tmp").mkdir(parents=True, exist_ok=True)  # a killed run's
         dist.barrier()
         with mock.patch("helpers.runtime.checkpoint.save_sharded", later):
-            saves.start({"weights": torch.ones(10)}, tmp_path, 5)
+            weights = torch.ones(10)
+            saves.start({"weights": weights}, tmp_path, 5)
+            weights.zero_()  # training goes on
             assert saves.finished() is saves.finished() is None  # and nobody waits for the save
             assert began.wait(60)
             assert "still running" in message(saves.start, {"weights": torch.ones(10)}, tmp_path, 6)
@@ -229,9 +232,10 @@ def test_a_save_in_the_background_is_left_alone(tmp_path):
             between = sorted(os.listdir(tmp_path))
             gate.set()
             committed(saves)
-        return between
+        dcp.load(state := {"weights": torch.zeros(10)}, checkpoint_id=tmp_path / "step_00000005")
+        return between, state["weights"].sum().item()
 
-    assert launch(save, nproc=2) == [[".step_00000005.tmp", "step_00000006"]] * 2
+    assert launch(save, nproc=2) == [([".step_00000005.tmp", "step_00000006"], 10)] * 2
     assert [verify(path) or path.name for path in finished(tmp_path)] == ["step_00000005", "step_00000006"]
 
 
