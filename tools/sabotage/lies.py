@@ -612,7 +612,7 @@ def a_dimension_of_a_mesh_is_the_world(module: Any) -> None:
 @lie("11", "stop|signal|schedul", file=STOP)
 def stop_request_hears_nothing(text: str) -> str:
     """`StopRequest` does not note the signal."""
-    return swap(text, "        self.noted = number\n", "        pass\n")
+    return swap(text, "        self.number = number\n", "        pass\n")
 
 
 @lie("11", "stop|signal|agree", file=STOP)
