@@ -5,17 +5,18 @@ It imports the standard library alone. The code is compiled, and never executed.
 """
 
 import ast
-import copy
 import dis
 import functools
 import inspect
+import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import CodeType
 
 IMPORT = ast.Import | ast.ImportFrom
 DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+INSIDE = re.compile(r"(?:(?:[ \t]+#.*|[ \t]*)\n)*[ \t]+#.*")  # comments below a block that are indented belong to it
 IMPLICIT = {"__name__", "__annotations__"}  # which the code of a class or of an annotation reads by itself
 LOADS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")  # the last: in a class, from Python 3.12 on
 STORES = ("STORE_NAME", "STORE_GLOBAL")
@@ -33,35 +34,17 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Statement:
-    """One top-level statement as it was written. ``node`` is None for comments at the end of a cell."""
+class Statement(Names):
+    """One top-level statement as it was written. Comments at the end of a cell are a ``pass`` without code."""
 
-    node: ast.stmt | None
-    code: str
+    node: ast.stmt
+    code: str  # with the comment at the end of its last line
     above: str = ""  # the comment and blank lines before it
-    comment: str = ""  # the comment at the end of its last line
     where: str = ""  # the cell, for messages
 
     @property
     def text(self) -> str:
-        behind = self.comment and f"  {self.comment}"
-        return f"{self.above}\n{self.code}{behind}".strip("\n")
-
-    @property
-    def names(self) -> Names:
-        return names_of(self.code)
-
-    @property
-    def binds(self) -> frozenset[str]:
-        return self.names.binds
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return self.names.reads
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.names.needs
+        return f"{self.above}\n{self.code}".strip("\n")
 
 
 # ---- Names
@@ -115,53 +98,45 @@ def split(source: str, where: str = "") -> list[Statement]:
     """The top-level statements of a source text, in order, each with its comments. Raises SyntaxError."""
     compiled(source)  # ast.parse takes a `return` outside a function, and more
     lines = source.split("\n")
-    in_bytes = [line.encode() for line in lines]  # ast's columns count bytes
+    body = ast.parse(source).body
+    firsts = [
+        min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))]) for node in body
+    ]
     statements: list[Statement] = []
     done = 0  # so many lines belong to statements already
-    body = ast.parse(source).body
-    for node, following in zip(body, [*body[1:], None], strict=False):
-        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
-        last, end = (node.end_lineno or first) - 1, node.end_col_offset
-        start = node.col_offset if first == node.lineno else 0  # a statement may follow a semicolon
-        if first - 1 == last:
-            code = in_bytes[last][start:end].decode()
+    for node, first, following in zip(body, firsts, [*firsts[1:], len(lines) + 1], strict=False):
+        last = node.end_lineno or first
+        rest = lines[last - 1].encode()[node.end_col_offset :].decode()  # ast's columns count bytes
+        if first <= done or following <= last:  # a semicolon: the line has other statements
+            code = ast.unparse(node) + (rest if following > last else "")
+        elif hasattr(node, "body") and (inside := INSIDE.match("\n".join(lines[last : following - 1]))):
+            code = "\n".join([*lines[first - 1 : last], inside[0]])
+            last += inside[0].count("\n") + 1
         else:
-            between = lines[first:last]
-            code = "\n".join([in_bytes[first - 1][start:].decode(), *between, in_bytes[last][:end].decode()])
-        alone = following is None or following.lineno > last + 1  # or the rest is the next statement
-        behind = in_bytes[last][end:].decode().strip().removeprefix(";").lstrip() if alone else ""
-        above = lower_part(statements, lines[done : first - 1])
-        statements.append(Statement(node, code, above, behind if behind.startswith("#") else "", where))
-        done = last + 1
-    above = lower_part(statements, lines[done:])
-    return [*statements, Statement(None, "", above, "", where)] if above.strip() else statements
+            code = "\n".join(lines[first - 1 : last])
+        above = "\n".join(lines[done : first - 1])
+        statements.append(Statement(**vars(names_of(code)), node=node, code=code, above=above, where=where))
+        done = last
+    above = "\n".join(lines[done:])
+    end = Statement(**vars(names_of("")), node=ast.Pass(), code="", above=above, where=where)
+    return [*statements, end] if above.strip() else statements
 
 
-def lower_part(statements: list[Statement], lines: list[str]) -> str:
-    """The comment lines above a statement. Indented comments belong to the block before, and are added to it."""
-    taken = 0
-    if statements and hasattr(statements[-1].node, "body"):
-        for number, line in enumerate(lines, 1):
-            if line.strip() and not line[0].isspace():
-                break
-            taken = number if line.strip() else taken
-    if taken:
-        block = statements[-1]
-        code = "\n".join([block.code + (block.comment and f"  {block.comment}"), *lines[:taken]])
-        statements[-1] = replace(block, code=code, comment="")
-    return "\n".join(lines[taken:])
+def singly(statement: Statement) -> list[Statement]:
+    """The statement; in place of an import of several names, an import for each."""
+    node = statement.node
+    if not isinstance(node, IMPORT) or len(node.names) == 1:
+        return [statement]
+    lines = [statement.above]
+    for alias in node.names:
+        single = (
+            ast.Import([alias]) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, [alias], node.level)
+        )
+        lines.append(ast.unparse(single))
+    return split("\n".join(lines), statement.where)
 
 
-def each_import(statement: Statement) -> Iterator[Statement]:
-    """An import, of any number of names, as imports of one name each; nothing for another statement."""
-    for alias in statement.node.names if isinstance(statement.node, IMPORT) else []:
-        node = copy.copy(statement.node)
-        assert isinstance(node, IMPORT)
-        node.names = [alias]
-        yield replace(statement, node=node, code=ast.unparse(node), above="", comment="")
-
-
-def modules_of(node: ast.AST | None) -> list[str]:
+def modules_of(node: ast.AST) -> list[str]:
     """The modules that an import takes, or takes names from; none for another node."""
     if isinstance(node, ast.ImportFrom):
         return ["." * node.level + (node.module or "")]

@@ -1,8 +1,8 @@
 """What several test files share: the built book, a server for a folder, a browser."""
 
-import contextlib
 import functools
 import http.server
+import json
 import os
 import re
 import shutil
@@ -13,15 +13,12 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import nbformat
 import pytest
 import yaml
 from chromium import Missing, chromium
 from filelock import FileLock
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 ROOT = Path(__file__).parents[1]
-KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 
 # A shell's background job ignores Ctrl-C, and so do its children. The tests that press Ctrl-C need it to be heard.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -34,38 +31,17 @@ def toc_files():
     return [toc["root"]] + [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
 
 
-def build_book(folder, **env):
-    """Copy the book's sources into ``folder`` and build them there, warnings being errors.
+CHAPTERS = [name for name in toc_files() if re.match(r"notebooks/\d", name)]
+
+
+def build(folder, **env):
+    """Build the book whose sources are in ``folder``, warnings being errors.
 
     Returns (folder of the HTML, exit status, what the build complained about).
     """
-    for name in ["_config.yml", "_toc.yml"]:
-        shutil.copy(ROOT / name, folder)
-    for name in ["book", "notebooks"]:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__"))
+    command = [Path(sys.executable).with_name("jupyter-book"), "build", folder, "-W", "--keep-going", "-n", "-q"]
     env = {**os.environ, "NO_COLOR": "1", **env}
-    export = [sys.executable, "-m", "helpers", "export", "--all", "--out", folder / "scripts"]
-    subprocess.run(export, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
-    return run_build(folder, env)
-
-
-def build_small_book(folder, **env):
-    """Build a book of two notebooks with this book's settings, for tests to which the pages do not matter."""
-    shutil.copy(ROOT / "_config.yml", folder)
-    shutil.copytree(ROOT / "book", folder / "book", ignore=shutil.ignore_patterns("*.md", "__pycache__"))
-    toc = "format: jb-book\nroot: notebooks/page\nparts: [{chapters: [{file: notebooks/other}]}]\n"
-    (folder / "_toc.yml").write_text(toc)
-    (folder / "notebooks").mkdir()
-    page = new_notebook(cells=[new_markdown_cell("# A page"), new_code_cell("1 + 1")], metadata=KERNEL)
-    for name in ("page", "other"):
-        nbformat.write(page, folder / "notebooks" / f"{name}.ipynb")
-    return run_build(folder, {**os.environ, "NO_COLOR": "1", **env})
-
-
-def run_build(folder, env):
-    """Build the book whose sources are in ``folder``. Returns what ``build_book`` returns."""
-    build = [Path(sys.executable).with_name("jupyter-book"), "build", folder, "-W", "--keep-going", "-n", "-q"]
-    process = subprocess.run(build, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     return folder / "_build" / "html", process.returncode, process.stderr
 
 
@@ -87,29 +63,26 @@ def pytest_runtest_setup(item):
             pytest.skip(reason)
 
 
-CHAPTERS = [name for name in toc_files() if re.match(r"notebooks/\d", name)]
-
-
 @pytest.fixture(scope="session")
 def book(tmp_path_factory, worker_id):
     """The book, built once for all tests: ``.html`` is its folder, ``.status`` and ``.complaints`` are the build's."""
     shared = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         shared = shared.parent  # one folder for all of pytest-xdist's workers
-    folder = shared / "built-book"
+    folder, record = shared / "built-book", shared / "built-book.json"
     with FileLock(shared / "built-book.lock"):
-        if not (folder / "status").exists():
+        if not record.exists():
             shutil.rmtree(folder, ignore_errors=True)  # a builder whose time was up may have left it
-            folder.mkdir()
-            _, status, complaints = build_book(folder, BOOK_REPOSITORY_URL="")
-            (folder / "complaints").write_text(complaints)
-            (folder / "status").write_text(str(status))
-    return SimpleNamespace(
-        html=folder / "_build" / "html",
-        scripts=folder / "scripts",
-        status=int((folder / "status").read_text()),
-        complaints=(folder / "complaints").read_text(),
-    )
+            for name in ["book", "notebooks"]:
+                shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+            for name in ["_config.yml", "_toc.yml"]:
+                shutil.copy(ROOT / name, folder)
+            export = [sys.executable, "-m", "helpers", "export", "--all", "--out", folder / "scripts"]
+            subprocess.run(export, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            _, status, complaints = build(folder, BOOK_REPOSITORY_URL="")
+            record.write_text(json.dumps({"status": status, "complaints": complaints}))
+    html, scripts = folder / "_build" / "html", folder / "scripts"
+    return SimpleNamespace(html=html, scripts=scripts, **json.loads(record.read_text()))
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +124,11 @@ def helpers(capsys):
 @pytest.fixture(scope="module")
 def browser():
     """A headless chromium, or a skip."""
-    with contextlib.ExitStack() as stack:
-        try:
-            yield stack.enter_context(chromium())
-        except Missing as missing:
-            pytest.skip(str(missing).splitlines()[0])
+    try:
+        with chromium() as browser:
+            yield browser
+    except Missing as missing:
+        pytest.skip(str(missing).splitlines()[0])
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from helpers.export import chapters as commands
-from helpers.export.exporter import TorchrunExporter
 from helpers.export.notebook import ExportError, read_notebook, script_name
 from helpers.export.script import script_from_notebook
 
@@ -34,8 +33,8 @@ INIT = "import torch.distributed as dist\n\ndist.init_process_group({})"
 
 
 def notebook(*cells):
-    """A notebook. A text may begin with ``#:`` (markdown), ``p:`` (parameters), ``-:`` (left out), ``!:`` (raises)."""
-    tags = {"p:": ["parameters"], "-:": [], "!:": ["export", "raises-exception"]}
+    """A notebook. A text may begin with ``#:`` (markdown), ``p:`` (parameters) or ``-:`` (left out)."""
+    tags = {"p:": ["parameters"], "-:": []}
     parts = []
     for cell in cells:
         kind, source = (cell[:2], cell[2:]) if cell[:2] in ("#:", *tags) else ("", cell)
@@ -54,14 +53,15 @@ def exported(*cells, name="sample"):
 BECOMES = {  # {what: (cells, a part of the script)}
     "imports and definitions go up": (["x = 1", "import json\ndef f():\n    json"], "\n\n\ndef f():\n    json\n"),
     "the rest is main's, in order": (["a = 1", "b = 2"], "def main(args):\n    a = 1\n    b = 2\n"),
-    "two on one line": (["a = 1; b = 2  # both"], "    a = 1\n    b = 2  # both\n"),
-    "constants are literals": (["N = 2\nM = N * 3\nx = M"], "\n\nN = 2\nM = N * 3\n\n\n"),
-    "or they are main's": (["N = len('ab')\nM = N"], "    N = len(\"ab\")\n    M = N\n"),
+    "two on one line": (["a = 1; b = 2  # both"], "args):\n    a = 1\n    b = 2  # both\n    device"),
+    "constants are literals": (["N = 2\nM = 2 * 3\nx = N"], "\n\nN = 2\nM = 2 * 3\n\n\n"),
+    "or they are main's": (["N = len('ab')"], '    N = len("ab")\n'),
     "what changes is main's": (["N = 2", "N = 3"], "    N = 2\n    N = 3\n"),
     "comments stay": (["# why\nx = 1  # one\n# last"], "    # why\n    x = 1  # one\n    # last\n"),
     "in a block, too": (["if True:\n    x = 1\n    # last\ny = 2"], "        x = 1\n        # last\n    y = 2\n"),
     "those of formatters do not": (["x = [1,\n     2]  # fmt: skip"], "    x = [1, 2]\n"),
     "long ones go above": (["x = 1  # " + "why " * 22], f"    # {'why ' * 21}why\n    x = 1\n"),
+    "but not into a string": (['x = """a\nb"""  # ' + "why " * 22], '"""a\nb"""  # why'),
     "strings of several lines do not move": (['x = """a\nb"""'], '    x = """a\nb"""\n'),
     "nor do f-strings": (['x = f"""{1}\n{2}\nb"""'], '    x = f"""{1}\n{2}\nb"""\n'),
     "other cells are left out": (["x = 1", "-:y = 2", "z = 3"], "    x = 1\n    z = 3\n"),
@@ -86,9 +86,9 @@ BECOMES = {  # {what: (cells, a part of the script)}
     "with what they use": (["from helpers.runtime.data import digits\nx = digits()"], "import numpy as np\n"),
     "the group is plumbing, below main": ([], "    stop_process_group()\n\n\ndef parse_args"),
     "it is ended once": (["stop_process_group()"], "stop_process_group()\n    device = start_process_group()\n\n\n"),
-    "unless something above main needs it": (
+    "what needs it at once is main's": (
         ["from helpers.runtime.process_group import print0", "def f(to=print0):\n    to(1)"],
-        "        print(*args, flush=True)\n\n\ndef f(to=print0):\n    to(1)\n\n\ndef main(args):",
+        "def main(args):\n    def f(to=print0):\n        to(1)\n",
     ),
     "a definition that calls may stay": (["import math\ndef f(at=math.exp(4)):\n    at"], "    def f(at=math.exp(4)):"),
     "or takes what changes": (["import json\njson.x = 1", "def f(at=json.x):\n    at"], "    def f(at=json.x):\n"),
@@ -101,27 +101,8 @@ def test_becomes(case):
     assert part in exported(*cells)
 
 
-@pytest.mark.ranks
-def test_the_script_does_what_the_notebook_does(tmp_path):
-    cells = ["p:n: int = 3  # how many\nloud: bool = True", "import json", "def total(n):\n    return sum(range(n))"]
-    cells += ["result = total(n)\nif loud:\n    print(json.dumps(result))", "-:print('not exported')"]
-    script = tmp_path / "sample.py"
-    script.write_text(exported(*cells))
-    for flags, out in (([], "3\n"), (["--n", "5"], "10\n"), (["--no-loud"], "")):
-        printed = subprocess.check_output([sys.executable, script, *flags], text=True)
-        assert printed.partition("1 rank(s), gloo on cpu\n")[::2] == (out, "")
-    assert "torchrun --nproc-per-node=gpu sample.py" in subprocess.check_output(
-        [sys.executable, script, "-h"], text=True
-    )
-
-
 def test_a_notebook_without_tags_gives_all_its_cells():
-    cells = [
-        new_code_cell("x = 1"),
-        new_code_cell("n: int = 1", metadata={"tags": ["parameters"]}),
-        new_code_cell(START),
-    ]
-    text = script_from_notebook(new_notebook(cells=cells), "sample")
+    text = script_from_notebook(notebook("-:x = 1", "p:n: int = 1", "-:" + START), "sample")
     assert "    x = 1\n    device = start_process_group()\n" in text and '"--n"' in text
 
 
@@ -135,7 +116,6 @@ REFUSED = {  # {what: (cells, the message without the cell)}
     "a magic": (["%cd ..\nx = 1"], "cell 1: `%cd ..` is for notebooks. Move it to a cell that is not tagged"),
     "a cell magic": (["%%ranks 2\nx = 1"], "cell 1: `%%ranks 2` is for notebooks"),
     "a shell's line": (["x = 1\n  \nfiles = !ls"], "cell 1: `files = !ls` is for notebooks"),
-    "what raises": (["!:x = 1"], "cell 1 raises, says its tag, and the script would end there. Do not export"),
     "another cell's name": (["-:y = 1", "x = y"], "cell 2: `x = y` reads y, which no exported cell binds. Export"),
     "a notebook's name": (["from IPython.display import display\ndisplay(1)"], "reads display, which no exported cell"),
     "a helper for notebooks": (["from helpers.ranks.launch import launch\nlaunch(int)"], "reads launch, which no"),
@@ -153,14 +133,13 @@ REFUSED = {  # {what: (cells, the message without the cell)}
     "a built-in of what is copied": (["def print(x):\n    1"], "binds print, as Python does"),
     "a name of the script's": (["def main():\n    1"], "binds main, as the script itself does"),
     "in main, too": (["f = lambda *args: 1"], "binds args, as the script itself does"),
-    "a parameter of such a name": (["p:main: int = 1"], "the script itself binds the parameter's name, main. Rename"),
+    "a parameter's name": (["p:n: int = 1", "def n():\n    1"], "binds n, as the parameters cell does"),
     "an import behind a setting": (
         ["import os\nos.environ['A'] = '1'\nimport json"],
         "`import json` goes to the script's top, above `os.environ['A'] = '1'`. Put imports first",
     ),
     "and behind a path": (["import sys\nsys.path.insert(0, 'x')", "import mine"], "`import mine` goes to the script's"),
     "and behind a patch": (["import math\nmath.x = 3\nimport mine"], "`import mine` goes to the script's top"),
-    "a name that main binds later": (["print(len('a'))\nlen = 3"], "reads len, which main binds later. Bind it"),
     "global in main": (["if 1:\n    def f():\n        global n\n        n = 3\nn = 2"], "has `global n`, but main's"),
     "no type": (["p:n = 1"], "cell 1: `n = 1` is not a parameter. Write name: type = literal  # help"),
     "no literal": (["p:n: int = f()"], "`n: int = f()` is not a parameter"),
@@ -173,12 +152,13 @@ REFUSED = {  # {what: (cells, the message without the cell)}
     "a default that is no choice": (["p:n: Literal['a', 'b'] = 'c'"], "is not a parameter"),
     "a flag with three dashes": (["p:_seed: int = 1"], "cell 1: `_seed: int = 1` cannot be a flag of its own. Choose"),
     "argparse's own": (["p:help: int = 1"], "cannot be a flag of its own"),
+    "the script's own": (["p:args: int = 1"], "cannot be a flag of its own"),
     "a parameter that is there twice": (["p:n: int = 1", "p:n: int = 2"], "cell 2: `n: int = 2` cannot be a flag"),
     "a fixed rank": ([INIT.format("rank=0, world_size=1")], "fixes rank=0, which is torchrun's to say. Leave it out."),
-    "a fixed size": ([INIT.format("'gloo', None, None, 4")], "fixes world_size=4, which"),
-    "a file to meet at": ([INIT.format("init_method='file:///shared/x'")], "fixes `file:///shared/x`, which"),
-    "in an f-string": ([INIT.format("init_method=f'file://{1}'")], "fixes `file://`, which"),
-    "by a name": (["url = 'file:///x'", INIT.format("'gloo', url")], "fixes `file:///x`, which"),
+    "a fixed size": ([INIT.format("'gloo', None, None, 4")], "fixes 4, which"),
+    "a file to meet at": ([INIT.format("init_method='file:///shared/x'")], "fixes file:///shared/x, which"),
+    "in an f-string": ([INIT.format("init_method=f'file://{1}'")], "fixes file://{1}, which"),
+    "by a name": (["url = 'file:///x'", INIT.format("'gloo', url")], "fixes file:///x, which"),
     "a variable of torchrun's": (["import os\nos.environ['RANK'] = '0'"], "fixes RANK, which"),
     "several": (["import os\nos.environ.update(HOME='a', MASTER_PORT='1')"], "fixes MASTER_PORT, which"),
 }  # fmt: skip
@@ -232,7 +212,6 @@ def test_nothing_is_executed(tmp_path):
         ("mylib", "if True:\n    import os, mylib.train as t", "mylib_script"),
         ("train", "from mylib import model, train", "train"),
         ("model", "import mylib.model  # import model", "model"),
-        ("mylib", "-:import mylib", "mylib"),
     ],
 )
 def test_a_script_does_not_shadow_a_module(name, cell, expected):
@@ -254,8 +233,7 @@ def test_export_writes_a_script_once(helpers, sample, tmp_path, monkeypatch):
     script = Path("scripts", "07_sample.py")
     assert helpers("export", sample.name) == (0, f"{script}\n", "")
     assert script.read_text() == script_from_notebook(read_notebook(sample), "07_sample")
-    written = script.stat().st_mtime_ns
-    assert helpers("export", sample)[0] == 0 and script.stat().st_mtime_ns == written
+    assert helpers("export", sample)[0] == 0
     script.write_text("mine")
     status, _, errors = helpers("export", sample)
     assert status == 1 and "exists and differs" in errors and "--force" in errors and script.read_text() == "mine"
@@ -265,7 +243,7 @@ def test_export_writes_a_script_once(helpers, sample, tmp_path, monkeypatch):
 def test_what_cannot_be_written(helpers, sample, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "taken" / "07_sample.py").mkdir(parents=True)
-    for out in ("file", "file/below", "taken", "null\0byte"):
+    for out in ("file", "file/below", "taken"):
         status, _, errors = helpers("export", sample, "--force", "--out", tmp_path / out)
         assert status == 1 and "cannot be written" in errors and "--out DIR" in errors
 
@@ -279,18 +257,16 @@ def test_a_refused_notebook_writes_nothing(helpers, tmp_path):
 
 
 def test_chapters_are_found_by_number_and_name(helpers, tmp_path, monkeypatch):
-    for name in ("03_samplers", "04_ddp", "template"):
+    for name in ("00_first", "04_ddp", "template"):
         nbformat.write(notebook(f"#:# The **{name}**", START), tmp_path / f"{name}.ipynb")
     monkeypatch.setattr(commands, "NOTEBOOKS", tmp_path)
     for chapter in ("4", "04", "04_ddp", "ddp", str(tmp_path / "04_ddp.ipynb")):
         assert commands.find_notebook(chapter) == tmp_path / "04_ddp.ipynb"
+    for chapter in ("0", "00", "first"):
+        assert commands.find_notebook(chapter) == tmp_path / "00_first.ipynb"
     assert helpers("export", "--all", "--out", tmp_path / "out")[0] == 0
-    assert sorted(os.listdir(tmp_path / "out")) == ["03_samplers.py", "04_ddp.py"]
-    assert helpers("list")[1].split() == ["03_samplers", "The", "03_samplers", "04_ddp", "The", "04_ddp"]
-    monkeypatch.setattr(commands, "NOTEBOOKS", tmp_path / "out")
-    for arguments in (["list"], ["export", "--all"], ["export", "04"]):
-        status, out, errors = helpers(*arguments)
-        assert (status, out) == (1, "") and errors.startswith(f"error: There is no chapter in {tmp_path}")
+    assert sorted(os.listdir(tmp_path / "out")) == ["00_first.py", "04_ddp.py"]
+    assert helpers("list")[1].split() == ["00_first", "The", "00_first", "04_ddp", "The", "04_ddp"]
 
 
 @pytest.mark.parametrize(
@@ -301,7 +277,7 @@ def test_chapters_are_found_by_number_and_name(helpers, tmp_path, monkeypatch):
         ([], 2, "required: COMMAND"),
         (["export"], 2, "CHAPTER --all is required"),
         (["export", "nothing-like-it"], 1, "no chapter or notebook 'nothing-like-it'.\nChapters: "),
-        (["export", "a\0b"], 1, "no chapter or notebook"),
+        (["export", ""], 1, "no chapter or notebook"),
         (["run", "04", "--nproc", "0"], 2, "'0' is not a whole number above 0"),
         (["run", "04", "stray"], 2, "put two dashes before the script's flags: -- stray"),
     ],
@@ -309,23 +285,6 @@ def test_chapters_are_found_by_number_and_name(helpers, tmp_path, monkeypatch):
 def test_usage(helpers, arguments, status, expected):
     done, out, errors = helpers(*arguments)
     assert done == status and expected in out + errors
-
-
-def test_what_is_not_installed_is_named(helpers, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith(("helpers.export.", "nbformat"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("helpers.export.chapters")
-    monkeypatch.setitem(sys.modules, "nbformat", None)
-    needs = "error: list needs nbformat, which is not installed. Try: pip install nbformat\n"
-    assert helpers("list") == (1, "", needs)
-
-
-def test_the_exporter_of_nbconvert(sample):
-    text, resources = TorchrunExporter().from_filename(str(sample))
-    assert text == script_from_notebook(read_notebook(sample), "07_sample") and resources["output_extension"] == ".py"
-    nbformat.write(notebook("x ="), sample)
-    with pytest.raises(ExportError, match="07_sample, cell 1 is not Python"):
-        TorchrunExporter().from_filename(str(sample))
 
 
 # ---- The installed package
@@ -371,21 +330,16 @@ def test_the_installed_package(tmp_path):
     def run(*arguments):
         command = [tmp_path / "venv" / "bin" / "python", "-m", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        return done.returncode, done.stdout, done.stderr
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
-    status, out, errors = run("helpers", "list")
-    assert (status, errors) == (0, "")
-    assert [line.split()[0] for line in out.splitlines()] == [path.stem for path in commands.chapters()]
-    status, out, errors = run("helpers", "export", "04", "--slurm")
-    assert (status, errors) == (0, "") and "scripts/04_ddp.sbatch" in out
+    assert [line.split()[0] for line in run("helpers", "list").splitlines()] == [
+        path.stem for path in commands.chapters()
+    ]
+    assert "scripts/04_ddp.sbatch" in run("helpers", "export", "04", "--slurm")
     expected = script_from_notebook(read_notebook(ROOT / "notebooks" / "04_ddp.ipynb"), "04_ddp")
     assert (tmp_path / "scripts" / "04_ddp.py").read_text() == expected
 
     nbformat.write(notebook(START), tmp_path / "random.ipynb")
-    assert run("nbconvert", "--to", "torchrun", "random.ipynb")[0] == 0
+    run("nbconvert", "--to", "torchrun", "random.ipynb")
     assert "random_script.py" in (tmp_path / "random_script.py").read_text()
-    nbformat.write(notebook("%cd"), tmp_path / "bad.ipynb")
-    status, _, errors = run("nbconvert", "--to", "torchrun", "bad.ipynb")
-    assert status == 1 and errors.endswith(
-        "error: bad, cell 1: `%cd` is for notebooks. Move it to a cell that is not tagged export.\n"
-    )

@@ -3,8 +3,6 @@
 import itertools
 import os
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 
 import nbformat
@@ -13,7 +11,6 @@ import pytest
 from conftest import ROOT, run_nbval
 from ipc_kernels import SocketKernelManager
 from matplotlib import pyplot
-from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from nbclient import NotebookClient
@@ -21,6 +18,7 @@ from nbclient import NotebookClient
 from helpers.figures import drawing as figures
 from helpers.figures.ddp import ddp_overlap, exposed, overlap_schedule, replicas
 from helpers.figures.drawing import RANK_COLORS, rank_color, rank_hatch, show
+from helpers.figures.sliders import explore
 
 # How dichromats see linear RGB, from Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of
 # color vision deficiency", 2009, severity 1.
@@ -72,15 +70,11 @@ def test_rank_colors_stand_out_and_differ_for_every_kind_of_sight(check, wrong):
         check(wrong.split())
 
 
-def test_a_rank_keeps_its_color_and_takes_a_hatch_when_colors_repeat():
-    looks = [(rank_color(rank), rank_hatch(rank)) for rank in range(32)]
-    assert len(set(looks)) == 32
-    assert looks[3] == (RANK_COLORS[3], "") and looks[11] == (RANK_COLORS[3], "///")
+def test_the_same_rank_has_the_same_color_in_every_figure_and_no_rank_looks_like_another():
+    assert len({(rank_color(rank), rank_hatch(rank)) for rank in range(32)}) == 32
+    assert (rank_color(11), rank_hatch(11)) == (RANK_COLORS[3], "///")
     with pytest.raises(ValueError, match="whole number"):
         rank_color(-1)
-
-
-def test_the_same_rank_has_the_same_color_in_every_figure():
     three = {rank: 10.0 - rank for rank in range(3)}
     pages = [
         show(figures.bars(three, "samples/s"), "a").page,
@@ -107,14 +101,6 @@ def test_a_figure_has_the_same_bytes_every_time_whatever_the_style_around_it():
     first = [show(fig, "a", "c").page for fig in every_figure()]
     with pyplot.style.context("dark_background"), pyplot.rc_context({"font.size": 30, "svg.fonttype": "path"}):
         assert [show(fig, "a", "c").page for fig in every_figure()] == first
-
-
-def test_a_figure_has_the_same_bytes_in_another_process():
-    code = "from helpers.figures import ddp, drawing\n"
-    code += "print(drawing.show(ddp.ddp_overlap(4, 4), 'a').page, end='')"
-    env = {**os.environ, "PYTHONHASHSEED": "1", "MPLBACKEND": "svg"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == show(ddp_overlap(4, 4), "a").page
 
 
 def plain(drawing):
@@ -182,7 +168,7 @@ def test_a_wrong_figure_is_noticed(check, fig):
 def test_figures_of_one_page_share_no_id():
     fig = figures.lines({0: [3, 2, 1]}, [1, 2, 3], "step", "loss")
     pages = [show(fig, "a").page, show(fig, "a", "another caption").page, show(fig, "b").page]
-    pages += [show(ddp_overlap(4, 2), "a").page, show(ddp_overlap(4, 4), "a").page]
+    pages += [explore(ddp_overlap, alt="a", caption=word, world_size=[1, 2], buckets=[1, 2]).page() for word in "cd"]
     ids = [re.findall(r'\bid="([^"]+)"', page) for page in pages]
     assert all(ids), "a clip path or a hatch is needed for this test"
     assert len(set(itertools.chain(*ids))) == sum(map(len, ids))
@@ -190,39 +176,22 @@ def test_figures_of_one_page_share_no_id():
         assert set(re.findall(r'(?:url\(#|href="#)([^)"]+)', page)) == set(own)
 
 
-def test_show_asks_for_alt_text_and_a_figure():
-    with pytest.raises(ValueError, match="alt text is empty"):
-        show(ddp_overlap(), alt=" ")
-    with pytest.raises(TypeError, match="Figure was expected, not Axes"):
-        show(Figure().add_subplot(), alt="axes")
-
-
-def test_show_escapes_its_words_and_has_a_short_repr():
-    shown = show(replicas(2), alt='two <ranks> & "one" model', caption="`no_sync` < all")
+def test_show_escapes_its_words_has_a_short_repr_and_closes_a_pyplot_figure_which_would_be_drawn_twice():
+    fig, ax = pyplot.subplots()
+    ax.set_xlabel("1.23456  two  spaces <b> d")
+    shown = show(fig, alt='two <ranks> & "one" model', caption="`no_sync` < all")
+    assert not pyplot.fignum_exists(fig.number)
+    assert ">1.23456  two  spaces &lt;b&gt; d</text>" in shown.page
     assert 'role="img" tabindex="0" aria-label="two &lt;ranks&gt; &amp; &quot;one&quot; model"' in shown.page
     assert "<figcaption><code>no_sync</code> &lt; all</figcaption>" in shown.page
     assert repr(shown) == 'Figure: two <ranks> & "one" model'
     assert "<figcaption>" not in show(replicas(2), alt="a").page
 
 
-def test_show_closes_a_pyplot_figure_so_that_it_is_not_drawn_twice():
-    fig, ax = pyplot.subplots()
-    ax.plot([1, 2])
-    show(fig, alt="a line")
-    assert not pyplot.fignum_exists(fig.number)
-
-
-def test_the_words_of_a_drawing_are_kept_as_they_are():
-    fig, ax = figures.canvas(200, 40)
-    ax.text(4, 20, "1.23456  two  spaces <b> d")
-    root = ElementTree.fromstring(figures.svg(fig))
-    assert [element.text for element in root.iter("text")] == ["1.23456  two  spaces <b> d"]
-
-
 # --- the model behind ddp_overlap -------------------------------------------------------------------------------------
 
 
-def test_all_reduces_wait_for_their_gradients():
+def test_all_reduces_wait_for_their_gradients_and_for_the_network():
     # Forward 10 ms, backward 20 ms, then 1 ms + 2 * 3/4 * 100 MB / (10 GB/s) = 16 ms of all-reduce.
     assert overlap_schedule(4, 1) == [
         ("compute", 0, 10, "forward"),
@@ -241,29 +210,17 @@ def test_all_reduces_wait_for_their_gradients():
         ("compute", 30, 38.5, "wait"),
         ("compute", 38.5, 41.5, "step"),
     ]
-
-
-def test_many_buckets_queue_for_the_network_and_each_pays_the_latency():
-    # 16 all-reduces of 1 + 2 * 3/4 * 6.25 / 10 = 1.9375 ms, one after the other from 11.25 ms on: the last one ends
-    # 12.25 ms after backward
-    network = [span for span in overlap_schedule(4, 16) if span[0] == "network"]
-    assert network[0][1:3] == (11.25, 13.1875)
-    assert network[-1][2] == pytest.approx(42.25)
-    assert all(this[2] == pytest.approx(after[1]) for this, after in itertools.pairwise(network))
-    assert exposed(overlap_schedule(4, 16)) == pytest.approx(12.25)
-
-
-def test_the_best_number_of_buckets_lies_in_between():
+    # Many buckets queue for the network, and each pays the latency.
     waits = {n: exposed(overlap_schedule(4, n)) for n in (1, 2, 4, 8, 16)}
     assert waits == pytest.approx({1: 16, 2: 8.5, 4: 4.75, 8: 5.5, 16: 12.25})
     assert exposed(overlap_schedule(4, 8, latency=0, gigabytes_per_second=1000)) == pytest.approx(0.01875)
-
-
-def test_one_rank_sends_nothing_and_nonsense_is_refused():
     assert [span[3] for span in overlap_schedule(1, 2)] == ["forward", "backward", "backward", "step"]
-    for bad in [(0, 1), (4, 0)]:
-        with pytest.raises(ValueError, match="at least one"):
-            overlap_schedule(*bad)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (4, 0)])
+def test_a_schedule_has_a_rank_and_a_bucket(sizes):
+    with pytest.raises(ValueError, match="at least one"):
+        overlap_schedule(*sizes)
 
 
 # --- what nbval compares ----------------------------------------------------------------------------------------------

@@ -11,31 +11,26 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
 from conftest import CHAPTERS, ROOT
+from leftovers import soon
 from visits import PATIENCE
 
-ALL = [chapter.split("/")[1] for chapter in CHAPTERS]
-NAMES = ALL if os.environ.get("LAB") == "all" else ["template"]
+NAMES = CHAPTERS if os.environ.get("LAB") == "all" else ["notebooks/template"]
 
 # With --LabApp.expose_app_in_browser, JupyterLab is `jupyterapp` in the page.
 NOTEBOOK = "jupyterapp.shell.currentWidget"
-STATE = f"""() => {{
-    const cells = [...{NOTEBOOK}.content.widgets].map(widget => widget.model).filter(model => model.type === 'code');
-    return {{
-        status: {NOTEBOOK}.sessionContext.session?.kernel?.status,
-        cells: cells.map(cell => ({{
-            count: cell.executionCount,
-            tags: cell.getMetadata('tags') ?? [],
-            errors: cell.outputs.toJSON().filter(output => output.output_type === 'error'),
-        }})),
-    }};
-}}"""
+READY = f"window.jupyterapp && {NOTEBOOK}?.sessionContext?.session?.kernel?.status === 'idle'"
+CELLS = f"""[...{NOTEBOOK}.content.widgets]
+    .map(widget => widget.model).filter(model => model.type === 'code').map(cell => ({{
+        count: cell.executionCount,
+        tags: cell.getMetadata('tags') ?? [],
+        errors: cell.outputs.toJSON().filter(output => output.output_type === 'error'),
+    }}))"""
 WIDGET_CELLS = f"""() => [...{NOTEBOOK}.content.widgets].flatMap((widget, place) =>
     widget.model.type === 'code' && widget.model.outputs.toJSON().some(
         output => output.data && 'application/vnd.jupyter.widget-view+json' in output.data) ? [place] : [])"""
@@ -60,8 +55,10 @@ def lab(tmp_path_factory):
     with open(folder / "log", "w") as log:
         server = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     try:
-        info = wait_for(lambda: next((folder / "RUNTIME_DIR").glob("jpserver-*.json"), None), 120)
-        url = wait_for(lambda: json.loads(info.read_text() or "{}").get("url"), 10)
+        assert soon(lambda: list((folder / "RUNTIME_DIR").glob("jpserver-*.json")), 120)
+        [info] = (folder / "RUNTIME_DIR").glob("jpserver-*.json")
+        assert soon(info.read_text)
+        url = json.loads(info.read_text())["url"]
         yield url, token
         kernels = psutil.Process(server.pid).children(recursive=True)
         shutdown = urllib.request.Request(f"{url}api/shutdown?token={token}", method="POST")
@@ -77,50 +74,20 @@ def lab(tmp_path_factory):
         shutil.rmtree(sockets, ignore_errors=True)
 
 
-def wait_for(condition, seconds):
-    """Wait for ``condition()`` to be true and return its value. Raises AssertionError after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.2)
-    raise AssertionError(f"not within {seconds} s")
-
-
-@pytest.fixture
-def run_all(browser, lab):
-    """A function that opens a chapter in JupyterLab, runs all its cells and returns the browser's page."""
-    url, token = lab
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    context.set_default_timeout(PATIENCE)
-
-    def open_and_run(chapter):
-        page = context.new_page()
-        page.goto(f"{url}lab/tree/{chapter}.ipynb?token={token}&reset")
-        ready = f"window.jupyterapp && {NOTEBOOK}?.sessionContext?.session?.kernel?.status === 'idle'"
-        page.wait_for_function(ready, timeout=PATIENCE)
-        page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
-        wait_for(lambda: has_run(page.evaluate(STATE)), 240)
-        return page
-
-    yield open_and_run
-    context.close()
-
-
-def has_run(state):
-    return state["status"] == "idle" and state["cells"][-1]["count"]
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("chapter", NAMES)
-def test_chapter_runs_in_jupyterlab(run_all, chapter):
-    page = run_all(chapter)
+def test_chapter_runs_in_jupyterlab(browser, lab, chapter):
+    url, token = lab
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(PATIENCE)
+    page.goto(f"{url}lab/tree/{chapter.split('/')[1]}.ipynb?token={token}&reset")
+    page.wait_for_function(READY)
+    page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
+    page.wait_for_function(f"{CELLS}.at(-1).count && {READY}", timeout=2 * PATIENCE)
 
-    cells = page.evaluate(STATE)["cells"]
+    cells = page.evaluate(CELLS)
     assert [cell["count"] for cell in cells] == list(range(1, len(cells) + 1))
-    unannounced = [cell["errors"] for cell in cells if cell["errors"] and "raises-exception" not in cell["tags"]]
-    assert not unannounced
+    assert [cell["errors"] for cell in cells if cell["errors"] and "raises-exception" not in cell["tags"]] == []
 
     places = page.evaluate(WIDGET_CELLS)
     assert places, "no live figure"
@@ -134,7 +101,8 @@ def test_chapter_runs_in_jupyterlab(run_all, chapter):
             handle.focus()
             at_the_end = handle.get_attribute("aria-valuenow") == handle.get_attribute("aria-valuemax")
             page.keyboard.press("ArrowLeft" if at_the_end else "ArrowRight")
-            wait_for(lambda output=output, before=before: pictures(output) not in ([], before), 60)
+            assert soon(lambda output=output, before=before: pictures(output) not in ([], before))
+    page.close()
 
 
 def pictures(output):

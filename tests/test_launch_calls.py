@@ -1,18 +1,16 @@
 """``launch``: what it returns, the ranks' environment, and what can be sent to ranks and back."""
 
-import errno
 import functools
 import os
 import signal
 import socket
 import sys
-import textwrap
 import threading
 import time
 from concurrent import futures
 from multiprocessing import forkserver
-from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import psutil
 import pytest
@@ -24,6 +22,7 @@ from helpers.ranks.launch import LaunchError, launch
 from helpers.ranks.ports import hold_port
 
 pytestmark = pytest.mark.ranks
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
@@ -33,15 +32,9 @@ def test_ranks_form_one_gloo_group_and_results_come_in_rank_order():
         dist.all_reduce(x)
         time.sleep(0.1 * (3 - dist.get_rank()))
         names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
-        return (
-            x.item(),
-            dist.get_backend(),
-            dist.get_rank(),
-            dist.get_world_size(),
-            [os.environ[name] for name in names],
-        )
+        return x.item(), dist.get_backend(), dist.get_rank(), dist.get_world_size(), *map(os.environ.get, names)
 
-    expected = [(8.0, "gloo", rank, 4, [str(rank), str(rank), "4", "4"]) for rank in range(4)]
+    expected = [(8.0, "gloo", rank, 4, str(rank), str(rank), "4", "4") for rank in range(4)]
     assert launch(late_first, torch.tensor(2.0)) == expected
 
 
@@ -60,6 +53,7 @@ def test_every_rank_is_a_fresh_child(nproc):
         torch.nn.Parameter(torch.zeros(1)),
         torch.arange(10)[::3],
         torch.eye(3).to_sparse(),
+        torch.full((12_500_000,), 3.0),  # 50 MB
         np.arange(5, dtype=np.int16),
         {"loss": 0.5, "history": [1, 2], "name": "α", "nothing": None},
     ],
@@ -80,124 +74,38 @@ def test_values_arrive_and_return_as_they_were(value):
             assert result == value
 
 
-def test_large_tensors_pass_without_shared_memory():
-    def scale(x):
-        return os.getpid(), x * dist.get_rank()
+class Adder:
+    def add(self, x=10):
+        return x + dist.get_rank()
 
-    x = torch.full((12_500_000,), 3.0)  # 50 MB
-    for rank, (pid, result) in enumerate(launch(scale, x, nproc=2)):
-        assert result.shape == x.shape and result[0] == result[-1] == 3 * rank
-        assert not list(Path("/dev/shm").glob(f"*{pid}*"))
-
-
-def test_several_small_tensors_do_not_share_storage():
-    results = launch(lambda: torch.zeros(2), nproc=2)
-    results[0] += 1
-    assert results[1].tolist() == [0, 0]
-
-
-def test_model_returns_with_its_weights():
-    def train():
-        torch.manual_seed(0)
-        model = torch.nn.Linear(3, 1)
-        model = torch.nn.parallel.DistributedDataParallel(model)
-        model(torch.ones(2, 3)).sum().backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        return model.module
-
-    first, second = launch(train, nproc=2)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-
-
-def test_what_a_cell_defines_reaches_the_ranks():
-    page = cell("""
-        from dataclasses import dataclass
-
-        scale = 3
-
-        @dataclass
-        class Result:
-            rank: int
-            total: float
-
-        class Net(torch.nn.Module):
-            def forward(self, x):
-                return scale * x
-
-        def work(net, result_type):
-            return result_type(dist.get_rank(), net(torch.ones(2)).sum().item())
-    """)
-    results = launch(page.work, page.Net(), page.Result, nproc=2)
-    assert results == [page.Result(0, 6.0), page.Result(1, 6.0)]
+    __call__ = add
 
 
 def closure(x):
     return lambda: x + dist.get_rank()
 
 
-class Adder:
-    def __init__(self, x):
-        self.x = x
-
-    def add(self, y=0):
-        return self.x + y + dist.get_rank()
-
-    __call__ = add
+@pytest.mark.parametrize("kind", ["closure", "partial", "bound method", "callable object"])
+def test_any_callable(kind):
+    kinds = {"closure": closure(10), "bound method": Adder().add, "callable object": Adder()}
+    assert launch(kinds.get(kind, functools.partial(Adder.add, Adder(), x=10)), nproc=2) == [10, 11]
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda: 10 + dist.get_rank(),
-        closure(10),
-        functools.partial(lambda a, b: a + b + dist.get_rank(), 4, b=6),
-        Adder(10).add,
-        Adder(10),
-    ],
-    ids=["lambda", "closure", "partial", "bound method", "callable object"],
-)
-def test_any_callable(fn):
-    assert launch(fn, nproc=2) == [10, 11]
-
-
-def names_modules_of_torch():
-    """Functions that use what cloudpickle cannot send: torch's operators, and modules of torch with other types."""
+def test_functions_that_name_what_cloudpickle_cannot_send():
+    """torch's operators, and modules of torch with types of their own, in a function, as a value and as a result."""
     import torch._dynamo
 
-    config, namespace, packet, overload = (
-        torch._dynamo.config,
-        torch.ops.aten,
-        torch.ops.aten.add,
-        torch.ops.aten.add.out,
-    )
+    config, aten, x = torch._dynamo.config, torch.ops.aten, torch.ones(1)
+    add, add_out = aten.add, aten.add.out
 
-    def imports_it():
-        import torch._dynamo.config as inside
+    def use():
+        import torch._dynamo.config as imported
 
-        return inside is torch._dynamo.config
+        values = torch.ops.aten.add(x, x), aten.add(x, x), add(x, x), add_out(x, x, out=torch.zeros(1))
+        same = imported is torch._dynamo.config is config
+        return values, same, torch.backends.cudnn.benchmark, torch.ops, torch.backends, aten.add.Tensor
 
-    x, out = torch.ones(1), torch.zeros(1)
-    return {
-        "torch.ops": lambda: torch.ops.aten.add(x, x),
-        "torch.backends": lambda: torch.backends.cudnn.benchmark,
-        "an import inside": imports_it,
-        "a module of settings": lambda: config is torch._dynamo.config,
-        "a namespace": lambda: namespace.add(x, x),
-        "an operator": lambda: packet(x, x),
-        "an overload": lambda: overload(x, x, out=out),
-    }
-
-
-@pytest.mark.parametrize("name", names_modules_of_torch())
-def test_function_that_names_a_module_of_torch(name):
-    fn = names_modules_of_torch()[name]
-    assert launch(fn, nproc=2) == [fn()] * 2
-
-
-def test_module_of_torch_comes_back():
-    assert launch(lambda: (torch.ops, torch.backends, torch.ops.aten.add.Tensor), nproc=1) == [
-        (torch.ops, torch.backends, torch.ops.aten.add.Tensor)
-    ]
+    assert launch(use, nproc=2) == [use()] * 2
 
 
 def test_ranks_have_the_callers_folder_and_path(tmp_path, monkeypatch):
@@ -214,36 +122,20 @@ def test_ranks_have_the_callers_folder_and_path(tmp_path, monkeypatch):
 
 
 def test_changes_of_the_kernels_environment_reach_the_ranks(monkeypatch):
-    def values():
-        return os.environ.get("PAGE"), os.environ.get("GONE")
-
     monkeypatch.setenv("GONE", "1")
-    monkeypatch.setenv("PAGE", "one")
-    assert launch(values, nproc=1) == [("one", "1")]
+    monkeypatch.setenv("PAGE", "old")
+    assert launch(lambda: [*map(os.environ.get, ("PAGE", "GONE"))], nproc=1) == [["old", "1"]]
     monkeypatch.delenv("GONE")
-    assert launch(values, nproc=1, env={"PAGE": "two"}) == [("two", None)]
-    assert os.environ["PAGE"] == "one"
-
-
-def test_debug_level_asked_for_by_env_takes_effect():
-    page = cell("""
-        def mismatch():
-            x = torch.ones(2)
-            if dist.get_rank() == 0:
-                dist.all_reduce(x)
-            else:
-                dist.broadcast(x, 0)
-    """)
-    error = failure(page.mismatch, nproc=2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
-    assert "ALLREDUCE" in str(error) and "BROADCAST" in str(error)
+    assert launch(lambda: [*map(os.environ.get, ("PAGE", "GONE"))], nproc=1, env={"PAGE": "new"}) == [["new", None]]
+    assert os.environ["PAGE"] == "old"
 
 
 @pytest.mark.parametrize(
-    "nproc, asked, most", [(1, "", 99), (2, "", 99), (4, "", 99), (1, "1", 1), (1, "64", 99), (1, "1,1", 1)]
+    "nproc, limit, most", [(1, "", 99), (2, "", 99), (4, "", 99), (1, "1", 1), (1, "64", 99), (1, "1,1", 1)]
 )
-def test_threads_share_the_cores_and_follow_a_lower_limit(nproc, asked, most):
+def test_threads_share_the_cores_and_follow_a_lower_limit(nproc, limit, most):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = launch(torch.get_num_threads, nproc=nproc, env={"OMP_NUM_THREADS": asked} if asked else None)
+    threads = launch(torch.get_num_threads, nproc=nproc, env={"OMP_NUM_THREADS": limit} if limit else None)
     assert threads == [max(1, min(most, cores // nproc))] * nproc
 
 
@@ -255,24 +147,6 @@ def test_random_numbers_differ_between_ranks_and_calls_but_torchs_do_not():
 
     numpys, pythons, torchs = zip(*launch(draw, nproc=2), *launch(draw, nproc=2), strict=True)
     assert len({*numpys, *pythons}) == 8 and len(set(torchs)) == 1
-
-
-def test_works_beside_the_kernels_own_group():
-    from helpers.runtime.process_group import start_process_group, stop_process_group
-
-    def group():
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        return x.item(), start_process_group()
-
-    start_process_group()
-    try:
-        assert launch(group, nproc=2) == [(2.0, torch.device("cpu"))] * 2
-        mine = torch.ones(1)
-        dist.all_reduce(mine)
-        assert mine.item() == 1.0 and dist.get_world_size() == 1
-    finally:
-        stop_process_group()
 
 
 def test_two_calls_at_once_from_threads_do_not_meet():
@@ -304,14 +178,12 @@ def test_every_socket_of_the_ranks_is_on_loopback(monkeypatch):
 
 def test_a_held_port_is_for_a_store_alone_and_is_given_back():
     def hold():  # in a rank, where a store's sockets and threads end with it
-        with hold_port() as port, hold_port() as other:
-            assert port != other
-            with socket.socket() as stranger, pytest.raises(OSError) as refusal:
+        with hold_port() as port, hold_port() as other, socket.socket() as stranger:
+            with pytest.raises(OSError, match="Address already in use"):
                 stranger.bind(("127.0.0.1", port))
-            assert refusal.value.errno == errno.EADDRINUSE
             store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
             store.set("key", "value")
-            assert store.port == port and dist.TCPStore("127.0.0.1", port).get("key") == b"value"
+            assert dist.TCPStore("127.0.0.1", port).get("key") == b"value" and store.port == port != other
         with socket.socket() as stranger:
             stranger.bind(("127.0.0.1", other))
 
@@ -321,19 +193,15 @@ def test_a_held_port_is_for_a_store_alone_and_is_given_back():
 @linux
 @pytest.mark.parametrize("fails", [False, True])
 def test_data_loader_workers_end_with_their_rank(fails):
-    def read(fails):
+    def read():
         data = torch.utils.data.TensorDataset(torch.arange(64.0))
         loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=2, persistent_workers=True)
-        total = sum(batch.sum().item() for (batch,) in loader)
-        workers = len(psutil.Process().children())
+        total = sum(batch.sum().item() for (batch,) in loader), len(psutil.Process().children())
         if fails:
-            raise ValueError(f"{workers} workers")
-        return total, workers
+            raise ValueError(total)
+        return total
 
-    if fails:
-        assert "2 workers" in str(failure(read, True, nproc=2))
-    else:
-        assert launch(read, False, nproc=2) == [(2016.0, 2)] * 2
+    assert str((2016.0, 2)) in (str(failure(read, nproc=2)) if fails else str(launch(read, nproc=2)))
 
 
 @linux
@@ -354,67 +222,40 @@ def test_subprocesses_end_with_their_rank(end):
 # --- what cannot travel ----------------------------------------------------------------------------------------------
 
 
-CANNOT_TRAVEL = {
-    "a result": (
-        "def step(): return threading.Lock() if dist.get_rank() == 1 else 1",
-        "rank 1 failed first: TypeError: the result, a lock, cannot be sent back (cannot pickle '_thread.lock' object)",
-    ),
-    "an argument that raises": (
-        """
-        def explode():
-            raise ValueError("cannot be unpacked")
+class Trap:
+    """An object whose unpickling calls ``function(*args)``."""
 
-        class Trap:
-            def __reduce__(self):
-                return explode, ()
-        """,
-        "ranks 0-1 failed: ValueError: cannot be unpacked",
-    ),
-    "an absent module": (
-        """
-        class Trap:
-            def __reduce__(self):
-                return __import__, ("no_such_module",)
-        """,
-        "ranks 0-1 failed: ModuleNotFoundError: No module named 'no_such_module'",
-    ),
-    "launch inside a rank": (
-        """
-        def step():
-            from helpers.ranks.launch import launch
-            launch(print)
-        """,
-        "ranks 0-1 failed: helpers.ranks.launch.LaunchError: launch was called inside a rank",
-    ),
-}
+    def __init__(self, function, *args):
+        self.function, self.args = function, args
+
+    def __reduce__(self):
+        return self.function, self.args
 
 
-@pytest.mark.parametrize("what", CANNOT_TRAVEL)
-def test_what_cannot_travel_is_named(what):
-    source, message = CANNOT_TRAVEL[what]
-    page = cell(f"import threading\n{textwrap.dedent(source)}")
-    error = failure(page.step, nproc=2) if hasattr(page, "step") else failure(print, page.Trap(), nproc=2)
+@pytest.mark.parametrize(
+    ("fn", "args", "message"),
+    [
+        (
+            lambda: threading.Lock() if dist.get_rank() == 1 else 1,
+            (),
+            "rank 1 failed first: TypeError: the result, a lock, cannot be sent back (cannot pickle '_thread.lock' obj",
+        ),
+        (print, (Trap(exec, "raise ValueError(1)"),), "ranks 0-1 failed: ValueError: 1"),
+        (print, (Trap(__import__, "absent"),), "ranks 0-1 failed: ModuleNotFoundError: No module named 'absent'"),
+        (lambda: launch(print), (), "ranks 0-1 failed: helpers.ranks.launch.LaunchError: launch was called inside a"),
+    ],
+    ids=["result", "argument that raises", "absent module", "launch inside a rank"],
+)
+def test_what_cannot_travel_is_named(fn, args, message):
+    error = failure(fn, *args, nproc=2)
     assert str(error).startswith(message)
-    assert what != "a result" or "Return tensors, arrays or plain objects" in error.failures[1]
+    assert "a lock" not in message or "Return tensors, arrays or plain objects" in error.failures[1]
 
 
 def test_result_that_cannot_be_unpacked_here():
-    page = cell("""
-        def explode(pid):
-            if os.getpid() == pid:
-                raise ValueError("cannot be unpacked")
-
-        class Trap:
-            def __init__(self, pid):
-                self.pid = pid
-            def __reduce__(self):
-                return explode, (self.pid,)
-
-        def step(pid):
-            return Trap(pid)
-    """)
+    source = f"import os\nif os.getpid() == {os.getpid()}: raise ValueError('cannot be unpacked')"
     with pytest.raises(ValueError, match="cannot be unpacked"):
-        launch(page.step, os.getpid(), nproc=2)
+        launch(lambda: Trap(exec, source), nproc=2)
 
 
 @pytest.mark.parametrize(
@@ -447,30 +288,20 @@ def test_rank_that_ends_or_stops_while_it_writes_its_result(end, message):
         ((closure(threading.Lock()),), {}, "the function <lambda> cannot be sent"),
         ((print, 1, threading.Lock()), {}, "argument 1, a lock, cannot be sent"),
         ((3,), {}, "launch needs a function, and got 3"),
-        ((None,), {}, "Pass it uncalled"),
         ((print,), {"nproc": 0}, "nproc=0 is not between 1 and 64"),
-        ((print,), {"nproc": -1}, "nproc=-1 is not between 1 and 64"),
         ((print,), {"nproc": 65}, "torchrun"),
         ((print,), {"nproc": "4"}, "an int; it was '4'"),
-        ((print,), {"nproc": 2.0}, "an int; it was 2.0"),
         ((print,), {"nproc": True}, "an int; it was True"),
-        ((print,), {"nproc": None}, "an int; it was None"),
         ((print,), {"timeout": 0}, "above 0; it was 0"),
-        ((print,), {"timeout": -1}, "above 0; it was -1"),
-        ((print,), {"timeout": None}, "it was None"),
         ((print,), {"timeout": "60"}, "it was '60'"),
         ((print,), {"timeout": float("nan")}, "it was nan"),
-        ((print,), {"timeout": float("inf")}, "it was inf"),
         ((print,), {"timeout": 1e9}, "it was 1000000000.0"),
-        ((print,), {"env": {"A": 1}}, "env maps names to strings"),
-        ((print,), {"env": {1: "A"}}, "env maps names to strings"),
-        ((print,), {"env": ["A=1"]}, "env maps names to strings"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_starts(args, options, text):
-    with pytest.raises(LaunchError) as caught:
+    with pytest.raises(LaunchError) as refusal:
         launch(*args, **options)
-    message = str(caught.value)
+    message = str(refusal.value)
     assert text in message and len(message.splitlines()) == 2, message
 
 
@@ -480,7 +311,7 @@ def test_longest_timeout_works():
 
 def test_errors_show_no_frames_of_the_launcher_in_ipython():
     error = failure(lambda: 1 / 0, nproc=1)
-    shown = error._render_traceback_()
-    assert shown[-1].startswith("RankError: rank 0 failed first: ZeroDivisionError")
-    assert not any("helpers/" in line for line in shown)
+    lines = error._render_traceback_()
+    assert lines[-1].startswith("RankError: rank 0 failed first: ZeroDivisionError")
+    assert not any("helpers/" in line for line in lines)
     assert LaunchError("one\ntwo")._render_traceback_() == ["LaunchError: one\ntwo"]

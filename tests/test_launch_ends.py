@@ -25,35 +25,29 @@ pytestmark = pytest.mark.ranks
 # --- nothing is left --------------------------------------------------------------------------------------------------
 
 
-def test_fifty_calls_leave_this_process_as_it_was():
-    def step():
-        x = torch.ones(100_000)
-        dist.all_reduce(x)
-        return x
+def test_calls_leave_this_process_as_it_was():
+    """Fifty that return, and five that fail: a cycle of a traceback would keep their processes."""
 
-    def grown():
-        gc.collect()
-        mine = psutil.Process()
+    def size():
         server = psutil.Process(forkserver._forkserver._forkserver_pid)
+        mine = psutil.Process()
         return mine.num_fds(), mine.num_threads(), server.num_fds(), mine.memory_info().rss, server.memory_info().rss
 
     for _ in range(5):
-        launch(step, nproc=2)
-    *before, mine, server = grown()
-    for _ in range(50):
-        launch(step, nproc=2)
-    # The forkserver closes a pipe of a rank a moment after it has told of the rank's end.
-    assert leftovers.soon(lambda: all(now <= then for now, then in zip(grown()[:3], before, strict=True)))
-    *_, mine_after, server_after = grown()
-    assert mine_after - mine < 8e6 and server_after - server < 8e6  # bytes
-
-
-def test_failed_calls_leave_no_traceback_cycle_that_keeps_processes():
-    before = psutil.Process().num_fds()
+        launch(torch.ones, 100_000, nproc=2)
+    gc.collect()
+    *counts, memory, server_memory = size()
     for _ in range(5):
         with pytest.raises(RankError):
             launch(lambda: 1 / 0, nproc=2)
-    assert psutil.Process().num_fds() == before
+    assert size()[0] == counts[0]
+    for _ in range(50):
+        launch(torch.ones, 100_000, nproc=2)
+    gc.collect()
+    # The forkserver closes a pipe of a rank a moment after it has told of the rank's end.
+    assert leftovers.soon(lambda: all(new <= old for new, old in zip(size()[:3], counts, strict=True)))
+    *_, new_memory, new_server_memory = size()
+    assert new_memory - memory < 8e6 and new_server_memory - server_memory < 8e6  # bytes
 
 
 @pytest.mark.parametrize("victim", ["forkserver", "resource tracker"])
@@ -62,22 +56,19 @@ def test_helper_process_that_was_killed_between_calls(victim):
     if victim == "resource tracker":
         pid = resource_tracker._resource_tracker._pid
     os.kill(pid, signal.SIGKILL)
-    assert leftovers.soon(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    leftovers.soon(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "resource_tracker")  # the standard library's own warning
         assert launch(dist.get_rank, nproc=2) == [0, 1]
 
 
 def test_forkserver_that_is_killed_during_a_call():
-    def kill_it(server):
+    def kill(server):
         time.sleep(0.2)
         os.kill(server, signal.SIGKILL)  # a zombie until the next call, so it keeps its number
         time.sleep(1000)
 
-    pid = forkserver._forkserver._forkserver_pid
-    error = failure(kill_it, pid, nproc=2)
-    assert "ranks 0-1 died" in str(error)
-    assert leftovers.soon(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    assert "ranks 0-1 died" in str(failure(kill, forkserver._forkserver._forkserver_pid, nproc=2))
     assert launch(dist.get_rank, nproc=2) == [0, 1]
 
 
@@ -97,31 +88,20 @@ def test_interrupt_in_the_middle_of_a_call():
 
     It may come between an open and its with, also in the standard library. Then the file's end closes it, and warns.
     """
-
-    def step():
-        dist.barrier()
-        time.sleep(1000)
-
     for delay in np.linspace(0.001, 0.25, 25):
         timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             timer.start()
-            launch(step, nproc=3, timeout=600)
+            launch(time.sleep, 1000, nproc=3, timeout=600)
         assert time.monotonic() - start < 60
         timer.join()
     assert launch(dist.get_rank, nproc=2) == [0, 1]
 
 
 def test_interrupt_between_a_pipe_and_what_closes_it(monkeypatch):
-    make = os.pipe
-
-    def pipe():
-        ends = make()
-        os.kill(os.getpid(), signal.SIGINT)
-        return ends
-
-    monkeypatch.setattr(os, "pipe", pipe)
+    pipe = os.pipe
+    monkeypatch.setattr(os, "pipe", lambda: (pipe(), os.kill(os.getpid(), signal.SIGINT))[0])
     with pytest.raises(KeyboardInterrupt):
         launch(dist.get_rank, nproc=2)
 
@@ -224,20 +204,19 @@ def test_interrupt_of_an_idle_kernel_spares_the_forkserver(kernel):
     assert kernel.run(server)[1] == before
 
 
-def restart_now(kernel):
-    kernel.manager.restart_kernel(now=True)
-
-
-def restart_politely(kernel):
-    kernel.manager.restart_kernel(now=False)
-
-
 def sigkill(kernel):
     os.kill(kernel.manager.provisioner.pid, signal.SIGKILL)
     kernel.manager.restart_kernel(now=True)
 
 
-@pytest.mark.parametrize("end", [restart_now, restart_politely, sigkill])
+ENDS = {
+    "restart now": lambda kernel: kernel.manager.restart_kernel(now=True),
+    "restart politely": lambda kernel: kernel.manager.restart_kernel(now=False),
+    "SIGKILL": sigkill,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
 def test_end_of_the_kernel_leaves_nothing(kernel, end):
     """With hanging ranks or without any: the old kernel leaves no process and no file."""
     for hangs in (True, False):
@@ -247,9 +226,7 @@ def test_end_of_the_kernel_leaves_nothing(kernel, end):
             kernel.run(WARM)
         old = leftovers.processes(kernel.mark)
         assert len(old) == (5 if hangs else 3)
-        end(kernel)
+        ENDS[end](kernel)
         kernel.connect()
-        assert leftovers.soon(lambda old=old: not set(old) & set(leftovers.processes(kernel.mark))), (
-            leftovers.processes(kernel.mark)
-        )
+        assert leftovers.soon(lambda old=old: not old.keys() & leftovers.processes(kernel.mark).keys())
         assert leftovers.soon(lambda: not leftovers.listing(kernel.folder)), leftovers.listing(kernel.folder)

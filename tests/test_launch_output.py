@@ -26,25 +26,17 @@ def test_output_comes_in_rank_order_and_folded(capsys):
         print("on stderr", file=sys.stderr)
         os.write(1, b"from C\n")
         subprocess.run(["echo", "from a child"], check=True)
+        print("größer → 火 🙂")
+        os.write(1, b"\xff\xfe broken\n")
         print("no newline at the end", end="")
 
     launch(talk)
+    folded = ["on stderr", "from C", "from a child", "größer → 火 🙂", "\ufffd\ufffd broken", "no newline at the end"]
     assert capsys.readouterr().out.splitlines() == [
         "[ranks 0-3] same on all",
-        "[rank 0] I am 0",
-        "[rank 1] I am 1",
-        "[rank 2] I am 2",
-        "[rank 3] I am 3",
-        "[ranks 0-3] on stderr",
-        "[ranks 0-3] from C",
-        "[ranks 0-3] from a child",
-        "[ranks 0-3] no newline at the end",
+        *(f"[rank {rank}] I am {rank}" for rank in range(4)),
+        *(f"[ranks 0-3] {line}" for line in folded),
     ]
-
-
-def test_nothing_printed_shows_nothing(capsys):
-    launch(lambda: None, nproc=2)
-    assert capsys.readouterr() == ("", "")
 
 
 def test_output_before_a_failure_is_shown(capsys):
@@ -68,17 +60,8 @@ def test_ten_megabytes_of_output(capsys):
     assert len(lines) == 30_000 and lines[-1].startswith("[rank 1] 19999 1 xxx")
 
 
-def test_unicode_and_broken_bytes(capsys):
-    def talk():
-        print("größer → 火 🙂")
-        os.write(1, b"\xff\xfe broken\n")
-
-    launch(talk, nproc=2)
-    assert capsys.readouterr().out == "[ranks 0-1] größer → 火 🙂\n[ranks 0-1] \ufffd\ufffd broken\n"
-
-
 @pytest.mark.parametrize(
-    "output, shown",
+    ("output", "tidied"),
     [
         ("/var/x/ipykernel_77/123.py:3: UserWarning: careful\n", "notebook cell:3: UserWarning: careful\n"),
         ('  File "/var/x/ipykernel_77/123.py", line 3\n', '  File "notebook cell", line 3\n'),
@@ -90,8 +73,8 @@ def test_unicode_and_broken_bytes(capsys):
     ],
     ids=["warning", "traceback", "brackets", "torch", "torch without rank", "plain", "one long line"],
 )
-def test_what_differs_from_run_to_run_is_not_shown(output, shown):
-    assert tidy(output) == shown
+def test_what_differs_from_run_to_run_is_not_shown(output, tidied):
+    assert tidy(output) == tidied
 
 
 @pytest.mark.parametrize(
@@ -99,15 +82,11 @@ def test_what_differs_from_run_to_run_is_not_shown(output, shown):
     [
         ([], []),
         (["", ""], []),
-        (["a\n", "a\n"], ["[ranks 0-1] a"]),
-        (["a\n", "b\n"], ["[rank 0] a", "[rank 1] b"]),
         (["a\nx\nb\n", "a\ny\nb\n"], ["[ranks 0-1] a", "[rank 0] x", "[rank 1] y", "[ranks 0-1] b"]),
         (["a\nb\n", "b\na\n"], ["[rank 0] a", "[ranks 0-1] b", "[rank 1] a"]),
         (["a\na\nb\n", "a\nb\n"], ["[ranks 0-1] a", "[rank 0] a", "[ranks 0-1] b"]),
         (["same", "same", "other", "same"], ["[ranks 0, 1, 3] same", "[rank 2] other"]),
-        (["\n", "\n"], ["[ranks 0-1]"]),
         (["a\n\n\nb", "a\nb"], ["[ranks 0-1] a", "[rank 0]", "[rank 0]", "[ranks 0-1] b"]),
-        (["only rank zero\n", "", ""], ["[rank 0] only rank zero"]),
         (["", "late\n"], ["[rank 1] late"]),
         (["  indented\n", "  indented\n"], ["[ranks 0-1]   indented"]),
         (["a\x0cb\u2028c\n"], ["[rank 0] a\x0cb\u2028c"]),

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import print_pdf
 import pytest
 from bs4 import BeautifulSoup
 from conftest import CHAPTERS, ROOT, toc_files
@@ -120,15 +119,3 @@ def test_intro_links_it_once_it_is_there(book, pdf):
     assert not (pdf.html / "print.html").exists()
     link_from_intro(pdf.html, pdf.file, 7)  # a second `make pdf` replaces the link
     assert "7 pages" in (pdf.html / f"{INTRO}.html").read_text()
-
-
-def test_without_a_book_it_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["print_pdf.py", str(tmp_path), str(tmp_path / "book.pdf")])
-    with pytest.raises(SystemExit) as end:  # with a message, so the status is 1
-        print_pdf.main()
-    assert end.value.code == f"There is no built book in {tmp_path}.\nTry `make book` first."
-
-
-def test_what_is_published_has_the_pdf():
-    workflow = (ROOT / ".github" / "workflows" / "book.yml").read_text()
-    assert "- run: make pdf" in workflow

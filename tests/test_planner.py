@@ -2,13 +2,11 @@
 
 import math
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from helpers.planner import failures, memory, rates
-from helpers.planner.cluster import PRESETS as CLUSTERS
 from helpers.planner.cluster import cluster_of
 from helpers.planner.conventions import Conventions
 from helpers.planner.experiments.published import TARGETS, reproduce, rows_of
@@ -17,7 +15,6 @@ from helpers.planner.model import model_of
 from helpers.planner.plan import plan
 from helpers.planner.records import PlanError
 from helpers.planner.report import lines
-from helpers.runtime.models import PixelTransformer
 
 ROOT = Path(__file__).parents[1]
 ROWS = rows_of()
@@ -57,6 +54,7 @@ MEGASCALE = "gpus = 12288, mfu = 0.552, peak = 312e12, aggregate = 2166.3e15, tf
         (MEGASCALE, ["gpus x mfu x peak and aggregate are 2.116"]),
         (f"{MEGASCALE}, a = 1.0, b = 1.0, c = 0.1", ["gpus x mfu x peak and aggregate"]),  # their digits do not count
         ("model = 'gpt-175b', parameters = 145.6e9", ["the model's shape and parameters are 1.74616e+11"]),
+        ("gpus = 1000, tp = 2, pp = 1, dp = 499", ["tp x pp x cp x dp and gpus are 998 and 1000"]),
         ("batch = 64, seq = 2048, seconds = 2.00, tokens_per_second = 32768.0", ["batch x seq / seconds"]),
     ],
 )
@@ -66,12 +64,6 @@ def test_a_row_that_contradicts_itself_is_refused(inputs, names):
         reproduce(row)
     assert all(name in str(refusal.value) for name in names)
     assert len(str(refusal.value).splitlines()) == 2
-
-
-def test_the_books_model_is_counted():
-    real = PixelTransformer(width=48, layers=3, heads=4, levels=5)
-    model = model_of({"preset": "pixels", "width": 48, "layers": 3, "vocab": 5})
-    assert model.parameters() == sum(parameter.numel() for parameter in real.parameters())
 
 
 KNOWN = {  # read off the models' published weights
@@ -133,31 +125,21 @@ REFUSED = [  # what is asked for, and the words of the refusal
     (job_file(model="gpt5"), "'gpt5' is not a model"),
     (job_file(model=7), "the model is 7"),
     (job_file(model={"preset": ["gpt2"]}), "['gpt2'] is not a model"),
-    (job_file(model={"depth": 3}), "no field 'depth'"),
-    (job_file(model={"preset": "gpt2", "kv_lora_rank": 512}), "no field 'kv_lora_rank'"),
     (job_file(model={"layers": 0, "width": 1, "heads": 1, "vocab": 1}), "layers is 0"),
     (job_file(model={"layers": 2, "width": 64, "heads": 65, "vocab": 9}), "64 does not divide among 65 heads"),
     (job_file(model={"preset": "gpt2", "name": "a\nb"}), "name is 'a\\nb'"),
     (job_file(model={"preset": "gpt2", "layers": 10**9}), "layers is 1000000000.\nGive at most 10000."),
-    (job_file(model={"preset": "gpt2", "experts": 10**8}), "Give at most 10000"),
     (job_file(model={"preset": "gpt2", "shared_experts": 1}), "without experts"),
     (job_file(model={"preset": "mixtral-8x7b", "active_experts": 9}), "9 of 8 experts cannot be active"),
     (job_file(model={"preset": "mixtral-8x7b", "dense_layers": 32}), "leave none for experts"),
     (job_file(model={"preset": "llama3-8b", "kv_heads": 5}), "32 heads cannot share 5 kv_heads"),
-    (job_file(cluster=5), "the cluster is 5"),
     (job_file(cluster={"preset": "h100", "peaks": "fast"}), "peaks is 'fast'"),
     (job_file(cluster={"preset": "h100", "peaks": {"bfloat16": 0}}), "the peak of bfloat16 is 0"),
     (job_file(cluster={"preset": "h100", "peaks": {}}), "h100: no peaks"),
-    (job_file(cluster={"preset": "h100", "reaches": 0}), "reaches is 0"),
     (job_file(cluster={"preset": "h100", "link_in_node": 1e-300}), "link_in_node is 1e-300.\nGive at least 1e-24."),
     (lambda: cluster_of("h100", 12), "12 GPUs are not full nodes of 8"),
     (job_file(conventions={"flops": "7N"}), "the conventions: flops is '7N'"),
-    (job_file(conventions={"peak": "x"}), "peak is 'x'"),
-    (job_file(conventions={"peak": 1e-300}), "Give at least 1e-24"),
-    (job_file(job={"token": 1}), "the job has no field 'token'"),
-    (job_file(job={"tokens": "1"}), "tokens is '1'"),
     (job_file(job={"tokens": math.nan}), "tokens is nan"),
-    (job_file(job={"tokens": -1}), "tokens is -1"),
     (job_file(job={"tokens": math.inf}), "Give at most 1e+24"),
     (job_file(job={"save_seconds": 0}), "save_seconds is 0"),
     (job_file(job={"step_seconds": 1, "tokens_per_second": 2}), "say the same"),
@@ -179,33 +161,21 @@ def test_a_model_with_other_numbers_fills_in_anew():
     assert model_of("gpt2").with_(width=1536, ffn=100).ffn == 100
 
 
-def test_stages_do_not_divide_the_first_stages_activations():
-    model = model_of("gpt-22b")
-    one = memory.stage_memory(model, Layout(batch=64), Conventions(), 0)["activations"]
-    stages = memory.memory(model, Layout(pp=8, batch=64), Conventions())
-    assert stages[0]["activations"] == one
-    assert [stage["activations"] / one for stage in stages] == [(8 - stage) / 8 for stage in range(8)]
+@pytest.mark.parametrize(
+    ("layout", "micro_batches"),
+    [
+        (Layout(pp=4, batch=32, interleave=2), 4 * (1 + 3 / 8)),
+        (Layout(pp=8, batch=64, interleave=3), 8 * (1 + 7 / 24)),
+        (Layout(pp=4, batch=32, schedule="gpipe"), 32),
+    ],
+)
+def test_micro_batches_that_the_first_stage_holds(layout, micro_batches):
+    assert memory.in_flight(layout, 0) == pytest.approx(micro_batches)
 
 
-@pytest.mark.parametrize("pp, interleave", [(4, 2), (8, 3)])
-def test_interleaving_adds_to_the_first_stage(pp, interleave):
-    layout = Layout(pp=pp, batch=8 * pp, interleave=interleave)
-    assert memory.in_flight(layout, 0) == pytest.approx(pp * (1 + (pp - 1) / (pp * interleave)))
-
-
-def test_gpipe_holds_all_micro_batches():
-    assert memory.in_flight(Layout(pp=4, batch=32, schedule="gpipe"), 0) == 32
-
-
-def test_sharding_rounds_up():
-    """What fully_shard really does on 2048 x 8 ranks, as tests/test_planner_trace.py sees: 43.8 % above N/W."""
-    model = model_of("llama3-70b")
-    held = memory.shared_parameters(model, Layout(dp=2048, tp=8, zero=3), 0)
-    assert held == 6_193_796
-    assert held / (model.parameters() / 16384) == pytest.approx(1.438, abs=1e-3)
-    assert (
-        memory.shared_parameters(model, Layout(dp=2048, tp=8, zero=3), 0, "even") < 1.001 * model.parameters() / 16384
-    )
+def test_offloading_leaves_the_parameters():
+    kinds = memory.stage_memory(model_of("gpt2"), Layout(dp=8, zero=2, offload=True), Conventions(), 0)
+    assert kinds["optimizer"] == kinds["gradients"] == 0 < kinds["parameters"]
 
 
 def test_states_of_all_stages_are_the_model():
@@ -229,6 +199,7 @@ def test_the_checkpoint_interval_is_the_best_one():
     assert best == pytest.approx(math.sqrt(2 * save * 86400 / (nodes * rate)))
     kept = [failures.goodput(nodes, rate, 300, every, save) for every in (best / 3, best, 3 * best)]
     assert max(kept) == kept[1]
+    assert failures.goodput(nodes, rate, 600, best, save) < kept[1]  # a restart takes twice as long
     assert failures.goodput(100_000, rate, 7200, best, save) == 0
 
 
@@ -236,18 +207,11 @@ def test_bubble_by_both_conventions():
     assert rates.bubble(8, 8) == 0.875 and rates.bubble(8, 8, relative_to="total") == 7 / 15
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_clusters(name):
-    cluster = cluster_of(name, 64)
-    assert cluster.gpus == 64 and cluster.peak() > 1e14
-
-
 def test_a_plan_takes_less_than_a_second():
-    cluster = cluster_of("h100", 16_384)
     layout = Layout(dp=128, tp=8, pp=16, zero=1, batch=2048, interleave=4, sequence_parallel=True)
-    plan("gpt-1t", cluster, layout)
+    assert [*lines(plan("gpt-1t", "h100", layout))]
     start = time.process_time()  # of this process: other work on the machine does not count
-    plan("gpt-1t", cluster, layout)
+    assert [*lines(plan("gpt-1t", "h100", layout))]
     assert time.process_time() - start < 1
 
 
@@ -269,19 +233,13 @@ SWITCHED = {  # a convention, and where its setting changes a plan
 }
 
 
-def test_every_convention_has_a_test():
-    assert set(SWITCHED) == {field.name for field in fields(Conventions)}
-
-
-@pytest.mark.parametrize("name", SWITCHED)
+@pytest.mark.parametrize("name", vars(Conventions()))
 def test_a_convention_changes_the_plan(name):
     setting, read = SWITCHED[name]
     how = {"recompute": "selective", "attention": "scores", "sequence_parallel": True}
     layout = Layout(dp=48, tp=8, pp=2, zero=0 if name == "overlap" else 3, batch=96, **how)
     cluster = cluster_of("h100", layout.gpus)
-    before, after = (
-        plan("llama2-7b", cluster, layout, switches, {"tokens": 1e12}) for switches in ({}, {name: setting})
-    )
+    before, after = (plan("llama2-7b", cluster, layout, switch, {"tokens": 1e12}) for switch in ({}, {name: setting}))
     assert read(before) != read(after)
     assert getattr(after.conventions, name) == setting
 
@@ -290,11 +248,8 @@ def test_what_binds_and_what_to_try():
     cluster = cluster_of("h100", 64)
     tight = plan("llama3-70b", cluster, {"dp": 64, "zero": 3, "batch": 64})
     assert tight.binds == ("memory", "activations")
-    better = plan("llama3-70b", cluster, {"batch": 64, "zero": 3, "dp": 64, "recompute": "full"})
-    assert better.fits and better.binds[0] == "time"
-    if better.next.layout:
-        assert better.next.seconds < better.step.seconds
-        again = plan("llama3-70b", cluster, better.next.layout)
-        assert again.step.seconds == pytest.approx(better.next.seconds)
-    else:
-        assert better.next.words.startswith("stay")
+    best = plan("llama3-70b", cluster, {"batch": 64, "zero": 3, "dp": 64, "recompute": "full"})
+    assert best.fits and best.binds[0] == "time" and best.next.words.startswith("stay: none of")
+    slow = plan("llama3-70b", cluster, {"batch": 64, "zero": 3, "dp": 32, "tp": 2, "recompute": "full"})
+    seconds = {other.layout: other.step.seconds for _, other in slow.neighbours() if other.fits}
+    assert slow.next.seconds == min(seconds.values()) == seconds[slow.next.layout] < slow.step.seconds

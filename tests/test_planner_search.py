@@ -43,9 +43,6 @@ def test_every_layout_is_ranked_refused_or_too_large(result):
     assert result.tried == len(fits) + refusals + len(result.too_large)
     assert result.best.seconds == min(fits.values())
     assert [fit.seconds for fit in result.fits] == sorted(fits.values())
-
-
-def test_refusals_count_by_reason_and_what_does_not_fit_by_memory(result):
     assert "layers do not divide into stages (pp x interleave)" in result.refusals
     assert "tp x pp x cp does not divide the GPUs" in result.refusals
     assert sum(result.by_memory().values()) == len(result.too_large) > 0
@@ -87,15 +84,11 @@ def test_tensor_parallelism_stays_in_a_node():
     assert wide.step.parts["tensor parallel"] > result.best.step.parts["tensor parallel"]
 
 
-def test_a_model_that_fits_nowhere():
-    result = search("llama3-70b", cluster_of("h100", 8), 64)
-    assert not result.fits and "None fits in 74.5 GiB. The smallest, tp 8" in result.explain()[-1]
-    with pytest.raises(PlanError, match="no layout of llama3-70b fits"):
-        _ = result.best
-
-
-def test_what_is_given_is_kept():
+def test_what_is_given_is_kept_and_what_cannot_be_is_refused():
     result = search(GPT, A100, 512, tp=4, zero=[1], micro_batch=4, recompute="full")
     assert {(fit.layout.tp, fit.layout.zero, fit.layout.micro_batch) for fit in result.fits} == {(4, 1, 4)}
+    nothing = search("llama3-70b", cluster_of("h100", 8), 64)
+    with pytest.raises(PlanError, match="no layout of llama3-70b fits.\nNone fits in 74.5 GiB. The smallest, tp 8"):
+        _ = nothing.best
     with pytest.raises(PlanError, match="float64"):
         search(GPT, A100, 512, dtype="float64")

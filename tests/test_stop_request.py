@@ -3,15 +3,15 @@
 import contextlib
 import os
 import signal
-import subprocess
+import socket
 import sys
 import threading
-from pathlib import Path
 
 import cloudpickle
 import leftovers
 import pytest
 import torch.distributed as dist
+from forked import AT_ADDRESS, Work, forked
 from torch.utils.data import DataLoader
 
 from helpers.ranks.launch import launch
@@ -21,7 +21,6 @@ from helpers.runtime.stop_request import StopRequest, outlive_signals
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
 pytestmark = pytest.mark.ranks
 
-ROOT = Path(__file__).parents[1]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 # In the first start rank 1 dies. Rank 0 waits in C code, where no Python handler runs, as in a collective of NCCL.
@@ -75,38 +74,28 @@ def group():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_was_there_before_is_there_afterwards(group, fails):
-    calls = []
+    calls, (bell, ring) = [], socket.socketpair()
 
     def mine(*_):
         calls.append(1)
 
-    reader, writer = os.pipe()
-    for end in (reader, writer):
-        os.set_blocking(end, False)
-    before = {number: signal.signal(number, mine) for number in SIGNALS}
-    bell, threads = signal.set_wakeup_fd(writer), threading.active_count()
-    try:
-        try:
-            with StopRequest() as stop:
-                os.kill(os.getpid(), signal.SIGUSR1)
-                assert stop.agreed() is None and stop.agreed() == stop.asked == "SIGUSR1"
-                if fails:
-                    raise ZeroDivisionError
-        except ZeroDivisionError:
-            assert fails
+    with bell, ring, contextlib.ExitStack() as stack:
+        for end in (bell, ring):
+            end.setblocking(False)
+        for number in SIGNALS:
+            stack.callback(signal.signal, number, signal.signal(number, mine))
+        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(ring.fileno()))
+        threads = threading.active_count()
+        with contextlib.suppress(ZeroDivisionError), StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.agreed() is None and stop.agreed() == stop.asked == "SIGUSR1"
+            if fails:
+                raise ZeroDivisionError
         assert not calls
         assert [signal.getsignal(number) for number in SIGNALS] == [mine, mine]
         assert leftovers.soon(lambda: threading.active_count() == threads)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert calls == [1] and os.read(reader, 9) == bytes([signal.SIGTERM])
-        assert signal.set_wakeup_fd(bell) == writer
-        del stop
-    finally:
-        signal.set_wakeup_fd(bell)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(reader)
-        os.close(writer)
+        assert calls == [1] and bell.recv(9) == bytes([signal.SIGTERM])
 
 
 def fail_while_the_peer_is_busy(failed):
@@ -132,26 +121,17 @@ def test_a_loaders_worker_outlives_the_signals(group):
         for number in SIGNALS:
             os.kill(worker.pid, number)
         assert len(list(loader)) == 4 and worker.is_alive()
-    assert not stop.noted
+    assert not stop.number
     # The thread has ended, although the worker holds a copy of what it listened to.
     assert leftovers.soon(lambda: "watch" not in str(threading.enumerate()))
 
 
 def test_a_rank_that_is_stuck_in_c_ends_and_the_job_goes_on(tmp_path):
     (tmp_path / "stuck.py").write_text(STUCK)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    agent = [
-        sys.executable,
-        ROOT / "tests/support/forked_torchrun.py",
-        "--nproc-per-node=2",
-        "--max-restarts=1",
-    ]
-    agent += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    process = subprocess.run(
-        [*agent, "stuck.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert process.returncode == 0, process.stderr
-    assert sorted(process.stdout.split("\n")) == ["", "rank 0 went on", "rank 1 went on"]
-    assert "no step in 1 s after SIGTERM" in process.stderr
-    assert "SIGKILL" not in process.stderr  # which torchrun sends to a rank that has not ended after 30 s
+    words = ["--nproc-per-node=2", "--max-restarts=1", *AT_ADDRESS, "stuck.py"]
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    status, out, errors, left = forked(Work("forked_torchrun", "main", words, str(tmp_path)), environment, timeout=120)
+    assert status == 0 and not left, errors
+    assert sorted(out.split("\n")) == ["", "rank 0 went on", "rank 1 went on"]
+    assert "no step in 1 s after SIGTERM" in errors
+    assert "SIGKILL" not in errors  # which torchrun sends to a rank that has not ended after 30 s

@@ -93,24 +93,23 @@ stop_process_group()
 """
 
 
+@pytest.fixture
+def ending(tmp_path):
+    return export(write_notebook(tmp_path, ENDING, parameters='end: str = ""'), tmp_path / "empty")
+
+
 @pytest.mark.parametrize(("end", "status"), [("", 0), ("exit", 0), ("exit 3", 3), ("raise", 1)])
-def test_a_scripts_status_is_its_own_and_its_handlers_run(end, status, alone, tmp_path):
-    script = export(write_notebook(tmp_path, ENDING, parameters='end: str = ""'), tmp_path / "empty")
-    process = subprocess.run(
-        [sys.executable, script, "--end", end], env=alone, capture_output=True, text=True, timeout=120
-    )
+def test_a_scripts_status_is_its_own_and_its_handlers_run(end, status, alone, ending):
+    command = [sys.executable, ending, "--end", end]
+    process = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=120)
     assert (process.returncode, process.stdout) == (status, "1 rank(s), gloo on cpu\nhandler\n")
-    if end == "raise":
-        assert "Traceback (most recent call last):" in process.stderr
-        assert process.stderr.endswith("ValueError: no data\n")
-    else:
-        assert process.stderr == ""
+    assert ("Traceback (most recent call last):" in process.stderr) == (end == "raise")
+    assert process.stderr.endswith("ValueError: no data\n") if end == "raise" else not process.stderr
 
 
 @pytest.mark.parametrize("end", ["", "exit 3"])
-def test_a_ranks_status_is_its_own_and_its_handlers_run(end, alone, tmp_path):
-    script = export(write_notebook(tmp_path, ENDING, parameters='end: str = ""'), tmp_path / "empty")
-    status, out, errors, left = torchrun(script, 2, alone, "--end", end)
+def test_a_ranks_status_is_its_own_and_its_handlers_run(end, alone, ending):
+    status, out, errors, left = torchrun(ending, 2, alone, "--end", end)
     assert status == (1 if end else 0) and not left  # the status is torchrun's
     assert "exitcode  : 3 " in errors if end else out.count("handler\n") == 2
 
@@ -252,8 +251,8 @@ def test_run_passes_flags_and_status(tmp_path):
 
 def test_nbconvert_writes_the_same_script_and_refuses_with_the_reason_and_no_file(tmp_path):
     script = export(CHAPTER_1, tmp_path / "ours")
-    refused = write_notebook(tmp_path, "rank = 0\nprint(rank)")
-    command = [sys.executable, "-m", "nbconvert", "--log-level=ERROR", "--to", "torchrun", CHAPTER_1, refused]
+    groupless = write_notebook(tmp_path, "rank = 0\nprint(rank)")
+    command = [sys.executable, "-m", "nbconvert", "--log-level=ERROR", "--to", "torchrun", CHAPTER_1, groupless]
     process = subprocess.run(
         [*command, "--output-dir", tmp_path / "theirs"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

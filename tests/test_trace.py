@@ -21,23 +21,15 @@ def step_of_a_gpu(number, begin, gpu):
 
     The CPU is ahead: it launches everything in the step's first 90 us, under names that a CPU's trace has too.
     """
+    arrow = {"id": number, "cat": "ac2g", "name": "ac2g"}
     return [
         complete("user_annotation", f"ProfilerStep#{number}", begin, 1000, 4242, 4242),
         complete("gpu_user_annotation", f"ProfilerStep#{number}", begin + 100, 800, gpu, COMPUTE),
         complete("cpu_op", "aten::addmm", begin + 10, 30, 4242, 4242),
         complete("cuda_runtime", "cudaLaunchKernel", begin + 20, 5, 4242, 4242),
         complete("user_annotation", "nccl:all_reduce", begin + 50, 40, 4242, 4242),
-        {"ph": "s", "id": number, "pid": 4242, "tid": 4242, "ts": begin + 20, "cat": "ac2g", "name": "ac2g"},
-        {
-            "ph": "f",
-            "id": number,
-            "pid": gpu,
-            "tid": COMPUTE,
-            "ts": begin + 100,
-            "cat": "ac2g",
-            "name": "ac2g",
-            "bp": "e",
-        },
+        {**arrow, "ph": "s", "pid": 4242, "tid": 4242, "ts": begin + 20},
+        {**arrow, "ph": "f", "pid": gpu, "tid": COMPUTE, "ts": begin + 100, "bp": "e"},
         complete("kernel", "ampere_sgemm_128x64_tn", begin + 100, 300, gpu, COMPUTE),
         complete("kernel", KERNEL, begin + 400, 100, gpu, COMPUTE),
         complete("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", begin + 60, 20, gpu, COMPUTE),
@@ -51,11 +43,7 @@ def trace(gpu, ahead=0.0):
     names = {"ph": "M", "name": "process_name", "pid": gpu, "tid": 0, "ts": ahead, "args": {"name": "python"}}
     spans = complete("Trace", "PyTorch Profiler (0)", ahead, 2100, "Spans", "PyTorch Profiler")
     events = [event for number in (0, 1) for event in step_of_a_gpu(number, ahead + 50 + 1000 * number, gpu)]
-    return {
-        "schemaVersion": 1,
-        "deviceProperties": [{"id": gpu, "name": "GPU"}],
-        "traceEvents": [names, spans, *events],
-    }
+    return {"deviceProperties": [{"id": gpu, "name": "GPU"}], "traceEvents": [names, spans, *events]}
 
 
 @pytest.fixture(scope="module")

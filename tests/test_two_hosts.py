@@ -12,19 +12,15 @@ import leftovers
 import psutil
 import pytest
 import recorded
+from forked import FORKING, TORCHRUN
+from scripting import ROOT
 
-from helpers.export.notebook import read_notebook
-from helpers.export.script import script_from_notebook
+from helpers.export import chapters
 
 pytestmark = [pytest.mark.system(missing=hosts.missing), pytest.mark.timeout(600)]
-ROOT = Path(__file__).parents[1]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-# The same agent, whose ranks do not import torch.
-FORKING = [sys.executable, str(ROOT / "tests/support/forked_torchrun.py")]
 RECORD = "python -m pytest tests/test_two_hosts.py"
-STATIC = [
-    ["--nnodes=2", "--master-addr=node0", f"--node-rank={node}", f"--nproc-per-node={2 - node}"] for node in (0, 1)
-]
+RANKS = [["--nproc-per-node=2"], ["--nproc-per-node=1"]]
+STATIC = [["--nnodes=2", "--master-addr=node0", f"--node-rank={node}", *RANKS[node]] for node in (0, 1)]
 C10D = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-endpoint=node0:29500"]
 
 # A rank that all-reduces for ever, and writes down how often. Once all have met, it waits `patience` seconds for peers.
@@ -75,18 +71,21 @@ class Job:
     """One torchrun on each host. ``flags`` has a list of flags for each host."""
 
     def __init__(self, both, flags, program, environment, torchrun=TORCHRUN):
-        self.both, self.program = both, [str(word) for word in program]
-        self.flags = flags
+        self.flags, self.program = flags, [str(word) for word in program]
         self.processes = []
         for host, own in zip(both, flags, strict=True):
             with open(f"{host.name}.out", "w") as out, open(f"{host.name}.err", "w") as err:
-                command = [*torchrun, *own, *self.program]
+                command = [sys.executable, *torchrun, *own, *self.program]
                 self.processes.append(host.start(command, env=environment, stdout=out, stderr=err))
 
-    def statuses(self, seconds=120):
-        """[exit status] of the agents; None for an agent that still runs after ``seconds``."""
-        leftovers.soon(lambda: None not in [process.poll() for process in self.processes], seconds)
+    def statuses(self):
+        """[exit status] of the agents; None for an agent that runs."""
         return [process.poll() for process in self.processes]
+
+    def ends(self, statuses):
+        """Wait for both agents, and compare their exit statuses."""
+        leftovers.soon(lambda: None not in self.statuses(), 200)
+        assert self.statuses() == statuses, self.outputs()
 
     def out(self, node):
         return Path(f"node{node}.out").read_text()
@@ -107,7 +106,7 @@ class Job:
         """The agent's process, which is a child of nsenter's."""
         return psutil.Process(self.processes[node].pid).children()[0]
 
-    def end(self):
+    def close(self):
         for process in self.processes:
             if process.poll() is None:
                 with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
@@ -116,19 +115,13 @@ class Job:
             process.wait()
 
 
-def both_flags(common, *own):
+def both_flags(common, own):
     """Flags for Job: [both hosts' flags and the host's own] for each host."""
-    return [[*common, *flags] for flags in own or ([], [])]
-
-
-def chapter(name):
-    """The script of a chapter, in the current folder."""
-    script = Path(f"{name}.py")
-    script.write_text(script_from_notebook(read_notebook(ROOT / f"notebooks/{name}.ipynb"), name))
-    return script.absolute()
+    return [[*common, *flags] for flags in own]
 
 
 def beating():
+    """The path of a script with BEATING, in the current folder."""
     script = Path("beating.py")
     script.write_text(BEATING)
     return script.absolute()
@@ -143,11 +136,8 @@ def beats(rank):
 
 def all_beat(job, ranks=(0, 1, 2), seconds=60):
     """Wait until each rank has all-reduced five more times."""
-    before = [beats(rank)[0] for rank in ranks]
-    more = leftovers.soon(
-        lambda: all(beats(rank)[0] >= old + 5 for rank, old in zip(ranks, before, strict=True)), seconds
-    )
-    assert more, job.outputs()
+    ends = {rank: beats(rank)[0] + 5 for rank in ranks}
+    assert leftovers.soon(lambda: all(beats(rank)[0] >= end for rank, end in ends.items()), seconds), job.outputs()
 
 
 # --- two hosts meet ---------------------------------------------------------------------------------------------------
@@ -155,26 +145,22 @@ def all_beat(job, ranks=(0, 1, 2), seconds=60):
 
 def test_two_kinds_of_rendezvous(place):
     """They run the chapter's own script on 2 + 1 ranks."""
-    script = chapter("12_multi_node")
+    [script] = chapters.export("12", Path.cwd())
     text = ""
     with hosts.two_hosts() as both:
-        c10d = both_flags(C10D, ["--nproc-per-node=2"], ["--nproc-per-node=1"])
-        for flags, torchrun in ((STATIC, TORCHRUN), (c10d, FORKING)):
-            job = Job(both, flags, [script, "--size=1048576"], place, torchrun)
-            try:
-                assert job.statuses() == [0, 0], job.outputs()
-            finally:
-                job.end()
-            result = json.loads(job.out(0).splitlines()[-1].removeprefix("result "))
+        for flags, torchrun in ((STATIC, TORCHRUN), (both_flags(C10D, RANKS), FORKING)):
+            with contextlib.closing(Job(both, flags, [script, "--size=1048576"], place, torchrun)) as job:
+                job.ends([0, 0])
+            lines = job.out(0).splitlines()
+            result = json.loads(lines[-1].removeprefix("result "))
             assert result == {"world_size": 3, "nodes": 2, "checks": 3, "right": 3}
-            assert job.out(0).startswith("3 rank(s), gloo on cpu\n")
-            table = [line.split() for line in job.out(0).splitlines()[1:]]
-            assert [row[:4] for row in table[1:4]] == [
-                ["0", "0", "0", "node0"],
-                ["1", "0", "1", "node0"],
-                ["2", "1", "0", "node1"],
+            assert lines[0] == "3 rank(s), gloo on cpu"
+            rows = [line.split()[:6] for line in lines[2:5]]
+            assert [" ".join(row[:4] + row[5:]) for row in rows] == [
+                "0 0 0 node0 10.88.0.1",
+                "1 0 1 node0 10.88.0.1",
+                "2 1 0 node1 10.88.0.2",
             ]
-            assert [row[5] for row in table[1:4]] == ["10.88.0.1", "10.88.0.1", "10.88.0.2"]
             assert job.out(1) == ""  # rank 0 alone prints
             text += job.lines() + job.out(0) + "\n"
     recorded.compare("two_hosts", text, f"{RECORD} -k rendezvous", varying=[r"(?m)\d+ +\d+\.\d{3}$"])
@@ -182,49 +168,37 @@ def test_two_kinds_of_rendezvous(place):
 
 def test_a_name_that_means_the_loopback(place):
     """With Debian's line `127.0.1.1 node0`, no host serves the store; with a flag for that, none reaches rank 0."""
-    script = chapter("12_multi_node")
-    c10d = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-endpoint=10.88.0.1:29500"]
-    text = ""
+    [script] = chapters.export("12", Path.cwd())
+    c10d = [*C10D[:-1], "--rdzv-endpoint=10.88.0.1:29500"]
+    one_host_serves = both_flags(
+        c10d,
+        [
+            ["--rdzv-conf=is_host=true", "--local-addr=10.88.0.1"],
+            ["--rdzv-conf=is_host=false", "--local-addr=10.88.0.2"],
+        ],
+    )
     with hosts.two_hosts(own_name="127.0.1.1") as both:
-        text += f"node0$ getent hosts node0\n{both[0].run('getent', 'hosts', 'node0')}\n"
+        text = f"node0$ getent hosts node0\n{both[0].run('getent', 'hosts', 'node0')}\n"
 
-        job = Job(both, both_flags([*c10d, "--rdzv-conf=read_timeout=3"]), [script], place)
-        try:
-            assert job.statuses() == [1, 1], job.outputs()
-        finally:
-            job.end()
+        no_host_serves = both_flags([*c10d, "--rdzv-conf=read_timeout=3"], [[], []])
+        with contextlib.closing(Job(both, no_host_serves, [script], place)) as job:
+            job.ends([1, 1])
         text += job.lines()
         for node in (0, 1):
             errors = re.findall(r"DistNetworkError: (The client socket has timed out.*)", job.err(node))
             assert errors and "RendezvousConnectionError" in job.err(node), job.outputs()
             text += f"node{node}: {errors[0]}\n"
 
-        one_host_serves = [
-            ["--rdzv-conf=is_host=true", "--local-addr=10.88.0.1"],
-            ["--rdzv-conf=is_host=false", "--local-addr=10.88.0.2"],
-        ]
-        job = Job(both, both_flags(c10d, *one_host_serves), [script, "--patience=8"], place)
-        try:
-            leftovers.soon(lambda: 1 in [process.poll() for process in job.processes], 200)
-            assert 1 in [process.poll() for process in job.processes], job.outputs()
-            refused = r"Gloo connectFullMesh failed with .*127\.0\.1\.1.*\n"  # it may come from the other host
-            leftovers.soon(lambda: re.search(refused, job.err(0) + job.err(1)))
-        finally:
-            job.end()
-        errors = [
-            error
-            for node in (0, 1)
-            for error in re.findall(r"Gloo connectFullMesh failed with \[\S+\] (.*?)(?:\$\d)?$", job.err(node), re.M)
-        ]
-        assert any("127.0.1.1" in line for line in errors), job.outputs()
-        text += "\n" + job.lines()
-        text += re.sub(r"(127\.0\.1\.1\]):\d+", r"\1:PORT", next(line for line in errors if "127.0.1.1" in line)) + "\n"
+        refusal = re.compile(r"(?m)Gloo connectFullMesh failed with \[\S+\] (.*127\.0\.1\.1\]):\d+(.*?)(?:\$\d)?$")
+        with contextlib.closing(Job(both, one_host_serves, [script, "--patience=8"], place)) as job:
+            assert leftovers.soon(lambda: 1 in job.statuses(), 200), job.outputs()
+            # It may come from the other host.
+            assert (error := leftovers.soon(lambda: refusal.search(job.err(0) + job.err(1)))), job.outputs()
+        text += f"\n{job.lines()}{error[1]}:PORT{error[2]}\n"
 
-        job = Job(both, both_flags(c10d, *one_host_serves), [script], {**place, "GLOO_SOCKET_IFNAME": hosts.INTERFACE})
-        try:
-            assert job.statuses() == [0, 0], job.outputs()
-        finally:
-            job.end()
+        by_interface = {**place, "GLOO_SOCKET_IFNAME": hosts.INTERFACE}
+        with contextlib.closing(Job(both, one_host_serves, [script], by_interface)) as job:
+            job.ends([0, 0])
         text += "\n" + re.sub(r"(?m)^(node\d\$) ", rf"\1 GLOO_SOCKET_IFNAME={hosts.INTERFACE} ", job.lines())
         text += job.out(0).splitlines()[-1] + "\n"
     recorded.compare("two_hosts_own_name", text, f"{RECORD} -k loopback")
@@ -233,36 +207,41 @@ def test_a_name_that_means_the_loopback(place):
 # --- something dies ---------------------------------------------------------------------------------------------------
 
 
+LOSSES = """\
+rank 2, on node1, is killed
+  node1's agent: its rank ended with -9 (SIGKILL); it ends, status 1
+  node0's ranks: Connection closed by peer; its agent ends, status 1
+
+node1's agent is killed
+  ranks 0, 1 and 2: train on, rank 2 without an agent
+  node0's agent: sees nothing
+
+the link between them is cut
+  ranks 0, 1 and 2: stand still, without an error
+  after the group's timeout, here 6 s: Timed out; node0's agent ends, status 1
+"""
+
+
 def test_a_worker_an_agent_a_link_are_lost(place):
-    script, text = beating(), ""
+    script = beating()
     with hosts.two_hosts() as both:
-        job = Job(both, STATIC, [script, "60"], place)
-        try:
+        with contextlib.closing(Job(both, STATIC, [script, "60"], place)) as job:
             all_beat(job, seconds=200)  # with the ranks' start
             [worker] = job.agent(1).children()
             assert worker.environ()["RANK"] == "2"
             worker.kill()
-            assert job.statuses() == [1, 1], job.outputs()
-        finally:
-            job.end()
+            job.ends([1, 1])
         assert re.search(r"exitcode +: -9", job.err(1)) and "SIGKILL" in job.err(1)
-        echo = re.search(r"Connection (closed|reset) by peer", job.err(0))
-        assert echo, job.outputs()
-        text += "rank 2, on node1, is killed\n"
-        text += "  node1's agent: its rank ended with -9 (SIGKILL); it ends, status 1\n"
-        text += "  node0's ranks: Connection closed by peer; its agent ends, status 1\n\n"
+        assert re.search(r"Connection (closed|reset) by peer", job.err(0)), job.outputs()
 
         for rank in range(3):
             Path(f"beats{rank}").unlink()
-        job = Job(both, STATIC, [script, "6"], place)
-        try:
+        with contextlib.closing(Job(both, STATIC, [script, "6"], place)) as job:
             all_beat(job, seconds=200)
             job.agent(1).kill()
             time.sleep(1)
             all_beat(job)  # all three, although nobody watches rank 2
-            assert job.processes[0].poll() is None
-            text += "node1's agent is killed\n  ranks 0, 1 and 2: train on, rank 2 without an agent\n"
-            text += "  node0's agent: sees nothing\n\n"
+            assert job.statuses()[0] is None
 
             cut = time.monotonic()
             both[1].cut()
@@ -270,46 +249,34 @@ def test_a_worker_an_agent_a_link_are_lost(place):
             counts = [beats(rank) for rank in range(3)]
             time.sleep(2)
             assert [beats(rank) for rank in range(3)] == counts  # no error, no step
-            assert job.processes[0].poll() is None
-            leftovers.soon(lambda: job.processes[0].poll() is not None, 40)
-            assert job.processes[0].poll() == 1 and time.monotonic() - cut > 5, job.outputs()
+            assert job.statuses()[0] is None
+            leftovers.soon(lambda: job.statuses()[0] is not None, 40)
+            assert job.statuses()[0] == 1 and time.monotonic() - cut > 5, job.outputs()
             assert "imed out" in job.err(0), job.outputs()
-            text += "the link between them is cut\n  ranks 0, 1 and 2: stand still, without an error\n"
-            text += "  after the group's timeout, here 6 s: Timed out; node0's agent ends, status 1\n"
-        finally:
-            job.end()
-    recorded.compare("two_hosts_losses", text, f"{RECORD} -k lost")
+    recorded.compare("two_hosts_losses", LOSSES, f"{RECORD} -k lost")
 
 
 def test_elastic_goes_on_with_one_host(place):
     """With --nnodes=1:2, the job goes on when the node that does not serve the store is switched off."""
     fast = "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
-    common = ["--nnodes=1:2", *C10D[1:], fast, "--monitor-interval=0.5", "--max-restarts=3"]
-    with hosts.two_hosts() as both:
-        flags = both_flags(common, ["--nproc-per-node=2"], ["--nproc-per-node=1"])
-        job = Job(both, flags, [beating(), "3"], place, FORKING)
-        try:
-            assert leftovers.soon(lambda: beats(0)[1] == 3, 200), job.outputs()
-            before = beats(0)[0]
-            both[1].switch_off()
-            assert leftovers.soon(lambda: beats(0)[1] == 2, 60), job.outputs()
-            all_beat(job, [0, 1])
-            assert beats(0)[0] > before and job.processes[0].poll() is None
-        finally:
-            job.end()
+    flags = both_flags(["--nnodes=1:2", *C10D[1:], fast, "--monitor-interval=0.5", "--max-restarts=3"], RANKS)
+    with hosts.two_hosts() as both, contextlib.closing(Job(both, flags, [beating(), "3"], place, FORKING)) as job:
+        assert leftovers.soon(lambda: beats(0)[1] == 3, 200), job.outputs()
+        before = beats(0)[0]
+        both[1].switch_off()
+        assert leftovers.soon(lambda: beats(0)[1] == 2, 60), job.outputs()
+        all_beat(job, [0, 1])
+        assert beats(0)[0] > before and job.statuses()[0] is None
 
 
 # --- what checks a cluster --------------------------------------------------------------------------------------------
 
 
 def test_doctor_sees_both_hosts(place):
-    with hosts.two_hosts() as both:
-        job = Job(both, STATIC, ["-m", "helpers", "doctor"], place)
-        try:
-            assert job.statuses() == [0, 0], job.outputs()
-        finally:
-            job.end()
-        text = job.lines() + job.out(0)
+    program = ["-m", "helpers", "doctor"]
+    with hosts.two_hosts() as both, contextlib.closing(Job(both, STATIC, program, place)) as job:
+        job.ends([0, 0])
+    text = job.lines() + job.out(0)
     assert "3 ranks on 2 hosts, gloo" in text and "Nothing is wrong here." in text
     assert "3 of 3 pairs right" in text
     # A load that meets one rank or one pair makes it slow, and the report has a note on that.

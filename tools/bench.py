@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
@@ -76,24 +76,22 @@ def use_openmp() -> None:
     torch.ones(1000, 1000) @ torch.ones(1000, 1000)
 
 
-# --- ways to start ranks: each yields a function that makes one call on nproc ranks -----------------------------------
+# --- ways to start ranks: each returns a function that makes one call on nproc ranks ----------------------------------
 
 
-@contextlib.contextmanager
-def by_launch(nproc: int) -> Iterator[Call]:
+def by_launch(nproc: int) -> Call:
     from helpers.ranks.launch import launch, warm
 
     warm()  # as `%load_ext helpers` does in a chapter's first cell
     use_openmp()
-    yield lambda: launch(all_reduce, nproc=nproc)
+    return lambda: launch(all_reduce, nproc=nproc)
 
 
-def spawned(rank: int, nproc: int, store: str, queue: SimpleQueue) -> None:
+def on_rank(rank: int, nproc: int, store: str, queue: SimpleQueue) -> None:
     queue.put((rank, with_group(rank, nproc, store)))
 
 
-@contextlib.contextmanager
-def by_spawn(nproc: int) -> Iterator[Call]:
+def by_spawn(nproc: int) -> Call:
     import torch.multiprocessing as mp
 
     use_openmp()
@@ -101,14 +99,13 @@ def by_spawn(nproc: int) -> Iterator[Call]:
     def call() -> list[float]:
         queue = mp.get_context("spawn").SimpleQueue()
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(spawned, (nproc, f"{folder}/store", queue), nprocs=nproc)
+            mp.spawn(on_rank, (nproc, f"{folder}/store", queue), nprocs=nproc)
         return [total for _, total in sorted(queue.get() for _ in range(nproc))]
 
-    yield call
+    return call
 
 
-@contextlib.contextmanager
-def by_accelerate(nproc: int) -> Iterator[Call]:
+def by_accelerate(nproc: int) -> Call:
     """accelerate's notebook_launcher. It forks, and the ranks hang if the caller has used OpenMP: here it has not."""
     import torch.multiprocessing as mp
     from accelerate import notebook_launcher
@@ -117,34 +114,37 @@ def by_accelerate(nproc: int) -> Iterator[Call]:
         queue = mp.get_context("fork").SimpleQueue()
 
         def work(store: str) -> None:
-            spawned(int(os.environ["RANK"]), nproc, store, queue)
+            on_rank(int(os.environ["RANK"]), nproc, store, queue)
 
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None), hold_port() as port:
             notebook_launcher(work, (f"{folder}/store",), num_processes=nproc, use_port=str(port))
         return [total for _, total in sorted(queue.get() for _ in range(nproc))]
 
-    yield call
+    return call
 
 
-@contextlib.contextmanager
-def by_torchrun(nproc: int) -> Iterator[Call]:
+SCRIPT = f"""\
+import os, pathlib, sys
+sys.path.insert(0, {str(ROOT / "tools")!r})
+import bench
+rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
+(folder / str(rank)).write_text(str(bench.with_group(rank, int(os.environ["WORLD_SIZE"]), folder / "store")))
+"""
+
+
+def by_torchrun(nproc: int) -> Call:
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", "--master-addr=127.0.0.1"]
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "script.py"
-        script.write_text(
-            f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import bench, os, pathlib\n"
-            "rank, size, folder = int(os.environ['RANK']), int(os.environ['WORLD_SIZE']), pathlib.Path(sys.argv[1])\n"
-            "(folder / str(rank)).write_text(str(bench.with_group(rank, size, folder / 'store')))\n"
-        )
 
-        def call() -> list[float]:
-            with tempfile.TemporaryDirectory(dir=folder) as totals, hold_port() as port:
-                line = [*start, f"--master-port={port}", str(script), totals]
-                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-                subprocess.run(line, env=environment, check=True, capture_output=True, text=True, timeout=300)
-                return [float(Path(totals, str(rank)).read_text()) for rank in range(nproc)]
+    def call() -> list[float]:
+        with tempfile.TemporaryDirectory() as folder, hold_port() as port:
+            script = Path(folder, "script.py")
+            script.write_text(SCRIPT)
+            line = [*start, f"--master-port={port}", str(script), folder]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            subprocess.run(line, env=environment, check=True, capture_output=True, text=True, timeout=300)
+            return [float(Path(folder, str(rank)).read_text()) for rank in range(nproc)]
 
-        yield call
+    return call
 
 
 WAYS = {"launch": by_launch, "mp.spawn": by_spawn, "accelerate": by_accelerate, "torchrun": by_torchrun}
@@ -152,13 +152,12 @@ WAYS = {"launch": by_launch, "mp.spawn": by_spawn, "accelerate": by_accelerate, 
 
 def time_calls(way: str, nproc: int) -> Seconds:
     """Seconds of the first call in this interpreter, and of the later ones."""
-    seconds = []
-    with WAYS[way](nproc) as call:
-        for _ in range(CALLS[way]):
-            start = time.perf_counter()
-            totals = call()
-            seconds.append(time.perf_counter() - start)
-            assert totals == [nproc * (nproc + 1) / 2] * nproc, totals
+    seconds, call = [], WAYS[way](nproc)
+    for _ in range(CALLS[way]):
+        start = time.perf_counter()
+        totals = call()
+        seconds.append(time.perf_counter() - start)
+        assert totals == [nproc * (nproc + 1) / 2] * nproc, totals
     return {"first": seconds[:1], "later": seconds[1:]}
 
 
@@ -166,7 +165,6 @@ def time_ipyparallel(calls: int = 8) -> Seconds:
     """Seconds of the engines' start with a call, of calls that make a group, and of calls on a group that is kept."""
     import ipyparallel
 
-    seconds: Seconds = {"first": [], "later": [], "kept": []}
     start = time.perf_counter()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -179,22 +177,19 @@ def time_ipyparallel(calls: int = 8) -> Seconds:
             pending = [engine.apply_async(eval, code.replace("RANK", str(rank))) for rank, engine in enumerate(engines)]
             return [reply.get(timeout=60) for reply in pending]
 
-        def timed(kind: str, code: str, start: float | None = None) -> None:
+        def timed(code: str, start: float | None = None) -> float:
             start = start or time.perf_counter()
             totals = on_engines(code)
-            seconds[kind].append(time.perf_counter() - start)
             assert totals == [ENGINES * (ENGINES + 1) / 2] * ENGINES, totals
+            return time.perf_counter() - start
 
-        path = str(ROOT / "tools")
+        path, name = str(ROOT / "tools"), "__import__('bench')"
         on_engines(f"__import__('sys').path.insert(0, {path!r}) or __import__('torch').set_num_threads(1)")
-        group = f"__import__('bench').with_group(RANK, {ENGINES}, '{folder}/store-"
-        timed("first", f"{group}first')", start)
-        for number in range(calls):
-            timed("later", f"{group}{number}')")
-        on_engines(f"__import__('bench').start_group(RANK, {ENGINES}, '{folder}/kept')")
-        for _ in range(calls):
-            timed("kept", "__import__('bench').all_reduce()")
-    return seconds
+        with_groups = [f"{name}.with_group(RANK, {ENGINES}, '{folder}/store-{number}')" for number in range(calls + 1)]
+        first = timed(with_groups[0], start)
+        later = [timed(code) for code in with_groups[1:]]
+        on_engines(f"{name}.start_group(RANK, {ENGINES}, '{folder}/kept')")
+        return {"first": [first], "later": later, "kept": [timed(f"{name}.all_reduce()") for _ in range(calls)]}
 
 
 # --- rounds and the tables --------------------------------------------------------------------------------------------
@@ -228,30 +223,27 @@ def child(contender: Contender) -> Seconds:
     """What the contender's function returns in a new interpreter."""
     command = [sys.executable, __file__, "--child", json.dumps([contender.function, *contender.args])]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment)
+    if process.returncode:
+        raise RuntimeError(process.stderr[-2000:])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def measure(
-    rounds: int, chosen: list[Contender], run: Callable[[Contender], Seconds] = child
+    rounds: int, entrants: list[Contender], run: Callable[[Contender], Seconds] = child
 ) -> dict[tuple[str, str], list[float]]:
     """{(measure, way): [seconds]} of all rounds. Who fails gets no seconds in that round, and a line on stderr."""
     seconds: dict[tuple[str, str], list[float]] = {}
     for number in range(rounds):
-        for contender in chosen:
-            if number and contender.once:
-                continue
-            measured: Seconds = {}
+        for contender in [contender for contender in entrants if number == 0 or not contender.once]:
+            note, by_kind = "done", Seconds()
             try:
-                measured = run(contender)
-                note = "done"
+                by_kind = run(contender)
             except Exception as error:
                 note = f"failed: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}"
             print(f"round {number + 1}: {contender.function}{contender.args}: {note}", file=sys.stderr, flush=True)
             for kind, place in contender.places.items():
-                seconds.setdefault(place, []).extend(measured.get(kind, []))
+                seconds.setdefault(place, []).extend(by_kind.get(kind, []))
     return seconds
 
 
@@ -281,21 +273,19 @@ def machine(rounds: int) -> list[dict[str, str]]:
     info = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     cpu = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
     system = "macOS" if sys.platform == "darwin" else platform.freedesktop_os_release()["PRETTY_NAME"]
-    names = {
+    versions = {package.metadata["Name"]: package.version for package in distributions()}
+    values = {
         "CPU": cpu[1] if cpu else platform.machine(),
         "cores": str(os.cpu_count()),
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "load before the run": f"{os.getloadavg()[0]:.1f}",
         "system": system,
         "Python": platform.python_version(),
+        **{name: versions.get(name, "not installed") for name in ("torch", "accelerate", "ipyparallel")},
+        "date": datetime.date.today().isoformat(),
+        "rounds": str(rounds),
     }
-    for name in ("torch", "accelerate", "ipyparallel"):
-        try:
-            names[name] = version(name)
-        except PackageNotFoundError:
-            names[name] = "not installed"
-    names |= {"date": datetime.date.today().isoformat(), "rounds": str(rounds)}
-    return [{"What": name, "Here": value} for name, value in names.items()]
+    return [{"What": name, "Here": value} for name, value in values.items()]
 
 
 def main() -> None:
@@ -311,9 +301,8 @@ def main() -> None:
         return
     if args.record and args.only:
         parser.error("--record takes all measures: leave out --only")
-    tables = {"machine": machine(args.rounds)}  # first, for the load at the start
-    chosen = [entry for entry in contenders() if any(args.only in name for name, _ in entry.places.values())]
-    tables["calls"] = table(measure(args.rounds, chosen))
+    entrants = [entry for entry in contenders() if any(args.only in name for name, _ in entry.places.values())]
+    tables = {"machine": machine(args.rounds), "calls": table(measure(args.rounds, entrants))}
     for name, rows in tables.items():
         print(*aligned([list(rows[0]), *(list(row.values()) for row in rows)], left=range(len(rows[0]))), sep="\n")
         if args.record:

@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -31,17 +30,7 @@ PAPER_WIDTH = 665  # pixels between the margins of A4: 210 mm - 2 * 17 mm, at 96
 ON_SCREEN_ONLY = "a.headerlink, .wso-note, .wso-view:not(.wso-on), p.pdf, figure.wso script"
 
 LOOK = Path(__file__).with_suffix(".css").read_text()
-
-
 Parts = list[tuple[str, list[str]]]  # (the part's caption or "", its pages: files without suffix)
-
-
-@dataclass(frozen=True)
-class Article:
-    """A page of the book as a part of the one long page."""
-
-    title: str
-    content: Tag
 
 
 def element(tag: Tag, selector: str) -> Tag:
@@ -50,6 +39,10 @@ def element(tag: Tag, selector: str) -> Tag:
     if match is None:
         raise ValueError(f"A built page has no element {selector}: has the theme changed?")
     return match
+
+
+def title_of(article: Tag) -> str:
+    return element(article, "h1").get_text()
 
 
 def table_of_contents() -> Parts:
@@ -64,7 +57,7 @@ def name_of(docname: str, anchor: str = "") -> str:
     return re.sub(r"\W", "-", docname) + (f"--{anchor}" if anchor else "")
 
 
-def article(html: Path, docname: str, docnames: Sequence[str]) -> Article:
+def article(html: Path, docname: str, docnames: Sequence[str]) -> Tag:
     """One built page, ready for the one document that holds all pages."""
     page = BeautifulSoup((html / f"{docname}.html").read_text(encoding="utf-8"), "html.parser")
     content = element(page, "article.bd-article")
@@ -88,12 +81,12 @@ def article(html: Path, docname: str, docnames: Sequence[str]) -> Article:
     for link in content("a", href=True):
         redirect(link, html, docname, docnames)
     for image in content("img", src=True):
-        image["src"] = resolved(html, docname, str(image["src"]))
+        image["src"] = address_in_book(html, docname, str(image["src"]))
     content.name, content.attrs = "article", {"class": "bd-article page", "id": name_of(docname)}
-    return Article(element(content, "h1").get_text(), content)
+    return content
 
 
-def resolved(html: Path, docname: str, address: str) -> str:
+def address_in_book(html: Path, docname: str, address: str) -> str:
     """A relative address on a page, as an address relative to the folder of the HTML."""
     target = ((html / docname).parent / unquote(urlsplit(address).path)).resolve()
     return target.relative_to(html.resolve()).as_posix()
@@ -105,7 +98,7 @@ def redirect(link: Tag, html: Path, docname: str, docnames: Sequence[str]) -> No
     if urlsplit(address).scheme:
         return
     path, _, anchor = address.partition("#")
-    target = resolved(html, docname, path).removesuffix(".html") if path else docname
+    target = address_in_book(html, docname, path).removesuffix(".html") if path else docname
     if target in docnames:
         link["href"] = "#" + name_of(target, unquote(anchor))
         del link["title"]
@@ -113,7 +106,7 @@ def redirect(link: Tag, html: Path, docname: str, docnames: Sequence[str]) -> No
         link.unwrap()
 
 
-def contents(parts: Parts, articles: Mapping[str, Article], numbers: Mapping[str, int]) -> Iterator[str]:
+def contents(parts: Parts, articles: Mapping[str, Tag], numbers: Mapping[str, int]) -> Iterator[str]:
     """The lines of the table of contents, as HTML. ``numbers`` is {id: page number}."""
 
     def line(kind: str, target: str, text: str) -> str:
@@ -124,17 +117,17 @@ def contents(parts: Parts, articles: Mapping[str, Article], numbers: Mapping[str
         if caption:
             yield f'<p class="part">{escape(caption)}</p>'
         for docname in docnames:
-            yield line("of-page", name_of(docname), articles[docname].title)
+            yield line("of-page", name_of(docname), title_of(articles[docname]))
             if re.match(r"notebooks/\d", docname):
-                for section in articles[docname].content.select("section > section"):
+                for section in articles[docname].select("section > section"):
                     if section.h2 and section.h2.parent is section:
                         yield line("of-section", str(section["id"]), section.h2.get_text())
 
 
-def front(parts: Parts, articles: Mapping[str, Article], numbers: Mapping[str, int]) -> str:
+def front(parts: Parts, articles: Mapping[str, Tag], numbers: Mapping[str, int]) -> str:
     """The title page and the table of contents, as HTML."""
     config = yaml.safe_load((ROOT / "_config.yml").read_text())
-    picture = element(articles[INTRO].content, "img")["src"]
+    picture = element(articles[INTRO], "img")["src"]
     return (
         f'<div id="title"><h1>{config["title"]}</h1><p>Distributed training with PyTorch, in a book whose code '
         f'runs in its tests</p><img src="{picture}" alt=""><p>{config["author"]}</p>'
@@ -143,22 +136,22 @@ def front(parts: Parts, articles: Mapping[str, Article], numbers: Mapping[str, i
     )
 
 
-def document(html: Path, body: str, articles: Mapping[str, Article]) -> str:
+def document(html: Path, body: str, articles: Mapping[str, Tag]) -> str:
     """The complete HTML document, with the style for paper. Its addresses count from the folder ``html``."""
     first = BeautifulSoup((html / f"{INTRO}.html").read_text(encoding="utf-8"), "html.parser")
-    styles = [resolved(html, INTRO, str(tag["href"])) for tag in first("link", rel="stylesheet")]
+    styles = [address_in_book(html, INTRO, str(tag["href"])) for tag in first("link", rel="stylesheet")]
     mathjax = next(str(tag["src"]) for tag in first("script", src=True) if "mathjax" in tag["src"])
     settings = next(tag.get_text() for tag in first("script") if "window.MathJax" in tag.get_text())
     running_heads = "\n".join(
         f"#{name_of(docname)} {{ page: {name_of(docname)}; }} @page {name_of(docname)} "
-        f'{{ @top-left {{ content: "{article.title}"; font: 8.5pt Inter; color: #555; }} }}'
+        f'{{ @top-left {{ content: "{title_of(article)}"; font: 8.5pt Inter; color: #555; }} }}'
         for docname, article in articles.items()
     )
     return (
         '<!DOCTYPE html><html lang="en" data-theme="light"><head><meta charset="utf-8"><title>World Size One</title>'
         + "".join(f'<link rel="stylesheet" href="{escape(style)}">' for style in styles)
         + f"<style>{LOOK}{running_heads}</style><script>{settings}</script>"
-        + f'<script src="{resolved(html, INTRO, mathjax)}"></script></head>'
+        + f'<script src="{address_in_book(html, INTRO, mathjax)}"></script></head>'
         + f'<body><main class="bd-content">{body}</main></body></html>'
     )
 
@@ -168,7 +161,7 @@ def print_pdf(html: Path, out: Path) -> int:
     parts = table_of_contents()
     docnames = [docname for _, names in parts for docname in names]
     articles = {docname: article(html, docname, docnames) for docname in docnames}
-    body = "".join(str(article.content) for article in articles.values())
+    body = "".join(map(str, articles.values()))
     with printer(html) as pdf_of:
         book = PdfWriter(pdf_of(document(html, front(parts, articles, {}) + body, articles)))
         numbers = {
@@ -183,7 +176,7 @@ def print_pdf(html: Path, out: Path) -> int:
         del unnumbered["/Contents"]
         unnumbered.merge_page(page)
     for docname, part in articles.items():
-        book.add_outline_item(title=part.title, page_number=numbers[name_of(docname)] - 1)
+        book.add_outline_item(title=title_of(part), page_number=numbers[name_of(docname)] - 1)
     book.write(out)
     return len(book.pages)
 
@@ -203,7 +196,7 @@ def printer(html: Path) -> Iterator[Callable[[str], io.BytesIO]]:
             page.evaluate("MathJax.startup.promise.then(() => document.fonts.ready).then(() => null)")
             if page.evaluate("document.documentElement.scrollWidth") > PAPER_WIDTH:
                 raise SystemExit(
-                    "An element is wider than the paper. Look at tools/print_pdf.py's styles and at your last change."
+                    "An element is wider than the paper. Look at tools/print_pdf.css and your last change."
                 )
             return io.BytesIO(page.pdf(prefer_css_page_size=True, print_background=True))
 
@@ -229,8 +222,6 @@ def main() -> None:
     parser.add_argument("html", type=Path, help="the folder of the built book")
     parser.add_argument("out", type=Path, help="the file to write")
     args = parser.parse_args()
-    if not (args.html / f"{INTRO}.html").exists():
-        sys.exit(f"There is no built book in {args.html}.\nTry `make book` first.")
     try:
         pages = print_pdf(args.html, args.out)
     except Missing as missing:

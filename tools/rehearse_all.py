@@ -53,38 +53,34 @@ def result(out: str) -> Any:
     return json.loads(out.strip().splitlines()[-1].removeprefix("result "))
 
 
-def alone(script: Path, run: Run) -> Any:
-    """The result of a script on one rank and gloo."""
+def python(*words: object) -> subprocess.CompletedProcess[str]:
+    """A finished process of Python; alone, a script runs on one rank and gloo."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), *run.flags]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=TIMEOUT)
-    return result(done.stdout)
-
-
-def rehearse(script: Path, run: Run) -> subprocess.CompletedProcess[str]:
-    """The finished process of a script's rehearsal."""
-    size = ["--nodes", str(run.nodes), "--gpus", str(run.gpus)]
-    command = [sys.executable, "-m", "helpers", "rehearse", str(script), *size, "--", *run.flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
 
 
 def main() -> int:
     """Make all runs and print a table of them; return how many failed."""
-    failed = 0
+    failures = 0
     print(f"{'script':24} {'GPUs':>6} {'seconds':>8}  equal to gloo", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for run in RUNS:
             [script] = chapters.export(run.chapter, Path(folder) / "scripts")
             start = time.monotonic()
-            done = rehearse(script, run)
+            size = ["--nodes", run.nodes, "--gpus", run.gpus]
+            rehearsal = python("-m", "helpers", "rehearse", script, *size, "--", *run.flags)
             seconds = time.monotonic() - start
-            right = done.returncode == 0 and equal(result(done.stdout), alone(script, run))
-            failed += not right
-            size = f"{run.nodes}x{run.gpus}" if run.nodes > 1 else str(run.gpus)
-            print(f"{script.stem:24} {size:>6} {seconds:8.1f}  {'yes' if right else 'NO'}", flush=True)
+            alone = python(script, *run.flags)
+            right = not (rehearsal.returncode or alone.returncode) and equal(
+                result(rehearsal.stdout), result(alone.stdout)
+            )
+            failures += not right
+            gpus = f"{run.nodes}x{run.gpus}" if run.nodes > 1 else str(run.gpus)
+            print(f"{script.stem:24} {gpus:>6} {seconds:8.1f}  {'yes' if right else 'NO'}", flush=True)
             if not right:
-                print(done.stdout, done.stderr, flush=True)
-    return failed
+                print(rehearsal.stdout, rehearsal.stderr, alone.stderr, flush=True)
+    return failures
 
 
 if __name__ == "__main__":

@@ -36,9 +36,10 @@ from helpers.export import chapters
 
 PATIENCE = 180  # seconds: a start, a restart or an end that takes longer counts as a hang
 # Of chapter 16's job: done once in the agent, not in each rank.
-IMPORTS = ["numpy", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel"]
-IMPORTS += ["torch.distributed.checkpoint._fsspec_filesystem", "torch.distributed.checkpoint.state_dict"]
-IMPORTS += ["torch.utils.serialization"]
+IMPORTS = ["numpy", "torch.utils.serialization"] + [
+    f"torch.distributed.{name}"
+    for name in "fsdp pipelining tensor.parallel checkpoint._fsspec_filesystem checkpoint.state_dict".split()
+]
 
 
 class Failure(Exception):
@@ -60,7 +61,7 @@ class Agent:
     def start(self, script: Path, nproc: int, *flags: str, restarts: int = 0) -> None:
         """Start a job; the one before has ended."""
         words = [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}", "--monitor-interval=0.02", *AT_ADDRESS]
-        words += [str(script), *map(str, flags)]
+        words += [str(script), *flags]
         self.lines.clear()
         if not self.forking:
             self.close()
@@ -68,8 +69,7 @@ class Agent:
             return
         if not self.process:
             self.open([*FORKING, "--serve", *IMPORTS])
-        self.process.stdin.write(json.dumps(words) + "\n")
-        self.process.stdin.flush()
+        print(json.dumps(words), file=self.process.stdin, flush=True)
 
     def open(self, command: list[str]) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -79,8 +79,8 @@ class Agent:
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with self.errors.open("w") as errors:
-            command = [sys.executable, *command]
-            self.process = subprocess.Popen(command, cwd=self.folder, env=environment, stderr=errors, **pipes)
+            pipes |= {"stderr": errors}
+            self.process = subprocess.Popen([sys.executable, *command], cwd=self.folder, env=environment, **pipes)
         self.reader = threading.Thread(target=self.read, daemon=True)
         self.reader.start()
 
@@ -176,10 +176,10 @@ class Restarts:
         self.agent, self.script, self.luck, self.nproc = agent, script, luck, nproc
         self.start(scratch / "undisturbed", 1000)
         agent.new_ranks(nproc, [])
-        begun = time.monotonic()
+        start = time.monotonic()
         agent.wait_for(lambda: agent.printed("start "))
-        self.start_up = time.monotonic() - begun
-        self.expected = self.outcome()
+        self.start_up = time.monotonic() - start
+        self.undisturbed = self.outcome()
         print(f"undisturbed, {nproc} ranks: {self.start_up:.2f} s of start-up", flush=True)
 
     def start(self, folder: Path, every: int, *flags: str) -> None:
@@ -206,7 +206,7 @@ class Restarts:
             names += rf"|emergency_\d+\.pt|\.step_{self.STEPS:08}\.pt\.part"
         if strange := [path.name for path in folder.iterdir() if not re.fullmatch(names, path.name)]:
             raise Failure(f"its folder holds {strange}")
-        verdict = "equal" if outcome == self.expected else f"DIFFERENT: {outcome}, not {self.expected}"
+        verdict = "equal" if outcome == self.undisturbed else f"DIFFERENT: {outcome}, not {self.undisturbed}"
         return f"{verdict}; a snapshot every {every} steps, {'with' if not emergency else 'without'} emergency saves"
 
     def kill(self, folder: Path, ranks: list[psutil.Process], kills: list[str]) -> bool:
@@ -214,7 +214,7 @@ class Restarts:
         agent, since, clock = self.agent, len(self.agent.lines), time.time()
 
         def newer(pattern: str) -> bool:
-            with contextlib.suppress(FileNotFoundError):  # a file was renamed after glob had found it
+            with contextlib.suppress(FileNotFoundError):  # a file was renamed after glob had listed it
                 return any(path.stat().st_mtime > clock for path in folder.glob(pattern))
             return False
 
@@ -281,16 +281,16 @@ class Meshes:
         folder.mkdir()
         self.start((1, 1, 1), folder)
         agent.wait_for(lambda: agent.printed("starting anew"))
-        begun = time.monotonic()
+        start = time.monotonic()
         if not agent.wait_for(lambda: doing(folder) == "a write"):
             raise Failure("its checkpoints have their names before they are complete")
         writes = time.monotonic()
         agent.wait_for(lambda: doing(folder) != "a write")
         write = time.monotonic() - writes
         agent.wait_for(lambda: agent.printed(f"step {self.EVERY + 1}:"))
-        training = time.monotonic() - begun
-        _, self.steps, ends = self.end()
-        if not ends:
+        training = time.monotonic() - start
+        _, self.steps, result = self.end()
+        if not result:
             raise Failure("the uninterrupted job ends without a result")
         self.weights = self.contents(folder)
         self.seconds = {"training": training, "a write": write, "a commit": self.COMMIT}
@@ -305,10 +305,10 @@ class Meshes:
         """Wait for a start's end: (the step that it went on from, {step: (loss, norm)}, whether it has a result)."""
         self.agent.end()
         text = "\n".join(self.agent.lines)
-        begun = re.search(r"going on from step_(\d+)", text)
-        steps = re.findall(r"^step (\d+): loss (\S+), norm (\S+)$", text, re.MULTILINE)
-        values = {int(step): (float(loss), float(norm)) for step, loss, norm in steps}
-        return int(begun[1]) if begun else 0, values, self.agent.printed("result ")
+        checkpoint = re.search(r"going on from step_(\d+)", text)
+        lines = re.findall(r"^step (\d+): loss (\S+), norm (\S+)$", text, re.MULTILINE)
+        steps = {int(step): (float(loss), float(norm)) for step, loss, norm in lines}
+        return int(checkpoint[1]) if checkpoint else 0, steps, self.agent.printed("result ")
 
     def contents(self, folder: Path) -> dict[str, torch.Tensor]:
         """{name: tensor} of all that the newest checkpoint holds."""
@@ -350,41 +350,41 @@ class Meshes:
 
     def job(self, folder: Path, most: int, kills: list[str]) -> str:
         """Start and kill a job until it ends, at most so often; add the places to kills. Returns what it came to."""
-        kept: dict[int, tuple[float, float]] = {}
+        history: dict[int, tuple[float, float]] = {}  # the steps whose weights the job goes on with
         starts, result = 0, False
         folder.mkdir()
         while not result:
             mesh, place = self.luck.choices(*zip(*self.meshes.items(), strict=True))[0], self.luck.choice(self.PLACES)
-            before, starts, killed = complete(folder), starts + 1, None
+            before, starts, kill = complete(folder), starts + 1, None
             self.start(mesh, folder)
-            if len(kills) < most and (killed := self.kill(folder, before[-1], place)):
-                kills.append(f"{killed} on {'x'.join(map(str, mesh))}")
-            seen = complete(folder)
-            begun, trained, result = self.end()
-            if not result and not killed:
+            if len(kills) < most and (kill := self.kill(folder, before[-1], place)):
+                kills.append(f"{kill} on {'x'.join(map(str, mesh))}")
+            after = complete(folder)
+            origin, steps, result = self.end()
+            if not result and not kill:
                 raise Failure("it ended by itself, without a result")
-            if begun != before[-1]:
-                raise Failure(f"it went on from step {begun}, and the checkpoints {before} were complete")
-            if complete(folder)[-1] < seen[-1]:
-                raise Failure(f"of the checkpoints {seen}, complete at the kill, {complete(folder)} are left")
-            kept = {step: pair for step, pair in kept.items() if step <= begun} | trained
-        self.check(folder, kept, trained)
+            if origin != before[-1]:
+                raise Failure(f"it went on from step {origin}, and the checkpoints {before} were complete")
+            if complete(folder)[-1] < after[-1]:
+                raise Failure(f"of the checkpoints {after}, complete at the kill, {complete(folder)} are left")
+            history = {step: pair for step, pair in history.items() if step <= origin} | steps
+        self.check(folder, history, bool(steps))
         weights = self.contents(folder)
         if weights.keys() != self.weights.keys():
             raise Failure(f"a checkpoint lacks {min(weights.keys() ^ self.weights.keys())}")
         apart = max((weights[name] - self.weights[name]).abs().max().item() for name in weights)
         return f"{'equal' if apart < self.TOLERANCE else 'DIFFERENT'}; {starts} starts, {apart:.1e} from one rank"
 
-    def check(self, folder: Path, kept: dict, trained: dict) -> None:
+    def check(self, folder: Path, history: dict, trains: bool) -> None:
         """Raise Failure unless each step was kept once and equals the uninterrupted job's, and the folder is tidy."""
-        if list(kept) != list(range(1, self.STEPS + 1)):
-            raise Failure(f"the steps that it kept are {list(kept)}")
-        for step, (loss, norm) in kept.items():  # printed with three and with two digits
+        if list(history) != list(range(1, self.STEPS + 1)):
+            raise Failure(f"the steps that it kept are {list(history)}")
+        for step, (loss, norm) in history.items():  # printed with three and with two digits
             if abs(loss - self.steps[step][0]) >= 0.0015 or abs(norm - self.steps[step][1]) >= 0.015:
                 raise Failure(f"step {step} printed {loss, norm}, not {self.steps[step]}")
         names = sorted(path.name for path in folder.iterdir())
         newest = [f"step_{self.STEPS - self.EVERY * back:08}" for back in (3, 2, 1, 0)]
-        if names != newest[1:] and (trained or names != newest):
+        if names != newest[1:] and (trains or names != newest):
             raise Failure(f"its folder holds {names}")
 
 
@@ -424,24 +424,22 @@ def kill_many(kind: Any, kills: int, seed: int, agent: Agent, script: Path, scra
 
 # --- runs without a kill ----------------------------------------------------------------------------------------------
 
-RUN_SECONDS = 120  # for one run
-
 
 def run_many(agent: Agent, script: Path, nproc: int, runs: int) -> int:
     """Run a script so many times. Returns how many runs ended badly."""
     endings: Counter[str] = Counter()
-    begun = time.monotonic()
+    start = time.monotonic()
     for _ in range(runs):
         agent.start(script, nproc)
         try:
-            status = agent.end(RUN_SECONDS)
+            status = agent.end()
             ending = f"ended with status {status}" if status else "ended well"
         except Failure as failure:
             ending = str(failure)
         endings[ending] += 1
         if ending != "ended well":
             print(ending, *agent.lines, agent.errors.read_text(), sep="\n", flush=True)
-    each = (time.monotonic() - begun) / runs
+    each = (time.monotonic() - start) / runs
     summary = ", ".join(f"{count} x {ending}" for ending, count in sorted(endings.items()))
     print(f"{script.stem} {nproc} ranks: {summary} ({each:.1f} s each)", flush=True)
     return runs - endings["ended well"]

@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=["gloo"], help="leave the GPUs out (default: NCCL where all ranks have one)"
     )
     parser.add_argument("--plan", metavar="FILE", help="compare with a plan, written by: plan … --json > FILE")
-    parser.add_argument("--master", metavar="HOST[:PORT]", help="where rank 0 runs (default: the launcher's)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -40,16 +39,13 @@ def main(args: argparse.Namespace) -> int:
 
     place = None
     try:
-        place = find_place(args.master)
+        place = find_place()
         plan = read_plan(args.plan) if args.plan else None
     except ValueError as error:
         if not place or place.local_rank == 0:  # of a file, one rank of each host tells
             print(f"error: {error}", file=sys.stderr)
         return 1
     if not place:
-        if args.master:
-            print("error: --master is for srun or torchrun, which start the ranks; leave it out here.", file=sys.stderr)
-            return 2
         options = {"--timeout": args.timeout, "--backend": args.backend, "--plan": args.plan}
         with folder_until_a_signal():
             return start_local(args.nproc, [f"{name}={value}" for name, value in options.items() if value])

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -24,18 +23,6 @@ from helpers.doctor.trials import Speeds, Trial
 from helpers.ranks.torchrun import set_defaults
 
 CONNECT_SECONDS = 5  # seconds to wait for another rank's address to answer
-
-
-@contextlib.contextmanager
-def listening(facts: Facts) -> Iterator[Facts]:
-    """These facts, with the port on which this rank takes connections meanwhile, if the host has its address."""
-    with contextlib.ExitStack() as listeners:
-        with contextlib.suppress(OSError):  # else the others will report that they cannot connect
-            if facts.address:
-                family = socket.AF_INET6 if ":" in facts.address else socket.AF_INET
-                listener = socket.create_server((facts.address, 0), family=family, backlog=4096)
-                facts = replace(facts, port=listeners.enter_context(listener).getsockname()[1])
-        yield facts
 
 
 def unreachable(addresses: dict[int, tuple[str, int]]) -> list[tuple[int, str]]:
@@ -58,19 +45,15 @@ def mutually_reachable(facts: dict[int, Facts], unreached: dict[int, dict[int, s
 
     ``unreached`` is {rank: {a rank that it cannot reach: the reason}}, of all ranks that are still here.
     """
-    chosen: list[int] = []
+    group: list[int] = []
     for rank in unreached:
-        if facts[rank].address and not any(rank in unreached[peer] or peer in unreached[rank] for peer in chosen):
-            chosen.append(rank)
-    return chosen or list(unreached)
+        if facts[rank].address and not any(rank in unreached[peer] or peer in unreached[rank] for peer in group):
+            group.append(rank)
+    return group or list(unreached)
 
 
 def compare_clocks(membership: Membership) -> dict[int, float]:
-    """{rank: seconds that its clock is ahead of the first rank's}.
-
-    After each gather all ranks read their clocks at once. Some do so a moment late, so the least of several differences
-    is best.
-    """
+    """{rank: seconds that its clock is ahead of the first rank's}: some read it late, so the least of several."""
     readings = [membership.gather(f"reading the clocks, {k}", time.time()) for k in range(6)][1:]
     first = min(membership.members)
     return {rank: min((reading[rank] - reading[first] for reading in readings), key=abs) for rank in readings[-1]}
@@ -101,42 +84,56 @@ def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
     return links
 
 
+def try_collectives(membership: Membership) -> dict[str, dict[int, Trial | None]]:
+    """{name: {rank: its trial, or None where the collective raised}}."""
+    by_name = {}
+    for name in trials.collectives(1, torch.device("cpu")) if membership.backend else []:
+        if membership.backend:
+            answers = membership.attempt(name, partial(trials.try_collective, name, membership.device))
+            by_name[name] = {rank: answer and Trial(**answer) for rank, answer in answers.items()}
+    return by_name
+
+
 def examine(membership: Membership, place: Place, backend: str | None, plan: Plan | None = None) -> Findings:
     """Try everything with the other ranks, and with a plan also what it counts on. Every rank has the same findings."""
-    with listening(facts_of_rank(place, backend)) as own:
+    own = facts_of_rank(place, backend)
+    with contextlib.ExitStack() as listeners:
+        with contextlib.suppress(OSError):  # else the others will report that they cannot connect
+            if own.address:
+                family = socket.AF_INET6 if ":" in own.address else socket.AF_INET
+                listener = socket.create_server((own.address, 0), family=family, backlog=4096)
+                own = replace(own, port=listeners.enter_context(listener).getsockname()[1])
         answers = membership.gather("roll call", own, membership.timeout)
         facts = {rank: Facts(**answer) for rank, answer in answers.items()}
         clocks = compare_clocks(membership)
         addresses = {rank: (peer.address, peer.port) for rank, peer in facts.items() if peer.address}
         addresses.pop(membership.rank, None)
         refusals = membership.attempt("connecting by TCP", partial(unreachable, addresses))
-        unreached = {rank: dict(pairs or ()) for rank, pairs in refusals.items()}
-    membership.restrict_to(mutually_reachable(facts, unreached))
-    gpu_ids = [peer.gpu_id for peer in facts.values()]
-    if all(gpu_ids) and len(set(gpu_ids)) == len(gpu_ids):
+    unreached = {rank: dict(pairs or ()) for rank, pairs in refusals.items()}
+    membership.members = mutually_reachable(facts, unreached)
+    if membership.rank not in membership.members:
+        raise MembershipError(
+            "This rank has no TCP connection to some others, which go on without it. See their report."
+        )
+    gpu_ids = {peer.gpu_id for peer in facts.values()}
+    if all(gpu_ids) and len(gpu_ids) == len(facts):
         membership.backend, membership.device = "nccl", torch.device(own.device)
         torch.cuda.set_device(membership.device)
-    chosen = membership.backend
+    first_backend = membership.backend
     membership.start_group()
-    tried: dict[str, dict[int, Trial | None]] = {}
-    for name in trials.collectives(1, torch.device("cpu")) if membership.backend else []:
-        if membership.backend:
-            answers = membership.attempt(name, partial(trials.try_collective, name, membership.device))
-            tried[name] = {rank: answer and Trial(**answer) for rank, answer in answers.items()}
-    links = try_links(membership)
+    collectives, links = try_collectives(membership), try_links(membership)
     alone = membership.attempt("computing alone", partial(trials.try_alone, membership.device))
     speeds = {}
     if plan and membership.backend:
         hosts = [facts[rank].host for rank in membership.members]
-        speeds = membership.attempt(
-            "what the plan counts on", partial(trials.try_plan, plan.dtype, hosts, membership.device)
-        )
+        work = partial(trials.try_plan, plan.dtype, hosts, membership.device)
+        speeds = membership.attempt("what the plan counts on", work)
     membership.gather("the end", None)
     return Findings(
         world_size=place.world_size,
         timeout=membership.timeout,
         master=f"{place.host}:{place.port}",
-        backend=chosen,
+        backend=first_backend,
         device=membership.device.type,
         facts=facts,
         members=membership.members,
@@ -144,25 +141,15 @@ def examine(membership: Membership, place: Place, backend: str | None, plan: Pla
         errors=membership.errors,
         unreached=unreached,
         clocks=clocks,
-        collectives=tried,
+        collectives=collectives,
         links=links,
         alone=alone,
         speeds={rank: answer and Speeds(**answer) for rank, answer in speeds.items()},
     )
 
 
-def take_part(membership: Membership, place: Place, backend: str | None, plan: Plan | None) -> int:
-    """Examine the ranks; the first one prints the report. Returns the exit status: 0, or 1 for a problem."""
-    findings = examine(membership, place, backend, plan)
-    text, status = report(findings, plan)
-    if membership.rank == findings.members[0]:
-        print(text, flush=True)
-    membership.gather("goodbye", None)
-    return status
-
-
 def run_rank(place: Place, backend: str | None = None, timeout: float = 60, plan: Plan | None = None) -> int:
-    """Examine the ranks, as one of them. Returns the exit status: 0, or 1 for a problem.
+    """Examine the ranks, as one of them; the first prints the report. Returns the status: 0, or 1 for a problem.
 
     ``backend`` is "gloo" to leave the GPUs out, or None; ``timeout`` is in seconds.
     """
@@ -172,7 +159,11 @@ def run_rank(place: Place, backend: str | None = None, timeout: float = 60, plan
         store, serves = open_store(place, timeout)
         membership = Membership(store, place.rank, place.world_size, timeout)
         try:
-            status = take_part(membership, place, backend, plan)
+            findings = examine(membership, place, backend, plan)
+            text, status = report(findings, plan)
+            if place.rank == findings.members[0]:
+                print(text, flush=True)
+            membership.gather("goodbye", None)
         except MembershipError as error:
             reason = str(error)
         store.set(f"gone/{place.rank}", "")
@@ -203,18 +194,12 @@ def start_local(nproc: int | None, flags: list[str]) -> int:
     nproc = nproc or torch.cuda.device_count() or 2
     set_defaults(nproc)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-    }
+    environment = {**os.environ, "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    command = [sys.executable, "-m", "helpers", "doctor", *flags]
     processes = []
     for rank in range(nproc):
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-m", "helpers", "doctor", *flags]
         processes.append(subprocess.Popen(command, env=environment, process_group=0))  # Ctrl-C reaches this one alone
     statuses = [process.wait() for process in processes]
     print("\nThat was this machine alone. On a cluster, start it in every rank:")

@@ -14,6 +14,7 @@ import torch
 
 from helpers.doctor.membership import Place, plain
 
+INTERNET = (socket.AF_INET, socket.AF_INET6)
 CLOSED_PORT = 9  # of a rank that listens nowhere: the others' connections to it are refused
 
 
@@ -24,15 +25,15 @@ class Facts:
     host: str
     local_rank: int
     device: str  # cpu, cuda:0, cuda:1, ...
-    model: str  # the GPU's; "" without one, as for gpu_id and NCCL
-    gpu_id: str
     interface: str
     address: str | None  # None where the interface has none
     python: str
     torch: str
-    NCCL: str
     device_memory: int | None  # bytes, of the GPU or of the whole host
     memory: int | None  # bytes of shared memory that are free
+    model: str = ""  # the GPU's, as are gpu_id and NCCL
+    gpu_id: str = ""
+    NCCL: str = ""
     unknown: dict[str, str] = field(default_factory=dict)
     port: int = CLOSED_PORT
 
@@ -45,10 +46,7 @@ def choose_interface(device: torch.device, master: str) -> tuple[str, str | None
     """
     addresses = {}
     for name, entries in psutil.net_if_addrs().items():
-        internet = [
-            (entry.family, entry.address) for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)
-        ]
-        if internet:
+        if internet := [(entry.family, entry.address) for entry in entries if entry.family in INTERNET]:
             addresses[name] = min(internet)[1].partition("%")[0]  # IPv4 before IPv6
     nccl = device.type == "cuda"
     variable = "NCCL_SOCKET_IFNAME" if nccl else "GLOO_SOCKET_IFNAME"
@@ -73,29 +71,26 @@ def facts_of_rank(place: Place, backend: str | None) -> Facts:
     """What this rank knows about itself. ``backend`` is "gloo" to leave the GPUs out, or None."""
     gpus = 0 if backend == "gloo" else torch.cuda.device_count()
     device = torch.device("cuda", place.local_rank % gpus) if gpus else torch.device("cpu")
-
-    def of_gpu(ask: Callable[[], str]) -> Callable[[], str]:
-        return ask if gpus else str
-
     questions: dict[str, Callable[[], Any]] = {
         "host": lambda: socket.gethostname().split(".")[0],
-        "model": of_gpu(lambda: torch.cuda.get_device_name(device).removeprefix("NVIDIA ")),
-        "gpu_id": of_gpu(lambda: str(torch.cuda.get_device_properties(device).uuid)),
         "interface": lambda: choose_interface(device, place.host)[0],
         "address": lambda: choose_interface(device, place.host)[1],
         "python": platform.python_version,
         "torch": lambda: torch.__version__,
-        "NCCL": of_gpu(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
-        "device_memory": lambda: (
-            torch.cuda.get_device_properties(device).total_memory if gpus else psutil.virtual_memory().total
-        ),
+        "device_memory": lambda: psutil.virtual_memory().total,
         "memory": lambda: shutil.disk_usage("/dev/shm").free if sys.platform == "linux" else None,
     }
-    answers: dict[str, Any] = {}
-    unknown = {}
+    if gpus:
+        questions |= {
+            "model": lambda: torch.cuda.get_device_name(device).removeprefix("NVIDIA "),
+            "gpu_id": lambda: str(torch.cuda.get_device_properties(device).uuid),
+            "NCCL": lambda: ".".join(map(str, torch.cuda.nccl.version())),
+            "device_memory": lambda: torch.cuda.get_device_properties(device).total_memory,
+        }
+    answers: dict[str, Any] = {"unknown": {}}
     for name, ask in questions.items():
         try:
             answers[name] = ask()
         except Exception as error:
-            answers[name], unknown[name] = None, plain(error)
-    return Facts(local_rank=place.local_rank, device=str(device), unknown=unknown, **answers)
+            answers[name], answers["unknown"][name] = None, plain(error)
+    return Facts(local_rank=place.local_rank, device=str(device), **answers)

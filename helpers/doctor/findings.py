@@ -14,6 +14,27 @@ from helpers.doctor.trials import Speeds, Trial
 SLOW_CLOCK = 1.0  # seconds that clocks may differ: c10d's rendezvous and every log compare them
 SLOW_RANK, SLOW_LINK = 2, 4  # times the median
 
+TRY = {  # the next thing to try, for each kind of problem and note
+    "late": "Did every node start it? Look at the missing rank's own output; where it starts slowly, --timeout 300.",
+    "lost": "It died or it hangs: look at its own output, and for the out-of-memory killer in its host's dmesg.",
+    "versions": "Activate one and the same environment on every node.",
+    "local ranks": "Set LOCAL_RANK to 0, 1, ... on each host, or let torchrun do it; give hosts different names.",
+    "shared GPU": "Start one rank for each GPU: torchrun --nproc-per-node=gpu",
+    "GPU": "Look there: nvidia-smi; CUDA_VISIBLE_DEVICES; python -c 'import torch; print(torch.cuda.is_available())'",
+    "no address": "Put an interface that `ip -brief address` lists into GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.",
+    "loopback": "Name the interface between the hosts: export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0",
+    "closed": "Open all TCP ports between the nodes, or choose another interface in GLOO_SOCKET_IFNAME.",
+    "clock": "Start chrony or another NTP client there: rendezvous and logs compare the hosts' clocks.",
+    "nccl": "Try --backend gloo: if that works, the fault is NCCL's. NCCL_DEBUG=INFO prints its log.",
+    "gloo": "Name the hosts' common interface in GLOO_SOCKET_IFNAME; TORCH_DISTRIBUTED_DEBUG=DETAIL says more.",
+    "wrong result": "Take these hosts out one by one and repeat; then look at their GPUs, links and versions.",
+    "wrong link": "Take one of the two hosts out and repeat; then look at its GPU and its link.",
+    "memory": "In a container: docker run --shm-size=8g, or --ipc=host",
+    "unknown": "Nothing else depends on it.",
+    "slow rank": "Look for another process, for heat (nvidia-smi -q -d PERFORMANCE), or for too few cores or threads.",
+    "slow link": "Look at the hosts' links; links between hosts are slower than those within one.",
+}
+
 Problem = tuple[str, str]  # (what is wrong, the next thing to try)
 Key = TypeVar("Key")
 Answer = TypeVar("Answer")
@@ -47,6 +68,20 @@ class Findings:
     def hosts(self) -> list[str]:
         """The name of each host, once, in the order of ranks."""
         return list(dict.fromkeys(facts.host for facts in self.facts.values()))
+
+    def slowest_ranks(self) -> Iterator[tuple[int, float]]:
+        """Yields (the rank whose matrix product takes longest, its time in medians); nothing for fewer than two."""
+        times = {rank: time for rank, time in self.alone.items() if time}
+        if len(times) > 1:
+            rank = max(times, key=times.__getitem__)
+            yield rank, times[rank] / median(times.values())
+
+    def slowest_pairs(self) -> Iterator[tuple[int, int, float, float]]:
+        """Yields (a rank, the other, the speed of this slowest pair, the median); nothing for fewer than two pairs."""
+        speeds = {pair: link.speed for pair, link in self.links.items()}
+        if len(speeds) > 1:
+            a, b = min(speeds, key=speeds.__getitem__)
+            yield a, b, speeds[a, b], median(speeds.values())
 
 
 def span(numbers: Iterable[int]) -> str:
@@ -88,16 +123,10 @@ def notes(findings: Findings) -> list[Problem]:
 
 def missing(findings: Findings) -> Iterator[Problem]:
     if late := [rank for rank, step in findings.lost.items() if step == "roll call"]:
-        yield (
-            f"{ranks(late)} of {findings.world_size} did not come within {findings.timeout:g} s.",
-            "Did every node start it? Look at the missing rank's own output; where it starts slowly, --timeout 300.",
-        )
+        yield f"{ranks(late)} of {findings.world_size} did not come within {findings.timeout:g} s.", TRY["late"]
     for rank, step in findings.lost.items():
         if rank not in late:
-            yield (
-                f"Rank {rank} on {findings.host(rank)} stopped answering in the step: {step}.",
-                "It died or it hangs: look at its own output, and for the out-of-memory killer in its host's dmesg.",
-            )
+            yield f"Rank {rank} on {findings.host(rank)} stopped answering in the step: {step}.", TRY["lost"]
 
 
 def differences(findings: Findings) -> Iterator[Problem]:
@@ -105,123 +134,88 @@ def differences(findings: Findings) -> Iterator[Problem]:
         versions = by_answer({rank: getattr(facts, name) for rank, facts in findings.facts.items()})
         if len(versions) > 1:
             each = "; ".join(f"{version or 'none'} on {ranks(having)}" for version, having in versions.items())
-            yield f"The ranks differ in {name}: {each}.", "Activate one and the same environment on every node."
+            yield f"The ranks differ in {name}: {each}.", TRY["versions"]
 
 
 def devices(findings: Findings) -> Iterator[Problem]:
     for host in findings.hosts:
         local_ranks = sorted(facts.local_rank for facts in findings.facts.values() if facts.host == host)
         if len(set(local_ranks)) < len(local_ranks):
-            yield (
-                f"Ranks on {host} have equal local ranks ({', '.join(map(str, local_ranks))}).",
-                "Set LOCAL_RANK to 0, 1, ... on each host, or let torchrun do it; give hosts different names.",
-            )
-    gpus = by_answer({rank: facts.gpu_id for rank, facts in findings.facts.items()})
-    without = sorted(rank for gpu, having in gpus.items() if not gpu for rank in having)
-    for gpu, sharing in gpus.items():
-        if gpu and len(sharing) > 1:
-            yield (
-                f"{ranks(sharing)} share one GPU, so everything was tried on gloo.",
-                "Start one rank for each GPU: torchrun --nproc-per-node=gpu",
-            )
-    if 0 < len(without) < len(findings.facts):
-        yield (
-            f"{ranks(without)} on {findings.host(without[0])} found no GPU, and others have one.",
-            "Look there: nvidia-smi; CUDA_VISIBLE_DEVICES; python -c 'import torch; print(torch.cuda.is_available())'",
-        )
+            yield f"Ranks on {host} have equal local ranks ({', '.join(map(str, local_ranks))}).", TRY["local ranks"]
+    gpus = by_answer({rank: facts.gpu_id or "" for rank, facts in findings.facts.items()})
+    without = gpus.pop("", [])
+    for sharing in gpus.values():
+        if len(sharing) > 1:
+            yield f"{ranks(sharing)} share one GPU, so everything was tried on gloo.", TRY["shared GPU"]
+    if without and gpus:
+        yield f"{ranks(without)} on {findings.host(without[0])} found no GPU, and others have one.", TRY["GPU"]
 
 
 def network(findings: Findings) -> Iterator[Problem]:
     facts = findings.facts
     nowhere = {rank: facts.interface for rank, facts in facts.items() if not facts.address}
-    for name, affected in by_answer(nowhere).items():
-        yield (
-            f"{ranks(affected)} should use the network interface {name}, which has no address.",
-            "Put an interface that `ip -brief address` lists into GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.",
-        )
+    for name, without in by_answer(nowhere).items():
+        yield f"{ranks(without)} should use the network interface {name}, which has no address.", TRY["no address"]
     loopback = [rank for rank, facts in facts.items() if (facts.address or "").startswith(("127.", "::1"))]
-    closed_in = loopback if len(findings.hosts) > 1 else []
-    if closed_in:
-        yield (
-            f"{ranks(closed_in)} would listen on {facts[closed_in[0]].address}, which no other host can reach.",
-            "Name the interface between the hosts: export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0",
-        )
-    refused: dict[tuple[int, str, str, str], list[int]] = {}
+    isolated = loopback if len(findings.hosts) > 1 else []
+    if isolated:
+        address = facts[isolated[0]].address
+        yield f"{ranks(isolated)} would listen on {address}, which no other host can reach.", TRY["loopback"]
+    refusals: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for rank, reasons in findings.unreached.items():
-        for peer in [peer for peer in reasons if peer not in closed_in]:
-            key = rank, findings.host(peer), facts[peer].interface, reasons[peer]
-            refused.setdefault(key, []).append(peer)
-    groups = by_answer({key: (tuple(peers), *key[1:]) for key, peers in refused.items()})
-    for (peers, host, interface, reason), keys in groups.items():
-        yield (
-            f"{ranks(rank for rank, *_ in keys)} cannot connect to {ranks(peers)} on {host} ({interface}): {reason}.",
-            "Open all TCP ports between the nodes, or choose another interface in GLOO_SOCKET_IFNAME.",
+        peers_by_text = by_answer(
+            {
+                peer: f"on {findings.host(peer)} ({facts[peer].interface}): {reason}"
+                for peer, reason in reasons.items()
+                if peer not in isolated
+            }
         )
+        for text, peers in peers_by_text.items():
+            refusals.setdefault((tuple(peers), text), []).append(rank)
+    for (targets, text), origins in refusals.items():
+        yield f"{ranks(origins)} cannot connect to {ranks(targets)} {text}.", TRY["closed"]
 
 
 def clocks(findings: Findings) -> Iterator[Problem]:
     for rank, ahead in findings.clocks.items():
         if abs(ahead) > SLOW_CLOCK:
-            way = "ahead of" if ahead > 0 else "behind"
-            yield (
-                f"The clock of rank {rank} on {findings.host(rank)} is {abs(ahead):.1f} s {way} the first rank's.",
-                "Start chrony or another NTP client there: rendezvous and logs compare the hosts' clocks.",
-            )
+            difference = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'}"
+            yield f"The clock of rank {rank} on {findings.host(rank)} is {difference} the first rank's.", TRY["clock"]
 
 
 def messages(findings: Findings) -> Iterator[Problem]:
     for step, errors in findings.errors.items():
-        if step in findings.lost.values():
-            continue  # this error only follows from the loss of a rank, which ``missing`` has
-        each = "; ".join(f"on {ranks(raising)}: {text}" for text, raising in by_answer(errors).items())
-        yield (
-            f"{step} failed {each}.",
-            "Try --backend gloo: if that works, the fault is NCCL's. NCCL_DEBUG=INFO prints its log."
-            if findings.backend == "nccl"
-            else "Name the hosts' common interface in GLOO_SOCKET_IFNAME; TORCH_DISTRIBUTED_DEBUG=DETAIL says more.",
-        )
+        if step not in findings.lost.values():  # else the error follows from the loss of a rank, which ``missing`` has
+            each = "; ".join(f"on {ranks(raising)}: {text}" for text, raising in by_answer(errors).items())
+            yield f"{step} failed {each}.", TRY[findings.backend]
     for name, trials in findings.collectives.items():
         if wrong := [rank for rank, trial in trials.items() if trial and not trial.right]:
-            yield (
-                f"{name} gave a wrong result on {ranks(wrong)}.",
-                "Take these hosts out one by one and repeat; then look at their GPUs, links and versions.",
-            )
+            yield f"{name} gave a wrong result on {ranks(wrong)}.", TRY["wrong result"]
+    failing = {rank for errors in findings.errors.values() for rank in errors}
     for (a, b), link in findings.links.items():
-        if not link.right and not any({a, b} & set(errors) for errors in findings.errors.values()):
-            yield (
-                f"Data between ranks {a} and {b} arrives changed ({findings.host(a)}, {findings.host(b)}).",
-                "Take one of the two hosts out and repeat; then look at its GPU and its link.",
-            )
+        if not link.right and not {a, b} & failing:
+            hosts = f"{findings.host(a)}, {findings.host(b)}"
+            yield f"Data between ranks {a} and {b} arrives changed ({hosts}).", TRY["wrong link"]
 
 
 def scarce_memory(findings: Findings) -> Iterator[Problem]:
     free = {facts.host: facts.memory for facts in findings.facts.values()}
     for host, memory in free.items():
         if memory is not None and memory < 1e9:
-            yield (
-                f"{host} has only {memory / 1e6:.0f} MB of shared memory; data loaders and NCCL use it.",
-                "In a container: docker run --shm-size=8g, or --ipc=host",
-            )
+            what = f"{host} has only {memory / 1e6:.0f} MB of shared memory; data loaders and NCCL use it."
+            yield what, TRY["memory"]
 
 
 def unknowns(findings: Findings) -> Iterator[Problem]:
     for rank, facts in findings.facts.items():
         for name, reason in facts.unknown.items():
-            yield f"Rank {rank} could not find out its {name}: {reason}.", "Nothing else depends on it."
+            yield f"Rank {rank} could not find out its {name}: {reason}.", TRY["unknown"]
 
 
 def slowness(findings: Findings) -> Iterator[Problem]:
-    alone = {rank: time for rank, time in findings.alone.items() if time}
-    if alone and max(alone.values()) > SLOW_RANK * median(alone.values()):
-        rank = max(alone, key=alone.__getitem__)
-        yield (
-            f"Rank {rank} on {findings.host(rank)} computes far more slowly than the others.",
-            "Look for another process, for heat (nvidia-smi -q -d PERFORMANCE), or for too few cores or threads.",
-        )
-    speeds = {pair: link.speed for pair, link in findings.links.items()}
-    if speeds and min(speeds.values()) * SLOW_LINK < median(speeds.values()):
-        a, b = min(speeds, key=speeds.__getitem__)
-        yield (
-            f"The link of ranks {a} and {b} has far less bandwidth than the others.",
-            "Look at the hosts' links; links between hosts are slower than those within one.",
-        )
+    for rank, ratio in findings.slowest_ranks():
+        if ratio > SLOW_RANK:
+            yield f"Rank {rank} on {findings.host(rank)} computes far more slowly than the others.", TRY["slow rank"]
+    for a, b, speed, middle in findings.slowest_pairs():
+        if speed * SLOW_LINK < middle:
+            yield f"The link of ranks {a} and {b} has far less bandwidth than the others.", TRY["slow link"]

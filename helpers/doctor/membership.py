@@ -10,7 +10,7 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 REPORT_SECONDS = 5  # seconds that a rank has, after a collective's timeout, to report that timeout
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-PORTS = range(1, 1 << 16)
+SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+LAUNCHER_VARIABLES = (*SLURM, "MASTER_ADDR", "MASTER_PORT")
 
 
 class MembershipError(Exception):
@@ -45,33 +45,22 @@ def first_host(nodes: str) -> str:
 
 
 def launcher_variables() -> dict[str, str]:
-    """LAUNCHER_VARIABLES from the environment, or in a Slurm step from Slurm's own; "" for one that is not set.
-
-    A Slurm step of one task counts as no launcher: it may be a shell.
-    """
+    """LAUNCHER_VARIABLES from the environment, or in a Slurm step from Slurm's own; "" for one that is not set."""
     environment = os.environ
     variables = {name: environment.get(name, "") for name in LAUNCHER_VARIABLES}
-    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
-    if not variables["RANK"] and "SLURM_STEP_ID" in environment and tasks != "1":
-        variables |= {
-            "RANK": environment["SLURM_PROCID"],
-            "WORLD_SIZE": tasks,
-            "LOCAL_RANK": environment["SLURM_LOCALID"],
-            "MASTER_ADDR": variables["MASTER_ADDR"] or first_host(environment["SLURM_STEP_NODELIST"]),
-            # each job has its own port, so that two jobs that share a node do not meet
-            "MASTER_PORT": variables["MASTER_PORT"] or str(20000 + int(environment["SLURM_JOB_ID"]) % 10000),
-        }
+    several = environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"  # a step of one task may be a shell
+    if several and "SLURM_STEP_ID" in environment and not variables["RANK"]:
+        variables |= {name: environment[slurm] for name, slurm in SLURM.items()}
+        variables["MASTER_ADDR"] = variables["MASTER_ADDR"] or first_host(environment["SLURM_STEP_NODELIST"])
+        # Each job has its own port, so that two jobs that share a node do not meet.
+        variables["MASTER_PORT"] = variables["MASTER_PORT"] or str(20000 + int(environment["SLURM_JOB_ID"]) % 10000)
     return variables
 
 
-def find_place(master: str | None = None) -> Place | None:
-    """This rank's place, or None where no launcher has set its variables.
-
-    ``master`` is HOST or HOST:PORT, and overrides the environment. Raises ValueError for a wrong ``master``, and for
-    variables that are missing or wrong.
-    """
+def find_place() -> Place | None:
+    """This rank's place, or None where no launcher has set its variables. ValueError: some are missing or wrong."""
     variables = launcher_variables()
-    present = next((name for name in LAUNCHER_VARIABLES[:3] if variables[name]), None)
+    present = next((name for name in SLURM if variables[name]), None)
     if not present:
         return None  # MASTER_ADDR alone means nothing: people export it in their shells
     remedy = "Start the ranks with torchrun or srun; for this machine alone, unset RANK, WORLD_SIZE and LOCAL_RANK."
@@ -85,13 +74,8 @@ def find_place(master: str | None = None) -> Place | None:
     rank, world_size, local_rank, port = map(int, variables.values())
     if rank >= world_size:
         raise ValueError(f"RANK is {rank} and WORLD_SIZE is {world_size}: ranks count from 0.\n{remedy}")
-    if port not in PORTS:
+    if not 0 < port < 1 << 16:
         raise ValueError(f"MASTER_PORT is {port}, and ports go from 1 to 65535. Try: export MASTER_PORT=29500")
-    if master:
-        address, _, digits = master.partition(":")
-        if not address or digits and not (digits.isdecimal() and int(digits) in PORTS):
-            raise ValueError(f"--master {master!r} is not HOST or HOST:PORT. Try --master node1:29500")
-        port = int(digits or port)
     return Place(rank, world_size, local_rank, address, port)
 
 
@@ -105,20 +89,17 @@ def open_store(place: Place, timeout: float) -> tuple[dist.Store, bool]:
     try:
         socket.getaddrinfo(host, port)
         store = dist.TCPStore(host, port, None, serves, timedelta(seconds=timeout), wait_for_workers=False)
-    except socket.gaierror:
-        raise MembershipError(
-            f"The host name {host} has no address here. Try: getent hosts {host}; or give an address in MASTER_ADDR."
-        ) from None
     except (RuntimeError, OSError) as error:
-        if serves:
-            raise MembershipError(
-                f"Port {port} of {host} cannot be opened: {plain(error)}. Another job may have it: choose another "
-                "MASTER_PORT."
-            ) from None
-        raise MembershipError(
-            f"Nothing answered at {host}:{port} within {timeout:g} s: rank 0 did not start there, or a firewall is "
-            f"between. Try from here: nc -vz {host} {port}"
-        ) from None
+        if isinstance(error, socket.gaierror):
+            symptom = f"The host name {host} has no address here."
+            remedy = f"Try: getent hosts {host}; or give an address in MASTER_ADDR."
+        elif serves:
+            symptom = f"Port {port} of {host} cannot be opened: {plain(error)}."
+            remedy = "Another job may have it: choose another MASTER_PORT."
+        else:
+            symptom = f"Nothing answered at {host}:{port} within {timeout:g} s:"
+            remedy = f"rank 0 did not start there, or a firewall is between. Try from here: nc -vz {host} {port}"
+        raise MembershipError(f"{symptom} {remedy}") from None
     return dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), serves
 
 
@@ -170,72 +151,58 @@ class Membership:
         self.members = sorted(answers)
         return answers
 
-    def restrict_to(self, members: list[int]) -> None:
-        """Go on with these members alone; every rank calls this. Raises MembershipError on a rank that is left out."""
-        self.members = members
-        if self.rank not in members:
-            raise MembershipError(
-                "This rank has no TCP connection to some others, which go on without it. See their report."
-            )
+    def outcome(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
+        """(what ``work()`` returned, None), or (None, what it raised).
 
-    def attempt(self, step: str, work: Callable[[], Any]) -> dict[int, Any]:
-        """{rank: what ``work()`` returned, or None where it raised}. After an error or a loss it starts a new group."""
-        before, answer = self.members, {}
-        with self.no_longer_than(2 * self.timeout + REPORT_SECONDS):
-            try:
-                answer["value"] = work()
-            except Exception as error:
-                answer["error"] = plain(error)
-        answers = self.gather(step, answer)
-        if errors := {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}:
-            self.errors[step] = errors
-        if self.groups and (errors or self.members != before):
-            self.start_group()  # the old one's connections may be broken
-        return {rank: answer.get("value") for rank, answer in answers.items()}
-
-    def start_group(self) -> None:
-        """Start the default process group among the members; on gloo where NCCL cannot start."""
-        while self.backend:
-            self.groups += 1
-            before, error = self.members, None
-            with self.no_longer_than(2 * self.timeout + REPORT_SECONDS):
-                try:
-                    self.start_group_of(before)
-                except Exception as raised:
-                    error = plain(raised)
-            answers = self.gather(f"starting group {self.groups}", error)
-            if self.members == before:
-                errors = {rank: error for rank, error in answers.items() if error}
-                if not errors:
-                    return
-                self.errors[f"starting a group on {self.backend}"] = errors
-                self.backend, self.device = "gloo" if self.backend == "nccl" else "", torch.device("cpu")
-
-    def start_group_of(self, members: list[int]) -> None:
-        """Start a process group among these members, in place of the one before."""
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
-        dist.init_process_group(
-            self.backend,
-            store=dist.PrefixStore(f"group{self.groups}", self.store),
-            rank=members.index(self.rank),
-            world_size=len(members),
-            timeout=timedelta(seconds=self.timeout),
-            device_id=self.device if self.device.type == "cuda" else None,
-        )
-
-    @contextlib.contextmanager
-    def no_longer_than(self, seconds: float) -> Iterator[None]:
-        """End this process if the block takes longer, because no timeout of torch ends some hangs. Its peers go on."""
+        Some hangs end by no timeout of torch. Then this process ends, and its peers go on.
+        """
 
         def leave() -> None:
             print(f"rank {self.rank} hangs; it leaves, and the others go on", file=sys.stderr, flush=True)
             os._exit(1)
 
-        timer = threading.Timer(seconds, leave)
+        timer = threading.Timer(2 * self.timeout + REPORT_SECONDS, leave)
         timer.daemon = True
         timer.start()
         try:
-            yield
+            return work(), None
+        except Exception as error:
+            return None, plain(error)
         finally:
             timer.cancel()
+
+    def attempt(self, step: str, work: Callable[[], Any]) -> dict[int, Any]:
+        """{rank: what ``work()`` returned, or None where it raised}. After an error or a loss it starts a new group."""
+        before = self.members
+        outcomes = self.gather(step, self.outcome(work))
+        if errors := {rank: error for rank, (_, error) in outcomes.items() if error is not None}:
+            self.errors[step] = errors
+        if self.groups and (errors or self.members != before):
+            self.start_group()  # the old one's connections may be broken
+        return {rank: value for rank, (value, _) in outcomes.items()}
+
+    def start_group(self) -> None:
+        """Start the default process group among the members; on gloo where NCCL cannot start."""
+        while self.backend:
+            self.groups += 1
+            before = self.members
+            outcomes = self.gather(f"starting group {self.groups}", self.outcome(self.replace_group))
+            errors = {rank: error for rank, (_, error) in outcomes.items() if error is not None}
+            if self.members == before and not errors:
+                return
+            if self.members == before:
+                self.errors[f"starting a group on {self.backend}"] = errors
+                self.backend, self.device = "gloo" if self.backend == "nccl" else "", torch.device("cpu")
+
+    def replace_group(self) -> None:
+        """Start a process group among the members, in place of the one before."""
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+        dist.init_process_group(
+            self.backend,
+            store=dist.PrefixStore(f"group{self.groups}", self.store),
+            rank=self.members.index(self.rank),
+            world_size=len(self.members),
+            timeout=timedelta(seconds=self.timeout),
+            device_id=self.device if self.device.type == "cuda" else None,
+        )

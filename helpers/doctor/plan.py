@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from helpers.doctor.findings import Findings, Problem
+from helpers.doctor.trials import Speeds
 
 # A data sheet's speed is not reached: large matrix products and all-reduces get some 0.75 of it, those of the doctor's
 # sizes less. Below half of it, something other than the size is behind it.
 SHARE = 0.5
-DIMENSIONS = ("dp", "tp", "pp", "cp")
 HOW = "Write a plan with: python -m helpers plan MODEL CLUSTER --layout dp=8 --json >"
 
 
@@ -24,10 +24,8 @@ class Plan:
     ranks: int
     nodes: int
     memory: float  # bytes of each rank
-    dtype: str
-    matmul: float  # FLOP/s in that type
-    in_node: float  # bytes per second
-    between: float
+    dtype: str  # in which ``speeds`` has the matmul
+    speeds: Speeds
 
 
 @dataclass(frozen=True)
@@ -37,15 +35,15 @@ class Quantity:
     label: str
     unit: str
     size: float  # of the unit
-    field: str  # of a planner's file
-    share: float  # of the plan's number that is enough
+    field: str  # of a planner's file, with # for the number
+    share: float = SHARE  # of the plan's number that is enough
 
 
-MEMORY = {"memory": Quantity("memory", "GB", 1e9, "memory = #", share=1)}
+MEMORY = Quantity("memory", "GB", 1e9, "memory = #", share=1)
 SPEEDS = {
-    "matmul": Quantity("matmul", "TFLOP/s in {dtype}", 1e12, "peaks = {{{dtype} = #}}", SHARE),
-    "in_node": Quantity("in a node", "GB/s", 1e9, "link_in_node = #", SHARE),
-    "between": Quantity("between", "GB/s", 1e9, "link_between = #", SHARE),
+    "matmul": Quantity("matmul", "TFLOP/s in {dtype}", 1e12, "peaks = {{{dtype} = #}}"),
+    "in_node": Quantity("in a node", "GB/s", 1e9, "link_in_node = #"),
+    "between": Quantity("between", "GB/s", 1e9, "link_between = #"),
 }
 
 
@@ -59,16 +57,15 @@ def read_plan(path: str | Path) -> Plan:
         raise ValueError(f"The plan {path} is not JSON, or a part of it: {error}.\n{HOW} {path}") from None
     try:
         cluster, layout = tables["cluster"], tables["layout"]
+        links = (float(cluster.get(name, 0)) for name in ("link_in_node", "link_between"))
         return Plan(
             model=str(tables["model"]["name"]),
             gpu=str(cluster["gpu"]),
-            ranks=math.prod(int(layout.get(name, 1)) for name in DIMENSIONS),
+            ranks=math.prod(int(layout.get(name, 1)) for name in ("dp", "tp", "pp", "cp")),
             nodes=int(cluster["nodes"]),
             memory=float(tables["memory"]["limit"]),
             dtype=str(layout.get("dtype", "bfloat16")),
-            matmul=float(cluster["peak"]),
-            in_node=float(cluster.get("link_in_node", 0)),
-            between=float(cluster.get("link_between", 0)),
+            speeds=Speeds(float(cluster["peak"]), *links),
         )
     except KeyError as error:
         raise ValueError(f"{path} has no {error.args[0]!r}, so it is not a plan.\n{HOW} {path}") from None
@@ -78,50 +75,22 @@ def read_plan(path: str | Path) -> Plan:
 
 def compared(findings: Findings, plan: Plan) -> Iterator[tuple[str, Problem | None]]:
     """Yields each number that the plan counts on, as (one line, the problem if it is not there)."""
-    yield from counts(findings, plan)
-    per_rank = {
-        name: {rank: getattr(speeds, name) for rank, speeds in findings.speeds.items() if speeds} for name in SPEEDS
-    }
-    per_rank["memory"] = memory_of_ranks(findings)
-    for name, quantity in {**MEMORY, **SPEEDS}.items():
-        if (name == "in_node" and plan.ranks == plan.nodes) or (name == "between" and plan.nodes == 1):
-            continue  # the plan has no such link
-        yield least(per_rank[name], getattr(plan, name), quantity, plan.dtype)
-
-
-def counts(findings: Findings, plan: Plan) -> Iterator[tuple[str, Problem | None]]:
-    """Yields how many ranks, nodes and GPUs there are, as ``compared`` does."""
     gpus = {facts.gpu_id: facts.model for facts in findings.facts.values() if facts.gpu_id}
     rows = [("ranks", findings.world_size, plan.ranks, ""), ("nodes", len(findings.hosts), plan.nodes, "")]
     if plan.gpu != "cpu" or gpus:
         rows.append(("GPUs", len(gpus), plan.ranks, f" ({', '.join(sorted(set(gpus.values())))})" if gpus else ""))
-    for label, here, planned, kinds in rows:
+    for label, here, target, kinds in rows:
         problem = (
-            f"The plan counts on {planned} {label}, and here are {here}.",
+            f"The plan counts on {target} {label}, and here are {here}.",
             "Start as many (--nnodes, --nproc-per-node), or plan for what is here.",
         )
-        yield f"{label:10}has {here}{kinds}, the plan counts on {planned}", problem if here != planned else None
-
-
-def least(
-    per_rank: dict[int, float | None], planned: float, quantity: Quantity, dtype: str
-) -> tuple[str, Problem | None]:
-    """A number that each rank has, as ``compared`` yields it: that of the rank with the least."""
-    numbers = {rank: number for rank, number in per_rank.items() if number}
-    unit, label = quantity.unit.format(dtype=dtype), quantity.label
-    counted = f"the plan counts on {planned / quantity.size:.3g}" if planned else "the plan does not say"
-    if not numbers:
-        return f"{label:10}was not tried, {counted}", None
-    rank = min(numbers, key=numbers.__getitem__)
-    here = numbers[rank]
-    less = "less" if quantity.share == 1 else f"less than {quantity.share:.0%}"
-    field = quantity.field.format(dtype=dtype).replace("#", f"{here:.3g}")
-    problem = (
-        f"The plan counts on {planned / quantity.size:.3g} {unit} {label}, and rank {rank} has {less} of it.",
-        f"Look at that rank's host; or plan again with [cluster] {field}",
-    )
-    line = f"{label:10}has {here / quantity.size:.3g} {unit} on rank {rank}, {counted}"
-    return line, problem if here < quantity.share * planned else None
+        yield f"{label:10}has {here}{kinds}, the plan counts on {target}", problem if here != target else None
+    yield least(memory_of_ranks(findings), plan.memory, MEMORY, plan.dtype)
+    for name, quantity in SPEEDS.items():
+        per_rank = {rank: getattr(speeds, name) for rank, speeds in findings.speeds.items() if speeds}
+        no_link = {"in_node": plan.ranks == plan.nodes, "between": plan.nodes == 1}
+        if not no_link.get(name):
+            yield least(per_rank, getattr(plan.speeds, name), quantity, plan.dtype)
 
 
 def memory_of_ranks(findings: Findings) -> dict[int, float | None]:
@@ -132,3 +101,24 @@ def memory_of_ranks(findings: Findings) -> dict[int, float | None]:
         for rank, facts in findings.facts.items()
         if facts.device_memory
     }
+
+
+def least(
+    per_rank: dict[int, float | None], target: float, quantity: Quantity, dtype: str
+) -> tuple[str, Problem | None]:
+    """A number that each rank has, as ``compared`` yields it: that of the rank with the least."""
+    numbers = {rank: number for rank, number in per_rank.items() if number}
+    unit, label = quantity.unit.format(dtype=dtype), quantity.label
+    clause = f"the plan counts on {target / quantity.size:.3g}" if target else "the plan does not say"
+    if not numbers:
+        return f"{label:10}was not tried, {clause}", None
+    rank, here = min(numbers.items(), key=lambda entry: entry[1])
+    line = f"{label:10}has {here / quantity.size:.3g} {unit} on rank {rank}, {clause}"
+    if here >= quantity.share * target:
+        return line, None
+    less = "less" if quantity.share == 1 else f"less than {quantity.share:.0%}"
+    field = quantity.field.format(dtype=dtype).replace("#", f"{here:.3g}")
+    return line, (
+        f"{clause[0].upper()}{clause[1:]} {unit} {label}, and rank {rank} has {less} of it.",
+        f"Look at that rank's host; or plan again with [cluster] {field}",
+    )

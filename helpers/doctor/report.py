@@ -3,10 +3,10 @@
 import math
 import textwrap
 from collections.abc import Iterator
-from statistics import harmonic_mean, mean, median
+from itertools import groupby
+from statistics import harmonic_mean, mean
 
 from helpers.command_line import aligned
-from helpers.doctor.facts import Facts
 from helpers.doctor.findings import Findings, notes, problems, span
 from helpers.doctor.plan import Plan, compared
 
@@ -16,20 +16,21 @@ def short(number: float) -> str:
     return f"{number:.3g}" if number < 100 else f"{number:.0f}"
 
 
-def who_is_where(facts_by_rank: dict[int, Facts]) -> list[str]:
+def who_is_where(findings: Findings) -> list[str]:
     """A table of the ranks' hosts, devices and interfaces; neighbouring ranks that share all three share a line."""
-    groups: list[tuple[tuple[str, ...], list[int]]] = []
-    for rank, facts in sorted(facts_by_rank.items()):
-        kind = facts.device.partition(":")[0]
-        key = facts.host[:20], kind, facts.model, f"{facts.interface} {facts.address or ''}"
-        if not groups or groups[-1][0] != key:
-            groups.append((key, []))
-        groups[-1][1].append(rank)
+
+    def place(rank: int) -> tuple[str, ...]:
+        facts = findings.facts[rank]
+        interface = f"{facts.interface} {facts.address or ''}"
+        return facts.host[:20], facts.device.partition(":")[0], facts.model, interface
+
     rows = [["rank", "local", "host", "device", "interface"]]
-    for (host, kind, model, interface), ranks in groups:
-        local_ranks = span(sorted(facts_by_rank[rank].local_rank for rank in ranks))
-        numbers = span(sorted(int(facts_by_rank[rank].device.partition(":")[2] or 0) for rank in ranks))
-        device = f"cuda:{numbers} {model}" if kind == "cuda" else kind
+    for (host, device, model, interface), group in groupby(sorted(findings.facts), place):
+        ranks = list(group)
+        each = [findings.facts[rank] for rank in ranks]
+        if device == "cuda":
+            device = f"cuda:{span(sorted(int(facts.device.partition(':')[2]) for facts in each))} {model}"
+        local_ranks = span(sorted(facts.local_rank for facts in each))
         rows.append([text[:28] for text in (span(ranks), local_ranks, host, device[:24], interface)])
     return aligned(rows, left=range(5))
 
@@ -74,20 +75,6 @@ def table_of_links(findings: Findings) -> list[str]:
     return ["", "pairs: GB/s above the diagonal, microseconds below", *aligned(rows, left=[0])]
 
 
-def slowest(findings: Findings) -> Iterator[tuple[str, str]]:
-    """Yields lines on the slowest rank and the slowest pair, as (label, text)."""
-    alone = {rank: time for rank, time in findings.alone.items() if time}
-    if len(alone) > 1:
-        rank = max(alone, key=alone.__getitem__)
-        ratio = alone[rank] / median(alone.values())
-        yield "slowest", f"rank {rank} computes in {ratio:.2f} times the median"
-    if len(findings.links) > 1:
-        speeds = {pair: link.speed / 1e9 for pair, link in findings.links.items()}
-        a, b = min(speeds, key=speeds.__getitem__)
-        middle = median(speeds.values())
-        yield "", f"ranks {a} and {b}: {short(speeds[a, b])} GB/s, the median pair {short(middle)}"
-
-
 def summary(findings: Findings) -> Iterator[tuple[str, str]]:
     """Yields a line on each thing that was looked at, as (label, text)."""
     facts = list(findings.facts.values())
@@ -99,20 +86,23 @@ def summary(findings: Findings) -> Iterator[tuple[str, str]]:
     yield "memory", f"{min(free) / 1e9:.1f} GB of shared memory free" if free else "shared memory: not known here"
     yield "store", f"{findings.master}, reached by {len(facts)} of {findings.world_size}"
     tries = sum(bool(own.address) for own in facts) * (len(facts) - 1)
-    opened = tries - sum(map(len, findings.unreached.values()))
-    yield "tcp", f"{opened} of {tries} connections between ranks open" if tries else "one rank: no connections"
+    successes = tries - sum(map(len, findings.unreached.values()))
+    yield "tcp", f"{successes} of {tries} connections between ranks open" if tries else "one rank: no connections"
     apart = 1e3 * (max(findings.clocks.values()) - min(findings.clocks.values()))
     yield "clocks", f"at most {apart:.0f} ms apart" if apart > 1 else "less than 1 ms apart"
     pairs, right = math.comb(len(findings.members), 2), sum(link.right for link in findings.links.values())
     yield "links", f"{right} of {pairs} pairs right" if pairs else "one rank: no links"
-    yield from slowest(findings)
+    for rank, ratio in findings.slowest_ranks():
+        yield "slowest", f"rank {rank} computes in {ratio:.2f} times the median"
+    for a, b, speed, middle in findings.slowest_pairs():
+        yield "", f"ranks {a} and {b}: {short(speed / 1e9)} GB/s, the median pair {short(middle / 1e9)}"
 
 
 def report(findings: Findings, plan: Plan | None = None) -> tuple[str, int]:
     """(the report's text, the exit status: 0 if nothing is wrong, or 1)."""
     count, hosts = findings.world_size, len(findings.hosts)
     lines = [f"{count} rank{'s' * (count > 1)} on {hosts} host{'s' * (hosts > 1)}, {findings.backend}", ""]
-    lines += [*who_is_where(findings.facts), "", *(f"{label:10}{text}" for label, text in summary(findings)), ""]
+    lines += [*who_is_where(findings), "", *(f"{label:10}{text}" for label, text in summary(findings)), ""]
     no_group = ["no process group: no collective was tried"]
     lines += table_of_collectives(findings) if findings.collectives else no_group
     lines += [*table_of_links(findings), ""]

@@ -10,6 +10,11 @@ import torch.distributed as dist
 
 SMALL, LARGE = 1 << 10, {"cpu": 1 << 20, "cuda": 1 << 24}  # counts of float32: 4 KiB; 4 MiB on CPUs, 64 MiB on GPUs
 
+Call = Callable[[], Any]  # it starts something, and returns the Work to wait for, a list of them, or None
+Exchange = tuple[
+    Call, torch.Tensor | None, torch.Tensor
+]  # (call, the tensor that it fills, that tensor's right values)
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -29,44 +34,54 @@ class Speeds:
     between: float | None
 
 
-def seconds(
-    call: Callable[[], Any], rounds: int, device: torch.device, together: Callable[[], Any] = lambda: None
-) -> float:
-    """Seconds of one call: the best of 3 means over ``rounds`` calls. ``together`` runs before each, to align ranks."""
-    tries = []
-    for _ in range(3):
-        together()
+def wait(works: Any) -> None:
+    """Wait for what a call has started."""
+    for work in works if isinstance(works, list) else [works]:
+        if work is not None:
+            work.wait()
+
+
+def seconds(call: Call, rounds: int, device: torch.device, align: Call = lambda: None, tries: int = 3) -> float:
+    """Seconds of one call: the best of ``tries`` means over ``rounds`` calls. ``align`` runs before each try."""
+    times = []
+    for _ in range(tries):
+        align()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
         for _ in range(rounds):
-            finish(call(), device)
+            works = call()
+            if device.type == "cpu":
+                wait(works)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        tries.append((time.perf_counter() - start) / rounds)
-    return min(tries)
+        times.append((time.perf_counter() - start) / rounds)
+    return min(times)
 
 
-def finish(works: Any, device: torch.device) -> None:
-    """Wait for what a call has started; not on a GPU, where ``seconds`` synchronizes once after all calls."""
-    for work in works if isinstance(works, list) else [works]:
-        if device.type != "cuda" and work is not None:
-            work.wait()
+def try_exchange(prepare: Callable[[int], Exchange], device: torch.device, align: Call = lambda: None) -> Trial:
+    """Try an exchange, which ``prepare`` makes for so many numbers, with little data and with much."""
+    right, times = True, []
+    for numbers, rounds in ((SMALL, 5), (LARGE[device.type], 2)):
+        call, output, expected = prepare(numbers)
+        wait(call())
+        right = right and (output is None or torch.equal(output, expected))
+        times.append(seconds(call, rounds, device, align))
+    return Trial(right, times[0], 4 * numbers / times[1])
 
 
-def collectives(
-    part: int, device: torch.device
-) -> dict[str, tuple[Callable[[], Any], torch.Tensor | None, torch.Tensor]]:
-    """{name: (call, output, expected)}: what starts each collective, the tensor that it fills, and its right values.
+def collectives(numbers: int, device: torch.device) -> dict[str, Exchange]:
+    """Every collective by its name, over so many float32 numbers, of which each rank has an equal part.
 
-    Each rank's part has ``part`` float32 numbers: ``output`` is [part] or [world_size * part], and None on a rank that
-    gets no result. ``call()`` returns the Work to wait for.
+    The tensor that the call fills is [part] or [world_size * part], and None on a rank that gets no result.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    part = -(-numbers // world_size)
     pattern = torch.arange(world_size * part, device=device).view(world_size, part) % 7 + 1.0  # exact in float32
     factors = torch.arange(1.0, world_size + 1, device=device)[:, None]
     mine = (pattern * (rank + 1)).flatten()
     total, spread = (pattern * factors.sum()).flatten(), (pattern * factors).flatten()
+    swap = (pattern[rank] * factors).flatten()
     own = mine.chunk(world_size)[rank].clone()
     copied, reduced, summed = (mine.clone() for _ in range(3))
     gathered, everything, swapped = (torch.zeros_like(mine) for _ in range(3))
@@ -75,33 +90,22 @@ def collectives(
     # A cluster may have an older torch: before 2.13 these two had other names.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    alone: dict[str, Any] = {"async_op": True}
+    start: dict[str, Any] = {"async_op": True}
     return {
-        "broadcast": (lambda: dist.broadcast(copied, 0, **alone), copied, pattern.flatten()),
-        "scatter": (lambda: dist.scatter(scattered, outbox, 0, **alone), scattered, pattern[rank]),
-        "gather": (lambda: dist.gather(own, inbox, 0, **alone), gathered if rank == 0 else None, spread),
-        "reduce": (lambda: dist.reduce(reduced, 0, **alone), reduced if rank == 0 else None, total),
-        "all_gather": (lambda: all_gather(everything, own, **alone), everything, spread),
-        "all_reduce": (lambda: dist.all_reduce(summed, **alone), summed, total),
-        "reduce_scatter": (lambda: reduce_scatter(own_sum, mine, **alone), own_sum, total.chunk(world_size)[rank]),
-        "all_to_all": (
-            lambda: dist.all_to_all_single(swapped, mine, **alone),
-            swapped,
-            (pattern[rank] * factors).flatten(),
-        ),
+        "broadcast": (lambda: dist.broadcast(copied, 0, **start), copied, pattern.flatten()),
+        "scatter": (lambda: dist.scatter(scattered, outbox, 0, **start), scattered, pattern[rank]),
+        "gather": (lambda: dist.gather(own, inbox, 0, **start), gathered if rank == 0 else None, spread),
+        "reduce": (lambda: dist.reduce(reduced, 0, **start), reduced if rank == 0 else None, total),
+        "all_gather": (lambda: all_gather(everything, own, **start), everything, spread),
+        "all_reduce": (lambda: dist.all_reduce(summed, **start), summed, total),
+        "reduce_scatter": (lambda: reduce_scatter(own_sum, mine, **start), own_sum, total.chunk(world_size)[rank]),
+        "all_to_all": (lambda: dist.all_to_all_single(swapped, mine, **start), swapped, swap),
     }
 
 
 def try_collective(name: str, device: torch.device) -> Trial:
     """Try one collective on this rank."""
-    right, times, world_size = True, [], dist.get_world_size()
-    for numbers, rounds in ((SMALL, 5), (LARGE[device.type], 2)):
-        part = -(-numbers // world_size)
-        call, output, expected = collectives(part, device)[name]
-        call().wait()
-        right = right and (output is None or torch.equal(output, expected))
-        times.append(seconds(call, rounds, device, dist.barrier))
-    return Trial(right, times[0], 4 * part * world_size / times[1])
+    return try_exchange(lambda numbers: collectives(numbers, device)[name], device, dist.barrier)
 
 
 def rounds_of_pairs(count: int) -> Iterator[list[tuple[int, int]]]:
@@ -118,36 +122,29 @@ def rounds_of_pairs(count: int) -> Iterator[list[tuple[int, int]]]:
 
 def try_link(peer: int, device: torch.device) -> Trial:
     """Try an exchange with one peer, a rank of the process group: both send and receive at once."""
-    right, times = True, []
-    for numbers, rounds in ((SMALL, 5), (LARGE[device.type], 2)):
+
+    def prepare(numbers: int) -> Exchange:
         pattern = torch.arange(numbers, device=device) % 7 + 1.0
         mine, theirs = pattern * (dist.get_rank() + 1), torch.zeros_like(pattern)
+        both = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]
+        return lambda: dist.batch_isend_irecv(both), theirs, pattern * (peer + 1)
 
-        def exchange(mine: torch.Tensor = mine, theirs: torch.Tensor = theirs) -> list[dist.Work]:
-            return dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)])
-
-        for work in exchange():
-            work.wait()
-        right = right and torch.equal(theirs, pattern * (peer + 1))
-        times.append(seconds(exchange, rounds, device))
-    return Trial(right, times[0], 4 * numbers / times[1])
+    return try_exchange(prepare, device)
 
 
-def try_alone(device: torch.device) -> float:
-    """Seconds of one matrix product, [384, 384] or [4096, 4096] on a GPU, on this rank alone: the best of 15."""
-    return matmul_seconds(4096 if device.type == "cuda" else 384, torch.float32, device, tries=5)
-
-
-def matmul_seconds(
-    size: int, dtype: torch.dtype, device: torch.device, tries: int, together: Callable[[], Any] = lambda: None
-) -> float:
-    """Seconds of a product of two [size, size] matrices: the best of ``tries`` times 3."""
+def matmul_seconds(size: int, dtype: torch.dtype, device: torch.device, **options: Any) -> float:
+    """Seconds of a product of two [size, size] matrices. ``options`` are those of ``seconds``."""
     x = torch.ones(size, size, device=device, dtype=dtype)
 
     def product() -> None:
         torch.mm(x, x)
 
-    return min(seconds(product, 1, device, together) for _ in range(tries))
+    return seconds(product, 1, device, **options)
+
+
+def try_alone(device: torch.device) -> float:
+    """Seconds of one matrix product, [384, 384] or [4096, 4096] on a GPU, on this rank alone."""
+    return matmul_seconds(4096 if device.type == "cuda" else 384, torch.float32, device, tries=15)
 
 
 def try_matmul(dtype: str, device: torch.device) -> float | None:
@@ -155,7 +152,7 @@ def try_matmul(dtype: str, device: torch.device) -> float | None:
     if dtype not in ("float64", "float32", "bfloat16", "float16"):
         return None
     size = 8192 if device.type == "cuda" else 512
-    return 2 * size**3 / matmul_seconds(size, getattr(torch, dtype), device, 3, dist.barrier)
+    return 2 * size**3 / matmul_seconds(size, getattr(torch, dtype), device, align=dist.barrier, tries=9)
 
 
 def try_all_reduce(groups: list[list[int]], device: torch.device) -> float | None:
@@ -170,7 +167,7 @@ def try_all_reduce(groups: list[list[int]], device: torch.device) -> float | Non
     def reduce() -> dist.Work | None:
         return dist.all_reduce(x, group=group, async_op=True) if count > 1 else None
 
-    finish(reduce(), device)  # connects
+    wait(reduce())  # connects
     time = seconds(reduce, 2, device, dist.barrier)
     return 2 * (count - 1) / count * x.nbytes / time if count > 1 else None
 

@@ -1,10 +1,10 @@
-"""The chapters' notebooks: where they are, their titles, their scripts as files."""
+"""The chapters' notebooks: where they are, and their scripts as files."""
 
 import os
 from pathlib import Path
 
 from helpers.export.launch_files import Allocation, launch_files
-from helpers.export.notebook import ExportError, read_notebook, script_name, title_and_purpose
+from helpers.export.notebook import ExportError, read_notebook, script_name
 from helpers.export.script import script_from_notebook
 
 HELPERS = Path(__file__).resolve().parents[1]
@@ -13,13 +13,8 @@ NOTEBOOKS = HELPERS / "chapters" if (HELPERS / "chapters").is_dir() else HELPERS
 
 
 def chapters() -> list[Path]:
-    """The paths of the chapters' notebooks, in order, without the template. Raises ExportError where there are none."""
-    if paths := sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")):
-        return paths
-    raise ExportError(
-        f"There is no chapter in {NOTEBOOKS}, so only the path of a notebook can be given.\n"
-        "For the chapters, install the whole project, or start this in a copy of its repository."
-    )
+    """The paths of the chapters' notebooks, in order, without the template."""
+    return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 
 
 def find_notebook(chapter: str | Path) -> Path:
@@ -27,19 +22,14 @@ def find_notebook(chapter: str | Path) -> Path:
 
     ``chapter`` is its number, its name with or without the number, or the path of any notebook.
     """
-    if os.path.isfile(chapter):  # which is False, too, for a text that cannot be a path
+    if os.path.isfile(chapter):
         return Path(chapter)
     for path in chapters():
         number, _, topic = path.stem.partition("_")
-        if chapter in (path.stem, topic) or (chapter and str(chapter).lstrip("0") == number.lstrip("0")):
+        if chapter in (path.stem, topic, number, str(int(number))):
             return path
     names = ", ".join(path.stem for path in chapters())
     raise ExportError(f"There is no chapter or notebook {chapter!r}.\nChapters: {names}. Or the path of a notebook.")
-
-
-def titles() -> list[tuple[str, str]]:
-    """Every chapter as (name, title)."""
-    return [(path.stem, title_and_purpose(read_notebook(path), path.stem)[0]) for path in chapters()]
 
 
 def export(
@@ -58,17 +48,13 @@ def export(
         files = {f"{name}.py": script} | (launch_files(name, script, allocation) if allocation else {})
         texts |= {Path(folder) / file: text for file, text in files.items()}
     try:
-        updates = {
-            path: text for path, text in texts.items() if not path.exists() or path.read_bytes() != text.encode()
-        }
-        for path in updates:
-            if path.exists() and not force:
+        for path, text in texts.items():
+            if path.exists() and path.read_bytes() != text.encode() and not force:
                 raise ExportError(f"{path} exists and differs.\nKeep your changes elsewhere, or overwrite: --force")
         Path(folder).mkdir(parents=True, exist_ok=True)
-        for path, text in updates.items():
+        for path, text in texts.items():
             path.write_text(text, encoding="utf-8", newline="\n")
-    except (OSError, ValueError) as error:  # ValueError: a null byte
-        where = getattr(error, "filename", None) or repr(folder)
-        reason = getattr(error, "strerror", None) or error
-        raise ExportError(f"{where} cannot be written: {reason}.\nChoose a folder: --out DIR") from None
+    except OSError as error:
+        reason = f"{error.filename} cannot be written: {error.strerror}"
+        raise ExportError(f"{reason}.\nChoose a folder: --out DIR") from None
     return list(texts)

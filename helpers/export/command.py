@@ -37,23 +37,19 @@ def add_commands(commands: "argparse._SubParsersAction") -> None:
 
 def main(args: argparse.Namespace, flags: list[str]) -> int:
     """Carry out one of the commands, ``run`` with flags of the script; return the exit status."""
-    try:
-        from helpers.export import chapters  # here, because it takes half a second
-        from helpers.export.launch_files import Allocation
-    except ModuleNotFoundError as error:
-        needs = f"{args.command} needs {error.name}, which is not installed"
-        print(f"error: {needs}. Try: pip install {error.name}", file=sys.stderr)
-        return 1
+    from helpers.export import chapters  # here, because it takes half a second
+    from helpers.export.launch_files import Allocation
+    from helpers.export.notebook import ExportError, read_notebook, title_and_purpose
+
     try:
         if args.command == "list":
-            for name, title in chapters.titles():
-                print(f"{name:27}{title}")
+            for path in chapters.chapters():
+                title, _ = title_and_purpose(read_notebook(path), path.stem)
+                print(f"{path.stem:27}{title}")
         elif args.command == "export":
-            sizes = {"nodes": args.nodes, "gpus_per_node": args.gpus_per_node, "time": args.time}
-            sizes = {name: size for name, size in sizes.items() if size is not None}
+            sizes = {name: getattr(args, name) for name in ("nodes", "gpus_per_node", "time") if getattr(args, name)}
             if sizes and not args.slurm:
-                flag = next(iter(sizes)).replace("_", "-")
-                args.error(f"--{flag} is for --slurm, which writes what starts the script on many nodes: add it")
+                args.error("--nodes, --gpus-per-node and --time are for --slurm: add it")
             allocation = Allocation(**sizes) if args.slurm else None
             for path in chapters.export(None if args.all else args.chapter, args.out, args.force, allocation):
                 print(path)
@@ -61,7 +57,7 @@ def main(args: argparse.Namespace, flags: list[str]) -> int:
             with folder_until_a_signal() as folder:
                 [script] = chapters.export(args.chapter, folder)
                 return run(script, args.nproc, flags)
-    except chapters.ExportError as error:
+    except ExportError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -5,7 +5,6 @@ from typing import Any
 
 from nbconvert.exporters import Exporter
 from nbformat import NotebookNode
-from traitlets.config import Application
 
 from helpers.export.notebook import ExportError, script_name
 from helpers.export.script import script_from_notebook
@@ -19,13 +18,11 @@ class TorchrunExporter(Exporter):
     output_mimetype = "text/x-python"
 
     def from_notebook_node(self, nb: NotebookNode, resources: Any = None, **keywords: Any) -> tuple[Any, Any]:
-        """(the script, nbconvert's resources with its name). Raises ExportError, or prints it and exits."""
+        """(the script, nbconvert's resources with its name). Exits with one line for a notebook that has no script."""
         resources = self._init_resources(resources)  # and no preprocessors: one of them executes notebooks
+        name = script_name(nb, resources["metadata"].get("name") or "notebook")
+        resources["unique_key"] = name  # which nbconvert takes for the file's name
         try:
-            name = script_name(nb, resources["metadata"].get("name") or "notebook")
-            resources["unique_key"] = name  # which nbconvert takes for the file's name
             return script_from_notebook(nb, name), resources
         except ExportError as error:  # of which nbconvert would show a traceback
-            if Application.initialized() and Application.instance().name == "jupyter-nbconvert":
-                sys.exit(f"error: {error}")
-            raise
+            sys.exit(f"error: {error}")

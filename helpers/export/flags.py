@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-from dataclasses import dataclass
 
 from helpers.export.notebook import ExportError, label
 from helpers.source import IMPORT, Statement
@@ -12,41 +11,27 @@ KINDS = {kind.__name__: kind for kind in (int, float, str, bool)}
 PATTERN = "Write name: type = literal  # help, with int, float, str, bool or Literal[...]; | None may follow."
 
 
-@dataclass(frozen=True)
-class Flag:
-    """A flag, as the call in the script that adds it."""
+def read_flags(parameters: list[Statement]) -> dict[str, str]:
+    """{parameter: the lines of the script that add its flag}, of the parameters cell.
 
-    name: str  # of the parameter
-    call: str
-    group: str  # the heading of --help below which this flag and those behind it stand, or ""
-
-    @property
-    def code(self) -> str:
-        group = f"group = parser.add_argument_group({quoted(self.group)})\n    " if self.group else ""
-        return group + self.call
-
-
-def read_flags(parameters: list[Statement]) -> list[Flag]:
-    """The flags of the parameters cell. A comment on a line of its own begins a group of flags.
-
-    Raises ExportError for a line that is not a parameter.
+    A comment on a line of its own begins a group of flags. Raises ExportError for a line that is not a parameter.
     """
-    flags: dict[str, Flag] = {}
+    flags: dict[str, str] = {}
     for statement in parameters:
-        if statement.node is None or isinstance(statement.node, IMPORT):
+        if not statement.code or isinstance(statement.node, IMPORT):
             continue
         try:
-            flag = read_flag(statement)
+            name, code = read_flag(statement)
         except (ValueError, SyntaxError):
             raise ExportError(f"{label(statement)} is not a parameter. {PATTERN}") from None
-        if flag.name.startswith("_") or flag.name == "help" or flag.name in flags:
+        if name.startswith("_") or name in ("help", "args") or name in flags:
             raise ExportError(f"{label(statement)} cannot be a flag of its own. Choose another name.")
-        flags[flag.name] = flag
-    return list(flags.values())
+        flags[name] = code
+    return flags
 
 
-def read_flag(statement: Statement) -> Flag:
-    """The flag of one line. Raises ValueError or SyntaxError for a line that is not a parameter."""
+def read_flag(statement: Statement) -> tuple[str, str]:
+    """One parameter, and the lines that add its flag. Raises ValueError or SyntaxError where it is not a parameter."""
     [node] = ast.parse(statement.code).body  # whose columns count from the line's beginning
     if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name) or node.value is None:
         raise ValueError
@@ -56,21 +41,21 @@ def read_flag(statement: Statement) -> Flag:
     if default is None:
         fits = annotation.endswith(" | None")
     else:
-        fits = type(default) is kind or (kind is float and type(default) is int)
-        fits = fits and (not choices or default in choices)
+        fits = type(default) in ((float, int) if kind is float else (kind,)) and default in (choices or [default])
     if not fits:
         raise ValueError
-    words = statement.comment.lstrip("# ") or name.replace("_", " ")
-    options = [quoted(f"--{name.replace('_', '-')}"), ast.get_source_segment(statement.code, node.value) or ""]
-    options.append(quoted(words.replace("%", "%%")))  # argparse formats help texts with the % operator
+    comment = statement.code.split("\n")[-1].encode()[node.end_col_offset :].decode().lstrip("# ;")
+    words = (comment or name.replace("_", " ")).replace("%", "%%")  # argparse formats help texts with the % operator
+    options = [quoted(f"--{name.replace('_', '-')}"), ast.get_source_segment(statement.code, node.value), quoted(words)]
     if kind is bool:
         options.append("action=switch")
     elif choices:
         options.append(f"choices={choices!r}")
     if kind is not bool and (kind is not type(default) or (choices and kind is not str)):
         options.append(f"type={kind.__name__}")
-    comments = re.findall(r"^# *(.+?)\.?$", statement.above, re.MULTILINE)
-    return Flag(name, f"add({', '.join(options)})", " ".join(comments))
+    heading = " ".join(re.findall(r"^# *(.+?)\.?$", statement.above, re.MULTILINE))
+    group = f"group = parser.add_argument_group({quoted(heading)})\n    " if heading else ""
+    return name, f"{group}add({', '.join(map(str, options))})"
 
 
 def type_of(annotation: str) -> tuple[type, list[int | float | str]]:
@@ -85,24 +70,23 @@ def type_of(annotation: str) -> tuple[type, list[int | float | str]]:
     return type(choices[0]), choices
 
 
-def parse_args_text(flags: list[Flag], usage: str) -> str:
+def parse_args_text(flags: dict[str, str]) -> str:
     """The source of the script's function that reads the flags."""
-    calls = "\n    ".join(flag.code for flag in flags)
-    head = f"def parse_args():\n    parser = argparse.ArgumentParser({usage})\n"
+    calls = "\n    ".join(flags.values())
+    lines = ["def parse_args():", "parser = argparse.ArgumentParser(usage=__doc__)"]
     if "action=switch" in calls:
-        head += "    switch = argparse.BooleanOptionalAction\n"
-    grouped = any(flag.group for flag in flags)
-    if grouped:
-        head += "    group = parser\n"
-    add = f"""
+        lines.append("switch = argparse.BooleanOptionalAction")
+    if "group = " in calls:
+        lines.append("group = parser")
+    if calls:
+        lines.append(f"""
     def add(flag, default, help, **options):
         options = options or {{"type": type(default)}}
         help = f"{{help}} (default: %(default)s)"
-        {"group" if grouped else "parser"}.add_argument(flag, default=default, help=help, **options)
+        {"group" if "group = " in calls else "parser"}.add_argument(flag, default=default, help=help, **options)
 
-    {calls}
-"""
-    return f"{head}{add if calls else ''}    return parser.parse_args()"
+    {calls}""")
+    return "\n    ".join([*lines, "return parser.parse_args()"])
 
 
 def quoted(text: str) -> str:

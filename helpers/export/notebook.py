@@ -1,6 +1,5 @@
 """A notebook as the export needs it: the statements of its tagged cells, its title, the name of its script."""
 
-import ast
 import re
 import sys
 import warnings
@@ -10,12 +9,10 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from helpers.source import Statement, modules_of, split
+from helpers.source import Statement, singly, split
 
-IMPORTED_BY_TORCH = "torch functorch torchgen numpy sympy mpmath networkx jinja2 markupsafe filelock fsspec".split()
-IMPORTED_BY_TORCH += "triton typing_extensions sklearn scipy joblib threadpoolctl".split()  # the last 4: by the digits
+LIBRARIES = {"torch", "torchvision", "numpy", "sklearn", "matplotlib"}  # they can be imported in any order
 ESCAPED = re.compile(r"\s*(?:[\w.,* ]+=\s*)?[%!]")  # the beginning of a magic or of a shell's command
-RAISES = {"raises-exception", "nbval-raises-exception"}
 
 
 class ExportError(Exception):
@@ -24,11 +21,11 @@ class ExportError(Exception):
 
 @dataclass(frozen=True)
 class Cells:
-    """A notebook's code cells, as statements."""
+    """A notebook's code cells: as statements, those tagged ``export``, or all where none has the tag."""
 
     parameters: list[Statement]
     exported: list[Statement]
-    read_elsewhere: set[str]  # the names that the other cells read
+    elsewhere: set[str]  # the words of the other cells
 
 
 def read_notebook(path: str | Path) -> NotebookNode:
@@ -46,7 +43,7 @@ def read_notebook(path: str | Path) -> NotebookNode:
 
 def first_line(text: str) -> str:
     """The first line of a text, cut to 60 characters."""
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    line = text.strip().partition("\n")[0]
     return line if len(line) <= 60 else f"{line[:59]}…"
 
 
@@ -56,64 +53,46 @@ def label(statement: Statement) -> str:
 
 
 def sort_cells(notebook: NotebookNode, name: str) -> Cells:
-    """The Cells of a notebook: those tagged ``export`` make the script, or all where none has the tag.
-
-    Raises ExportError for a cell of the script that is not Python.
-    """
-    code = [(number, cell) for number, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code"]
-    tagged = any("export" in tags_of(cell) for _, cell in code)
+    """The Cells of a notebook. Raises ExportError for a cell of the script that is not Python."""
+    code = [
+        (f"{name}, cell {number}", cell.source, cell.metadata.get("tags", []))
+        for number, cell in enumerate(notebook.cells, 1)
+        if cell.cell_type == "code"
+    ]
+    tagged = any("export" in tags for _, _, tags in code)
     cells = Cells([], [], set())
-    for number, cell in code:
-        tags = tags_of(cell)
+    for where, source, tags in code:
         if "parameters" in tags:
-            cells.parameters.extend(statements(cell.source, f"{name}, cell {number}"))
-        elif "export" not in tags and tagged:
-            cells.read_elsewhere.update(names_read(cell.source))
-        elif RAISES & tags:
-            raise ExportError(
-                f"{name}, cell {number} raises, says its tag, and the script would end there. Do not export the cell."
-            )
+            cells.parameters.extend(statements(source, where))
+        elif "export" in tags or not tagged:
+            cells.exported.extend(statements(source, where))
         else:
-            cells.exported.extend(statements(cell.source, f"{name}, cell {number}"))
+            cells.elsewhere.update(re.findall(r"\w+", source))
     return cells
-
-
-def tags_of(cell: NotebookNode) -> set[str]:
-    return set(cell.metadata.get("tags", []))
 
 
 def statements(source: str, where: str) -> list[Statement]:
     """The statements of a cell of the script. Raises ExportError for what is not Python."""
     source = source.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
     try:
-        return split(source, where)
+        return [single for statement in split(source, where) for single in singly(statement)]
     except SyntaxError as error:
-        lines = source.split("\n")
-        line = lines[error.lineno - 1] if error.lineno and error.lineno <= len(lines) else ""
+        number = error.lineno or 1
+        line = first_line("".join(source.split("\n")[number - 1 : number]))
         if ESCAPED.match(line):
-            raise ExportError(
-                f"{where}: `{first_line(line)}` is for notebooks. Move it to a cell that is not tagged export."
-            ) from None
-        at = f" in line {error.lineno}, `{first_line(line)}`" if line else ""
-        raise ExportError(f"{where} is not Python{at}: {error.msg}. Correct it, or do not export the cell.") from None
-
-
-def names_read(source: str) -> set[str]:
-    """The names that a cell reads which is not exported, and need not be Python."""
-    try:
-        return {name for statement in split(re.sub("^[%!].*", "", source, flags=re.M)) for name in statement.reads}
-    except SyntaxError:
-        return set()
+            what = f"{where}: `{line}` is for notebooks. Move it to a cell that is not tagged export."
+        else:
+            what = (
+                f"{where} is not Python in line {number}, `{line}`: {error.msg}. Correct it, or do not export the cell."
+            )
+        raise ExportError(what) from None
 
 
 def script_name(notebook: NotebookNode, name: str) -> str:
     """The script's name: the notebook's, with _script behind it if Python would import the script for a module."""
-    cells = sort_cells(notebook, name)
-    modules = {*sys.stdlib_module_names, *IMPORTED_BY_TORCH}
-    for statement in [*cells.parameters, *cells.exported]:
-        for node in ast.walk(statement.node) if statement.node else []:
-            modules.update(module.partition(".")[0] for module in modules_of(node))
-    return f"{name}_script" if name in modules else name
+    source = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    imported = re.search(rf"^\s*(from|import|import .*,) +{re.escape(name)}\b", source, re.MULTILINE)
+    return f"{name}_script" if imported or name in LIBRARIES | sys.stdlib_module_names else name
 
 
 def title_and_purpose(notebook: NotebookNode, name: str) -> tuple[str, str]:

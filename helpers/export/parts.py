@@ -1,21 +1,19 @@
 """Where each statement of a notebook goes in its script: above main, into main, or nowhere."""
 
 import ast
-import builtins
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from helpers.export.notebook import Cells, ExportError, first_line, label
-from helpers.export.runtime import copied, is_notebook_only, runtime_module_of
-from helpers.source import DEFINITION, IMPORT, Statement, each_import, split
+from helpers.export.runtime import copied, is_copied, is_notebook_only, runtime
+from helpers.source import DEFINITION, IMPORT, Statement, split
 
 LITERAL = ast.Constant | ast.Tuple | ast.List | ast.Set | ast.Dict | ast.BinOp | ast.UnaryOp
 LITERAL |= ast.operator | ast.unaryop | ast.expr_context
-# What a definition may call in its head and stand above main all the same: the call does there what it does in a cell.
-HARMLESS = {*dir(builtins), *"field auto namedtuple NamedTuple TypedDict TypeVar partial device timedelta Path".split()}
-HARMLESS -= {"print", "input", "open", "exec", "eval", "next", "setattr"}
+PLUMBING = "process_group"  # the module of helpers/runtime that stands below main
+HARMLESS = {"field", "auto"}  # calls in a class's body that do above main what they do in its cell
 STOPS = re.compile(r"\b(stop|destroy)_process_group\(")
 SETTING = re.compile(r"environ\.(update|setdefault|pop)\(|\b(putenv|chdir|addsitedir)\(|sys\.path\b")
 
@@ -38,55 +36,35 @@ def sort_statements(cells: Cells) -> Parts:
     """The Parts of a notebook's script. Raises ExportError for an import that may not go up."""
     imports = [statement for statement in cells.parameters if isinstance(statement.node, IMPORT)]
     constants, definitions, body = list[Statement](), list[Statement](), list[Statement]()
-    runtime_names: set[tuple[str, str]] = set()  # {(run-time module, name)}
+    helpers = {name for statement in cells.exported if is_copied(statement.node) for name in statement.binds}
+    below_main = helpers & {name for statement in runtime() if statement.where == PLUMBING for name in statement.binds}
     times = Counter(name for statement in cells.exported for name in statement.binds)
     targets = {text for statement in cells.exported for text in changes(statement)}
     for statement in cells.exported:
         node = statement.node
-        if node is None:  # comments at the end of a cell
-            behind = definitions and definitions[-1].where == statement.where
-            (definitions if behind else body).append(statement)
-        elif module := runtime_module_of(node):
-            runtime_names |= {(module, name) for name in statement.binds}
-        elif isinstance(node, IMPORT):
-            check_order(statement, body)
-            imports += [] if is_notebook_only(node) else [statement]
-        elif isinstance(node, DEFINITION) and is_still(node, targets):
+        if isinstance(node, IMPORT):
+            if not is_notebook_only(node):
+                check_order(statement, body)
+                imports.append(statement)
+        elif isinstance(node, DEFINITION) and is_still(node, targets) and not statement.needs & below_main:
             definitions.append(statement)
-        elif is_constant(node, constants) and all(times[name] == 1 for name in statement.binds):
+        elif is_constant(node) and all(times[name] == 1 for name in statement.binds):
             constants.append(statement)
+        elif not statement.code and definitions and definitions[-1].where == statement.where:
+            definitions.append(statement)  # comments at the end of a cell
         else:
             body.append(statement)
     if not any(STOPS.search(statement.code) for statement in [*definitions, *body]):
-        runtime_names.add(("process_group", "stop_process_group"))
+        helpers.add("stop_process_group")
         body += split("stop_process_group()")
     used = {name for statement in [*imports, *constants, *definitions, *body] for name in statement.reads}
-    runtime = copied({(module, name) for module, name in runtime_names if name in used})
-    imports = [*without_unread(imports, cells.read_elsewhere - used), *filter(is_import, runtime)]
-    plumbing = [statement for statement in runtime if statement.where == "process_group" and not is_import(statement)]
-    own = [statement for statement in runtime if statement not in plumbing and not is_import(statement)]
-    above = [*constants, *own, *definitions]
-    ordered: list[Statement] = []
-    for statement in above:
-        needed = used_by(statement, [*plumbing, *above])
-        ordered += [early for early in plumbing if early.binds & needed and early not in ordered]
-        ordered.append(statement)
-    return Parts(imports, ordered, body, [statement for statement in plumbing if statement not in ordered])
-
-
-def used_by(statement: Statement, statements: list[Statement]) -> set[str]:
-    """The names that a definition needs when it runs, all that those read when they are called, and so on."""
-    names, todo = set[str](), [*statement.needs]
-    while todo:
-        name = todo.pop()
-        if name not in names:
-            names.add(name)
-            todo += [read for other in statements if name in other.binds for read in other.reads]
-    return names
-
-
-def is_import(statement: Statement) -> bool:
-    return isinstance(statement.node, IMPORT)
+    unread = cells.elsewhere - used  # an import that no cell reads stays: it may have an effect
+    imports = [statement for statement in imports if not statement.binds & unread]
+    plumbing: list[Statement] = []
+    for statement in copied(helpers & used):
+        place = plumbing if statement.where == PLUMBING else constants
+        (imports if isinstance(statement.node, IMPORT) else place).append(statement)
+    return Parts(imports, [*constants, *definitions], body, plumbing)
 
 
 def check_order(late: Statement, before: list[Statement]) -> None:
@@ -99,51 +77,40 @@ def check_order(late: Statement, before: list[Statement]) -> None:
             )
 
 
-def without_unread(imports: list[Statement], unread: set[str]) -> Iterator[Statement]:
-    """Yields imports without names that only other cells read. One that nothing reads stays: it may have an effect."""
-    for statement in imports:
-        if statement.binds & unread:
-            yield from (single for single in each_import(statement) if not single.binds & unread)
-        else:
-            yield statement
-
-
-def is_constant(node: ast.stmt, constants: list[Statement]) -> bool:
-    """Whether a statement is ``NAME = value`` with a value of literals and of other constants."""
-    if not isinstance(node, ast.Assign) or len(node.targets) > 1 or not isinstance(node.targets[0], ast.Name):
-        return False
-    names = {name for constant in constants for name in constant.binds}
-    return node.targets[0].id.isupper() and all(
-        isinstance(part, LITERAL) or (isinstance(part, ast.Name) and part.id in names) for part in ast.walk(node.value)
-    )
+def is_constant(node: ast.stmt) -> bool:
+    """Whether a statement is ``NAME = value`` with a value of literals."""
+    match node:
+        case ast.Assign([ast.Name(name)], value):
+            return name.isupper() and all(isinstance(part, LITERAL) for part in ast.walk(value))
+    return False
 
 
 def is_still(node: ast.AST, targets: set[str]) -> bool:
     """Whether defining a function or a class does above main what it does in its cell."""
-    for part in executed(node):
-        if isinstance(part, ast.Call) and ast.unparse(part.func).rpartition(".")[2] not in HARMLESS:
-            return False
-        if isinstance(part, ast.Attribute | ast.Subscript) and ast.unparse(part) in targets:
-            return False
-    return True
+    return not any(
+        isinstance(part, ast.Call)
+        and ast.unparse(part.func).rpartition(".")[2] not in HARMLESS
+        or ast.unparse(part) in targets
+        for part in executed(node)
+    )
 
 
 def executed(node: ast.AST) -> Iterator[ast.AST]:
     """Yields what runs when a function or a class is defined: defaults, bases, a class's body; not decorators."""
-    heads: list[ast.AST] = []
+    heads: list[ast.AST]
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        heads += [*node.args.defaults, *(value for value in node.args.kw_defaults if value)]
+        heads = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
     elif isinstance(node, ast.ClassDef):
-        heads += [*node.bases, *(keyword.value for keyword in node.keywords), *node.body]
+        heads = [*node.bases, *node.keywords, *node.body]
     else:
         yield node
-        heads += ast.iter_child_nodes(node)
+        heads = [*ast.iter_child_nodes(node)]
     for head in heads:
         yield from executed(head)
 
 
 def changes(statement: Statement) -> Iterator[str]:
     """Yields the attributes and items that a statement assigns or deletes."""
-    for node in ast.walk(statement.node) if statement.node else []:
+    for node in ast.walk(statement.node):
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             yield ast.unparse(node)

@@ -137,14 +137,8 @@ def replicas(world_size: int = 4) -> Figure:
     first = (left + right + gap - (width + gap) * world_size) / 2
 
     def arrow(x: float, start: float, end: float) -> None:
-        look: dict[str, Any] = {
-            "arrowstyle": "-|>",
-            "mutation_scale": 9,
-            "color": INK,
-            "linewidth": 1,
-            "clip_on": False,
-        }
-        ax.add_artist(FancyArrowPatch((x, start), (x, end), shrinkA=0, shrinkB=0, **look))
+        look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "color": INK, "linewidth": 1}
+        ax.add_artist(FancyArrowPatch((x, start), (x, end), shrinkA=0, shrinkB=0, clip_on=False, **look))
 
     for y, text in [
         (47, "its shard"), (67, "of the batch"), (129, "its replica"), (149, "of the model"),

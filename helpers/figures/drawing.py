@@ -8,6 +8,7 @@ import html
 import io
 import itertools
 import os
+import pathlib
 import re
 import sys
 import tempfile
@@ -66,20 +67,7 @@ STYLE: dict[str, Any] = {
 
 # The style that a figure needs outside of the book; the book's style sheet adds to it. JupyterLab removes role=img, and
 # the SVG too, from a notebook that it does not trust. So the selectors ask for role=img: without it, the note shows.
-STYLE_SHEET = (
-    "figure.wso{margin:1em 0;color:inherit}"
-    ".wso-on[role=img]{display:block!important;overflow-x:auto}"
-    ".wso-on[role=img]~.wso-note{display:none}"
-    ".wso svg{display:block;width:100%;height:auto;margin:0 auto;overflow:visible}"
-    ".wso svg text{white-space:pre}"
-    ".wso figcaption{margin:.5em auto 0;max-width:46em;text-align:center}"
-    ".wso-controls{display:flex;flex-wrap:wrap;justify-content:center;gap:.25em 2.5em;margin-bottom:.75em}"
-    ".wso-controls[hidden]{display:none}"
-    ".wso-controls div,.wso-controls label{display:flex;align-items:center;gap:.6em;margin:0}"
-    ".wso-controls input{width:9em;height:1.75em;margin:0;accent-color:var(--pst-color-primary,#3355ee);cursor:pointer}"
-    ".wso-controls span{min-width:5.5em;text-align:right}"
-    ".wso-controls output{min-width:2em;font-weight:bold;font-variant-numeric:tabular-nums}"
-)
+STYLE_SHEET = "".join(pathlib.Path(__file__).with_name("figure.css").read_text(encoding="utf-8").splitlines())
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from IPython import get_ipython
@@ -15,29 +16,7 @@ from helpers.figures.drawing import figure_html, view
 MOST_FRAMES = 64
 
 # A page may have several such figures. Each script uses the figure around it, so that no ids can collide.
-SCRIPT = """<script>(function () {
-  var script = document.currentScript, figure = script && script.closest("figure");
-  if (!figure) return;
-  var views = figure.querySelectorAll(".wso-view"), inputs = figure.querySelectorAll("input");
-  var shown = figure.querySelector(".wso-on");
-  function draw() {
-    var frame = 0;
-    inputs.forEach(function (input) {
-      var label = JSON.parse(input.dataset.labels)[+input.value];
-      frame = frame * (+input.max + 1) + +input.value;
-      input.setAttribute("aria-valuetext", label);
-      input.closest("label").nextElementSibling.textContent = label;
-    });
-    var left = shown.scrollLeft;
-    shown.classList.remove("wso-on");
-    shown = views[frame];
-    shown.classList.add("wso-on");
-    shown.scrollLeft = left;
-  }
-  inputs.forEach(function (input) { input.addEventListener("input", draw); });
-  figure.querySelector(".wso-controls").hidden = false;
-  draw();
-})();</script>"""
+SCRIPT = f"<script>{Path(__file__).with_name('sliders.js').read_text(encoding='utf-8').strip()}</script>"
 
 
 def explore(fn: Callable[..., Figure], *, alt: str, caption: str = "", **sliders: Iterable[Any]) -> "Explorer":
@@ -68,28 +47,26 @@ class Explorer:
     def __init__(self, fn: Callable[..., Figure], alt: str, caption: str, sliders: dict[str, list]) -> None:
         self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)  # a partial has a .func
         self.caption, self.sliders = caption, sliders
-        self.start = [values.index(default) if default in values else 0 for default, values in defaults(fn, sliders)]
-        combinations = list(itertools.product(*sliders.values()))
-        if (count := len(combinations)) > MOST_FRAMES:
-            raise ValueError(f"explore() draws at most {MOST_FRAMES} frames, not {count}. List fewer values.")
-        self.views = []
-        for number, combination in enumerate(combinations):
-            values = dict(zip(sliders, combination, strict=True))
-            says = ", ".join(f"{label(name)} {value}" for name, value in values.items())
+        parameters = inspect.signature(fn).parameters
+        defaults = [getattr(parameters.get(name), "default", None) for name in sliders]
+        self.start = tuple(
+            values.index(default) if default in values else 0
+            for default, values in zip(defaults, sliders.values(), strict=True)
+        )
+        frames = list(itertools.product(*(range(len(values)) for values in sliders.values())))
+        if len(frames) > MOST_FRAMES:
+            raise ValueError(f"explore() draws at most {MOST_FRAMES} frames, not {len(frames)}. List fewer values.")
+        self.views: dict[tuple[int, ...], str] = {}  # by the sliders' positions
+        for frame in frames:
+            arguments = {name: sliders[name][position] for name, position in zip(sliders, frame, strict=True)}
+            says = ", ".join(f"{label(name)} {value}" for name, value in arguments.items())
             words = f"{alt} ({says})" if alt.strip() else ""
-            self.views.append(view(fn(**values), words, salt=caption, on=number == self.number(self.start)))
+            self.views[frame] = view(fn(**arguments), words, salt=caption, on=frame == self.start)
         self.widget: Any = None
-
-    def number(self, positions: Sequence[int]) -> int:
-        """The number of the frame for these positions of the sliders."""
-        number = 0
-        for position, values in zip(positions, self.sliders.values(), strict=True):
-            number = number * len(values) + position
-        return number
 
     def frame(self, positions: Sequence[int]) -> str:
         """The figure for these positions of the sliders, as HTML."""
-        frame = self.views[self.number(positions)].replace('"wso-view"', '"wso-view wso-on"', 1)
+        frame = self.views[tuple(positions)].replace('"wso-view"', '"wso-view wso-on"', 1)
         return figure_html(frame, self.caption)
 
     def live(self) -> Any:
@@ -130,7 +107,7 @@ class Explorer:
             )
         # The script shows the sliders: where it does not run, they would do nothing.
         controls = f'<div class="wso-controls" hidden="hidden">{controls}</div>'
-        return figure_html("".join(self.views), self.caption, controls, SCRIPT)
+        return figure_html("".join(self.views.values()), self.caption, controls, SCRIPT)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         bundle: dict[str, Any] = {"text/plain": repr(self), "text/html": self.page()}
@@ -145,15 +122,6 @@ class Explorer:
     def __repr__(self) -> str:
         turns = ", ".join(f"{name}={values}" for name, values in self.sliders.items())
         return f"explore({self.name}, {turns})"
-
-
-def defaults(fn: Callable, sliders: dict[str, list]) -> list[tuple[Any, list]]:
-    """[(the default in ``fn``'s signature or None, values)] of the sliders."""
-    try:
-        parameters = dict(inspect.signature(fn).parameters)
-    except ValueError:  # some builtins have none
-        parameters = {}
-    return [(getattr(parameters.get(name), "default", None), values) for name, values in sliders.items()]
 
 
 def label(name: str) -> str:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from helpers.planner.records import LARGEST, SMALLEST, PlanError, check_fields, correction, from_table, look_up
+from helpers.planner.records import LARGEST, SMALLEST, Record, correction, look_up, refuse, with_preset
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(Record):
     """Nodes of equal GPUs. Links are what one GPU sends in one direction, in bytes a second; latencies in seconds."""
 
     gpu: str = "gpu"
@@ -32,12 +32,12 @@ class Cluster:
     }
 
     def __post_init__(self) -> None:
-        check_fields(Cluster, vars(self))
+        super().__post_init__()
         if not self.peaks:
-            raise PlanError(f"{self.gpu}: no peaks.\nGive FLOP/s of each type, such as peaks = {{bfloat16 = 312e12}}.")
+            refuse(f"{self.gpu}: no peaks", "FLOP/s of each type, such as peaks = {bfloat16 = 312e12}")
         for dtype, peak in self.peaks.items():
             if hint := correction(peak, float, SMALLEST, LARGEST):
-                raise PlanError(f"{self.gpu}: the peak of {dtype} is {peak!r}.\nGive {hint}, in FLOP/s.")
+                refuse(f"{self.gpu}: the peak of {dtype} is {peak!r}", f"{hint}, in FLOP/s")
 
     @property
     def gpus(self) -> int:
@@ -78,17 +78,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def cluster_of(cluster: str | dict[str, Any] | Cluster, gpus: int = 0) -> Cluster:
     """A Cluster from a preset's name or a table (with "preset" or not), of so many GPUs if any are asked for."""
-    if not isinstance(cluster, Cluster):
-        table = {"preset": cluster} if isinstance(cluster, str) else cluster
-        if isinstance(table, dict) and "preset" in table:
-            table = {**look_up(PRESETS, table["preset"], "cluster"), **table}
-            del table["preset"]
-        cluster = from_table(Cluster, table)
+    cluster = Cluster.of(with_preset(cluster, PRESETS, "cluster"))
     if not gpus:
         return cluster
     per_node = min(cluster.gpus_per_node, gpus)
     if gpus % per_node:
-        raise PlanError(
-            f"{gpus} GPUs are not full nodes of {per_node}.\nGive a multiple of {per_node}, or another gpus_per_node."
-        )
+        refuse(f"{gpus} GPUs are not full nodes of {per_node}", f"a multiple of {per_node}, or another gpus_per_node")
     return replace(cluster, nodes=gpus // per_node, gpus_per_node=per_node)

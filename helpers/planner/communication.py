@@ -6,11 +6,12 @@ Sizes are bytes of the whole tensor: what an all-reduce sums, an all-gather make
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Self
 
 from helpers.planner.cluster import Cluster
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
-from helpers.planner.memory import BYTES, OUTSIDE, VOCABULARY, Shape, Unit, units_of
+from helpers.planner.memory import OUTSIDE, VOCABULARY, Unit, units_of
 from helpers.planner.model import Model
 
 # Bytes that each rank sends, as a share of the size: nccl-tests, doc/PERFORMANCE.md, where busbw = size/time times it.
@@ -81,17 +82,17 @@ class Collective:
         """Seconds of all of them, where links reach these shares of their speed."""
         return self.count * (self.latency + self.in_node / in_node + self.between / between)
 
+    def on(self, cluster: Cluster) -> Self:
+        """The same with their seconds on a cluster."""
+        group = places(self.ranks, self.stride, cluster)
+        latency, in_node, between = link_seconds(self.kind, self.size, *group, cluster)
+        return replace(self, latency=latency, in_node=in_node, between=between)
 
-def timed(candidates: Iterable[Collective], cluster: Cluster | None) -> list[Collective]:
+
+def with_seconds(candidates: Iterable[Collective], cluster: Cluster | None) -> list[Collective]:
     """Those that send anything, with their seconds; without a cluster these stay 0."""
-    sent = [each for each in candidates if each.ranks > 1 and each.count and each.size]
-    return [in_time(each, cluster) for each in sent] if cluster else sent
-
-
-def in_time(each: Collective, cluster: Cluster) -> Collective:
-    in_group = places(each.ranks, each.stride, cluster)
-    latency, in_node, between = link_seconds(each.kind, each.size, *in_group, cluster)
-    return replace(each, latency=latency, in_node=in_node, between=between)
+    sent = [group for group in candidates if group.ranks > 1 and group.count and group.size]
+    return [group.on(cluster) for group in sent] if cluster else sent
 
 
 def collectives(
@@ -100,7 +101,6 @@ def collectives(
     cluster: Cluster | None = None,
     conventions: Conventions | None = None,
     stage: int = 0,
-    *,
     sharded: tuple[str, ...] = VOCABULARY,
     **options: bool,
 ) -> list[Collective]:
@@ -108,23 +108,22 @@ def collectives(
 
     sharded: which of embedding and head tensor parallelism divides along the vocabulary; options: see activations.
     """
-    of_activations = activations(model, layout, cluster, stage, sharded=sharded, **options)
-    return of_activations + data_parallel(model, layout, cluster, conventions, stage, sharded)
+    of_gradients = data_parallel(model, layout, conventions or Conventions(), stage, sharded)
+    return with_seconds([*activations(model, layout, stage, sharded, **options), *of_gradients], cluster)
 
 
 def activations(
     model: Model,
     layout: Layout,
-    cluster: Cluster | None = None,
     stage: int = 0,
-    *,
     sharded: tuple[str, ...] = VOCABULARY,
+    *,
     shared_input: bool = True,
     loss_parallel: bool = True,
     split_sends: bool = True,
     early_stop: bool = True,
 ) -> list[Collective]:
-    """Those of activations and their gradients: tensor, context, expert and pipeline parallelism.
+    """Those of activations and their gradients: tensor, context, expert and pipeline parallelism. Some are empty.
 
     shared_input: query, key and value gather their input once, and sum its gradient once. loss_parallel: the loss reads
     divided logits. split_sends: a stage sends each tensor-parallel rank's part, and the next stage gathers (Narayanan
@@ -134,40 +133,38 @@ def activations(
     sent: list[Collective] = []
     m, layers = layout.micro_batches, layout.stage_layers(model)[stage]
     first, last = stage == 0, stage == layout.pp - 1
-    tokens, bytes_each = layout.micro_batch * model.seq // layout.cp, BYTES.get(layout.dtype, 2)
+    tokens, bytes_each = layout.tokens(model), layout.element_bytes
     block = tokens * model.width * bytes_each
     forwards = ["forward"] + ["recompute"] * (layout.recompute == "full")
 
     def tensor_parallel(kind: str, phase: str, what: str, count: int, size: int = block) -> None:
         sent.append(Collective("tp", kind, phase, what, layout.tp, 1, count * m, size))
 
-    extra = 0 if shared_input else 2
+    # Shoeybi et al. 2019, section 3: two all-reduces in the forward of a layer, two in its backward. With sequence
+    # parallelism each becomes an all-gather and a reduce-scatter (Korthikanti et al. 2022, section 4.2.2).
+    def gather(phase: str, what: str, count: int) -> None:
+        tensor_parallel("all_gather", phase, what, count * layout.sequence_parallel)
+
+    def add(phase: str, what: str, count: int) -> None:
+        tensor_parallel("reduce_scatter" if layout.sequence_parallel else "all_reduce", phase, what, count)
+
+    inputs = (2 if shared_input else 4) * layers
     outputs = {"forward": 2 * layers, "recompute": (1 if early_stop else 2) * layers}
-    if layout.sequence_parallel:
-        # Korthikanti et al. 2022, section 4.2.2: an all-reduce becomes an all-gather and a reduce-scatter.
-        for phase in forwards:
-            tensor_parallel("all_gather", phase, "inputs of attention and MLP", (2 + extra) * layers)
-            tensor_parallel("reduce_scatter", phase, "outputs of attention and MLP", outputs[phase])
-        tensor_parallel("all_gather", "backward", "gradients of outputs", 2 * layers)
-        tensor_parallel("reduce_scatter", "backward", "gradients of inputs", (2 + extra) * layers)
-        if first:
-            tensor_parallel("reduce_scatter", "forward", "embedding", "embedding" in sharded)
-            tensor_parallel("all_gather", "backward", "embedding's gradient", 1)
-        if last:
-            tensor_parallel("all_gather", "forward", "input of the head", 1)
-            tensor_parallel("reduce_scatter", "backward", "gradient of the head's input", "head" in sharded)
-        if layout.zero == 3 and layout.sharers > 1:  # a norm saw its rank's tokens only: fully_shard sums first
-            norms = (model.norms * layers + last) * (2 if model.norm_biases else 1)
-            tensor_parallel("all_reduce", "backward", "gradients of norms", norms, model.width * bytes_each)
-    else:
-        # Shoeybi et al. 2019, section 3: two all-reduces in the forward of a layer, two in its backward.
-        for phase in forwards:
-            tensor_parallel("all_reduce", phase, "outputs of attention and MLP", outputs[phase])
-        tensor_parallel("all_reduce", "backward", "gradients of inputs", (2 + extra) * layers)
-        if first:
-            tensor_parallel("all_reduce", "forward", "embedding", "embedding" in sharded)
-        if last:
-            tensor_parallel("all_reduce", "backward", "gradient of the head's input", "head" in sharded)
+    for phase in forwards:
+        gather(phase, "inputs of attention and MLP", inputs)
+        add(phase, "outputs of attention and MLP", outputs[phase])
+    gather("backward", "gradients of outputs", 2 * layers)
+    add("backward", "gradients of inputs", inputs)
+    if first:
+        add("forward", "embedding", "embedding" in sharded)
+        gather("backward", "embedding's gradient", 1)
+    if last:
+        gather("forward", "input of the head", 1)
+        add("backward", "gradient of the head's input", "head" in sharded)
+    if layout.sequence_parallel and layout.sharers > 1 and layout.zero == 3:
+        # A norm saw its rank's tokens only: fully_shard sums first.
+        norms = (model.norms * layers + last) * (2 if model.norm_biases else 1)
+        tensor_parallel("all_reduce", "backward", "gradients of norms", norms, model.width * bytes_each)
     if last and "head" in sharded:
         if loss_parallel:  # the largest logit, the sum, and the label's own
             tensor_parallel("all_reduce", "forward", "loss", 3, tokens * SUMMED)
@@ -182,73 +179,56 @@ def activations(
         sent.append(Collective("cp", "send", phase, what, layout.cp, layout.tp, count * layers * m, pair))
 
     # Lepikhin et al. 2021: tokens go to their experts and come back, and so do gradients.
-    start = sum(layout.stage_layers(model)[:stage])
-    sparse = sum(model.has_experts(layer) for layer in range(start, start + layers))
+    count = 2 * m * sum(map(model.has_experts, layout.layers_of(model, stage)))
     for phase in [*forwards, "backward"]:
-        size = block * model.active_experts
-        what = "tokens to experts and back"
-        sent.append(Collective("ep", "all_to_all", phase, what, layout.ep, layout.tp, 2 * sparse * m, size))
+        what, size = "tokens to experts and back", block * model.active_experts
+        sent.append(Collective("ep", "all_to_all", phase, what, layout.ep, layout.tp, count, size))
 
-    if layout.pp > 1:
-        parts = layout.tp if split_sends or layout.sequence_parallel else 1
-        stride = layout.tp * layout.data_ranks
-        for phase, here in (("forward", last), ("backward", first)):
-            sends = m * (layout.interleave - here)
-            what = "activations" if phase == "forward" else "their gradients"
-            sent.append(Collective("pp", "send", phase, what, layout.pp, stride, sends, block // parts))
-            if parts > 1 and not layout.sequence_parallel:
-                received = layout.interleave - (first if phase == "forward" else last)
-                tensor_parallel("all_gather", phase, RECEIVED, received)
-    return timed(sent, cluster)
-
-
-def gradient_bytes(conventions: Conventions) -> int:
-    """Bytes in which a gradient is summed: those it is kept in, 2 to 4."""
-    return min(max(conventions.state_bytes[1], 2), 4)
-
-
-def padded(shapes: Iterable[Shape], ranks: int) -> int:
-    """Numbers that so many ranks gather: fully_shard fills each tensor's last rows up, so that all parts are equal."""
-    return sum(math.ceil(rows / ranks) * ranks * columns * copies for rows, columns, copies in shapes)
+    parts = layout.tp if split_sends or layout.sequence_parallel else 1
+    stride = layout.tp * layout.data_ranks
+    directions = [("forward", "activations", last, first), ("backward", "their gradients", first, last)]
+    for phase, what, at_end, at_start in directions:
+        sends = m * (layout.interleave - at_end)
+        sent.append(Collective("pp", "send", phase, what, layout.pp, stride, sends, block // parts))
+        if parts > 1 and not layout.sequence_parallel:
+            tensor_parallel("all_gather", phase, RECEIVED, layout.interleave - at_start)
+    return sent
 
 
 def data_parallel(
-    model: Model,
-    layout: Layout,
-    cluster: Cluster | None = None,
-    conventions: Conventions | None = None,
-    stage: int = 0,
-    sharded: tuple[str, ...] = VOCABULARY,
-) -> list[Collective]:
-    """Those of parameters and gradients: DDP's, ZeRO's, fully_shard's or HSDP's.
+    model: Model, layout: Layout, conventions: Conventions, stage: int = 0, sharded: tuple[str, ...] = VOCABULARY
+) -> Iterator[Collective]:
+    """Those of parameters and gradients: DDP's, ZeRO's, fully_shard's or HSDP's. Some are empty.
 
     DDP sends 2Ψ, ZeRO-1 and 2 as much, ZeRO-3 3Ψ (Rajbhandari et al. 2020, section 7). With accumulation ZeRO-2's
     reduce and ZeRO-3's gathers and reduce repeat for each micro-batch (convention gather: "each"), ZeRO-1's do not.
     DDP's all-reduce is given as one; it sends buckets of 25 MiB.
     """
-    conventions, units = conventions or Conventions(), units_of(model, layout, stage, sharded)
-    return timed((each for unit in units for each in of_unit(unit, layout, conventions)), cluster)
+    for unit in units_of(model, layout, stage, sharded):
+        yield from of_unit(unit, layout, conventions)
 
 
 def of_unit(unit: Unit, layout: Layout, conventions: Conventions) -> Iterator[Collective]:
-    """What a unit's parameters and gradients need; some of it may be empty."""
+    """What a unit's parameters and gradients need."""
     ranks, stride = layout.data_ranks // unit.apart, layout.tp * unit.apart
-    sharers = min(layout.sharers, ranks) if layout.zero else 1
-    weight, gradient = BYTES.get(layout.dtype, 2), gradient_bytes(conventions)
-    numbers = padded(unit.shapes, sharers if layout.zero == 3 else 1)
+    sharers = min(layout.sharers, ranks)
     repeated = layout.micro_batches if layout.zero >= 2 and conventions.gather == "each" else 1
+    parts = sharers if layout.zero == 3 else 1  # fully_shard fills each tensor's last rows up: all parts are equal
+    numbers = sum(math.ceil(rows / parts) * parts * columns * copies for rows, columns, copies in unit.shapes)
+    weights = numbers * layout.element_bytes
+    gradients = numbers * min(max(conventions.state_bytes[1], 2), 4)  # they are summed in the bytes they are kept in
 
     def among_sharers(kind: str, phase: str, count: int, size: int) -> Collective:
         return Collective("dp", kind, phase, unit.what, sharers, stride, unit.times * count, size)
 
     if layout.zero == 3:
-        yield among_sharers("all_gather", "forward", repeated, numbers * weight)
+        yield among_sharers("all_gather", "forward", repeated, weights)
         if unit.what != OUTSIDE:  # the root module keeps its parameters until its backward has ended
-            yield among_sharers("all_gather", "backward", repeated, numbers * weight)
+            yield among_sharers("all_gather", "backward", repeated, weights)
     if layout.zero:
-        yield among_sharers("reduce_scatter", "backward", repeated, numbers * gradient)
+        yield among_sharers("reduce_scatter", "backward", repeated, gradients)
     if layout.zero in (1, 2):
-        yield among_sharers("all_gather", "step", 1, numbers * weight)
-    dimension, copies, size = "replicate" if layout.zero else "dp", ranks // sharers, numbers // sharers * gradient
+        yield among_sharers("all_gather", "step", 1, weights)
+    dimension, copies, size = "replicate" if layout.zero else "dp", ranks // sharers, gradients // sharers
     count = unit.times * repeated
     yield Collective(dimension, "all_reduce", "backward", unit.what, copies, stride * sharers, count, size)

@@ -2,16 +2,9 @@
 
 import math
 
-from helpers.planner.records import PlanError
-
 
 def mttf_hours(nodes: int, failures_per_node_day: float) -> float:
     """Hours between failures of a job: 24 / (nodes · r_f) (Kokolis et al. 2025, section III)."""
-    if nodes < 1 or failures_per_node_day <= 0:
-        raise PlanError(
-            f"{nodes} nodes and {failures_per_node_day} failures a node-day give no interval.\n"
-            "Give at least 1 node and a rate above 0, such as 0.0065."
-        )
     return 24 / (nodes * failures_per_node_day)
 
 
@@ -22,8 +15,6 @@ def poisson_interval(count: int, coverage: float = 0.95) -> tuple[float, float]:
     """
     from scipy.special import gammaincinv  # scikit-learn brings SciPy; imported here as it takes a moment
 
-    if count < 0 or count != int(count):
-        raise PlanError(f"{count!r} is not a count.\nGive 0, 1, 2, …")
     tail = (1 - coverage) / 2
     return (float(gammaincinv(count, tail)) if count else 0.0), float(gammaincinv(count + 1, 1 - tail))
 

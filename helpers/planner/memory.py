@@ -9,8 +9,6 @@ from helpers.planner.layout import Layout
 from helpers.planner.model import Model, Tensor, copies_of
 
 NOT_COUNTED = "the CUDA context, NCCL's buffers, the allocator's gaps, and what a kernel needs while it runs"
-BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 2}  # float8: matrices are multiplied, not kept
-
 VOCABULARY = ("embedding", "head")  # what has a row for each token
 OUTSIDE = "outside the layers"
 Shape = tuple[int, int, int]  # rows, columns, copies
@@ -26,26 +24,22 @@ class Unit:
     shapes: list[Shape]  # on one of the tensor-parallel ranks
 
 
-def states_per_rank(parameters: float, ranks: int, zero: int, parts: tuple[int, int, int] = (2, 2, 12)) -> list[float]:
-    """Bytes of (parameters, gradients, optimizer state) on each of the ranks that share them.
+def states_per_rank(whole: float, share: float, zero: int, parts: tuple[int, int, int]) -> list[float]:
+    """Bytes of (parameters, gradients, optimizer state) on a rank that has a share of the whole's numbers.
 
     16Ψ; 4Ψ + 12Ψ/N; 2Ψ + 14Ψ/N; 16Ψ/N for stages 0 to 3 (Rajbhandari et al. 2020, figure 1). Stage 1 divides the last
     of the three, stage 2 the last two, stage 3 all. parts: bytes of each for one parameter.
     """
-    return [parameters * size / (ranks if zero >= 3 - index else 1) for index, size in enumerate(parts)]
+    return [(share if zero >= 3 - index else whole) * size for index, size in enumerate(parts)]
 
 
 def local_shape(tensor: Tensor, model: Model, tp: int) -> tuple[int, int]:
     """(rows, columns) of a tensor on one of tp ranks; the heads of keys are copied where there are fewer than tp."""
-    rows, columns = tensor.rows, tensor.columns
-    if tensor.split == "rows":
-        if tensor.part.startswith(("key", "value")):
-            rows = model.head_width * max(model.kv_heads // tp, 1)
-        else:
-            rows = math.ceil(rows / tp)
-    elif tensor.split == "columns":
-        columns = math.ceil(columns / tp)
-    return rows, columns
+    if tensor.split == "columns":
+        return tensor.rows, math.ceil(tensor.columns / tp)
+    if tensor.part.startswith(("key", "value")):
+        return model.head_width * max(model.kv_heads // tp, 1), tensor.columns
+    return math.ceil(tensor.rows / tp) if tensor.split else tensor.rows, tensor.columns
 
 
 def outer_tensors(model: Model, layout: Layout, stage: int) -> list[Tensor]:
@@ -60,9 +54,8 @@ def outer_tensors(model: Model, layout: Layout, stage: int) -> list[Tensor]:
 
 def units_of(model: Model, layout: Layout, stage: int, divided: tuple[str, ...] = VOCABULARY) -> list[Unit]:
     """The units of a stage; divided: which of VOCABULARY tensor parallelism divides."""
-    sizes, units = layout.stage_layers(model), []
-    start = sum(sizes[:stage])
-    for layer, times in Counter(map(model.like, range(start, start + sizes[stage]))).items():
+    units = []
+    for layer, times in Counter(map(model.like, layout.layers_of(model, stage))).items():
         whole: list[Shape] = []
         routed: list[Shape] = []
         for tensor, copies in copies_of(model, layer):
@@ -98,8 +91,8 @@ def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "r
     for unit in units_of(model, layout, stage):
         sharers = max(layout.sharers // unit.apart, 1)
         for rows, columns, copies in unit.shapes:
-            held = math.ceil(rows / sharers) if shards == "rows" else rows / sharers
-            total += unit.times * copies * columns * held
+            here = math.ceil(rows / sharers) if shards == "rows" else rows / sharers
+            total += unit.times * copies * columns * here
     return total
 
 
@@ -114,9 +107,7 @@ def activations_per_layer(
     where gated), for fewer heads of keys, without dropout and in 32 bits. Attention "flash" never stores s · s.
     sequence_inputs: as the convention of that name; the formula is for "again".
     """
-    t, size = layout.tp, BYTES.get(layout.dtype, 2)
-    tokens = model.seq // layout.cp * layout.micro_batch
-    outside = t if layout.sequence_parallel else 1  # what tensor parallelism alone does not divide
+    t, size, outside, tokens = layout.tp, layout.element_bytes, layout.norm_sharers, layout.tokens(model)
     recompute = recompute or layout.recompute
     if recompute == "full":
         return tokens * model.width * size / outside
@@ -158,7 +149,7 @@ def gathered(model: Model, layout: Layout, stage: int, computed: int) -> tuple[f
     the float32 memory from which the layer before is reduced (chapter 6 measures four times a block); of the last two
     layers none arrives.
     """
-    size, layers = BYTES.get(layout.dtype, 2), layout.stage_layers(model)[stage]
+    size, layers = layout.element_bytes, layout.stage_layers(model)[stage]
     outer = sum(math.prod(local_shape(tensor, model, layout.tp)) for tensor in outer_tensors(model, layout, stage))
     layer = (computed - outer) / layers
     arriving = size * layer * (layers > 2)
@@ -171,37 +162,32 @@ def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: 
     Memory is fullest as the backward begins, with all activations and the output, or as the first gradient of a
     sharded layer is reduced. PyTorch's FSDPMemTracker sees the same within 3 % (chapter 15).
     """
-    size, parts = BYTES.get(layout.dtype, 2), conventions.state_bytes
+    size, tokens, inputs = layout.element_bytes, layout.tokens(model), conventions.sequence_inputs
     computed = stage_parameters(model, layout, stage)
-    held = shared_parameters(model, layout, stage, conventions.shards if layout.zero == 3 else "even")
-    shares = [held if layout.zero >= 3 - index else computed for index in range(3)]
-    parameters, gradients, optimizer = (share * part for share, part in zip(shares, parts, strict=True))
+    share = shared_parameters(model, layout, stage, conventions.shards if layout.zero == 3 else "even")
+    parameters, gradients, optimizer = states_per_rank(computed, share, layout.zero, conventions.state_bytes)
     if layout.offload:
         gradients = optimizer = 0
-    layers = layout.stage_layers(model)
-    start, micro_batches = sum(layers[:stage]), in_flight(layout, stage, conventions.in_flight)
-    numbers, inputs = range(start, start + layers[stage]), conventions.sequence_inputs
-    stored = [activations_per_layer(model, layout, layer, sequence_inputs=inputs) for layer in numbers]
-    tokens = model.seq // layout.cp * layout.micro_batch
-    outside = layout.tp if layout.sequence_parallel else 1
-    inner = model.matrices - 1
+    layers, micro_batches = layout.layers_of(model, stage), in_flight(layout, stage, conventions.in_flight)
+    stored = [activations_per_layer(model, layout, layer, sequence_inputs=inputs) for layer in layers]
+    inner = (model.matrices - 1) * model.ffn * max(model.active_experts, 1)
     kinds = {
         "parameters": parameters,
         "gradients": gradients,
         "optimizer": optimizer,
         "activations": sum(stored) * micro_batches,
         # The gradients of an MLP's inner width and of the layer's output.
-        "working": tokens * size * (inner * model.ffn * max(model.active_experts, 1) / layout.tp + model.width),
+        "working": tokens * size * (inner / layout.tp + model.width),
     }
     if layout.recompute == "full":
-        kinds["recomputed layer"] = activations_per_layer(model, layout, numbers[-1], "none", inputs)
+        kinds["recomputed layer"] = activations_per_layer(model, layout, layers[-1], "none", inputs)
     if stage == 0 and model.dropout:
-        kinds["embedding's dropout"] = tokens * model.width * micro_batches / outside  # sbhp/t, section 4.3
+        kinds["embedding's dropout"] = tokens * model.width * micro_batches / layout.norm_sharers  # sbhp/t, section 4.3
     if stage == layout.pp - 1:
         # The last norm's and the output layer's input, and float32 logits: 4sbh/t · (1 + v/h), section 4.3. PyTorch's
         # cross_entropy has them four times at once: logits, log-softmax, and the gradient of each.
         logits = {"eager": 16, "stored": 4}[conventions.logits] * tokens * model.vocab / layout.tp
-        kinds["output"] = 2 * tokens * model.width * size / outside + logits
+        kinds["output"] = 2 * tokens * model.width * size / layout.norm_sharers + logits
         kinds["working"] = max(kinds["working"] - logits, 0)  # the logits are freed before the layers work
     if layout.zero == 3:
         first, reducing = gathered(model, layout, stage, computed)

@@ -2,10 +2,10 @@
 
 import functools
 from collections import Counter
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Self
 
-from helpers.planner.records import PlanError, check_fields, from_table, look_up
+from helpers.planner.records import Record, look_up, refuse, with_preset
 
 
 class Tensor(NamedTuple):
@@ -18,7 +18,7 @@ class Tensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(Record):
     """A decoder-only transformer. Zeros are filled in: kv_heads, head_width and ffn from heads and width."""
 
     name: str = "model"
@@ -47,7 +47,7 @@ class Model:
     dropout: bool = False  # in training; its masks are stored for backward
 
     # {field: (smallest, largest)}. Each layer and each expert is counted, one after the other; divisors are listed.
-    LIMITS: ClassVar[dict[str, tuple[int, int]]] = {
+    LIMITS: ClassVar[dict[str, tuple[float, float]]] = {
         **dict.fromkeys(("layers", "heads"), (1, 10_000)),
         **dict.fromkeys(("norms", "experts", "shared_experts"), (0, 10_000)),
         **dict.fromkeys(("width", "vocab", "seq"), (1, 10**9)),
@@ -55,48 +55,35 @@ class Model:
     }
 
     def __post_init__(self) -> None:
-        check_fields(Model, vars(self))
+        super().__post_init__()
+        name, experts, active = self.name, self.experts, self.active_experts
         if not self.head_width and self.width % self.heads:
-            raise PlanError(
-                f"{self.name}: a width of {self.width} does not divide among {self.heads} heads.\n"
-                "Give another number of heads, or head_width."
-            )
-        for name, value in self.derived().items():
-            if not getattr(self, name):
-                object.__setattr__(self, name, value)
+            what = f"{name}: a width of {self.width} does not divide among {self.heads} heads"
+            refuse(what, "another number of heads, or head_width")
+        for field, value in self.derived().items():
+            if not getattr(self, field):
+                object.__setattr__(self, field, value)
         if self.heads % self.kv_heads:
-            raise PlanError(
-                f"{self.name}: {self.heads} heads cannot share {self.kv_heads} kv_heads.\n"
-                "Give a divisor of heads as kv_heads."
-            )
-        if self.active_experts > self.experts or (self.experts and not self.active_experts):
-            raise PlanError(
-                f"{self.name}: {self.active_experts} of {self.experts} experts cannot be active.\n"
-                "Give 1 to experts as active_experts."
-            )
-        for name in ("dense_layers", "shared_experts"):
-            if getattr(self, name) and not self.experts:
-                raise PlanError(f"{self.name}: {name} is {getattr(self, name)} without experts.\nGive experts, too.")
-        if self.experts and self.dense_layers >= self.layers:
-            raise PlanError(
-                f"{self.name}: {self.dense_layers} dense_layers of {self.layers} leave none for experts.\n"
-                f"Give at most {self.layers - 1} as dense_layers."
-            )
+            what = f"{name}: {self.heads} heads cannot share {self.kv_heads} kv_heads"
+            refuse(what, "a divisor of heads as kv_heads")
+        if active > experts or (experts and not active):
+            refuse(f"{name}: {active} of {experts} experts cannot be active", "1 to experts as active_experts")
+        for field in ("dense_layers", "shared_experts"):
+            if getattr(self, field) and not experts:
+                refuse(f"{name}: {field} is {getattr(self, field)} without experts", "experts, too")
+        if experts and self.dense_layers >= self.layers:
+            what = f"{name}: {self.dense_layers} dense_layers of {self.layers} leave none for experts"
+            refuse(what, f"at most {self.layers - 1} as dense_layers")
 
     def derived(self) -> dict[str, int]:
         """{field: what it is filled in with where it is 0}."""
-        ffn = 4 * self.width
-        return {
-            "kv_heads": self.heads,
-            "head_width": self.width // self.heads,
-            "ffn": ffn,
-            "dense_ffn": self.ffn or ffn,
-        }
+        ffn, head_width = 4 * self.width, self.width // self.heads
+        return {"kv_heads": self.heads, "head_width": head_width, "ffn": ffn, "dense_ffn": self.ffn or ffn}
 
-    def with_(self, **changes: Any) -> "Model":
+    def with_(self, **changes: Any) -> Self:
         """This model with other numbers; what was filled in from those that change is filled in anew."""
         anew = {name: 0 for name, value in self.derived().items() if getattr(self, name) == value}
-        return replace(self, **(anew | changes))
+        return super().with_(**(anew | changes))
 
     @property
     def attention_width(self) -> int:
@@ -115,17 +102,13 @@ class Model:
         """The last layer or the first, whichever is equal to this one: only experts make a difference."""
         return self.layers - 1 if self.has_experts(layer) else 0
 
-    def layer_parameters(self, layer: int = -1, active: bool = False) -> int:
-        """Parameters of one layer (the last by default); of those that a token uses, if active."""
-        return size_of(self, layer % self.layers, active)
-
     def parameters(self, active: bool = False) -> int:
         """All parameters; those that one token uses, if active.
 
         GPT: Vh + sh + L(12h² + 13h) + 2h (Radford et al. 2019's code). Llama: L(2d·n_h·d_h + 2d·n_kv·d_h + 3df + 2d)
         + d + 2Vd. With experts the MLP counts E times, plus a router d·E.
         """
-        return size_of(self) + sum(self.layer_parameters(self.like(layer), active) for layer in range(self.layers))
+        return size_of(self) + sum(size_of(self, self.like(layer), active) for layer in range(self.layers))
 
     def tensors(self, layer: int | None = None, active: bool = False) -> list[Tensor]:
         """Every parameter of one layer, or outside the layers, as PyTorch's modules hold it; active: see parameters."""
@@ -202,7 +185,9 @@ QWEN: Fields = {"gated": True, "head_norms": True, "head_width": 128}
 def shapes(common: Fields, seq: int, vocab: int, *rows: tuple[str, int, int, int, Fields]) -> dict[str, Fields]:
     """{name: fields} of models that differ in size only; a row is name, layers, width, heads, and more fields."""
     return {
-        name: {"seq": seq, "vocab": vocab, "layers": layers, "width": width, "heads": heads, **common, **more}
+        name: {"name": name, "layers": layers, "width": width, "heads": heads, "seq": seq, "vocab": vocab}
+        | common
+        | more
         for name, layers, width, heads, more in rows
     }
 
@@ -256,13 +241,6 @@ PRESETS: dict[str, Fields] = {
 }  # fmt: skip
 
 
-def model_of(model: "str | dict[str, Any] | Model") -> Model:
+def model_of(model: str | dict[str, Any] | Model) -> Model:
     """A Model from a preset's name or from a table of fields, which may name a preset under "preset"."""
-    if isinstance(model, Model):
-        return model
-    table = {"preset": model} if isinstance(model, str) else model
-    if isinstance(table, dict) and "preset" in table:
-        preset = table["preset"]
-        table = {"name": preset, **look_up(PRESETS, preset, "model"), **table}
-        del table["preset"]
-    return from_table(Model, table)
+    return Model.of(with_preset(model, PRESETS, "model"))

@@ -2,17 +2,18 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, get_args
 
 from helpers.planner import failures, rates
 from helpers.planner.cluster import Cluster, cluster_of
 from helpers.planner.communication import Collective, collectives
-from helpers.planner.conventions import Conventions, conventions_of
-from helpers.planner.layout import Layout, layout_of
+from helpers.planner.conventions import Conventions
+from helpers.planner.layout import Layout
 from helpers.planner.memory import memory
 from helpers.planner.model import Model, model_of
-from helpers.planner.records import LARGEST, SMALLEST, PlanError, check_fields, from_table
+from helpers.planner.records import LARGEST, SMALLEST, PlanError, Record, refuse
 from helpers.planner.step_time import StepTime, step_time
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -20,7 +21,7 @@ MESH = ("dp", "tp", "pp", "cp")
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Record):
     """What the run is: its tokens, what a checkpoint costs, and what was measured, if anything."""
 
     tokens: float = 0  # of the whole run; 0 for not known
@@ -32,9 +33,9 @@ class Job:
     LIMITS: ClassVar[dict[str, tuple[float, float]]] = {"save_seconds": (SMALLEST, LARGEST)}
 
     def __post_init__(self) -> None:
-        check_fields(Job, vars(self))
+        super().__post_init__()
         if self.step_seconds and self.tokens_per_second:
-            raise PlanError("step_seconds and tokens_per_second say the same.\nGive one of them.")
+            refuse("step_seconds and tokens_per_second say the same", "one of them")
 
 
 @dataclass(frozen=True)
@@ -82,32 +83,57 @@ class Next:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job needs."""
+    """What a job needs: each number is computed when it is first read."""
 
     model: Model
     cluster: Cluster
     layout: Layout
     conventions: Conventions
     job: Job
-    stages: list[dict[str, float]]  # {kind: bytes} of a rank of each stage
-    fullest: int  # the stage that needs most
-    collectives: list[Collective]  # of a rank of the fullest stage
-    step: StepTime
-    tokens: int  # of a step
-    bubble: float
-    utilization: Utilization
-    measured: Measured | None
-    run: Run
-    next: Next
 
     @property
     def peak(self) -> float:
-        """FLOP/s of one GPU."""
-        return self.conventions.peak_of(self.cluster, self.layout.dtype)
+        """FLOP/s of one GPU: the convention's, or the cluster's."""
+        return self.conventions.peak or self.cluster.peak(self.layout.dtype)
+
+    @cached_property
+    def stages(self) -> list[dict[str, float]]:
+        """[{kind: bytes}] of a rank of each stage."""
+        return memory(self.model, self.layout, self.conventions)
+
+    @property
+    def fullest(self) -> int:
+        """The stage that needs most."""
+        return max(range(len(self.stages)), key=lambda stage: self.stages[stage]["total"])
+
+    @property
+    def bytes(self) -> float:
+        """What a rank of that stage needs."""
+        return self.stages[self.fullest]["total"]
 
     @property
     def fits(self) -> bool:
-        return self.stages[self.fullest]["total"] <= self.cluster.memory
+        return self.bytes <= self.cluster.memory
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """Those of a step on a rank of the fullest stage."""
+        return collectives(self.model, self.layout, self.cluster, self.conventions, self.fullest)
+
+    @cached_property
+    def step(self) -> StepTime:
+        """Predicted seconds of a step."""
+        return step_time(self.model, self.layout, self.cluster, self.conventions)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.layout.batch * self.model.seq
+
+    @property
+    def bubble(self) -> float:
+        layout = self.layout
+        return rates.bubble(layout.pp, layout.micro_batches, layout.interleave, self.conventions.bubble)
 
     @property
     def binds(self) -> tuple[str, str]:
@@ -119,6 +145,79 @@ class Plan:
         kinds["states"] = sum(sizes[kind] for kind in STATES)
         return "memory", max(kinds, key=kinds.__getitem__)
 
+    def utilization_in(self, seconds: float) -> Utilization:
+        """That of a step which takes so long."""
+        of_model, of_hardware = (
+            rates.achieved(self.model, self.tokens / seconds, self.layout.gpus, self.conventions.flops, recompute)
+            for recompute in ("none", self.layout.recompute)
+        )
+        achieved = of_model if self.conventions.achieved == "model" else of_hardware
+        return Utilization(of_model / self.peak, of_hardware / self.peak, achieved)
+
+    @property
+    def utilization(self) -> Utilization:
+        return self.utilization_in(self.step.seconds)
+
+    @property
+    def measured(self) -> Measured | None:
+        seconds = self.job.step_seconds or (self.job.tokens_per_second and self.tokens / self.job.tokens_per_second)
+        if not seconds:
+            return None
+        return Measured(seconds, self.step.seconds / seconds - 1, self.utilization_in(seconds))
+
+    @cached_property
+    def run(self) -> Run:
+        """Days, failures, checkpoints, goodput and cost; from the measured seconds of a step where they are known."""
+        run, job, nodes, rate = Run(), self.job, self.cluster.nodes, self.cluster.failures_per_node_day
+        seconds = self.measured.seconds if self.measured else self.step.seconds
+        if rate:
+            every = failures.checkpoint_interval(job.save_seconds, nodes, rate)
+            goodput = failures.goodput(nodes, rate, job.restart_seconds, every, job.save_seconds)
+            run = Run(failures.mttf_hours(nodes, rate), every, goodput)
+        if not job.tokens:
+            return run
+        days = job.tokens / self.tokens * seconds / 86400
+        if self.conventions.days == "8TP":
+            speed = min(self.utilization_in(seconds).hfu, 1) * self.peak
+            flops = rates.training_flops(self.model.parameters(), job.tokens, self.layout.recompute)
+            days = rates.training_days(flops, self.layout.gpus, speed)
+        run = replace(run, tokens=job.tokens, steps=job.tokens / self.tokens, days=days)
+        if run.goodput == 0:
+            return run  # it never ends, and has no price
+        if run.goodput and run.mttf_hours:
+            days /= run.goodput
+            count = days * 24 / run.mttf_hours
+            between = failures.poisson_counts(count)
+            run = replace(run, days_with_failures=days, failures=count, failures_between=between)
+        if price := self.cluster.price_per_gpu_hour:
+            run = replace(run, cost=self.cluster.gpus * 24 * days * price)
+        return run
+
+    def neighbours(self) -> Iterator[tuple[str, "Plan"]]:
+        """(what changes, Plan) of each possible layout one step away."""
+        for changes in changes_of(self.layout, self.cluster):
+            try:
+                layout = self.layout.with_(**changes).check(self.model, self.cluster)
+            except PlanError:
+                continue
+            if layout != self.layout:
+                words = ", ".join(f"{name} = {str(value).lower()}" for name, value in changes.items())
+                yield words, replace(self, layout=layout)
+
+    @cached_property
+    def next(self) -> Next:
+        """The layout one step away that fits and is fastest, if it is faster; if none fits, what needs least memory."""
+        options = list(self.neighbours())
+        if fitting := [(words, other) for words, other in options if other.fits]:
+            words, best = min(fitting, key=lambda option: option[1].step.seconds)
+            if not self.fits or best.step.seconds < self.step.seconds:
+                return Next(words, best.layout, best.step.seconds)
+            return Next(f"stay: none of {len(fitting)} layouts one step away is faster")
+        words, least = min(options, key=lambda option: option[1].bytes, default=("", self))
+        if least.bytes < self.bytes:
+            return Next(f"{words}: it does not fit either, but needs less", least.layout)
+        return Next("more GPUs, or a smaller model: no layout one step away needs less memory")
+
 
 def plan(
     model: str | dict[str, Any] | Model,
@@ -127,72 +226,10 @@ def plan(
     conventions: dict[str, Any] | Conventions | None = None,
     job: dict[str, Any] | Job | None = None,
 ) -> Plan:
-    """The plan of one job. A cluster that is a preset's name gets as many GPUs as the layout has."""
-    model, conventions, layout = model_of(model), conventions_of(conventions), layout_of(layout)
+    """The Plan of one job. A cluster that is a preset's name gets as many GPUs as the layout has."""
+    model, conventions, layout = model_of(model), Conventions.of(conventions or {}), Layout.of(layout)
     cluster = cluster_of(cluster, layout.gpus if isinstance(cluster, str) else 0)
-    layout.check(model, cluster)
-    job = job if isinstance(job, Job) else from_table(Job, job or {})
-    stages = memory(model, layout, conventions)
-    fullest = max(range(len(stages)), key=lambda stage: stages[stage]["total"])
-    step, tokens = step_time(model, layout, cluster, conventions), layout.batch * model.seq
-    seconds = job.step_seconds or (job.tokens_per_second and tokens / job.tokens_per_second)
-
-    def utilization(seconds: float) -> Utilization:
-        peak = conventions.peak_of(cluster, layout.dtype)
-        of_model, of_hardware = (
-            rates.achieved(model, tokens / seconds, layout.gpus, conventions.flops, recompute)
-            for recompute in ("none", layout.recompute)
-        )
-        achieved = of_model if conventions.achieved == "model" else of_hardware
-        return Utilization(of_model / peak, of_hardware / peak, achieved)
-
-    return Plan(
-        model=model,
-        cluster=cluster,
-        layout=layout,
-        conventions=conventions,
-        job=job,
-        stages=stages,
-        fullest=fullest,
-        collectives=collectives(model, layout, cluster, conventions, stage=fullest),
-        step=step,
-        tokens=tokens,
-        bubble=rates.bubble(layout.pp, layout.micro_batches, layout.interleave, conventions.bubble),
-        utilization=utilization(step.seconds),
-        measured=Measured(seconds, step.seconds / seconds - 1, utilization(seconds)) if seconds else None,
-        run=run_of(model, cluster, layout, conventions, job, seconds or step.seconds),
-        next=try_next(model, cluster, layout, conventions, step.seconds),
-    )
-
-
-def run_of(model: Model, cluster: Cluster, layout: Layout, conventions: Conventions, job: Job, seconds: float) -> Run:
-    """Days, failures, checkpoints, goodput and cost of a run whose steps take so long."""
-    run, rate, tokens = Run(), cluster.failures_per_node_day, layout.batch * model.seq
-    goodput, hours = 1.0, 0.0
-    if rate:
-        hours = failures.mttf_hours(cluster.nodes, rate)
-        every = failures.checkpoint_interval(job.save_seconds, cluster.nodes, rate)
-        goodput = failures.goodput(cluster.nodes, rate, job.restart_seconds, every, job.save_seconds)
-        run = replace(run, mttf_hours=hours, checkpoint_every_seconds=every, goodput=goodput)
-    if not job.tokens:
-        return run
-    days = job.tokens / tokens * seconds / 86400
-    if conventions.days == "8TP":
-        speed = rates.achieved(model, tokens / seconds, layout.gpus, conventions.flops, layout.recompute)
-        speed = min(speed, conventions.peak_of(cluster, layout.dtype))
-        flops = rates.training_flops(model.parameters(), job.tokens, layout.recompute)
-        days = rates.training_days(flops, layout.gpus, speed)
-    run = replace(run, tokens=job.tokens, steps=job.tokens / tokens, days=days)
-    if not goodput:
-        return run  # it never ends, and has no price
-    if rate:
-        days = days / goodput
-        count = days * 24 / hours
-        between = failures.poisson_counts(count)
-        run = replace(run, days_with_failures=days, failures=count, failures_between=between)
-    if cluster.price_per_gpu_hour:
-        run = replace(run, cost=cluster.gpus * 24 * days * cluster.price_per_gpu_hour)
-    return run
+    return Plan(model, cluster, layout.check(model, cluster), conventions, Job.of(job or {}))
 
 
 def changes_of(layout: Layout, cluster: Cluster) -> Iterator[dict[str, Any]]:
@@ -202,52 +239,11 @@ def changes_of(layout: Layout, cluster: Cluster) -> Iterator[dict[str, Any]]:
             yield {up: 2 * getattr(layout, up), down: getattr(layout, down) // 2}
     yield {"micro_batch": 2 * layout.micro_batch}
     yield {"micro_batch": layout.micro_batch // 2}
-    yield from ({name: value} for name in ("recompute", "zero") for value in Layout.CHOICES[name])
+    for name in ("recompute", "zero"):
+        yield from ({name: value} for value in get_args(Layout.__annotations__[name]))
     yield from ({"sequence_parallel": value} for value in (True, False) if layout.tp > 1)
     yield from ({"interleave": value} for value in (1, 2, 4))
     if layout.shard:
         yield {"shard": 0}
     elif layout.zero and layout.data_ranks > cluster.gpus_per_node:
         yield {"shard": cluster.gpus_per_node}
-
-
-def neighbours(model: Model, cluster: Cluster, layout: Layout) -> Iterator[tuple[str, Layout]]:
-    """(what changes, Layout), one step away and possible."""
-    for changes in changes_of(layout, cluster):
-        try:
-            other = replace(layout, **changes).check(model, cluster)
-        except PlanError:
-            continue
-        if other != layout:
-            yield ", ".join(f"{name} = {str(value).lower()}" for name, value in changes.items()), other
-
-
-def try_next(model: Model, cluster: Cluster, layout: Layout, conventions: Conventions, seconds: float) -> Next:
-    """The layout one step away that fits and is fastest, if it is faster; where none fits, what needs least memory."""
-
-    def size(layout: Layout) -> float:
-        return max(stage["total"] for stage in memory(model, layout, conventions))
-
-    here = size(layout)
-    options = [(size(other), words, other) for words, other in neighbours(model, cluster, layout)]
-    fitting = [
-        (step_time(model, other, cluster, conventions).seconds, words, other)
-        for needs, words, other in options
-        if needs <= cluster.memory
-    ]
-    if fitting:
-        least, words, other = min(fitting, key=lambda option: option[0])
-        if here > cluster.memory or least < seconds:
-            return Next(words, other, least)
-        return Next(f"stay: none of {len(fitting)} layouts one step away is faster")
-    least, words, other = min(options, key=lambda option: option[0], default=(here, "", layout))
-    if least < here:
-        return Next(f"{words}: it does not fit either, but needs less", other)
-    return Next("more GPUs, or a smaller model: no layout one step away needs less memory")
-
-
-def settings(layout: Layout) -> dict[str, Any]:
-    """{field: value} of a layout where it differs from the defaults, and always its sizes."""
-    always = (*MESH, "micro_batch", "batch")
-    defaults = {field.name: field.default for field in fields(layout)}
-    return {name: value for name, value in asdict(layout).items() if name in always or value != defaults[name]}

@@ -1,13 +1,15 @@
 """A plan in words, and as tables for JSON, which the doctor reads. Pure."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from helpers.command_line import aligned
 from helpers.planner.conventions import GIGA
+from helpers.planner.layout import Layout
 from helpers.planner.memory import NOT_COUNTED
-from helpers.planner.plan import Plan, Run, settings
+from helpers.planner.plan import MESH, Plan, Run
+from helpers.planner.search import Search, words
 from helpers.planner.step_time import COVERAGE
 
 
@@ -35,10 +37,9 @@ def memory_lines(plan: Plan) -> Iterator[str]:
     """The first, the fullest and the last stage by kind."""
     stages, unit = plan.stages, plan.conventions.memory
     columns = sorted({0, plan.fullest, len(stages) - 1})
-    kinds = list(dict.fromkeys(kind for stage in stages for kind in stage))
-    kinds.sort(key="total".__eq__)
+    kinds = {kind: None for stage in stages for kind in stage if kind != "total"}
     rows = [[unit] + [f"stage {stage}" for stage in columns]]
-    for kind in kinds:
+    for kind in [*kinds, "total"]:
         rows.append([kind] + [f"{stages[stage].get(kind, 0) / GIGA[unit]:.2f}" for stage in columns])
     yield "memory of a rank"
     yield from (f"  {line}" for line in aligned(rows, left=[0]))
@@ -112,6 +113,13 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"try next: {plan.next.words}{seconds}"
 
 
+def settings(layout: Layout) -> dict[str, Any]:
+    """{field: value} of a layout where it differs from the defaults, and always its sizes."""
+    always = (*MESH, "micro_batch", "batch")
+    defaults = {field.name: field.default for field in fields(layout)}
+    return {name: value for name, value in vars(layout).items() if name in always or value != defaults[name]}
+
+
 def values_of(record: object, *names: str) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
 
@@ -131,10 +139,8 @@ def tables(plan: Plan) -> dict[str, Any]:
         "layout": settings(plan.layout),
         "memory": {**values_of(plan, "stages", "fullest", "fits"), "limit": cluster.memory, "not_counted": NOT_COUNTED},
         "collectives": [
-            {
-                **values_of(group, "dimension", "kind", "phase", "what", "ranks", "count", "sent"),
-                **{"bytes": group.size, "seconds": group.seconds()},
-            }
+            values_of(group, "dimension", "kind", "phase", "what", "ranks", "count", "sent")
+            | {"bytes": group.size, "seconds": group.seconds()}
             for group in plan.collectives
         ],
         "step": {
@@ -152,3 +158,19 @@ def tables(plan: Plan) -> dict[str, Any]:
     if measured:
         result["measured"] = {**values_of(measured, "seconds", "error"), **asdict(measured.utilization)}
     return result
+
+
+def search_tables(search: Search) -> dict[str, Any]:
+    """A search as JSON has it, with the ten fastest layouts."""
+    return {
+        "conventions": vars(search.conventions),
+        "tried": search.tried,
+        "refused": search.refusals,
+        "too_large": search.by_memory(),
+        "fits": len(search.fits),
+        "ranked": [
+            {"seconds": fit.seconds, "low": fit.step.low, "high": fit.step.high, "bytes": fit.bytes}
+            | {"words": words(fit.layout), "layout": vars(fit.layout)}
+            for fit in search.fits[:10]
+        ],
+    }

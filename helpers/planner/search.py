@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helpers.planner.cluster import Cluster
-from helpers.planner.conventions import Conventions, conventions_of
+from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
 from helpers.planner.memory import stage_memory
 from helpers.planner.model import Model, model_of
-from helpers.planner.records import PlanError, check_fields
+from helpers.planner.records import PlanError
 from helpers.planner.step_time import FACTOR, StepTime, step_time
 
 MESH = ("tp", "pp", "cp", "ep")  # and dp is what is left of the GPUs
@@ -28,6 +28,10 @@ class Candidate:
     bytes: float  # of the fullest rank
     kind: str  # of memory, the largest there
 
+    @property
+    def need(self) -> str:
+        return f"The smallest, {words(self.layout)}, needs {self.bytes / GIB:.1f} GiB, most of it {self.kind}."
+
 
 @dataclass(frozen=True)
 class Fit(Candidate):
@@ -42,7 +46,7 @@ class Fit(Candidate):
 
 @dataclass
 class Search:
-    """What a search found."""
+    """The layouts of a model on a cluster."""
 
     model: Model
     cluster: Cluster
@@ -52,21 +56,34 @@ class Search:
     too_large: list[Candidate] = field(default_factory=list)  # the smallest first
     refusals: Counter[str] = field(default_factory=Counter)  # {reason: layouts}
 
+    def add(self, fields: dict[str, Any]) -> None:
+        """Count a layout among those that are refused, too large or fit."""
+        try:
+            layout = Layout(**fields).check(self.model, self.cluster)
+        except PlanError as error:
+            self.refusals[reason(error)] += 1
+            return
+        size, kind = fullest(self.model, layout, self.conventions)
+        if size > self.cluster.memory:
+            self.too_large.append(Candidate(layout, size, kind))
+        else:
+            step = step_time(self.model, layout, self.cluster, self.conventions)
+            self.fits.append(Fit(layout, size, kind, step))
+
     @property
     def best(self) -> Fit:
-        """The layout with the least predicted seconds."""
+        """The layout with the least predicted seconds; PlanError where none fits."""
         if not self.fits:
             raise self.none()
         return self.fits[0]
 
     def none(self) -> PlanError:
         """The PlanError of a search in which no layout fits."""
-        word = "fits" if self.too_large else "can be"
-        return PlanError(f"no layout of {self.model.name} {word}.\n{self.explain()[-1]}")
+        return PlanError(f"no layout of {self.model.name} {'fits' if self.too_large else 'can be'}.\n{self.advice()}")
 
     @property
     def tried(self) -> int:
-        return len(self.fits) + len(self.too_large) + sum(self.refusals.values())
+        return len(self.fits) + len(self.too_large) + self.refusals.total()
 
     def by_memory(self) -> Counter[str]:
         """{kind of memory: layouts that do not fit, and of whose bytes it has most}."""
@@ -74,71 +91,60 @@ class Search:
 
     def explain(self) -> list[str]:
         """A few lines: the choice, and why not its neighbours."""
-        lines = [
+        head = (
             f"{self.tried} layouts of {self.model.name} on {self.cluster.gpus} x {self.cluster.gpu}: "
-            f"{sum(self.refusals.values())} refused, {len(self.too_large)} do not fit, {len(self.fits)} ranked."
-        ]
+            f"{self.refusals.total()} refused, {len(self.too_large)} do not fit, {len(self.fits)} ranked."
+        )
         if not self.fits:
-            if not self.too_large:
-                why = "; ".join(reason for reason, _ in self.refusals.most_common(3))
-                return [*lines, f"None can be: {why}. Give other sizes, or leave some out."]
-            least = self.too_large[0]
-            need = f"The smallest, {words(least.layout)}, needs {least.bytes / GIB:.1f} GiB, most of it {least.kind}."
-            return [*lines, f"None fits in {self.cluster.memory / GIB:.1f} GiB. {need} {self.advice()}"]
-        best = self.fits[0]
-        lines.append(
+            return [head, self.advice()]
+        best = self.best
+        choice = (
             f"Fastest: {words(best.layout)}: {best.seconds:.2f} s a step ({best.step.low:.2f} to {best.step.high:.2f})"
             f", {best.bytes / GIB:.1f} of {self.cluster.memory / GIB:.1f} GiB."
         )
-        shown = {best.layout}
+        reasons: dict[Layout, str] = {}
         for name in VARIED:
             for value in self.neighbours(name):
                 other, line = self.why_not(name, value)
-                if other not in shown:
-                    shown.add(other)
-                    lines.append(line)
-        close = sum(candidate.seconds <= best.seconds * FACTOR for candidate in self.fits) - 1
-        return [
-            *lines,
-            f"{close} more within a factor of {FACTOR} of it, which a prediction may be off: measure a few.",
-        ]
+                reasons.setdefault(other, line)
+        close = sum(fit.seconds <= best.seconds * FACTOR for fit in self.fits) - 1
+        end = f"{close} more within a factor of {FACTOR} of it, which a prediction may be off: measure a few."
+        return [head, choice, *reasons.values(), end]
 
     def advice(self) -> str:
-        """What to try where nothing fits: only what the smallest layout does not do already."""
-        least = self.too_large[0]
-        tries = ["more GPUs"]
+        """Why no layout fits, and what to try: only what the smallest layout does not do already."""
+        if not self.too_large:
+            why = "; ".join(reason for reason, _ in self.refusals.most_common(3))
+            return f"None can be: {why}. Give other sizes, or leave some out."
+        least, tries = self.too_large[0], ["more GPUs"]
         if least.layout.recompute != "full":
             tries.append("recompute = full")
         if least.kind == "optimizer" and not least.layout.offload:
             tries.append("offload = true")
-        free = [name for name in self.constraints if name in VARIED and name != "recompute"]
-        left = f", or leave out what is given: {', '.join(free)}" if free else ""
-        return f"Give {', or '.join(tries)}{left}."
+        if free := [name for name in self.constraints if name in VARIED and name != "recompute"]:
+            tries.append(f"leave out what is given: {', '.join(free)}")
+        return f"None fits in {self.cluster.memory / GIB:.1f} GiB. {least.need} Give {', or '.join(tries)}."
 
     def neighbours(self, name: str) -> list[Any]:
         """The values just below and above the best one's that were tried."""
-        here = getattr(self.fits[0].layout, name)
+        here = getattr(self.best.layout, name)
         values = {getattr(candidate.layout, name) for candidate in (*self.fits, *self.too_large)}
         if name == "recompute":
             return sorted(values - {here})
-        below, above = sorted(v for v in values if v < here), sorted(v for v in values if v > here)
-        return below[-1:] + above[:1]
+        return sorted(v for v in values if v < here)[-1:] + sorted(v for v in values if v > here)[:1]
 
     def why_not(self, name: str, value: Any) -> tuple[Layout, str]:
         """(layout, line): the best layout with this value, or the smallest, where none fits."""
-        best, label = self.fits[0], f"{name} = {value}"
-        if other := next((candidate for candidate in self.fits if getattr(candidate.layout, name) == value), None):
-            more = {part: other.step.parts[part] - best.step.parts[part] for part in best.step.parts}
-            ends = [max(more, key=more.__getitem__), min(more, key=more.__getitem__)]
-            changes = ", ".join(f"{part} {more[part]:+.2f} s" for part in ends if abs(more[part]) >= 0.005)
-            slower = other.seconds / best.seconds - 1
-            return (
-                other.layout,
-                f"Why not {label}? {slower:+.1%} with {words(other.layout)}: {changes or 'much the same'}.",
-            )
+        label, best = f"Why not {name} = {value}?", self.best
+        for fit in self.fits:
+            if getattr(fit.layout, name) == value:
+                more = {part: fit.step.parts[part] - seconds for part, seconds in best.step.parts.items()}
+                ends = [max(more, key=more.__getitem__), min(more, key=more.__getitem__)]
+                changes = ", ".join(f"{part} {more[part]:+.2f} s" for part in ends if abs(more[part]) >= 0.005)
+                slower = f"{fit.seconds / best.seconds - 1:+.1%} with {words(fit.layout)}"
+                return fit.layout, f"{label} {slower}: {changes or 'much the same'}."
         least = next(candidate for candidate in self.too_large if getattr(candidate.layout, name) == value)
-        need = f"{least.bytes / GIB:.1f} GiB, most of it {least.kind}"
-        return least.layout, f"Why not {label}? The smallest, {words(least.layout)}, needs {need}."
+        return least.layout, f"{label} {least.need}"
 
 
 def words(layout: Layout) -> str:
@@ -150,20 +156,16 @@ def words(layout: Layout) -> str:
     return ", ".join(parts)
 
 
-def powers(largest: float) -> list[int]:
-    """1, 2, 4, … up to the largest."""
-    return [2**power for power in range(max(int(largest), 1).bit_length())]
-
-
 def choices(model: Model, cluster: Cluster, attention: str = "flash") -> dict[str, list[Any]]:
     """{field: values} that a search tries by default: tp up to two nodes, so that it is seen why not."""
+    node, gpus = cluster.gpus_per_node, cluster.gpus
     return {
-        "tp": powers(min(2 * cluster.gpus_per_node, cluster.gpus)),
-        "pp": [size for size in range(1, min(model.layers, cluster.gpus) + 1) if cluster.gpus % size == 0],
-        "cp": powers(8) if model.seq > 16384 else [1],
-        "ep": sorted({1, min(model.experts, cluster.gpus_per_node), model.experts} - {0}),
+        "tp": [2**power for power in range(min(2 * node, gpus).bit_length())],
+        "pp": [size for size in range(1, min(model.layers, gpus) + 1) if gpus % size == 0],
+        "cp": [1, 2, 4, 8] if model.seq > 16384 else [1],
+        "ep": sorted({1, min(model.experts, node), model.experts} - {0}),
         "zero": [1, 3],
-        "shard": [0, cluster.gpus_per_node],
+        "shard": [0, node],
         "micro_batch": [1, 2, 4, 8],
         "interleave": [1, 2, 4],
         "recompute": ["none", "full"] + ["selective"] * (attention == "scores"),
@@ -171,10 +173,9 @@ def choices(model: Model, cluster: Cluster, attention: str = "flash") -> dict[st
     }
 
 
-def products(table: dict[str, list[Any]], names: list[str]) -> Iterator[dict[str, Any]]:
+def products(table: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
     """Each {name: value}."""
-    for values in itertools.product(*(table[name] for name in names)):
-        yield dict(zip(names, values, strict=True))
+    return (dict(zip(table, values, strict=True)) for values in itertools.product(*table.values()))
 
 
 def search(
@@ -192,16 +193,15 @@ def search(
     model = model_of(model)
     table = choices(model, cluster, constraints.get("attention", "flash"))
     table |= {name: list(value) if isinstance(value, (list, tuple)) else [value] for name, value in constraints.items()}
-    for name in constraints:  # or an error would count for every layout
-        for value in table[name]:
-            check_fields(Layout, {name: value})
-    check_fields(Layout, {"batch": batch})
+    for name, values in {**{name: table[name] for name in constraints}, "batch": [batch]}.items():
+        for value in values:  # or an error would count for every layout
+            Layout.check_fields({name: value})
     for dtype in table.get("dtype", []):
         cluster.peak(dtype)
-    result = Search(model, cluster, conventions_of(conventions), tuple(constraints))
-    inner = list(products(table, [name for name in table if name not in MESH]))
-    inner = [step for step in inner if step["zero"] == 3 or not step["shard"]]  # or HSDP would say nothing
-    for mesh in products(table, list(MESH)):
+    result = Search(model, cluster, Conventions.of(conventions or {}), tuple(constraints))
+    mesh_table = {name: table.pop(name) for name in MESH}
+    inner = [step for step in products(table) if step["zero"] == 3 or not step["shard"]]  # or HSDP would say nothing
+    for mesh in products(mesh_table):
         steps = [step for step in inner if mesh["pp"] > 1 or step["interleave"] == 1]
         ranks = mesh["tp"] * mesh["pp"] * mesh["cp"]
         if cluster.gpus % ranks:
@@ -215,25 +215,10 @@ def search(
             result.refusals[reason(error)] += len(steps)
             continue
         for step in steps:
-            add(result, {"batch": batch, **sizes, **step})
-    result.fits.sort(key=lambda candidate: candidate.seconds)
+            result.add({"batch": batch, **sizes, **step})
+    result.fits.sort(key=lambda fit: fit.seconds)
     result.too_large.sort(key=lambda candidate: candidate.bytes)
     return result
-
-
-def add(result: Search, fields: dict[str, Any]) -> None:
-    """Refuse a layout, or put it among those that fit or are too large."""
-    try:
-        layout = Layout(**fields).check(result.model, result.cluster)
-    except PlanError as error:
-        result.refusals[reason(error)] += 1
-        return
-    size, kind = fullest(result.model, layout, result.conventions)
-    if size > result.cluster.memory:
-        result.too_large.append(Candidate(layout, size, kind))
-    else:
-        step = step_time(result.model, layout, result.cluster, result.conventions)
-        result.fits.append(Fit(layout, size, kind, step))
 
 
 def reason(error: PlanError) -> str:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from helpers.planner.cluster import PRESETS, Cluster
-from helpers.planner.communication import RECEIVED, Collective, activations, data_parallel
+from helpers.planner.communication import RECEIVED, Collective, activations, data_parallel, with_seconds
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
-from helpers.planner.memory import BYTES, stage_parameters
+from helpers.planner.memory import stage_parameters
 from helpers.planner.model import Model
 
 # For each parameter that a rank updates: float32 weights and two moments are read and written (24), the gradient is
@@ -52,9 +52,6 @@ class LayerWork:
     attention: float  # the part of them that hides context parallelism
     elementwise: float
 
-    def seconds(self, constants: Constants) -> float:
-        return self.products / constants.matmul + self.elementwise / constants.memory
-
 
 def memory_speed(layout: Layout, cluster: Cluster) -> float:
     """Bytes a second of the GPU's memory; where it is not given, an A100's for each FLOP/s."""
@@ -71,8 +68,7 @@ def layer_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
     write, residuals read two and write one in 32 and 16 bits, an MLP's activation reads and writes its inner width, and
     scores that are stored pass 4 times, 6 and a mask with dropout: 22h + 16h/t + 13as/t bytes a token for GPT.
     """
-    t, size, peak = layout.tp, BYTES.get(layout.dtype, 2), cluster.peak(layout.dtype)
-    tokens = layout.micro_batch * model.seq // layout.cp
+    t, tokens, peak = layout.tp, layout.tokens(model), cluster.peak(layout.dtype)
     stored = layout.attention == "scores"
     passes = 4 if layout.recompute == "full" else 3
     again = layout.recompute != "none"  # attention: selective recomputation repeats it alone
@@ -81,15 +77,15 @@ def layer_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
     products = 2 * tokens * model.gemm_weights() / model.layers / t / peak * passes
 
     ffn = model.ffn * (model.active_experts + model.shared_experts) if model.experts else model.ffn
-    outside = (4 + 6 + model.dropout) * model.norms * model.width / (t if layout.sequence_parallel else 1)
+    outside = (4 + 6 + model.dropout) * model.norms * model.width / layout.norm_sharers
     inside = (6 if model.gated else 4) * ffn / t
     scores = (8 + 5 * model.dropout) * model.heads * model.seq / t * stored
-    elementwise = tokens * ((outside + inside) * passes + scores * (3 + again)) * size / 2
+    elementwise = tokens * ((outside + inside) * passes + scores * (3 + again)) * layout.element_bytes / 2
     return LayerWork(passes, products + attention, attention, elementwise / memory_speed(layout, cluster))
 
 
 def parts_of(
-    model: Model, layout: Layout, cluster: Cluster, conventions: Conventions | None = None
+    model: Model, layout: Layout, cluster: Cluster, conventions: Conventions
 ) -> Callable[[Constants], dict[str, float]]:
     """What the busiest stage does in a step, counted once: a function from Constants to {part: seconds}.
 
@@ -100,24 +96,22 @@ def parts_of(
     behind the last backward, as PyTorch's DDP reduces its buckets (Li et al. 2020, section 3.2.3); a layer's part of
     them, and what takes longer, stays.
     """
-    conventions = conventions or Conventions()
     m, sizes = layout.micro_batches, layout.stage_layers(model)
     layers = max(sizes)
     visits = layers * m  # of micro-batches to the layers of the busiest stage
     work, speed = layer_work(model, layout, cluster, conventions), memory_speed(layout, cluster)
-    logits = layout.micro_batch * model.seq // layout.cp * model.vocab / layout.tp
+    logits = layout.tokens(model) * model.vocab / layout.tp
     head = 6 * logits * model.width / cluster.peak(layout.dtype)
-    loss = PER_LOGIT_BYTES * logits * BYTES.get(layout.dtype, 2) / 2 / speed
+    loss = PER_LOGIT_BYTES * logits * layout.element_bytes / 2 / speed
     states = 0 if layout.offload else stage_parameters(model, layout, sizes.index(layers)) / layout.sharers
 
     # Megatron-LM, which was measured, recomputes a layer's last output, too.
-    sent = activations(model, layout, cluster, stage=1 if layout.pp > 2 else 0, early_stop=False)
+    sent = with_seconds(activations(model, layout, stage=1 if layout.pp > 2 else 0, early_stop=False), cluster)
     to_stages = [group for group in sent if group.dimension == "pp" or group.what == RECEIVED]
-    in_layers = {
-        name: [group for group in sent if group.dimension == name and group.what != RECEIVED]
-        for name in ("tp", "ep", "cp")
-    }
-    data = data_parallel(model, layout, cluster, conventions, stage=0)
+    in_layers = [
+        [group for group in sent if group.dimension == name and group.what != RECEIVED] for name in ("tp", "ep", "cp")
+    ]
+    data = with_seconds(data_parallel(model, layout, conventions), cluster)
     overlaps = conventions.overlap == "backward" and layout.zero < 3
     reductions = [group for group in data if overlaps and group.phase == "backward"]
     reducing = m if layout.zero == 2 and conventions.gather == "each" else 1  # micro-batches whose backward reduces
@@ -126,9 +120,10 @@ def parts_of(
         def seconds(groups: Iterable[Collective]) -> float:
             return sum(group.seconds(constants.in_node, constants.between) for group in groups)
 
-        tensor, expert, context = (seconds(groups) / visits for groups in in_layers.values())
+        tensor, expert, context = (seconds(groups) / visits for groups in in_layers)
         context = max(context - work.attention / constants.matmul, 0)
-        busy = work.seconds(constants) + tensor + expert + context
+        computing = work.products / constants.matmul + work.elementwise / constants.memory
+        busy = computing + tensor + expert + context
         # A host that launches its kernels more slowly than the GPU runs them is what the GPU waits for.
         layer = (busy**2 + (constants.launch * work.passes) ** 2) ** 0.5
         send, reduced = seconds(to_stages) / m, seconds(reductions)
@@ -164,21 +159,14 @@ class StepTime:
     extrapolated: str  # what the measured steps did not have; empty where they had it
 
 
-def step_time(
-    model: Model,
-    layout: Layout,
-    cluster: Cluster,
-    conventions: Conventions | None = None,
-    constants: Constants | None = None,
-) -> StepTime:
-    """The StepTime of a layout; by REACHED for a measured cluster, else by FITTED, unless constants are given.
+def step_time(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions | None = None) -> StepTime:
+    """The StepTime of a layout; by REACHED for a measured cluster, else by FITTED.
 
     low and high: of measured steps of a model size that no fit saw, 89 % lay between (vtrain.coverage). Where something
     is extrapolated, high is wider, by what a few published steps were off; it has no coverage.
     """
-    fitted = replace(FITTED, matmul=FITTED.matmul * cluster.reaches)
-    constants = constants or (REACHED if cluster.measured else fitted)
-    parts = parts_of(model, layout, cluster, conventions)(constants)
+    constants = REACHED if cluster.measured else replace(FITTED, matmul=FITTED.matmul * cluster.reaches)
+    parts = parts_of(model, layout, cluster, conventions or Conventions())(constants)
     seconds, new = sum(parts.values()), extrapolated(model, layout, cluster)
     return StepTime(seconds, seconds / FACTOR, seconds * (FACTOR_ELSEWHERE if new else FACTOR), parts, new)
 

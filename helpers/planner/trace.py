@@ -4,21 +4,21 @@ Sharding is not division: each tensor is cut between its rows, and the parts are
 on the meta device, which stores no numbers, in a world of the "fake" backend, whose collectives do nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from helpers.planner.layout import Layout
 from helpers.planner.memory import outer_tensors
 from helpers.planner.model import Model, Tensor
-from helpers.planner.records import PlanError
+from helpers.planner.records import refuse
 from helpers.ranks.launch import launch
-
-if TYPE_CHECKING:  # torch takes seconds to import
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,15 @@ class Rank:
     rank: int
     stage: int
     numbers: int  # parameters
-    layer: int  # numbers of one layer of the stage, the last
     outside: int  # numbers outside the layers
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What the first and the last rank of the first, second and last stage hold. The first rank of a stage holds the
-    most of it, the last the least: each tensor's rows go to ranks in order until there are none."""
+    """What the first and the last rank of the first, second and last stage hold.
+
+    The first rank of a stage holds the most of it, the last the least: each tensor's rows go to ranks in order.
+    """
 
     ranks: tuple[Rank, ...]
     world: int  # ranks among which one copy of the model is divided
@@ -73,92 +74,72 @@ def trace(model: Model, layout: Layout, every_layer: bool = False) -> Trace:
     """
     layout.check(model)
     if layout.zero != 3:
-        raise PlanError(f"only FSDP's sharding is traced, and zero is {layout.zero}.\nGive zero = 3.")
+        refuse(f"only FSDP's sharding is traced, and zero is {layout.zero}", "zero = 3")
     if layout.ep > 1:
-        raise PlanError(f"experts on ranks of their own (ep = {layout.ep}) are not traced.\nGive ep = 1.")
+        refuse(f"experts on ranks of their own (ep = {layout.ep}) are not traced", "ep = 1")
     if model.kv_heads % layout.tp:
-        raise PlanError(
-            f"{model.kv_heads} kv_heads would be copied to tp = {layout.tp} ranks, which is not traced.\n"
-            f"Give at most {model.kv_heads} as tp."
-        )
+        what = f"{model.kv_heads} kv_heads would be copied to tp = {layout.tp} ranks, which is not traced"
+        refuse(what, f"at most {model.kv_heads} as tp")
     per_stage = layout.gpus // layout.pp
     stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
     places = [(stage, stage * per_stage + offset) for stage in stages for offset in sorted({0, per_stage - 1})]
-    ranks = launch(pretended, model, layout, places, every_layer, nproc=1, timeout=600)[0]
+    ranks = launch(pretend, model, layout, places, every_layer, nproc=1, timeout=600)[0]
     copies = layout.data_ranks // layout.sharers
     return Trace(tuple(ranks), layout.gpus // copies, model.parameters())
 
 
-def pretended(model: Model, layout: Layout, places: list[tuple[int, int]], every_layer: bool) -> list[Rank]:
+def pretend(model: Model, layout: Layout, places: list[tuple[int, int]], every_layer: bool) -> list[Rank]:
     """A Rank for each (stage, rank): in this process, as each of these ranks in turn. Ends the process group."""
-    import torch.distributed as dist
-
     ranks = []
     for stage, rank in places:
         dist.destroy_process_group()
         dist.init_process_group("fake", rank=rank, world_size=layout.gpus)
-        ranks.append(held(model, layout, rank, stage, every_layer))
+        ranks.append(count_rank(model, layout, rank, stage, every_layer))
     return ranks
 
 
-def held(model: Model, layout: Layout, rank: int, stage: int, every_layer: bool = True, device: str = "meta") -> Rank:
+def count_rank(model: Model, layout: Layout, rank: int, stage: int, every_layer: bool, device: str = "meta") -> Rank:
     """The Rank of this process, on whatever group it is in: it builds the stage, shards it and counts."""
-    sizes = layout.stage_layers(model)
-    start = sum(sizes[:stage])
-    numbers = range(start, start + sizes[stage])
-    sparse = [model.has_experts(layer) for layer in numbers]
-    kept = [layer for at, layer in enumerate(numbers) if every_layer or sparse[:at].count(sparse[at]) < 2]
-    root = sharded(model, layout, stage, kept, device)
-    counts = {layer: count(root.get_submodule(f"layers.{layer}")) for layer in kept}
-    second = {model.has_experts(layer): counts[layer] for layer in kept}
+    layers = layout.layers_of(model, stage)
+    sparse = [model.has_experts(layer) for layer in layers]
+    built = [layer for at, layer in enumerate(layers) if every_layer or sparse[:at].count(sparse[at]) < 2]
+    root = sharded_stage(model, layout, stage, built, device)
+    counts = {layer: count(root.get_submodule(f"layers.{layer}")) for layer in built}
+    second = {model.has_experts(layer): counts[layer] for layer in built}
     outside = count(root) - sum(counts.values())
-    total = outside + sum(counts.get(layer, second[model.has_experts(layer)]) for layer in numbers)
-    return Rank(rank, stage, total, counts[kept[-1]], outside)
+    total = outside + sum(counts.get(layer, second[model.has_experts(layer)]) for layer in layers)
+    return Rank(rank, stage, total, outside)
 
 
 def count(module: nn.Module) -> int:
     """Numbers of a module's parameters that this rank holds."""
-    from torch.distributed.tensor import DTensor
-
     return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in module.parameters())
 
 
-def mesh_of(layout: Layout) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh
-
+def sharded_stage(model: Model, layout: Layout, stage: int, layers: Iterable[int], device: str) -> nn.Module:
+    """A stage with these layers only, as a module on this rank. It has the model's parameters and computes nothing."""
     copies = layout.data_ranks // layout.sharers
     sizes = {"pp": layout.pp, "replicate": copies, "shard": layout.sharers, "tp": layout.tp}
     # A dimension of one rank would cost a group for every rank of the world.
     sizes = {name: size for name, size in sizes.items() if size > 1} or {"tp": 1}
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def sharded(model: Model, layout: Layout, stage: int, layers: Iterable[int], device: str) -> nn.Module:
-    """A stage with these layers only, as a module on this rank. It has the model's parameters and computes nothing."""
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = mesh_of(layout)
-    root = module_of(outer_tensors(model, layout, stage), mesh, device)
-    root.layers = nn.ModuleDict({str(layer): module_of(model.tensors(layer), mesh, device) for layer in layers})
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    tp = mesh["tp"] if "tp" in sizes else None
+    root = module_of(outer_tensors(model, layout, stage), tp, device)
+    root.layers = nn.ModuleDict({str(layer): module_of(model.tensors(layer), tp, device) for layer in layers})
     if layout.sharers > 1:
-        over = mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"]
+        data = mesh["replicate", "shard"] if copies > 1 else mesh["shard"]
         for part in [*root.layers.values(), root]:
-            fully_shard(part, mesh=over)
+            fully_shard(part, mesh=data)
     return root
 
 
-def module_of(tensors: Iterable[Tensor], mesh: DeviceMesh, device: str) -> nn.Module:
+def module_of(tensors: Iterable[Tensor], tp: DeviceMesh | None, device: str) -> nn.Module:
     """A module with these parameters, each already divided among the tensor-parallel ranks."""
-    import torch
-    from torch import nn
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     module = nn.Module()
-    for at, tensor in enumerate(tensors):
+    for number, tensor in enumerate(tensors):
         shape = [tensor.rows, tensor.columns] if tensor.columns > 1 else [tensor.rows]
         value = torch.empty(shape, device=device)
-        if tensor.split and "tp" in (mesh.mesh_dim_names or ()):
-            value = distribute_tensor(value, mesh["tp"], [Shard(("rows", "columns").index(tensor.split))])
-        module.register_parameter(str(at), nn.Parameter(value))
+        if tensor.split and tp:
+            value = distribute_tensor(value, tp, [Shard(("rows", "columns").index(tensor.split))])
+        module.register_parameter(str(number), nn.Parameter(value))
     return module

@@ -72,11 +72,11 @@ def more_to_come(failures: dict[int, Failure], ranks: list[Rank], dying: Collect
 
     A killed rank has no earlier cause, and no peer dies for the same reason: its peers only finish what they print.
     """
-    waited = time.monotonic() - min(failure.when for failure in failures.values())
+    seconds = time.monotonic() - min(failure.when for failure in failures.values())
     killed = any(failure.killed for failure in failures.values())
     soon, late = (0, PEERS_WITHIN) if killed else (PEERS_WITHIN, LATE_WITHIN)
     # Ranks that have reported count as well: a thread of theirs may still send what a peer waits for.
-    return waited <= soon or (waited <= late and (bool(dying) or any(busy(rank.process.pid) for rank in ranks)))
+    return seconds <= soon or (seconds <= late and (bool(dying) or any(busy(rank.process.pid) for rank in ranks)))
 
 
 def busy(pid: int | None) -> bool:
@@ -115,16 +115,11 @@ def where_they_stand(folder: Path, nproc: int) -> dict[int, str]:
     patience = time.monotonic() + LATE_WITHIN
     while True:
         late = time.monotonic() > patience
-        stacks = [main_thread(read(folder / f"stack{rank}")) for rank in range(nproc)]
+        dumps = [read(folder / f"stack{rank}") for rank in range(nproc)]
+        stacks = [dump.rpartition("\n\n")[2] for dump in dumps]  # the main thread's: faulthandler writes it last
         if late or all(stack.endswith((" in <module>\n", "\n  ...\n")) for stack in stacks):  # or over 100 frames
             return {rank: innermost(stack) for rank, stack in enumerate(stacks)}
         time.sleep(0.05)
-
-
-def main_thread(dump: str) -> str:
-    """The main thread's part of a faulthandler dump, or "". The dump's first line is the main thread's id."""
-    main, _, dump = dump.partition("\n")
-    return next((block for block in re.split(r"(?<=\n)\n", dump) if f"Thread {main} " in block), "")
 
 
 def innermost(stack: str) -> str:

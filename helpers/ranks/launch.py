@@ -67,7 +67,7 @@ def launch(
     Raises RankError when a rank raises, dies, or still runs at ``timeout``, and LaunchError for an argument that
     cannot work.
     """
-    check(fn, nproc, timeout, env)
+    check(fn, nproc, timeout)
     payload = pack(fn, args)
     warm()
     folder = Path(util.get_temp_dir(), f"launch{next(launches)}")
@@ -100,7 +100,7 @@ def launch(
             print(line)
 
 
-def check(fn: object, nproc: object, timeout: object, env: object) -> None:
+def check(fn: object, nproc: object, timeout: object) -> None:
     """Raise LaunchError for arguments that cannot work, before anything is started."""
     if not callable(fn):
         raise LaunchError(f"launch needs a function, and got {fn!r}.\nPass it uncalled: launch(fn, argument, nproc=4).")
@@ -112,9 +112,6 @@ def check(fn: object, nproc: object, timeout: object, env: object) -> None:
         )
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_SECONDS:
         raise LaunchError(f"timeout is a number of seconds above 0; it was {timeout!r}.\nTry timeout=60.")
-    env = env or {}
-    if not isinstance(env, dict) or not all(isinstance(text, str) for pair in env.items() for text in pair):
-        raise LaunchError("env maps names to strings.\nTry env={'TORCH_DISTRIBUTED_DEBUG': 'DETAIL'}.")
     if "WORLD_SIZE_ONE_STORE" in os.environ:
         raise LaunchError("launch was called inside a rank.\nStart ranks from the notebook, and call dist.* in them.")
 

@@ -3,7 +3,6 @@
 import ast
 import linecache
 import os
-from dataclasses import dataclass
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -56,24 +55,20 @@ def sendable(namespace: dict[str, Any], cell: str) -> dict[str, Any]:
 
     A value that the cell may need or may replace is left out where it cannot be sent.
     """
-    names = free_names(cell)
-    required = {name: namespace[name] for name in sorted(names.required) if name in namespace}
+    required, replaced = (
+        {name: namespace[name] for name in sorted(names & {*namespace})} for names in free_names(cell)
+    )
     if error := launch.cannot_be_sent({f"the notebook's {name!r}": value for name, value in required.items()}):
         raise error
-    replaced = {name: namespace[name] for name in sorted(names.replaced) if name in namespace}
     return required | {name: value for name, value in replaced.items() if not launch.cannot_be_sent({name: value})}
 
 
-@dataclass(frozen=True)
-class FreeNames:
-    """The names that a cell reads and, at that place, has not surely bound itself."""
+def free_names(cell: str) -> tuple[set[str], set[str]]:
+    """(names that a cell's body needs, names that it reads and may have bound itself before).
 
-    required: frozenset[str]  # the cell binds them nowhere, or reads them before
-    replaced: frozenset[str]  # the cell binds them in a block or a function that may not run, or reads them in one
-
-
-def free_names(cell: str) -> FreeNames:
-    """The FreeNames of a cell's body. Raises LaunchError where the body is not plain Python."""
+    The first kind the body binds nowhere, or reads before it does. The second it binds in a block or a function that
+    may not run, or reads in one. Raises LaunchError where the body is not plain Python.
+    """
     try:
         statements = split(cell)
     except SyntaxError as error:
@@ -93,7 +88,7 @@ def free_names(cell: str) -> FreeNames:
             bound |= statement.binds
     anywhere = {name for statement in statements for name in statement.binds}
     replaced = read & anywhere - read_first
-    return FreeNames(frozenset(read - replaced), frozenset(replaced))
+    return read - replaced, replaced
 
 
 def run_body(cell: str, names: dict[str, Any]) -> Any:
@@ -103,12 +98,9 @@ def run_body(cell: str, names: dict[str, Any]) -> Any:
     own = (dist.get_rank(), dist.get_rank(), dist.get_world_size())
     scope = {"__name__": "__main__", **names, **dict(zip(OWN, own, strict=True))}
     body = ast.parse(cell, SOURCE)
-    last = body.body[-1] if body.body else None
-    if not isinstance(last, ast.Expr):
-        exec(compile(body, SOURCE, "exec"), scope)
-        return None
-    exec(compile(ast.Module(body.body[:-1], []), SOURCE, "exec"), scope)
-    value = eval(compile(ast.Expression(last.value), SOURCE, "eval"), scope)
+    last = body.body.pop() if body.body and isinstance(body.body[-1], ast.Expr) else None
+    exec(compile(body, SOURCE, "exec"), scope)
+    value = eval(compile(ast.Expression(last.value), SOURCE, "eval"), scope) if isinstance(last, ast.Expr) else None
     if value is not None:
         print(repr(value))
     return value

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 def hold_port() -> Iterator[int]:
     """A context that reserves a port of the loopback interface for a store, and gives the port's number.
 
-    A port that was free a moment ago can be taken when the store asks for it. Here a socket is bound to the port and
-    does not listen, so the system gives the port to nobody else. A store can still listen on the port, because the
-    store and the socket both set SO_REUSEADDR.
+    The port's socket is bound and does not listen, so the system gives the port to nobody else. A store can still
+    listen on it, because the store and the socket both set SO_REUSEADDR.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -22,6 +22,9 @@ from helpers.ranks.serialization import dumps
 
 NOTEBOOK = "notebook cell"
 MET, RETURNED, RAISED = b"m", b"+", b"-"  # single bytes in the pipe: a rank that dies cannot leave half a message
+LIBRARIES = sorted(  # folders of installed packages and of the standard library, the longest path first
+    {*site.getsitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}, key=len, reverse=True
+)
 MEET_WITHIN = 60  # seconds that the ranks have to start and meet; they do not count for the call's timeout
 
 
@@ -65,8 +68,7 @@ def rank_main(pipe: connection.Connection, rank: int, call: Call) -> None:
     os.dup2(output, 2)
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
     sys.stderr = open(2, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
-    stacks = open(folder / f"stack{rank}", "w", buffering=1)
-    print(f"{threading.main_thread().ident:#018x}", file=stacks)
+    stacks = open(folder / f"stack{rank}", "w")
 
     def met() -> None:
         # A signal would need a handler, and handlers belong to the reader. faulthandler also works without the GIL.
@@ -100,8 +102,8 @@ def run(rank: int, call: Call, met: Callable[[], None]) -> bytes:
     import torch.distributed as dist
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    threads = max(1, min(cores // world_size, int(asked) if asked.isdigit() else cores))
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    threads = max(1, min(cores // world_size, int(limit) if limit.isdigit() else cores))
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for libraries that the function imports
     dist.set_debug_level_from_env()  # torch read the variable in the forkserver, before it had its value
@@ -138,13 +140,9 @@ def end_with_parent() -> None:
 def describe(error: BaseException) -> Failure:
     """The Failure that describes an exception."""
     story, here = traceback.TracebackException.from_exception(error), os.path.dirname(__file__)
-    chain: list[traceback.TracebackException] = []  # the exception, what caused it, and what it was raised beside
-    links: list[traceback.TracebackException | None] = [story]
-    while links:
-        if link := links.pop():
-            chain.append(link)
-            links += [link.__cause__, link.__context__]
-    for link in chain:
+    chain = [story]  # the exception, what caused it, and what it was raised beside
+    for link in chain:  # which grows meanwhile
+        chain += filter(None, (link.__cause__, link.__context__))
         while len(link.stack) > 1 and os.path.dirname(link.stack[0].filename) == here:
             link.stack.pop(0)  # a reader does not look for the launcher's frames
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
@@ -173,19 +171,13 @@ def short(filename: str) -> str:
     """A file's name without a machine's folders and a kernel's process id, so that a page can show it."""
     if filename.startswith("<") or "ipykernel_" in filename:
         return NOTEBOOK
-    for folder in library_folders():
+    for folder in (*LIBRARIES, os.getcwd()):
         if filename.startswith(folder + os.sep):
             return filename[len(folder) + 1 :]
-    return os.path.relpath(filename) if filename.startswith(os.getcwd() + os.sep) else os.path.basename(filename)
+    return os.path.basename(filename)
 
 
 def is_library(filename: str) -> bool:
     """Whether a file belongs to an installed package, to Python or to this package, and not to the reader."""
-    folders = [*library_folders(), os.path.dirname(os.path.dirname(__file__))]
-    return filename.startswith("<frozen") or any(filename.startswith(folder + os.sep) for folder in folders)
-
-
-def library_folders() -> list[str]:
-    """The folders of installed packages and of the standard library, the longest path first."""
-    folders = {*site.getsitepackages(), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
-    return sorted(folders, key=len, reverse=True)
+    package = os.path.dirname(os.path.dirname(__file__))
+    return filename.startswith(("<frozen", *(folder + os.sep for folder in (*LIBRARIES, package))))

@@ -28,7 +28,6 @@ OF_ACCELERATORS = (  # also functions of torch.accelerator
     "is_available device_count synchronize current_stream set_stream empty_cache reset_peak_memory_stats "
     "memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
 ).split()
-GRAPHS = "CUDAGraph graph make_graphed_callables".split()
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
@@ -108,9 +107,6 @@ class Properties:
     minor: int = 0
     multi_processor_count: int = 132
     total_memory: int = MEMORY
-    warp_size: int = 32
-    L2_cache_size: int = 50 << 20
-    max_threads_per_multi_processor: int = 2048
 
 
 def properties(device: Device = None) -> Properties:
@@ -122,29 +118,9 @@ def set_device(device: Device) -> None:
     Node.current = gpu_of(device)
 
 
-def device_index(device: Device = None, optional: bool = False, allow_cpu: bool = False) -> int:
-    """A device argument as the number of a GPU, read as torch.cuda reads it."""
-    if allow_cpu and isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu":
-        return -1
-    return gpu_of(device)
-
-
-def synchronize(device: Device = None) -> None:
-    COUNTS.add(WAIT, "cuda.synchronize")
-
-
 def returning(value: Any) -> Callable[..., Any]:
     """A new function that always returns this value. torch._dynamo wants a different function for each name."""
     return lambda *args, **kwargs: value
-
-
-def graphless() -> Callable[..., Any]:
-    """A function for CUDA graphs that raises RuntimeError."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("A rehearsal has no CUDA graphs: run this part on a GPU.")
-
-    return refuse
 
 
 def patch() -> None:
@@ -153,14 +129,13 @@ def patch() -> None:
         "device_count": lambda: Node.gpus,
         "current_device": lambda: Node.current,
         "set_device": set_device,
-        "_get_device_index": device_index,
+        "_get_device_index": lambda device=None, optional=False, allow_cpu=False: gpu_of(device),
         "device": current_device,
         "device_of": lambda tensor: current_device(tensor.device.index if tensor.is_cuda else None),
         "get_device_name": lambda device=None: properties(device).name,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": properties,
-        "get_arch_list": lambda: ["sm_90"],
-        "synchronize": synchronize,
+        "synchronize": lambda device=None: COUNTS.add(WAIT, "cuda.synchronize"),
         "Stream": Stream,
         "Event": Event,
         "current_stream": lambda device=None: current,
@@ -170,14 +145,13 @@ def patch() -> None:
         "mem_get_info": lambda device=None: (MEMORY, MEMORY),
         "memory_stats": lambda device=None: defaultdict(int),
         "memory_summary": lambda *args, **kwargs: "A rehearsal has no CUDA memory.",
-        "memory_snapshot": lambda *args: [],
         # A pretended GPU draws the CPU's random numbers, so that results compare with gloo's. GPU seeds do nothing.
         "initial_seed": torch.initial_seed,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()] * Node.gpus,
     }
     stubs |= {name: returning(True) for name in TRUE} | {name: returning(0) for name in ZERO}
-    stubs |= {name: returning(None) for name in NOTHING} | {name: graphless() for name in GRAPHS}
+    stubs |= {name: returning(None) for name in NOTHING}
     replace(torch.cuda, **stubs)
     for module in (torch.cuda.memory, torch.cuda.random):
         replace(module, **{name: stub for name, stub in stubs.items() if hasattr(module, name)})
@@ -203,18 +177,17 @@ def patch_autocast() -> None:
     enabled_for = torch.is_autocast_enabled
 
     class autocast(torch.autocast):
-        def __init__(
-            self, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
-        ) -> None:
+        def __init__(self, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
             if device_type == "cuda":
                 device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-            super().__init__(device_type, dtype, enabled, cache_enabled)
+            super().__init__(device_type, dtype, *args, **kwargs)
+
+    def is_autocast_enabled(*device_types: str) -> bool:
+        return enabled_for(*("cpu" if kind == "cuda" else kind for kind in device_types))
 
     for module in (torch, torch.amp, torch.amp.autocast_mode):
         replace(module, autocast=autocast)
-    replace(
-        torch, is_autocast_enabled=lambda *types: enabled_for(*("cpu" if kind == "cuda" else kind for kind in types))
-    )
+    replace(torch, is_autocast_enabled=is_autocast_enabled)
 
 
 def patch_profiler() -> None:

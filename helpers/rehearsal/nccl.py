@@ -26,7 +26,15 @@ COLLECTIVES = (
     "all_to_all_single"
 ).split()
 POINT_TO_POINT = "send recv recv_anysource".split()
-MISSING = ("BAND", "BOR", "BXOR")  # of torch's ReduceOps
+MISSING = [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
+
+GROUP: Any = dist.ProcessGroup
+ORIGINAL_BARRIER = GROUP.barrier
+ORIGINAL_DEVICE_TYPES = GROUP._device_types
+ORIGINAL_HELPER: Any = c10d._new_process_group_helper
+ORIGINAL_NEW_GROUP = c10d.new_group
+ORIGINAL_SPLIT_GROUP: Any = c10d.split_group
+ORIGINAL_MONITORED_BARRIER = c10d.monitored_barrier
 
 
 @dataclass(eq=False)
@@ -43,14 +51,14 @@ class PretendedNCCL(c10d.ProcessGroupGloo):
     """A ProcessGroupNCCL on gloo. It is as strict as NCCL about duplicate GPUs, splits and devices."""
 
     Options: Any = Options
-    kept: list["PretendedNCCL"] = []  # torch keeps only the C++ half of a group alive; this list keeps the Python half
+    instances: list["PretendedNCCL"] = []  # kept here, because torch keeps only the C++ half of a group alive
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, timeout=options._timeout)
         self.store, self.place, self.world, self.pretended_options = store, rank, size, options
         self.gpu: int | None = None  # of the communicator, once it is made
         self.splits = 0
-        self.kept.append(self)
+        self.instances.append(self)
 
     supports_splitting: Any = property(lambda self: True)
     supports_coalescing: Any = property(lambda self: False)
@@ -108,7 +116,7 @@ def backends_of(group: Any) -> Any:
     return c10d.BackendConfig(c10d.Backend(c10d._world.pg_map[group][0])).get_device_backend_map()
 
 
-def pretended(group: Any) -> Any:
+def nccl_of(group: Any) -> Any:
     """The group's pretended NCCL, or None where it has none."""
     if group not in c10d._world.pg_map or backends_of(group).get("cuda") != "nccl":
         return None
@@ -117,7 +125,7 @@ def pretended(group: Any) -> Any:
 
 def splits(group: Any) -> bool:
     """Whether groups beside this one are split off its communicator, as NCCL does where it is bound to a GPU."""
-    return bool(group.bound_device_id and pretended(group))
+    return bool(group.bound_device_id and nccl_of(group))
 
 
 HOOKS_OF_DDP = [0]  # how many comm hooks run now: their buckets are CPU tensors, which NCCL then has to accept
@@ -125,7 +133,7 @@ HOOKS_OF_DDP = [0]  # how many comm hooks run now: their buckets are CPU tensors
 
 def check_tensors(group: Any, name: str, tensors: list[torch.Tensor]) -> Any:
     """Raise what NCCL would raise for these tensors; make the communicator at the first call. Returns NCCL or None."""
-    nccl = pretended(group)
+    nccl = nccl_of(group)
     for tensor in tensors if nccl else ():
         if not isinstance(tensor, CudaTensor):
             if "cpu" not in backends_of(group) and not HOOKS_OF_DDP[0]:
@@ -148,14 +156,6 @@ def check_tensors(group: Any, name: str, tensors: list[torch.Tensor]) -> Any:
     return nccl
 
 
-def check_operation(options: Any) -> None:
-    """Raise torch's ValueError for a ReduceOp that NCCL lacks."""
-    operation = getattr(options, "reduceOp", None)
-    for name in MISSING if operation is not None else ():
-        if operation == getattr(dist.ReduceOp, name):
-            raise COUNTS.refuse(ValueError(f"Cannot use ReduceOp.{name} with NCCL"))
-
-
 def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """A method of ProcessGroup, wrapped: it checks and counts, then calls gloo with the CPU tensors inside."""
 
@@ -163,8 +163,9 @@ def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         values = (*args, *kwargs.values())
         tensors = list(tensors_in(values))
         nccl = check_tensors(self, name, tensors)
-        for value in values if nccl else ():
-            check_operation(value)
+        for operation in MISSING if nccl else ():
+            if any(getattr(value, "reduceOp", None) == operation for value in values):
+                raise COUNTS.refuse(ValueError(f"Cannot use ReduceOp.{operation.name} with NCCL"))
         # Where an output comes first, the second argument is the input, whose bytes count.
         inputs = next((value for value in (*args[1:], *args) if list(tensors_in([value]))), ())
         on_gpu = nccl and any(isinstance(tensor, CudaTensor) for tensor in tensors)
@@ -174,21 +175,17 @@ def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def barrier(original: Callable[..., Any]) -> Callable[..., Any]:
-    """ProcessGroup.barrier, wrapped: NCCL's makes a communicator and blocks the host until it has ended."""
-
-    def call(self: Any, opts: Any = None, **kwargs: Any) -> Any:
-        opts = opts or dist.BarrierOptions()
-        nccl = pretended(self)
-        if nccl:
-            gpu = opts.device.index if opts.device is not None and opts.device.type == "cuda" else nccl.gpu
-            nccl.connect(self.rank() % Node.gpus if gpu is None else gpu)  # ProcessGroupNCCL guesses the same GPU
-            COUNTS.add(WAIT, "barrier")
-        COUNTS.add(COLLECTIVE, f"barrier ({'NCCL' if nccl else 'gloo'})")
-        opts.device = torch.device("cpu")
-        return original(self, opts, **kwargs)
-
-    return call
+def barrier(self: Any, opts: Any = None, **kwargs: Any) -> Any:
+    """ProcessGroup.barrier: NCCL's makes a communicator and blocks the host until it has ended."""
+    opts = opts or dist.BarrierOptions()
+    nccl = nccl_of(self)
+    if nccl:
+        gpu = opts.device.index if opts.device is not None and opts.device.type == "cuda" else nccl.gpu
+        nccl.connect(self.rank() % Node.gpus if gpu is None else gpu)  # ProcessGroupNCCL guesses the same GPU
+        COUNTS.add(WAIT, "barrier")
+    COUNTS.add(COLLECTIVE, f"barrier ({'NCCL' if nccl else 'gloo'})")
+    opts.device = torch.device("cpu")
+    return ORIGINAL_BARRIER(self, opts, **kwargs)
 
 
 def patch() -> None:
@@ -196,96 +193,63 @@ def patch() -> None:
     replace(dist, ProcessGroupNCCL=PretendedNCCL)
     # Without this, "nccl" builds ProcessGroupNCCL2 from torch 2.15 on, which torch calls in another way.
     os.environ["TORCH_DIST_USE_NCCL2"] = "0"
-    group: Any = dist.ProcessGroup
-    replace(group, **{name: checked(name, getattr(group, name)) for name in (*COLLECTIVES, *POINT_TO_POINT)})
-    replace(group, barrier=barrier(group.barrier), _device_types=visible_devices(group._device_types))
-    replace(c10d, _new_process_group_helper=with_cpu(c10d._new_process_group_helper))
-    for wrapper in (new_group, split_group, monitored_barrier):
-        wrapped = wrapper(getattr(c10d, wrapper.__name__))
+    replace(GROUP, **{name: checked(name, getattr(GROUP, name)) for name in (*COLLECTIVES, *POINT_TO_POINT)})
+    replace(GROUP, barrier=barrier, _device_types=property(device_types))
+    replace(c10d, _new_process_group_helper=new_process_group)
+    for function in (new_group, split_group, monitored_barrier):
         for module in (c10d, dist, device_mesh):
-            if hasattr(module, wrapper.__name__):
-                replace(module, **{wrapper.__name__: wrapped})
+            if hasattr(module, function.__name__):
+                replace(module, **{function.__name__: function})
 
 
-def visible_devices(original: Any) -> Any:
-    """ProcessGroup's property of device types, wrapped: without the CPU that only ``with_cpu`` has added."""
-
-    def devices(group: Any) -> list[torch.device]:
-        hidden = {"cpu"} if group in c10d._world.pg_map and "cpu" not in backends_of(group) else set()
-        return [device for device in original.fget(group) if device.type not in hidden]
-
-    return property(devices)
+def device_types(group: Any) -> list[torch.device]:
+    """ProcessGroup's device types, without the CPU that only ``new_process_group`` has added."""
+    hidden = {"cpu"} if group in c10d._world.pg_map and "cpu" not in backends_of(group) else set()
+    return [device for device in ORIGINAL_DEVICE_TYPES.fget(group) if device.type not in hidden]
 
 
-def with_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The maker of groups, wrapped: NCCL also takes CPU tensors, which pretended ones are for torch's C++."""
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        group, *rest = original(*args, **kwargs)
-        if isinstance(group, dist.ProcessGroup) and pretended(group) and "cpu" not in backends_of(group):
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.NCCL, pretended(group))
-        return group, *rest
-
-    return make
+def new_process_group(*args: Any, **kwargs: Any) -> Any:
+    """torch's maker of groups. NCCL also takes CPU tensors, which pretended ones are for torch's C++."""
+    group, *rest = ORIGINAL_HELPER(*args, **kwargs)
+    if isinstance(group, dist.ProcessGroup) and nccl_of(group) and "cpu" not in backends_of(group):
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.NCCL, nccl_of(group))
+    return group, *rest
 
 
-def new_group(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's new_group, wrapped: it refuses what would leave ranks waiting in a split of the parent."""
-
-    def make(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        parent = c10d._get_default_group()
-        message = None
-        if ranks is not None and len(ranks) < parent.size() and splits(parent):
-            if kwargs.get("use_local_synchronization", False):
-                message = (
-                    "new_group(use_local_synchronization=True) beside an NCCL group that is bound to a GPU: the new "
-                    "group is split off the parent, so every rank of the parent must call new_group (pytorch#129965)"
-                )
-            elif backend and "nccl" not in backend:
-                # With any backend, torch makes the ranks outside split the parent; members split it with NCCL alone.
-                message = (
-                    f"new_group({list(ranks)}, backend={backend!r}) beside an NCCL group that is bound to a GPU: the "
-                    "ranks outside wait in ncclCommSplit for members that never come; make the group of all ranks"
-                )
-        if message:
+def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """torch's new_group. It refuses what would leave ranks waiting in a split of the parent."""
+    parent = c10d._get_default_group()
+    if ranks is not None and len(ranks) < parent.size() and splits(parent):
+        if kwargs.get("use_local_synchronization", False):
+            message = (
+                "new_group(use_local_synchronization=True) beside an NCCL group that is bound to a GPU: the new "
+                "group is split off the parent, so every rank of the parent must call new_group (pytorch#129965)"
+            )
             raise COUNTS.refuse(RuntimeError(message))
-        return original(ranks, timeout, backend, *args, **kwargs)
-
-    return make
-
-
-def split_group(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's split_group, wrapped: pretended NCCL makes each of the new groups by new_group, which splits as well."""
-
-    def make(
-        parent_pg: Any = None,
-        split_ranks: Any = None,
-        timeout: Any = None,
-        pg_options: Any = None,
-        group_desc: Any = None,
-        backend: Any = None,
-    ) -> Any:
-        parent = parent_pg or c10d._get_default_group()
-        if not splits(parent):
-            return original(parent_pg, split_ranks, timeout, pg_options, group_desc, backend)
-        ranks = c10d.get_process_group_ranks(parent)
-        mine = None
-        for split in split_ranks:
-            members = [ranks[rank] for rank in split]
-            group = c10d.new_group(members, timeout, backend, group_desc=group_desc)
-            mine = group if dist.get_rank() in members else mine
-        return mine
-
-    return make
+        if backend and "nccl" not in backend:
+            # With any backend, torch makes the ranks outside split the parent; members split it with NCCL alone.
+            message = (
+                f"new_group({list(ranks)}, backend={backend!r}) beside an NCCL group that is bound to a GPU: the "
+                "ranks outside wait in ncclCommSplit for members that never come; make the group of all ranks"
+            )
+            raise COUNTS.refuse(RuntimeError(message))
+    return ORIGINAL_NEW_GROUP(ranks, timeout, backend, *args, **kwargs)
 
 
-def monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's monitored_barrier, wrapped: its error for another backend than gloo is noted."""
+def split_group(parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """torch's split_group. Pretended NCCL makes each of the new groups by new_group, which splits as well."""
+    parent = parent_pg or c10d._get_default_group()
+    if not splits(parent):
+        return ORIGINAL_SPLIT_GROUP(parent_pg, split_ranks, timeout, *args, **kwargs)
+    ranks = c10d.get_process_group_ranks(parent)
+    names = {name: kwargs[name] for name in ("backend", "group_desc") if name in kwargs}
+    groups = {tuple(split): c10d.new_group([ranks[rank] for rank in split], timeout, **names) for split in split_ranks}
+    return next((group for split, group in groups.items() if parent.rank() in split), None)
 
-    def call(group: Any = None, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(group, *args, **kwargs)
-        except ValueError as error:
-            raise COUNTS.refuse(error) from None
 
-    return call
+def monitored_barrier(*args: Any, **kwargs: Any) -> Any:
+    """torch's monitored_barrier. Its error for another backend than gloo is noted."""
+    try:
+        return ORIGINAL_MONITORED_BARRIER(*args, **kwargs)
+    except ValueError as error:
+        raise COUNTS.refuse(error) from None

@@ -115,19 +115,17 @@ class CudaTensor(Base):
         COUNTS.add(WAIT, "print")
         return f"{repr(self.inner)[:-1]}, device='{self.device}')"
 
+    def parts(self) -> tuple[Any, ...]:
+        """What ``rebuild`` makes a copy of."""
+        return self.inner.detach().clone(), self.index, self.requires_grad, isinstance(self, torch.nn.Parameter)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copy: torch.Tensor = CudaTensor(self.inner.clone(), self.index)
-        if isinstance(self, torch.nn.Parameter):
-            copy = torch.nn.Parameter(copy, self.requires_grad)
-        elif self.requires_grad:
-            copy.requires_grad_()
-        memo[id(self)] = copy
+        memo[id(self)] = copy = rebuild(*self.parts())
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         COUNTS.add(WAIT, "pickle")
-        parameter = isinstance(self, torch.nn.Parameter)
-        return rebuild, (self.inner.detach().clone(), self.index, self.requires_grad, parameter)
+        return rebuild, self.parts()
 
     def __tensor_flatten__(self) -> tuple[list[str], int]:
         return ["inner"], self.index
@@ -160,11 +158,9 @@ class CudaTensor(Base):
 
 
 def rebuild(inner: torch.Tensor, index: int, requires_grad: bool = False, parameter: bool = False) -> torch.Tensor:
-    """Unpickle a CUDA tensor, on the GPU that it came from, or where the ``map_location`` of torch.load says."""
-    place = LOADING[-1] if LOADING else None
-    tensor = inner
-    if place is None or is_gpu(place):
-        tensor = CudaTensor(inner, gpu_of(index if place is None else place))
+    """Copy or unpickle a CUDA tensor, to the GPU that it came from, or to the ``map_location`` of torch.load."""
+    place = LOADING[-1] if LOADING and LOADING[-1] is not None else index
+    tensor = CudaTensor(inner, gpu_of(place)) if is_gpu(place) else inner
     return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
 
 

@@ -1,7 +1,7 @@
 """DDP, FSDP and optimizers on pretended GPUs: patches for their C++ parts, which see only CPU tensors."""
 
-import functools
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,24 +26,22 @@ class Buckets:
     bytes: list[int]
 
 
-BUCKETS: dict[int, Buckets] = {}  # by a model's id, for the report
+ORIGINAL_GROUPING = _foreach_utils._group_tensors_by_device_and_dtype
+BUCKETS: dict[int, Buckets] = {}  # by a model's number, for the report
 
 
 def patch() -> None:
     patch_ddp()
-    patch_fsdp()
     patch_dtensor()
-    patch_grouping()
+    replace(_fsdp_collectives.DefaultAllocMixin, allocate=allocate)
+    for module in (_foreach_utils, torch.nn.utils.clip_grad, optimizer):
+        replace(module, _group_tensors_by_device_and_dtype=group_tensors)
     optimizer.register_optimizer_step_post_hook(COUNTS.count_step)
 
 
 def patch_ddp() -> None:
-    start, register, forward = (
-        DistributedDataParallel.__init__,
-        DistributedDataParallel.register_comm_hook,
-        DistributedDataParallel.forward,
-    )
-    then = torch._C.Future.then
+    ddp = DistributedDataParallel
+    start, register, forward, then = ddp.__init__, ddp.register_comm_hook, ddp.forward, torch._C.Future.then
 
     def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         # DDP's C++ makes buckets on the CPU. Gradients that are views of the buckets would be CPU tensors.
@@ -51,8 +49,7 @@ def patch_ddp() -> None:
         start(self, module, *args, **kwargs)
 
     def register_comm_hook(self: Any, state: Any, hook: Callable[..., Any]) -> None:
-        # DDP checks a hook's annotations, so the wrapper has to carry them.
-        register(self, state, functools.wraps(hook)(trusting(hook)))
+        register(self, state, trusting()(hook))
 
     def count_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = forward(self, *args, **kwargs)
@@ -61,44 +58,43 @@ def patch_ddp() -> None:
         return out
 
     def continue_with(self: Any, callback: Callable[..., Any]) -> Any:
-        return then(self, trusting(callback) if nccl.HOOKS_OF_DDP[0] else callback)
+        return then(self, trusting()(callback) if nccl.HOOKS_OF_DDP[0] else callback)
 
-    replace(DistributedDataParallel, __init__=init, register_comm_hook=register_comm_hook, forward=count_forward)
+    replace(ddp, __init__=init, register_comm_hook=register_comm_hook, forward=count_forward)
     replace(torch._C.Future, then=continue_with)
 
 
-def trusting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A comm hook of DDP, or its callback, wrapped: while it runs, NCCL accepts its buckets, which are CPU tensors."""
+@contextlib.contextmanager
+def trusting() -> Iterator[None]:
+    """A decorator of DDP's comm hooks: while one runs, NCCL accepts its buckets, which are CPU tensors.
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nccl.HOOKS_OF_DDP[0] += 1
-        try:
-            return function(*args, **kwargs)
-        finally:
-            nccl.HOOKS_OF_DDP[0] -= 1
-
-    return call
+    It keeps a hook's annotations, which DDP checks.
+    """
+    nccl.HOOKS_OF_DDP[0] += 1
+    try:
+        yield
+    finally:
+        nccl.HOOKS_OF_DDP[0] -= 1
 
 
 def count_reduction(model: Any) -> None:
     """Count, at the line of the forward pass, the all-reduce that DDP's C++ will start in backward."""
-    if not nccl.pretended(model.process_group):
+    if not nccl.nccl_of(model.process_group):
         return
     size = sum(bytes_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
     COUNTS.add(COLLECTIVE, "allreduce by DDP, in backward", size)
     data = model._get_ddp_logging_data()
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-    line = BUCKETS[id(model)].line if id(model) in BUCKETS else script_line()
-    BUCKETS[id(model)] = Buckets(line, [int(number) for number in str(sizes).split(",") if number.strip()])
+    number = model.__dict__.setdefault("rehearsal_number", len(BUCKETS))  # a later model may have the same id
+    line = BUCKETS[number].line if number in BUCKETS else script_line()
+    BUCKETS[number] = Buckets(line, [int(part) for part in str(sizes).split(",") if part.strip()])
 
 
-def patch_fsdp() -> None:
-    def allocate(self: Any, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
-        if is_gpu(device):
-            return CudaTensor(torch.empty(*size, dtype=dtype), gpu_of(device))
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    replace(_fsdp_collectives.DefaultAllocMixin, allocate=allocate)
+def allocate(self: Any, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
+    """FSDP's allocation of a buffer."""
+    if is_gpu(device):
+        return CudaTensor(torch.empty(*size, dtype=dtype), gpu_of(device))
+    return torch.empty(*size, dtype=dtype, device=device)
 
 
 def patch_dtensor() -> None:
@@ -113,16 +109,10 @@ def patch_dtensor() -> None:
     replace(DTensor, is_cuda=property(lambda self: self._local_tensor.is_cuda))
 
 
-def patch_grouping() -> None:
-    """Correct how clipping and optimizers group tensors: their C++ takes all devices for the CPU."""
-    original = _foreach_utils._group_tensors_by_device_and_dtype
-
-    def group(tensors: Any, with_indices: bool = False) -> dict[Any, Any]:
-        groups = {}
-        for (device, dtype), (lists, indices) in original(tensors, with_indices).items():
-            first = next((tensor for tensor in lists[0] if tensor is not None), None)
-            groups[device if first is None else first.device, dtype] = (lists, indices)
-        return groups
-
-    for module in (_foreach_utils, torch.nn.utils.clip_grad, optimizer):
-        replace(module, _group_tensors_by_device_and_dtype=group)
+def group_tensors(tensors: Any, with_indices: bool = False) -> dict[Any, Any]:
+    """How clipping and optimizers group tensors by device and type. Their C++ takes all devices for the CPU."""
+    groups = {}
+    for (device, dtype), (lists, indices) in ORIGINAL_GROUPING(tensors, with_indices).items():
+        first = next((tensor for tensor in lists[0] if tensor is not None), None)
+        groups[device if first is None else first.device, dtype] = (lists, indices)
+    return groups

@@ -1,9 +1,6 @@
 """Checkpoints that neither a kill nor a full disk destroys, for torch.save and DCP.
 
-Run-time module: what a chapter uses from here is copied into its exported script. So
-the modules of this folder import torch, the standard library, the data's library and
-each other, and nothing of the package that stands above.
-
+First single files, then checkpoints, which are folders with a manifest, then DCP's.
 One job at a time writes to a folder, on a disk that all ranks see. A function is called
 "on every rank" if it is a collective: rank 0 decides, and all get its answer or error.
 """
@@ -16,7 +13,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,9 +32,6 @@ WRITTEN: dict[Path, dict[str, tuple[int, str]]] = {}  # unfinished, by this rank
 
 class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged or unsafe, or it could not be saved."""
-
-
-# ---- Files
 
 
 class Hashed(io.BufferedWriter):
@@ -100,9 +93,6 @@ def load_file(path: str | Path) -> Any:
         why = "is missing" if isinstance(error, FileNotFoundError) else why
         name = "/".join(Path(path).parts[-2:])
         raise CheckpointError(f"{name} {why}.\nUse an older checkpoint.") from None
-
-
-# ---- Checkpoints: folders that have their files and a manifest
 
 
 @contextmanager
@@ -247,11 +237,8 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# ---- DCP: slices of tensors, each written by the rank that has it
-
-
 def save_sharded(state: dict, path: Path, group: ProcessGroup | None = None) -> None:
-    """``dcp.save`` to a new checkpoint's folder, on every rank."""
+    """``dcp.save`` to a new checkpoint's folder, each rank its slices."""
     writer = dcp.FileSystemWriter(path)
     writer.fs = HashedFiles()
     try:
@@ -315,4 +302,4 @@ class BackgroundSaves:
     def wait(self) -> None:
         """Wait for a save that still runs, on every rank. Call it after training."""
         while self.saving and not self.finished():
-            wait_for([self.saving])
+            self.saving.exception()  # waits; finished() raises it

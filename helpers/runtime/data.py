@@ -1,7 +1,4 @@
-"""scikit-learn's digits as tensors: 1,797 real 8x8 images that need no download.
-
-Run-time module: what a chapter uses from here is copied into its exported script.
-"""
+"""scikit-learn's digits as tensors: 1,797 real 8x8 images that need no download."""
 
 from importlib.metadata import distribution
 

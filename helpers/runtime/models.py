@@ -1,7 +1,4 @@
-"""The models that the chapters share.
-
-Run-time module: what a chapter uses from here is copied into its exported script.
-"""
+"""The models that the chapters share."""
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +11,7 @@ def mlp(width: int = 256) -> nn.Sequential:
 
 
 class Block(nn.Module):
-    """A transformer's layer: [batch, pixels, width] to the same shape.
-
-    No pixel attends to a later one.
-    """
+    """A transformer's causal layer: [batch, pixels, width] to the same shape."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -35,16 +29,15 @@ class Block(nn.Module):
             project(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        attention = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attention.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 
 class PixelTransformer(nn.Module):
     """Predicts each pixel's grey level from the label and the pixels before it.
 
-    Grey levels int64 [batch, 64] and labels int64 [batch], 0 to 9, to logits [batch,
-    64, levels].
+    Grey levels int64 [batch, 64], labels int64 [batch] to logits [batch, 64, levels].
     """
 
     def __init__(

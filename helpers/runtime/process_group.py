@@ -1,7 +1,4 @@
-"""The default process group, started and stopped by the same calls everywhere.
-
-Run-time module: what a chapter uses from here is copied into its exported script.
-"""
+"""The default process group, started and stopped by the same calls everywhere."""
 
 import atexit
 import os

@@ -1,7 +1,4 @@
-"""A scheduler's signal to stop, on which all ranks act at the same step.
-
-Run-time module: what a chapter uses from here is copied into its exported script.
-"""
+"""A scheduler's signal to stop, on which all ranks act at the same step."""
 
 import os
 import signal
@@ -25,30 +22,30 @@ class StopRequest:
 
     def __init__(self, patience: float = 10) -> None:
         self.patience = patience  # seconds: more than a step, a validation and a save
-        self.noted, self.steps = 0, 0  # the last signal, how often agreed() was called
-        self.over, self.asked, self.pending = threading.Event(), None, None
+        self.number, self.steps = 0, 0  # the last signal, how often agreed() was called
+        self.over, self.asked, self.work = threading.Event(), None, None
 
     def __enter__(self) -> "StopRequest":
         self.group = dist.new_group(backend="gloo")  # on the CPU, so no wait for a GPU
         self.alarm, self.bell = socket.socketpair()
         self.bell.setblocking(False)
-        self.bell_before = signal.set_wakeup_fd(self.bell.fileno())
-        self.before = [signal.signal(number, self.note) for number in self.signals]
+        self.old_bell = signal.set_wakeup_fd(self.bell.fileno())
+        self.handlers = [signal.signal(number, self.note) for number in self.signals]
         threading.Thread(target=self.watch, daemon=True).start()
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        for number, handler in zip(self.signals, self.before, strict=True):
+        for number, handler in zip(self.signals, self.handlers, strict=True):
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self.bell_before)
+        signal.set_wakeup_fd(self.old_bell)
         self.over.set()
         with self.bell:
             self.bell.shutdown(socket.SHUT_RDWR)  # ends the thread's recv
-        if kind is None and self.pending:
-            self.pending.wait()
+        if kind is None and self.work:
+            self.work.wait()
 
     def note(self, number: int, _: object) -> None:
-        self.noted = number
+        self.number = number
 
     def watch(self) -> None:
         """In a thread: while a rank is in a collective, no Python handler runs."""
@@ -65,16 +62,14 @@ class StopRequest:
     def agreed(self) -> str | None:
         """Call once a step: the signal's name, at one step on all ranks, or None."""
         self.steps += 1
-        if self.pending:  # it was asked a step ago, so the answer is here by now
-            self.pending.wait()
+        if self.work:  # it was begun a step ago, so the answer is here by now
+            self.work.wait()
             if self.flag:
                 self.asked = signal.Signals(int(self.flag)).name
                 self.over.set()  # now comes a save, which may take long
         if not self.asked:
-            self.flag = torch.tensor(self.noted)
-            self.pending = dist.all_reduce(
-                self.flag, dist.ReduceOp.MAX, self.group, True
-            )
+            self.flag = torch.tensor(self.number)
+            self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, self.group, True)
         return self.asked
 
 

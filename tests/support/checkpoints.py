@@ -6,31 +6,26 @@ import time
 import cloudpickle
 import pytest
 import torch
-import torch.distributed as dist
 
 from helpers.runtime.checkpoint import CheckpointError, load_file, new_checkpoint, save_file, verify
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import it
 
+WEIGHTS = 10_000  # numbers; few enough for a forked child, which has no threads of OpenMP
+
 
 def write(folder, step, keep=3):
     """Write a checkpoint of two files, each of which holds the step."""
     with new_checkpoint(folder, step, keep) as path:
-        save_file({"weights": torch.full((10_000,), float(step)), "step": step}, path / "weights.pt")
+        save_file({"weights": torch.full((WEIGHTS,), float(step)), "step": step}, path / "weights.pt")
         save_file({"plain": [step, 0.1, "text", None, (1, 2)]}, path / "plain.pt")
-
-
-def write_on_rank0(folder, step):
-    with new_checkpoint(folder, step) as path:
-        if dist.get_rank() == 0:
-            save_file({"step": step}, path / "run.pt")
 
 
 def step_of(path):
     """The step in a checkpoint's files. Fails if the files and the folder's name do not agree."""
     verify(path)
     step = load_file(path / "weights.pt")["step"]
-    assert torch.equal(load_file(path / "weights.pt")["weights"], torch.full((10_000,), float(step)))
+    assert torch.equal(load_file(path / "weights.pt")["weights"], torch.full((WEIGHTS,), float(step)))
     assert load_file(path / "plain.pt")["plain"] == [step, 0.1, "text", None, (1, 2)]
     assert path.name == f"step_{step:08}"
     return step

@@ -22,17 +22,17 @@ from torch.distributed.elastic.rendezvous import api
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-held = []
+holders = []
 
 
 def get_held_port():
     """A port for the store of the ranks that start next, which stays bound as in helpers.ranks.ports.hold_port."""
-    while held:
-        held.pop().close()
-    held.append(socket.socket())
-    held[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held[0].bind(("127.0.0.1", 0))
-    return held[0].getsockname()[1]
+    while holders:
+        holders.pop().close()
+    holders.append(socket.socket())
+    holders[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holders[0].bind(("127.0.0.1", 0))
+    return holders[0].getsockname()[1]
 
 
 def be_a_rank(script, *flags):

@@ -14,44 +14,66 @@ import sys
 import tempfile
 from pathlib import Path
 
-NAMES = ("node0", "node1")
 ADDRESSES = {"node0": "10.88.0.1", "node1": "10.88.0.2"}
 INTERFACE = "net0"
+SPACES = ["--net", "--uts", "--mount", "--pid"]
 
 
 class Host:
-    """Namespaces for the network, the host name, mounts and processes. They exist while their first process runs."""
+    """Namespaces for the network, the host name, mounts and processes. They exist while their first process runs.
 
-    def __init__(self, name, hosts_file):
+    ``addresses`` is {name: address} of what the host can look up; the file for it goes to the folder.
+    """
+
+    def __init__(self, name, folder, addresses):
         self.name, self.network = name, None
+        names = Path(folder, f"{name}.hosts")
+        names.write_text("".join(f"{address} {name}\n" for name, address in addresses.items()))
         setup = 'hostname "$0"; mount --bind "$1" /etc/hosts; ip link set lo up; echo ready; exec cat'
-        command = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        command += ["--propagation", "private", "sh", "-c", setup, name, hosts_file]
+        command = ["unshare", *SPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
+        command += ["sh", "-c", setup, name, names]
         # `cat` ends when its standard input does, so with this process. Then the kernel ends everything on the host.
         self.holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         if self.holder.stdout.readline() != b"ready\n":
             self.end()
-            raise RuntimeError(f"{' '.join(command)} did not start a host.")
+            raise RuntimeError(f"{' '.join(map(str, command))} did not start a host.")
         children = Path(f"/proc/{self.holder.pid}/task/{self.holder.pid}/children").read_text().split()
         self.pid = int(children[0])
         self.network = open(f"/proc/{self.pid}/ns/net")  # while it is open, the cable's other end stays
 
-    def enter(self, command):
+    def ip(self, *words):
+        """Run ``ip`` in this host's network, but with the process numbers of this machine."""
+        subprocess.run(["nsenter", f"--target={self.pid}", "--net", "--", "ip", *words], check=True, timeout=60)
+
+    def connect(self, address, other, plug=INTERFACE):
+        """Give this host its address, and lay a cable to another host, on which its end is called ``plug``."""
+        other.ip("link", "add", plug, "type", "veth", "peer", "name", INTERFACE, "netns", str(self.pid))
+        self.switch_on(address)
+
+    def switch_on(self, address, interface=INTERFACE):
+        self.ip("addr", "add", f"{address}/24", "dev", interface)
+        self.ip("link", "set", interface, "up")
+
+    def enter(self, command, cwd=None):
         """The command line that runs a command on this host."""
-        spaces = ["--net", "--uts", "--mount", "--pid"]
-        return ["nsenter", f"--target={self.pid}", *spaces, f"--wd={os.getcwd()}", "--", *map(str, command)]
+        return ["nsenter", f"--target={self.pid}", *SPACES, f"--wd={cwd or os.getcwd()}", "--", *map(str, command)]
 
     def start(self, command, **options):
         """Start a command on this host; return its Popen."""
         return subprocess.Popen(self.enter(command), **options)
 
-    def run(self, *command):
-        """Run a command on this host; return what it prints. Raises CalledProcessError where it fails."""
-        return subprocess.run(self.enter(command), check=True, capture_output=True, text=True, timeout=60).stdout
+    def run(self, *command, cwd=None, check=True, timeout=60, **options):
+        """Run a command on this host; return what it prints. Fails with its status and output."""
+        line = self.enter(command, cwd)
+        process = subprocess.run(line, capture_output=True, text=True, timeout=timeout, **options)
+        if check and process.returncode:
+            output = f"{process.stdout}{process.stderr}"
+            raise AssertionError(f"{' '.join(map(str, command))}: status {process.returncode}\n{output}")
+        return process.stdout
 
     def cut(self):
         """Pull the cable."""
-        self.run("ip", "link", "set", INTERFACE, "down")
+        self.ip("link", "set", INTERFACE, "down")
 
     def switch_off(self):
         """End everything on this host without a word to its peers, as a loss of power does."""
@@ -77,8 +99,7 @@ def missing():
     programs = [program for program in ("unshare", "nsenter", "ip", "mount") if not shutil.which(program)]
     if programs:
         return f"no {', '.join(programs)} on this machine (util-linux and iproute2)"
-    spaces = ["--net", "--uts", "--mount", "--pid"]
-    if subprocess.run(["unshare", *spaces, "--fork", "true"], capture_output=True).returncode:
+    if subprocess.run(["unshare", *SPACES, "--fork", "true"], capture_output=True).returncode:
         return "this machine lets nobody make a network namespace"
     return None
 
@@ -92,18 +113,13 @@ def two_hosts(own_name=None, aliases=((), ())):
     """
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder, contextlib.ExitStack() as stack:
         hosts = []
-        for name in NAMES:
+        for name in ADDRESSES:
             addresses = {"localhost": "127.0.0.1", **ADDRESSES, **({name: own_name} if own_name else {})}
-            path = Path(folder, name)
-            addresses |= {alias: ADDRESSES[host] for host, more in zip(NAMES, aliases, strict=True) for alias in more}
-            path.write_text("".join(f"{address} {alias}\n" for alias, address in addresses.items()))
-            host = Host(name, path)
-            stack.callback(host.end)
-            hosts.append(host)
-        # Enter the host's network only, because `ip` needs the other host's process by its number outside.
-        cable = ["ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns"]
-        subprocess.run(["nsenter", f"--net=/proc/{hosts[0].pid}/ns/net", *cable, str(hosts[1].pid)], check=True)
-        for host in hosts:
-            host.run("ip", "addr", "add", f"{ADDRESSES[host.name]}/24", "dev", INTERFACE)
-            host.run("ip", "link", "set", INTERFACE, "up")
+            addresses |= {
+                alias: ADDRESSES[host] for host, more in zip(ADDRESSES, aliases, strict=True) for alias in more
+            }
+            hosts.append(Host(name, folder, addresses))
+            stack.callback(hosts[-1].end)
+        hosts[1].connect(ADDRESSES["node1"], hosts[0])
+        hosts[0].switch_on(ADDRESSES["node0"])
         yield tuple(hosts)

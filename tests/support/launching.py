@@ -52,7 +52,7 @@ def without_carets(story):
 def failure(fn, *args, **options):
     """The RankError of a launch that has to fail. Its default timeout is ten minutes, which must not be reached."""
     start, options = time.monotonic(), {"timeout": 600, **options}
-    with pytest.raises(RankError) as caught:
+    with pytest.raises(RankError) as refusal:
         launch(fn, *args, **options)
     assert time.monotonic() - start < 60
-    return caught.value
+    return refusal.value

@@ -40,17 +40,12 @@ def processes(mark=None):
     return names
 
 
-def files():
-    """All files in the folder of this process's launches, except for the forkserver's socket."""
-    return {str(path) for path in Path(util.get_temp_dir()).rglob("*") if not path.is_socket()}
-
-
 def now():
     """{kind: a set or a count of what exists now}, each of which can be subtracted from a later one."""
     mine = psutil.Process()
     return {
         "processes": set(processes().items()),
-        "files": files(),
+        "files": {str(path) for path in Path(util.get_temp_dir()).rglob("*") if not path.is_socket()},  # launch's
         "threads": Counter(thread.name for thread in threading.enumerate()),
         "sockets": Counter(str(connection.laddr) for connection in mine.net_connections(kind="inet")),
         "descriptors": Counter({"open": mine.num_fds()}),
@@ -91,7 +86,8 @@ def surroundings():
     folder, mark = tempfile.mkdtemp(prefix="one-"), f"{os.environ[MARK]}-{next(numbers)}"
     try:
         yield {**os.environ, "TMPDIR": folder, "IPYTHONDIR": f"{folder}-ipython", MARK: mark}
-        assert_gone(folder, mark)
+        if not soon(lambda: not processes(mark) and not listing(folder), 200):  # a forkserver first ends its imports
+            raise AssertionError(f"left: {processes(mark)}, {listing(folder)}")
     finally:
         for pid in processes(mark):
             with contextlib.suppress(ProcessLookupError):
@@ -104,12 +100,6 @@ def listing(folder):
     """What is in a temporary folder, without torchrun's logs and the users' caches of torch and matplotlib."""
     caches = ("torchinductor_", "torchelastic_", "matplotlib-")
     return [name for name in os.listdir(folder) if not name.startswith(caches)]
-
-
-def assert_gone(folder, mark):
-    """Wait for the processes with this mark to be gone and for the folder to be empty."""
-    if not soon(lambda: not processes(mark) and not listing(folder), 200):  # a forkserver ends only after its imports
-        raise AssertionError(f"left: {processes(mark)}, {listing(folder)}")
 
 
 class Kernel:

@@ -29,23 +29,8 @@ def compare(name, text, command, varying=(), **versions):
         FOLDER.mkdir(exist_ok=True)
         path.write_text(f"# Recorded by: {command}\n# With: {programs}\n\n{text}")
         return
-    if not path.is_file():
-        raise AssertionError(f"There is no book/recorded/{path.name}: write it with UPDATE_RECORDED=1 {command}")
-    before, now = masked(body(path), varying), masked(text, varying)
-    if before != now:
-        lines = difflib.unified_diff(
-            before.splitlines(), now.splitlines(), f"book/recorded/{path.name}", "now", lineterm=""
-        )
-        raise AssertionError("\n".join([*lines, f"If that is right: UPDATE_RECORDED=1 {command}"]))
-
-
-def body(path):
-    """The transcript in a file, without the comment lines at its beginning."""
-    return path.read_text().partition("\n\n")[2]
-
-
-def masked(text, varying):
-    """The text with ``#`` in place of whatever one of the regular expressions matches."""
+    before = path.read_text().partition("\n\n")[2] if path.is_file() else ""
     for pattern in varying:
-        text = re.sub(pattern, "#", text)
-    return text
+        before, text = re.sub(pattern, "#", before), re.sub(pattern, "#", text)
+    difference = difflib.unified_diff(before.splitlines(), text.splitlines(), f"{path.name}", "now", lineterm="")
+    assert before == text, "\n".join([*difference, f"If that is right: UPDATE_RECORDED=1 {command}"])

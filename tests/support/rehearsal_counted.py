@@ -29,11 +29,11 @@ assert torch.fft.fftfreq(4, device=device).is_cuda and torch.ones(2).new_tensor(
 assert torch.zeros_like(total, device="cpu").is_cpu and torch.empty_like(total, device="meta").is_meta
 
 beside = dist.new_group(backend="gloo")
-asked = torch.tensor([float(rank)])
-dist.all_reduce(asked, group=beside)
-assert dist.get_backend(beside) == "gloo" and asked.item() == sum(range(world_size))
+total_rank = torch.tensor([float(rank)])
+dist.all_reduce(total_rank, group=beside)
+assert dist.get_backend(beside) == "gloo" and total_rank.item() == sum(range(world_size))
 if backend == "cpu:gloo,cuda:nccl":
-    dist.all_reduce(asked)
+    dist.all_reduce(total_rank)
 
 mesh = init_device_mesh("cuda", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
 first = torch.full((1,), float(rank), device=device)

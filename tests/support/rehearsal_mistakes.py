@@ -33,7 +33,6 @@ def load_to_gpu_0():
 
 
 mistakes = [
-    # The prototype's twelve.
     ("a CPU tensor in all_reduce", "No backend type", lambda: dist.all_reduce(torch.ones(3))),
     ("a CPU tensor in an expression", "same device", lambda: x + torch.ones(4)),
     ("a model on the CPU", "same device", lambda: nn.Linear(4, 2)(x)),
@@ -46,7 +45,6 @@ mistakes = [
     ("the peer's GPU", "constrained", lambda: dist.all_reduce(torch.ones(3, device=f"cuda:{1 - device.index}"))),
     ("a CPU tensor in send", "No backend type", lambda: dist.send(torch.ones(3), 1 - rank)),
     ("labels on the CPU", "same device", lambda: cross_entropy(x, torch.zeros(4, dtype=torch.long))),
-    # And more.
     ("an operation that NCCL lacks", "ReduceOp.BOR with NCCL", lambda: dist.all_reduce(labels, dist.ReduceOp.BOR)),
     ("a group by its members alone", "129965", lambda: dist.new_group([rank], use_local_synchronization=True)),
     ("gloo for some ranks", "ranks outside", lambda: dist.new_group([0], backend="gloo")),
@@ -60,7 +58,7 @@ mistakes = [
     ("a gradient on the CPU", "different device", lambda: setattr(model.module.weight, "grad", torch.ones(4, 4))),
     ("an input on the CPU, in DDP", "same device", lambda: model(torch.ones(4, 4))),
     ("a non-contiguous tensor in send", "contiguous", lambda: dist.send(x.t()[:, 1:], 1 - rank)),
-    ("torch.load without map_location", "" if rank else "to numpy", load_to_gpu_0),
+    ("torch.load without map_location", "cuda:0 and cuda:1" if rank else "to numpy", load_to_gpu_0),
     ("joining both devices", "same device", lambda: torch.cat([x, torch.ones(1, 4)])),
     ("pinned memory on a GPU", "can be pinned", lambda: torch.ones(3, device=device, pin_memory=True)),
     ("the time between no records", "be recorded", lambda: torch.cuda.Event().elapsed_time(torch.cuda.Event())),

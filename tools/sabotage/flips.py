@@ -7,7 +7,6 @@ large where one has to be above a bound. The table names the asserts whose varia
 """
 
 import ast
-import copy
 import json
 import os
 import re
@@ -15,7 +14,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import torch
@@ -49,39 +47,27 @@ def name_of(node: ast.expr) -> str:
 
 
 class Once(ast.NodeTransformer):
-    """Turns calls that are not pure into ``_once("place", lambda: call)``: all variants share what they return."""
+    """Turns calls that are not pure into ``_once("call", lambda: call)``: all variants share what they return."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802, a name of ast
         if name_of(node.func) in PURE or name_of(node.func) == "_wrong":
             return self.generic_visit(node)
-        at = f"{node.lineno}:{node.col_offset}-{node.end_col_offset}"
-        return ast.parse(f"_once({at!r}, lambda: {ast.unparse(node)})", mode="eval").body
+        call = ast.unparse(node)
+        return ast.parse(f"_once({call!r}, lambda: {call})", mode="eval").body
 
 
-class Replaced(ast.NodeTransformer):
-    """Replaces the node that has a text, by that text. PART in it stands for the node."""
-
-    part: ast.AST | None = None
-
-    def visit(self, node: ast.AST) -> Any:
-        if text := node.__dict__.pop("text", None):
-            self.part = node
-            return self.visit(ast.parse(text, mode="eval").body)
-        return self.part if isinstance(node, ast.Name) and node.id == "PART" else self.generic_visit(node)
+def in_lambda(condition: str) -> str:
+    return f"lambda _once, _wrong: {ast.unparse(Once().visit(ast.parse(condition, mode='eval')))}"
 
 
-def in_lambda(test: ast.AST) -> str:
-    return f"lambda _once, _wrong: {ast.unparse(Once().visit(copy.deepcopy(test)))}"
-
-
-def replaced(test: ast.expr, node: ast.AST, *texts: str) -> list[str]:
-    """The condition with the node replaced by each text, as lambdas."""
-    lambdas = []
-    for text in texts:
-        node.text = text  # type: ignore[attr-defined]
-        lambdas.append(in_lambda(Replaced().visit(copy.deepcopy(test))))
-        del node.text  # type: ignore[attr-defined]
-    return lambdas
+def substitutes(condition: str, node: ast.expr, *texts: str) -> list[str]:
+    """The condition, which is one line, with the node replaced by each text, as lambdas. PART stands for the node."""
+    line = condition.encode()
+    before, part, after = (
+        line[start:end].decode()
+        for start, end in [(0, node.col_offset), (node.col_offset, node.end_col_offset), (node.end_col_offset, None)]
+    )
+    return [in_lambda(f"{before}({text.replace('PART', f'({part})')}){after}") for text in texts]
 
 
 def inside(node: ast.AST) -> ast.GeneratorExp | ast.ListComp | None:
@@ -106,7 +92,7 @@ def parts(node: ast.expr, within: str = "all") -> Iterator[tuple[ast.expr, str]]
         yield node, within
 
 
-def numbers(node: ast.AST) -> Iterator[ast.AST]:
+def numbers(node: ast.expr) -> Iterator[ast.expr]:
     """The parts of a comparison in which a number may stand: names, constants, calls that are not pure."""
     if isinstance(node, ast.Call) and name_of(node.func) in PURE and name_of(node.func) != "len":
         inner = [*node.args, *(keyword.value for keyword in node.keywords)]
@@ -121,20 +107,21 @@ def numbers(node: ast.AST) -> Iterator[ast.AST]:
         yield from numbers(part)
 
 
-def variants(test: ast.expr) -> Iterator[tuple[str, list[str]]]:
+def variants(condition: str) -> Iterator[tuple[str, list[str]]]:
     """(what is wrong with the assert if each of these conditions holds, the conditions)."""
+    test = ast.parse(condition, mode="eval").body
     for node in ast.walk(test):
         if (comprehension := inside(node)) and ast.unparse(node).startswith("all"):
-            yield f"over nothing: {ast.unparse(node)}", replaced(test, comprehension.elt, "False")
+            yield f"over nothing: {ast.unparse(node)}", substitutes(condition, comprehension.elt, "False")
     for part, within in parts(test):
         text, operators = ast.unparse(part), getattr(part, "ops", [])
         if within != "or" or not any(isinstance(operator, ast.In) for operator in operators):  # one of several wordings
-            yield f"flipped still holds: {text}", replaced(test, part, "not PART", "False", "True")
+            yield f"flipped still holds: {text}", substitutes(condition, part, "not PART", "False", "True")
         close = any(word in text for word in CLOSE) and ">" not in text
         if within == "all" and (close or has_bound(part)):
             wrong = [f"_wrong(PART, {factor})" for factor in ((1.1, 0.9) if close else (2, 0.5))]
             label = f"{'10 % off' if close else 'a number twice too large or small'} still holds: {text}"
-            yield label, [condition for node in numbers(part) for condition in replaced(test, node, *wrong)]
+            yield label, [flip for node in numbers(part) for flip in substitutes(condition, node, *wrong)]
 
 
 def has_bound(part: ast.expr) -> bool:
@@ -153,20 +140,20 @@ def rewrite(cell: nbformat.NotebookNode, sites: dict[str, Site]) -> str:
         body = ast.parse(plain)
     except SyntaxError:  # a cell in another language
         return cell.source
-    elsewhere = set(of_other_versions(body))
+    skipped, elsewhere = set(skipped_unnoticed(body)), set(of_other_versions(body))
     asserts = [node for node in ast.walk(body) if isinstance(node, ast.Assert) and node not in elsewhere]
     lines = source.encode().split(b"\n")
     for number, node in sorted(enumerate(asserts), key=lambda pair: pair[1].lineno, reverse=True):
-        flaws = ["passes where nothing is raised"] if node in unguarded(body) else []
+        condition, site = ast.unparse(node.test), f"{cell.id} {number}"
+        flaws = ["passes where nothing is raised"] if node in skipped else []
         if not any(isinstance(part, ast.Name) for part in ast.walk(node.test)):
             flaws.append("compares constants alone")
-        site = f"{cell.id} {number}"
-        sites[site] = Site(cell.id, ast.unparse(node.test), tuple(flaws))
-        groups = [f"{label!r}: [{', '.join(conditions)}]" for label, conditions in variants(node.test)]
+        sites[site] = Site(cell.id, condition, tuple(flaws))
+        groups = [f"{label!r}: [{', '.join(conditions)}]" for label, conditions in variants(condition)]
         message = f", lambda: {ast.unparse(node.msg)}" if node.msg else ""
-        call = f"__import__('recorder').check({site!r}, {in_lambda(node.test)}, {{{', '.join(groups)}}}{message}"
-        call += "\n" * ((node.end_lineno or 0) - node.lineno) + ")"  # tracebacks and dumps keep their lines
+        call = f"__import__('recorder').check({site!r}, {in_lambda(condition)}, {{{', '.join(groups)}}}{message}"
         first, last = node.lineno - 1, (node.end_lineno or 0) - 1
+        call += "\n" * (last - first) + ")"  # tracebacks and dumps keep their lines
         new = lines[first][: node.col_offset] + call.encode() + lines[last][node.end_col_offset :]
         lines[first : last + 1] = new.split(b"\n")
     return magic + b"\n".join(lines).decode()
@@ -175,16 +162,17 @@ def rewrite(cell: nbformat.NotebookNode, sites: dict[str, Site]) -> str:
 def of_other_versions(body: ast.Module) -> Iterator[ast.AST]:
     """All nodes of the branches that ``if torch.__version__ …`` does not take under this version."""
     for node in ast.walk(body):
-        test = ast.unparse(node.test) if isinstance(node, ast.If) else ""
-        if isinstance(node, ast.If) and re.fullmatch(r"torch\.__version__ [<>]=? '[\d.]+'", test):
-            for statement in node.orelse if eval(test, {"torch": torch}) else node.body:
+        if isinstance(node, ast.If) and re.fullmatch(r"torch\.__version__ [<>]=? '[\d.]+'", ast.unparse(node.test)):
+            for statement in node.orelse if eval(ast.unparse(node.test), {"torch": torch}) else node.body:
                 yield from ast.walk(statement)
 
 
-def unguarded(body: ast.Module) -> list[ast.AST]:
-    """Asserts in except clauses that are skipped unnoticed where nothing is raised: the try has no else."""
-    tries = [node for node in ast.walk(body) if isinstance(node, ast.Try) and not node.orelse]
-    return [node for part in tries for clause in part.handlers for node in ast.walk(clause)]
+def skipped_unnoticed(body: ast.Module) -> Iterator[ast.AST]:
+    """All nodes of except clauses that are skipped unnoticed where nothing is raised: the try has no else."""
+    for node in ast.walk(body):
+        if isinstance(node, ast.Try) and not node.orelse:
+            for clause in node.handlers:
+                yield from ast.walk(clause)
 
 
 def survey(path: Path) -> list[tuple[str, str, str]]:

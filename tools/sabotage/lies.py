@@ -41,14 +41,25 @@ def swap(text: str, old: str, new: str, times: int = 1) -> str:
     return text.replace(old, new)
 
 
+def instead_of(owner: Any, name: str) -> Callable[[Callable], None]:
+    """Call a function instead of an attribute of ``owner``: it takes the true one, then what its caller passes.
+
+    It keeps the true one's attributes, which torch uses.
+    """
+
+    def put(function: Callable) -> None:
+        true = getattr(owner, name)
+        setattr(owner, name, functools.wraps(true)(lambda *inputs, **keywords: function(true, *inputs, **keywords)))
+
+    return put
+
+
 def build_with(kind: Any, **options: Any) -> None:
     """Make a class take these options, whatever its caller passes."""
-    true = kind.__init__
 
-    def __init__(self: Any, *inputs: Any, **keywords: Any) -> None:
+    @instead_of(kind, "__init__")
+    def __init__(true: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
         true(self, *inputs, **keywords | options)
-
-    kind.__init__ = __init__
 
 
 C10D = "torch.distributed.distributed_c10d"
@@ -67,12 +78,10 @@ STOP = "helpers/runtime/stop_request.py"
 
 def give_ranks(agent: Any, change: Any) -> None:
     """Make torchrun's agent give each rank the environment that ``change`` returns for the right one."""
-    true = agent.start_processes
 
-    def start_processes(*inputs: Any, envs: Any, **keywords: Any) -> Any:
+    @instead_of(agent, "start_processes")
+    def start_processes(true: Any, *inputs: Any, envs: Any, **keywords: Any) -> Any:
         return true(*inputs, envs={rank: env | change(env) for rank, env in envs.items()}, **keywords)
-
-    agent.start_processes = start_processes
 
 
 @lie("01", "each of them its number|world of four|rank", file=LAUNCH)
@@ -122,13 +131,12 @@ def new_group_takes_everybody(c10d: Any) -> None:
 @lie("01", "barrier", module=C10D)
 def barrier_does_not_wait(c10d: Any) -> None:
     """`barrier` returns at once, and waits for nobody."""
-    true, called = c10d.barrier, []
+    calls = []
 
-    def barrier(*inputs: Any, **keywords: Any) -> Any:
-        called.append(True)
-        return true(*inputs, **keywords) if len(called) == 1 else None  # the first call is launch's own
-
-    c10d.barrier = barrier
+    @instead_of(c10d, "barrier")
+    def barrier(true: Any, *inputs: Any, **keywords: Any) -> Any:
+        calls.append(inputs)
+        return true(*inputs, **keywords) if len(calls) == 1 else None  # the first call is launch's own
 
 
 @lie("01", "monitored.?barrier|roll call", module=C10D)
@@ -136,16 +144,13 @@ def monitored_barrier_blames_another_rank(c10d: Any) -> None:
     """`monitored_barrier` names the rank after the one that is missing."""
     import re
 
-    true = c10d.monitored_barrier
-
-    def monitored_barrier(*inputs: Any, **keywords: Any) -> Any:
+    @instead_of(c10d, "monitored_barrier")
+    def monitored_barrier(true: Any, *inputs: Any, **keywords: Any) -> Any:
         try:
             return true(*inputs, **keywords)
         except RuntimeError as error:
             text = re.sub(r"Ranks? (\d)", lambda match: f"Rank {int(match[1]) + 1}", str(error))
             raise RuntimeError(text) from None
-
-    c10d.monitored_barrier = monitored_barrier
 
 
 @lie("01", "mesh|axis|axes", module="torch.distributed.device_mesh")
@@ -178,48 +183,46 @@ def all_reduce_adds_nothing(c10d: Any) -> None:
 @lie("02", "AVG|operation", module=C10D)
 def all_reduce_sums_where_it_should_average(c10d: Any) -> None:
     """`all_reduce` with `AVG` gives the sum."""
-    true = c10d.all_reduce
 
-    def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: Any = False) -> Any:
+    @instead_of(c10d, "all_reduce")
+    def all_reduce(
+        true: Any, tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: Any = False
+    ) -> Any:
         return true(tensor, c10d.ReduceOp.SUM if op == c10d.ReduceOp.AVG else op, group, async_op)
-
-    c10d.all_reduce = all_reduce
 
 
 @lie("02", "handle|async", module=C10D)
 def async_all_reduce_waits(c10d: Any) -> None:
     """`all_reduce` with `async_op=True` returns when the exchange is over."""
-    true = c10d.all_reduce
 
-    def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: Any = False) -> Any:
+    @instead_of(c10d, "all_reduce")
+    def all_reduce(
+        true: Any, tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: Any = False
+    ) -> Any:
         work = true(tensor, op, group, async_op)
         if async_op:
             work.wait()
         return work
 
-    c10d.all_reduce = all_reduce
-
 
 @lie("02", "broadcast", module=C10D)
 def broadcast_from_the_wrong_rank(c10d: Any) -> None:
     """`broadcast` sends the last rank's tensor, whichever rank is the source."""
-    true = c10d.broadcast
 
-    def broadcast(tensor: Any, src: Any = None, group: Any = None, async_op: Any = False, group_src: Any = None) -> Any:
+    @instead_of(c10d, "broadcast")
+    def broadcast(
+        true: Any, tensor: Any, src: Any = None, group: Any = None, async_op: Any = False, group_src: Any = None
+    ) -> Any:
         return true(tensor, group=group, async_op=async_op, group_src=c10d.get_world_size(group) - 1)
-
-    c10d.broadcast = broadcast
 
 
 @lie("02", "scatter", module=C10D)
 def scatter_deals_backwards(c10d: Any) -> None:
     """`scatter` gives the first part to the last rank."""
-    true = c10d.scatter
 
-    def scatter(tensor: Any, scatter_list: Any = None, *inputs: Any, **keywords: Any) -> Any:
+    @instead_of(c10d, "scatter")
+    def scatter(true: Any, tensor: Any, scatter_list: Any = None, *inputs: Any, **keywords: Any) -> Any:
         return true(tensor, scatter_list and scatter_list[::-1], *inputs, **keywords)
-
-    c10d.scatter = scatter
 
 
 @lie("02", "reduce", module=C10D)
@@ -235,14 +238,12 @@ def reduce_gives_the_sum_to_all(c10d: Any) -> None:
 @lie("02", "gather", module=C10D)
 def all_gather_in_the_wrong_order(c10d: Any) -> None:
     """`all_gather` puts the ranks' parts in the wrong order."""
-    true = c10d.all_gather_single
 
-    def all_gather_single(output: Any, part: Any, *inputs: Any, **keywords: Any) -> Any:
+    @instead_of(c10d, "all_gather_single")
+    def all_gather_single(true: Any, output: Any, part: Any, *inputs: Any, **keywords: Any) -> Any:
         work = true(output, part, *inputs, **keywords)
         output.copy_(output.clone().view(-1, part.numel()).flip(0).view_as(output))
         return work
-
-    c10d.all_gather_single = all_gather_single
 
 
 @lie("02", "reduce.scatter", module=C10D)
@@ -281,38 +282,32 @@ def set_epoch_is_ignored(module: Any) -> None:
 @lie("03", "repeat|equally many|pad", module=SAMPLER)
 def sampler_drops_its_padding(module: Any) -> None:
     """`DistributedSampler` repeats no sample, so that the ranks get unequally many."""
-    true = module.DistributedSampler.__iter__
 
-    def indices(self: Any) -> Any:
+    @instead_of(module.DistributedSampler, "__iter__")
+    def indices(true: Any, self: Any) -> Any:
         mine, size = list(true(self)), len(self.dataset)
         return iter([sample for turn, sample in enumerate(mine) if turn * self.num_replicas + self.rank < size])
-
-    module.DistributedSampler.__iter__ = indices
 
 
 @lie("03 04", "seed|one common|order|every `?world_size", module=SAMPLER)
 def each_rank_shuffles_with_its_own_seed(module: Any) -> None:
     """`DistributedSampler` shuffles with another seed on each rank."""
-    true = module.DistributedSampler.__init__
 
-    def __init__(self: Any, *inputs: Any, **keywords: Any) -> None:
+    @instead_of(module.DistributedSampler, "__init__")
+    def __init__(true: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
         true(self, *inputs, **keywords)
         self.seed += self.rank
-
-    module.DistributedSampler.__init__ = __init__
 
 
 @lie("03", "augment|noise|random|seed", module="torch.utils.data._utils.worker")
 def workers_draw_the_same_numbers(module: Any) -> None:
     """All workers of a loader get one seed."""
-    true = module._worker_loop
 
-    def worker_loop(*inputs: Any) -> Any:
-        changed = list(inputs)
-        changed[8] -= inputs[10]  # base_seed, to which the loop adds worker_id
-        true(*changed)
-
-    module._worker_loop = worker_loop
+    @instead_of(module, "_worker_loop")
+    def worker_loop(true: Any, *inputs: Any) -> Any:
+        arguments = list(inputs)
+        arguments[8] -= inputs[10]  # base_seed, to which the loop adds worker_id
+        true(*arguments)
 
 
 @lie("03 10", "position|resume", file="notebooks/{chapter}")
@@ -342,15 +337,13 @@ def no_sync_that_syncs(module: Any) -> None:
 @lie("04", "average|mean", module=DDP)
 def ddp_adds_up_gradients(module: Any) -> None:
     """DDP adds the ranks' gradients up, and does not divide by the number of ranks."""
-    true = module.DistributedDataParallel.forward
 
-    def forward(self: Any, *inputs: Any, **keywords: Any) -> Any:
+    @instead_of(module.DistributedDataParallel, "forward")
+    def forward(true: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
         output = true(self, *inputs, **keywords)
         if output.requires_grad:
             output.register_hook(lambda gradient: gradient * module.dist.get_world_size())
         return output
-
-    module.DistributedDataParallel.forward = forward
 
 
 @lie("04", "buffers|running", module=DDP)
@@ -385,12 +378,10 @@ def scaler_never_skips(module: Any) -> None:
 @lie("05", "unscale|scale", module=SCALER)
 def unscale_does_nothing(module: Any) -> None:
     """`unscale_` leaves the gradients multiplied by the scale."""
-    true = module.GradScaler._unscale_grads_
 
-    def unscale(self: Any, optimizer: Any, inverse: Any, *inputs: Any) -> Any:
+    @instead_of(module.GradScaler, "_unscale_grads_")
+    def unscale(true: Any, self: Any, optimizer: Any, inverse: Any, *inputs: Any) -> Any:
         return true(self, optimizer, inverse * 0 + 1, *inputs)
-
-    module.GradScaler._unscale_grads_ = unscale
 
 
 @lie("05", "scale", module=SCALER)
@@ -420,14 +411,12 @@ def autocast_is_off(module: Any) -> None:
 @lie("05", "autocast|format|bfloat16", module="torch.amp.autocast_mode")
 def autocast_takes_the_other_format(module: Any) -> None:
     """`autocast` to bfloat16 computes in float16."""
-    true = module.autocast.__init__
 
-    def __init__(self: Any, device_type: Any, dtype: Any = None, *inputs: Any, **keywords: Any) -> None:
+    @instead_of(module.autocast, "__init__")
+    def __init__(true: Any, self: Any, device_type: Any, dtype: Any = None, *inputs: Any, **keywords: Any) -> None:
         import torch
 
         true(self, device_type, torch.float16 if dtype is torch.bfloat16 else dtype, *inputs, **keywords)
-
-    module.autocast.__init__ = __init__
 
 
 @lie("05", "accumul|micro|share|divid", file="notebooks/05_amp.ipynb")
@@ -449,13 +438,10 @@ def clip_grad_norm_does_not_clip(module: Any) -> None:
 
 def shard_with(module: Any, change: Any) -> None:
     """Make ``fully_shard`` take the options that ``change`` returns for the right ones."""
-    true = module.fully_shard
 
-    @functools.wraps(true)  # torch uses the function's attributes
-    def fully_shard(layer: Any, **options: Any) -> Any:
+    @instead_of(module, "fully_shard")
+    def fully_shard(true: Any, layer: Any, **options: Any) -> Any:
         return true(layer, **options | change(options))
-
-    module.fully_shard = fully_shard
 
 
 @lie("06", "shard", module=FSDP)
@@ -507,9 +493,9 @@ def gradient_sync_cannot_be_held_back(module: Any) -> None:
 @lie("06", "norm|clip", module="torch.nn.utils.clip_grad")
 def clipping_takes_the_local_norm(module: Any) -> None:
     """`clip_grad_norm_` takes the norm of the rank's own slices for that of the gradient."""
-    true = module._get_total_norm
 
-    def norm_of_slices(tensors: Any, *inputs: Any, **keywords: Any) -> Any:
+    @instead_of(module, "_get_total_norm")
+    def norm_of_slices(true: Any, tensors: Any, *inputs: Any, **keywords: Any) -> Any:
         from torch.distributed.tensor import DTensor, Replicate
 
         tensors = list(tensors)
@@ -517,8 +503,6 @@ def clipping_takes_the_local_norm(module: Any) -> None:
             return true(tensors, *inputs, **keywords)
         norm = true([tensor.to_local() for tensor in tensors], *inputs, **keywords)
         return DTensor.from_local(norm, tensors[0].device_mesh, [Replicate()])
-
-    module._get_total_norm = norm_of_slices
 
 
 @lie("06", "recomput|activation", module="torch.utils.checkpoint")
@@ -628,7 +612,7 @@ def a_dimension_of_a_mesh_is_the_world(module: Any) -> None:
 @lie("11", "stop|signal|schedul", file=STOP)
 def stop_request_hears_nothing(text: str) -> str:
     """`StopRequest` does not note the signal."""
-    return swap(text, "        self.noted = number\n", "        pass\n")
+    return swap(text, "        self.number = number\n", "        pass\n")
 
 
 @lie("11", "stop|signal|agree", file=STOP)
@@ -652,27 +636,23 @@ def restarts_are_not_counted(agent: Any) -> None:
 @lie("13", "restart", module="torch.distributed.launcher.api")
 def torchrun_never_restarts(module: Any) -> None:
     """`torchrun` ignores `--max-restarts`."""
-    true = module.launch_agent
 
-    def launch_agent(config: Any, *inputs: Any, **keywords: Any) -> Any:
+    @instead_of(module, "launch_agent")
+    def launch_agent(true: Any, config: Any, *inputs: Any, **keywords: Any) -> Any:
         config.max_restarts = 0
         return true(config, *inputs, **keywords)
-
-    module.launch_agent = launch_agent
 
 
 @lie("13", "status|restart|fail", module="torch.distributed.launcher.api")
 def failure_has_status_0(module: Any) -> None:
     """`torchrun` ends with status 0 though a rank has failed."""
-    true = module.launch_agent
 
-    def launch_agent(*inputs: Any, **keywords: Any) -> Any:
+    @instead_of(module, "launch_agent")
+    def launch_agent(true: Any, *inputs: Any, **keywords: Any) -> Any:
         try:
             return true(*inputs, **keywords)
         except module.ChildFailedError:
             return {}
-
-    module.launch_agent = launch_agent
 
 
 @lie("13", "record|error file|which rank", module="torch.distributed.elastic.multiprocessing.errors")
@@ -693,18 +673,16 @@ def batch_file_asks_for_no_warning(text: str) -> str:
 @lie("14", "all.?reduce|collective|communication", module="torch.profiler.profiler")
 def profiler_loses_collectives(module: Any) -> None:
     """The profiler's trace has no collectives."""
-    true = module._KinetoProfile.export_chrome_trace
 
-    def export_chrome_trace(self: Any, path: Any, *inputs: Any, **keywords: Any) -> Any:
+    @instead_of(module._KinetoProfile, "export_chrome_trace")
+    def export_chrome_trace(true: Any, self: Any, path: Any, *inputs: Any, **keywords: Any) -> Any:
         import json
         from pathlib import Path
 
         true(self, path, *inputs, **keywords)
         trace = json.loads(Path(path).read_text())
-        kept = [event for event in trace["traceEvents"] if not event.get("name", "").startswith("gloo:")]
-        Path(path).write_text(json.dumps(trace | {"traceEvents": kept}))
-
-    module._KinetoProfile.export_chrome_trace = export_chrome_trace
+        events = [event for event in trace["traceEvents"] if not event.get("name", "").startswith("gloo:")]
+        Path(path).write_text(json.dumps(trace | {"traceEvents": events}))
 
 
 @lie("14", "flight recorder|record", module=C10D)
@@ -715,24 +693,20 @@ def flight_recorder_loses_the_last_call(c10d: Any) -> None:
     from torch._C import _distributed_c10d
 
     library: Any = _distributed_c10d
-    true = library._dump_fr_trace
 
-    def dump(*inputs: Any) -> Any:
+    @instead_of(library, "_dump_fr_trace")
+    def dump(true: Any, *inputs: Any) -> Any:
         log = pickle.loads(true(*inputs))
         return pickle.dumps(log | {"entries": log["entries"][:-1]})
-
-    library._dump_fr_trace = dump
 
 
 @lie("14", "culprit|flight recorder|torchfrtrace|reader", module="torch.distributed.flight_recorder.components.types")
 def flight_recorder_blames_the_wrong_rank(module: Any) -> None:
     """The flight recorder's reader names the other rank."""
-    true = module.EntryState.log
 
-    def log(self: Any, *inputs: Any, errors: Any = None, **keywords: Any) -> Any:
+    @instead_of(module.EntryState, "log")
+    def log(true: Any, self: Any, *inputs: Any, errors: Any = None, **keywords: Any) -> Any:
         true(self, *inputs, errors=errors and {(1 - rank, what) for rank, what in errors}, **keywords)
-
-    module.EntryState.log = log
 
 
 @lie("14", "anomaly", module="torch.autograd.anomaly_mode")
@@ -765,13 +739,11 @@ def one_forward_one_backward_is_gpipe(module: Any) -> None:
 @lie("08", "gradient|micro-batch", module="torch.distributed.pipelining.schedules")
 def a_micro_batch_is_dropped(module: Any) -> None:
     """A schedule computes the first micro-batch twice, and never the last."""
-    true = module._PipelineSchedule._split_inputs
 
-    def split_inputs(self: Any, *inputs: Any, **keywords: Any) -> Any:
+    @instead_of(module._PipelineSchedule, "_split_inputs")
+    def split_inputs(true: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
         parts, names = true(self, *inputs, **keywords)
         return [*parts[:-1], parts[0]], [*names[:-1], names[0]]
-
-    module._PipelineSchedule._split_inputs = split_inputs
 
 
 @lie("08", "divid|micro-batch|gradient", module="torch.distributed.pipelining.stage")
@@ -811,23 +783,19 @@ def summands_are_not_added(module: Any) -> None:
 @lie("07", "all-reduce|count", module="torch.distributed.tensor.debug._comm_mode")
 def a_collective_is_not_counted(module: Any) -> None:
     """`CommDebugMode` leaves all-reduces out."""
-    true = module.CommDebugMode.get_comm_counts
 
-    def get_comm_counts(self: Any) -> Any:
+    @instead_of(module.CommDebugMode, "get_comm_counts")
+    def get_comm_counts(true: Any, self: Any) -> Any:
         return {kind: times for kind, times in true(self).items() if "all_reduce" not in str(kind)}
-
-    module.CommDebugMode.get_comm_counts = get_comm_counts
 
 
 @lie("07", "norm|clip", module="torch.nn.utils.clip_grad")
 def a_rank_clips_by_its_own_norm(module: Any) -> None:
     """The norm of the gradients is that of the parts that the rank holds."""
-    true = module._get_total_norm
 
-    def get_total_norm(tensors: Any, *inputs: Any, **keywords: Any) -> Any:
+    @instead_of(module, "_get_total_norm")
+    def get_total_norm(true: Any, tensors: Any, *inputs: Any, **keywords: Any) -> Any:
         return true([getattr(tensor, "_local_tensor", tensor) for tensor in tensors], *inputs, **keywords)
-
-    module._get_total_norm = get_total_norm
 
 
 @lie("07", "seed|differ|one process", file="notebooks/07_tensor_parallel.ipynb")
@@ -851,12 +819,12 @@ def the_divided_loss_takes_each_ranks_own_maximum(module: Any) -> None:
 @lie("09", "ring|keys", module=C10D)
 def messages_travel_the_other_way(c10d: Any) -> None:
     """`batch_isend_irecv` sends to the rank before, and receives from the rank after."""
-    true = c10d.batch_isend_irecv
 
-    def batch_isend_irecv(operations: Any) -> Any:
+    @instead_of(c10d, "batch_isend_irecv")
+    def batch_isend_irecv(true: Any, operations: Any) -> Any:
         receives = [operation.op is c10d.irecv for operation in operations]
         peers = [
-            next(other.peer for other, is_one in zip(operations, receives, strict=True) if is_one != mine)
+            next(other.peer for other, receive in zip(operations, receives, strict=True) if receive != mine)
             for mine in receives
         ]
         for operation, peer in zip(operations, peers, strict=True):
@@ -864,18 +832,14 @@ def messages_travel_the_other_way(c10d: Any) -> None:
             operation.group_peer = c10d.get_group_rank(operation.group, peer)
         return true(operations)
 
-    c10d.batch_isend_irecv = batch_isend_irecv
-
 
 @lie("09", "Ulysses|all-to-all|expert", module="torch.distributed._functional_collectives")
 def all_to_all_sends_no_gradient_back(module: Any) -> None:
     """`all_to_all_single_autograd` gives what it received a gradient, and what it sent none."""
-    true = module.all_to_all_single_autograd
 
-    def all_to_all_single_autograd(tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+    @instead_of(module, "all_to_all_single_autograd")
+    def all_to_all_single_autograd(true: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
         return true(tensor.detach(), *inputs, **keywords) + 0 * tensor.sum()
-
-    module.all_to_all_single_autograd = all_to_all_single_autograd
 
 
 @lie("09", "order|zigzag|library", module="torch.distributed.tensor.experimental._context_parallel._attention")

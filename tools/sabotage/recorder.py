@@ -36,16 +36,17 @@ def larger(value: Any, factor: float) -> Any:
         return None if values is None else dict(zip(value, values, strict=True))
     if isinstance(value, list | tuple):
         items = [larger(item, factor) for item in value]
-        kept = [old if new is None else new for old, new in zip(value, items, strict=True)]
-        return None if all(item is None for item in items) else kept if isinstance(value, list) else tuple(kept)
+        if any(item is not None for item in items):
+            changes = (old if new is None else new for old, new in zip(value, items, strict=True))
+            return list(changes) if isinstance(value, list) else tuple(changes)
     return None
 
 
 def wrong(value: Any, factor: float) -> Any:
-    changed = larger(list(value) if type(value).__name__ == "generator" else value, factor)
-    if changed is None:
+    result = larger(list(value) if type(value).__name__ == "generator" else value, factor)
+    if result is None:
         raise NoNumber
-    return changed
+    return result
 
 
 def evaluate(condition: Condition, memory: dict) -> bool:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ RECORD = ROOT / "book" / "recorded" / "sabotage.csv"
 COLUMNS = ["The lie", "Noticed in", "Cell", "By", "What the cell said"]
 KERNELS = "tests/support/ipc_kernels.py"  # which the root conftest.py may import
 MOST_SECONDS = 3600  # a chapter that takes longer is ended
+PAIRS = [(lie, chapter) for lie in LIES.values() for chapter in lie.chapters]  # in the record's order
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,13 @@ def run(lie: Lie | None, chapter: str, until: str | None = None) -> Failure | No
         if lie and lie.file:
             file = copy / lie.file.format(chapter=notebook.name)
             file.write_text(lie.tell(file.read_text()))
-        failure, applied = Path(folder, "failure.json"), Path(folder, "told")
+        failure, proof = Path(folder, "failure.json"), Path(folder, "told")
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE / "load"), str(copy)]),
             "TMPDIR": folder,
             "WORLD_SIZE_ONE_LIE": lie.name if lie else "",
-            "WORLD_SIZE_ONE_TOLD": str(applied),
+            "WORLD_SIZE_ONE_TOLD": str(proof),
             "WORLD_SIZE_ONE_FAILURE": str(failure),
             "WORLD_SIZE_ONE_UNTIL": until or "",
         }
@@ -71,14 +73,14 @@ def run(lie: Lie | None, chapter: str, until: str | None = None) -> Failure | No
         command += ["-p", "first_failure", "--nbval-cell-timeout=600", "--timeout=900", str(notebook.relative_to(copy))]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
-            done = subprocess.run(command, cwd=copy, env=environment, text=True, timeout=MOST_SECONDS, **pipes)
+            process = subprocess.run(command, cwd=copy, env=environment, text=True, timeout=MOST_SECONDS, **pipes)
         except subprocess.TimeoutExpired:
             return Failure("", "fault", f"the chapter did not end in {MOST_SECONDS} s")
         if failure.exists():
             return Failure(**json.loads(failure.read_text()))
-        if done.returncode:
-            return Failure("", "fault", done.stdout[-1000:])
-        if lie and lie.module and not applied.exists():
+        if process.returncode:
+            return Failure("", "fault", process.stdout[-1000:])
+        if lie and lie.module and not proof.exists():
             return Failure("", "fault", f"no process imported {lie.module}")
         return None
 
@@ -98,17 +100,21 @@ def notebook_of(chapter: str) -> Path:
     return path
 
 
-def row(lie: Lie, chapter: str) -> tuple[dict[str, str], str]:
-    """Tell a chapter a lie: (the row for the record, what is wrong with it or "")."""
-    failure = run(lie, chapter)
+@cache
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def row(lie: Lie, chapter: str, failure: Failure | None) -> tuple[dict[str, str], str]:
+    """What a lie came to in a chapter: (the row for the record, what is wrong with it or "")."""
     cells = dict.fromkeys(COLUMNS, "") | {"The lie": lie.says, "Noticed in": f"chapter {int(chapter)}"}
     if failure is None:
         return cells, "no cell notices it"
     if failure.kind == "fault":
         return cells, f"the lie does not work: {failure.cell} {failure.text}"
-    heading, anchor, words = place(nbformat.read(notebook_of(chapter), as_version=4), failure.cell)
+    heading, anchor, words = place(read(notebook_of(chapter)), failure.cell)
     cells["Noticed in"] = f"[{int(chapter)}, {heading}](../notebooks/{notebook_of(chapter).name}#{anchor})"
-    cells |= {"Cell": f"`{failure.cell}`", "By": failure.kind, "What the cell said": quoted(failure.text)}
+    cells |= {"Cell": f"`{failure.cell}`", "By": failure.kind, "What the cell said": as_code(failure.text)}
     about = re.search(lie.words, words, re.IGNORECASE)
     return cells, "" if about else f"neither the cell nor the prose around it has the words {lie.words}"
 
@@ -125,7 +131,7 @@ def place(nb: nbformat.NotebookNode, cell_id: str) -> tuple[str, str, str]:
     return heading, slugify(headings[-1].replace("`", "")), "\n".join([heading, *around])
 
 
-def quoted(text: str, most: int = 160) -> str:
+def as_code(text: str, most: int = 160) -> str:
     """A line of code, or of an error, as inline code for a page, without this machine's path of Python, cut after
     ``most`` characters.
     """
@@ -133,10 +139,8 @@ def quoted(text: str, most: int = 160) -> str:
     return f"`{text if len(text) <= most else text[: most - 2] + ' …'}`"
 
 
-def recorded() -> list[dict[str, str]]:
+def read_record() -> list[dict[str, str]]:
     """The rows of the record, as dicts."""
-    if not RECORD.exists():
-        return []
     with RECORD.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
@@ -148,8 +152,8 @@ def key(row: dict[str, str]) -> tuple[str, int]:
 
 def record(row: dict[str, str]) -> None:
     """Write a row to the record, in the order of the lies, and remove rows of lies that no longer exist."""
-    rows = {key(entry): entry for entry in [*recorded(), row]}
-    order = [(lie.says, int(chapter)) for lie in LIES.values() for chapter in lie.chapters]
+    rows = {key(entry): entry for entry in [*read_record(), row]}
+    order = [(lie.says, int(chapter)) for lie, chapter in PAIRS]
     with RECORD.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -170,16 +174,16 @@ def main(arguments: list[str] | None = None) -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         bad: list[str] = []
         if options.clean or not options.names:
-            taught = {chapter for lie in LIES.values() for chapter in lie.chapters}
-            chapters = options.clean.split(",") if options.clean else sorted(taught)
+            chapters = options.clean.split(",") if options.clean else sorted({chapter for _, chapter in PAIRS})
             for chapter, failure in zip(chapters, pool.map(lambda chapter: run(None, chapter), chapters), strict=True):
                 print(f"chapter {chapter} without a lie: {failure or 'every cell passes'}", flush=True)
                 bad += [chapter] if failure else []
         names = [] if options.clean else options.names or LIES
-        pairs = [(LIES[name], chapter) for name in names for chapter in LIES[name].chapters]
-        pending = {pool.submit(row, *pair): pair for pair in pairs}
-        for done in as_completed(pending):
-            (lie, chapter), (cells, problem) = pending[done], done.result()
+        pairs = [(lie, chapter) for lie, chapter in PAIRS if lie.name in names]
+        pending = {pool.submit(run, *pair): pair for pair in pairs}
+        for future in as_completed(pending):
+            lie, chapter = pending[future]
+            cells, problem = row(lie, chapter, future.result())
             print(f"{lie.name}, chapter {chapter}: {' '.join(list(cells.values())[2:])}", flush=True)
             if problem:
                 print(f"  {problem}", flush=True)

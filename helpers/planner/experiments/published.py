@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from helpers.planner.communication import SENT
-from helpers.planner.conventions import GIGA, STATES, Conventions
+from helpers.planner.conventions import GIGA, STATES, Conventions, States
 from helpers.planner.failures import mttf_hours
-from helpers.planner.layout import Layout, layout_of
+from helpers.planner.layout import Layout
 from helpers.planner.memory import activations_per_layer, stage_memory, states_per_rank
 from helpers.planner.model import Model, model_of
 from helpers.planner.rates import achieved, bubble, training_days, training_flops
@@ -27,9 +27,9 @@ TARGETS = {"exact": 0.0, "formula": 0.01, "memory": 0.08}
 UNITS = {**GIGA, "": 1, "%": 0.01, "TF": 1e12, "GB/s": 1e9, "ms": 1e-3, "days": 1, "h": 1, "sbh": 1}
 
 
-def states(parameters: float, ranks: int, zero: int, kind: str = "zero") -> float:
+def states(parameters: float, ranks: int, zero: int, convention: States = "zero") -> float:
     """Bytes on a rank of parameters, gradients and optimizer state."""
-    return sum(states_per_rank(parameters, ranks, zero, STATES[kind]))
+    return sum(states_per_rank(parameters, parameters / ranks, zero, STATES[convention]))
 
 
 def states_difference(parameters: float, ranks: int, ranks_after: int) -> float:
@@ -37,13 +37,8 @@ def states_difference(parameters: float, ranks: int, ranks_after: int) -> float:
     return states(parameters, ranks, 3, "float32") - states(parameters, ranks_after, 3, "float32")
 
 
-def deepspeed(parameters: float, ranks: int, zero: int, offload: str = "") -> float:
-    """Bytes on a GPU by DeepSpeed's estimator (deepspeed/runtime/zero, estimate_zero2_model_states_mem_needs).
-
-    4P + 16P/N; 2P with the optimizer offloaded.
-    """
-    if zero != 2:
-        raise PlanError(f"only ZeRO-2's estimate is here, and zero is {zero}.\nGive zero = 2.")
+def deepspeed(parameters: float, ranks: int, offload: str = "") -> float:
+    """Bytes on a GPU under ZeRO-2 by DeepSpeed (deepspeed/runtime/zero, estimate_zero2_model_states_mem_needs)."""
     return 2 * parameters if offload else 4 * parameters + 16 * parameters / ranks
 
 
@@ -69,10 +64,8 @@ def days(
     tokens: float, gpus: int, tflops: float, model: Model | None = None, parameters: float = 0, recompute: str = "none"
 ) -> float:
     """By the model's count of FLOPs, or without a model by the number of parameters."""
-    flops = (
-        model.flops_per_token("gemm", recompute) * tokens if model else training_flops(parameters, tokens, recompute)
-    )
-    return training_days(flops, gpus, tflops)
+    flops = model and model.flops_per_token("gemm", recompute) * tokens
+    return training_days(flops or training_flops(parameters, tokens, recompute), gpus, tflops)
 
 
 def busbw(collective: str, ranks: int, bytes: float, seconds: float) -> float:
@@ -81,8 +74,8 @@ def busbw(collective: str, ranks: int, bytes: float, seconds: float) -> float:
 
 
 QUANTITIES: dict[str, Callable[..., float]] = {
-    "parameters": lambda model, active=False: model.parameters(active),
-    "FLOPs per token": lambda model, count="6N+A", recompute="none": model.flops_per_token(count, recompute),
+    "parameters": lambda model: model.parameters(),
+    "FLOPs per token": lambda model: model.flops_per_token(),
     "states": states,
     "states difference": states_difference,
     "DeepSpeed's estimate": deepspeed,
@@ -165,7 +158,7 @@ def prepared(inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs with a Model, a Layout, and the tokens a second of all GPUs, however the speed was published."""
     inputs = {"gpus": 1, **inputs}
     if "layout" in inputs:
-        inputs["layout"] = layout_of(inputs["layout"])
+        inputs["layout"] = Layout.of(inputs["layout"])
     if "model" in inputs:
         inputs["model"] = model_of(inputs["model"])
         if "tokens_per_second_per_gpu" in inputs:

@@ -43,13 +43,13 @@ class Step:
 
 
 @functools.cache
-def measured(path: Path = MEASURED) -> tuple[Step, ...]:
+def measured() -> tuple[Step, ...]:
     """vTrain's file: GPTs of Megatron-LM in float16, with full recomputation, on nodes of 8 A100s with NVLink.
 
     The network is not in the file: a 100 Gb/s share for each GPU is assumed.
     """
     steps = []
-    rows = csv.reader(line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
+    rows = csv.reader(line for line in MEASURED.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
     next(rows)
     for billions, *sizes, milliseconds in rows:
         gpus, batch, micro_batch, width, heads, layers, seq, tp, dp, pp = map(int, sizes)
@@ -116,18 +116,18 @@ def mean_error(sizes: Sequence[LeftOut]) -> float:
     return sum(size.error * size.steps for size in sizes) / sum(size.steps for size in sizes)
 
 
-def interval_factor(sizes: Sequence[LeftOut], share: float = COVERAGE) -> float:
-    """The factor within which so many of the left-out predictions lie: FACTOR."""
-    return float(np.exp(np.quantile(np.abs(np.concatenate([size.logs for size in sizes])), share)))
+def interval_factor(sizes: Sequence[LeftOut]) -> float:
+    """The factor within which COVERAGE of the left-out predictions lie: FACTOR."""
+    return float(np.exp(np.quantile(np.abs(np.concatenate([size.logs for size in sizes])), COVERAGE)))
 
 
-def coverage(steps: Sequence[Step] = ()) -> float:
+def coverage() -> float:
     """The share of steps inside an interval whose factor was found without their model size, as were the constants.
 
     For each size the factor comes from the others alone, each predicted by a fit that saw neither.
     """
-    steps, inside = steps or measured(), 0
-    for size in left_out(steps):
-        factor = interval_factor(left_out([step for step in steps if step.model.name != size.size]))
+    inside = 0
+    for size in left_out():
+        factor = interval_factor(left_out([step for step in measured() if step.model.name != size.size]))
         inside += sum(abs(log) <= np.log(factor) for log in size.logs)
-    return inside / len(steps)
+    return inside / len(measured())
