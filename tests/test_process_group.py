@@ -176,7 +176,10 @@ def agent(request):
 
 GPUS = [("nccl", "cuda:0"), ("nccl", "cuda:1")]
 CPUS = [("gloo", "cpu")] * 2
-NO_COMMON = "No common backend: {}. On CPUs: --backend gloo."
+NO_COMMON = (
+    "No common backend: {}. A node's ranks must all see its GPUs (so no --gpus-per-task), and need one each. "
+    "On CPUs: --backend gloo."
+)
 TWO_LOCAL = {"LOCAL_WORLD_SIZE": [2, 2]}  # as torchrun sets it; srun does not
 NODES = {"LOCAL_RANK": [0, 0], "LOCAL_WORLD_SIZE": [1, 1], "host": ["gpu07", "gpu08"]}
 

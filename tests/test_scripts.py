@@ -131,7 +131,7 @@ def test_chapter(notebook, alone, tmp_path):
     # All collectives of the default group used the GPUs, so they are NCCL's.
     assert re.search(r"\((NCCL|C\+\+)\)|by DDP", out)
     if notebook.stem == "04_ddp":
-        report = out[out.index("Rehearsal on") :]
+        report = done.stdout[done.stdout.index("Rehearsal on") :]
         recorded.compare("rehearsal", report, "python -m pytest tests/test_scripts.py -k 04_ddp")
     if notebook.stem == "11_trainer":
         no_step_waits(json.loads((folder / "report.json").read_text()))

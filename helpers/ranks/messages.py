@@ -67,7 +67,7 @@ def hang(stands: dict[int, str], finished: Collection[int], timeout: float) -> R
     groups: dict[str, list[int]] = {}
     for rank, line in lines.items():
         groups.setdefault(line, []).append(rank)
-    message = f"{len(lines) - len(finished)} of {len(lines)} ranks still ran after timeout={timeout} s:"
+    message = f"{len(lines) - len(finished)} of {len(lines)} ranks still ran after timeout={timeout:g} s:"
     message += "".join(f"\n  {label(ranks)}: {line}" for line, ranks in groups.items())
     return RankError(message, None, {rank: line for rank, line in lines.items() if rank not in finished})
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -11,12 +12,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from helpers.command_line import whole
+from helpers.command_line import positive, whole
 from helpers.ranks.torchrun import STOPS, folder_until_a_signal, set_defaults
 
 ROOT = Path(__file__).resolve().parents[2]
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by torchrun's agent
 GRACE = 3  # seconds that ranks have to end at a SIGTERM
+EVERY = 10.0  # seconds from one line about the ranks to the next
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("chapter", metavar="CHAPTER", help=chapter)
     parser.add_argument("--gpus", type=whole, default=2, metavar="N", help="pretended GPUs of a node (default: 2)")
     parser.add_argument("--nodes", type=whole, default=1, metavar="N", help="pretended nodes (default: 1)")
+    parser.add_argument("--timeout", type=positive, default=120, metavar="S", help="seconds to run (default: 120)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rank 0's counts there too")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the script, after two dashes")
 
@@ -41,7 +44,7 @@ def main(args: argparse.Namespace, flags: list[str]) -> int:
             except chapters.ExportError as error:
                 print(f"error: {error}", file=sys.stderr)
                 return 1
-        status = run(script, args.gpus, args.nodes, flags, Path(folder), args.json)
+        status = run(script, args.gpus, args.nodes, flags, Path(folder), args.json, args.timeout)
         if status:
             for line in refusals(Path(folder)):
                 print(line, file=sys.stderr)
@@ -50,8 +53,16 @@ def main(args: argparse.Namespace, flags: list[str]) -> int:
     os._exit(status)  # without the interpreter's end, which takes half a second when torch is loaded
 
 
-def run(script: Path, gpus: int, nodes: int, flags: list[str], folder: Path, counts: Path | None = None) -> int:
-    """Run a script on ranks that are forked from this process, and wait; return 0, or 1 where one failed.
+def run(
+    script: Path,
+    gpus: int,
+    nodes: int,
+    flags: list[str],
+    folder: Path,
+    counts: Path | None = None,
+    timeout: float = 120,
+) -> int:
+    """Run a script on ranks that are forked from this process, and wait; return 0, or 1 where one failed or hung.
 
     ``folder`` takes refusals and torch's error files, ``counts`` is the path for rank 0's counts, or None. A forked
     rank has its imports done, which saves two seconds of a processor at each start.
@@ -75,6 +86,8 @@ def run(script: Path, gpus: int, nodes: int, flags: list[str], folder: Path, cou
                     server.close()
                     become_a_rank(before)
                     os.environ.update(variables(number, gpus, nodes, port, folder))
+                    stacks = open(folder / f"stack{number}", "w")  # open while the rank runs
+                    faulthandler.dump_traceback_later(min(EVERY, timeout) * 0.9, repeat=True, file=stacks)
                     rank.main(str(script), flags, gpus, folder, counts)
                 finally:
                     rank.EXIT(1)  # main does not return
@@ -84,7 +97,7 @@ def run(script: Path, gpus: int, nodes: int, flags: list[str], folder: Path, cou
         store = torch.distributed.TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
         )
-    status = wait(ranks)
+    status = wait(ranks, folder, timeout)
     del store  # the ranks needed it until now
     return status
 
@@ -127,15 +140,32 @@ def variables(rank: int, gpus: int, nodes: int, port: int, folder: Path) -> dict
     }
 
 
-def wait(ranks: dict[int, int]) -> int:
-    """Wait for all ranks, {process: rank}; return 0, or 1 where one failed, which ends the others as torchrun does."""
-    from helpers.ranks.collecting import LATE_WITHIN, PEERS_WITHIN, busy  # here, because other commands do without it
+def wait(ranks: dict[int, int], folder: Path, timeout: float) -> int:
+    """Wait for all ranks, {process: rank}; return 0, or 1 where one failed or ran longer than ``timeout`` seconds.
 
-    failed = False
-    while ranks and not failed:
-        pid, status = os.wait()
-        rank, code = ranks.pop(pid, None), os.waitstatus_to_exitcode(status)
-        failed = rank is not None and code != 0
+    What still runs then is ended, as torchrun does it. Meanwhile a line now and then says where the ranks are.
+    """
+    from helpers.ranks.collecting import LATE_WITHIN, PEERS_WITHIN, busy  # here, because other commands do without
+    from helpers.ranks.messages import hang
+
+    world_size, failed, hung = len(ranks), False, False
+    start = time.monotonic()
+    report_at = start + EVERY
+    while ranks and not failed and not hung:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            rank, code = ranks.pop(pid, None), os.waitstatus_to_exitcode(status)
+            failed = rank is not None and code != 0
+            continue
+        if time.monotonic() > report_at:
+            line = where_ranks_were(folder, [0])[0]
+            print(f"after {report_at - start:.0f} s: rank 0 at {line}", file=sys.stderr, flush=True)
+            report_at += EVERY
+        hung = time.monotonic() - start > timeout
+        time.sleep(0.01)
+    if hung:
+        finished = set(range(world_size)) - set(ranks.values())
+        print(hang(where_ranks_were(folder, range(world_size)), finished, timeout), file=sys.stderr, flush=True)
     if failed:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         print(f"rank {rank} failed: {how}", file=sys.stderr, flush=True)
@@ -151,7 +181,15 @@ def wait(ranks: dict[int, int]) -> int:
                 break
             ranks.pop(os.waitpid(-1, os.WNOHANG)[0], None)
             time.sleep(0.01)
-    return int(failed)
+    return int(failed or hung)
+
+
+def where_ranks_were(folder: Path, ranks: Iterable[int]) -> dict[int, str]:
+    """{rank: the innermost line of the script} in the last dump of its stacks, which is some seconds old."""
+    from helpers.ranks.collecting import innermost, read
+
+    dumps = {rank: read(folder / f"stack{rank}").rpartition("Timeout (")[2] for rank in ranks}
+    return {rank: innermost(dump.rpartition("\n\n")[2]) for rank, dump in dumps.items()}
 
 
 def refusals(folder: Path) -> list[str]:

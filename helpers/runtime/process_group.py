@@ -16,6 +16,8 @@ def start_process_group(
     """Start the default group, unless one runs; return this rank's GPU, or the CPU."""
     if dist.group.WORLD is not None:
         return dist.group.WORLD.bound_device_id or torch.device("cpu")
+    if torch.__version__ < "2.13":  # TorchVersion compares numbers, not text
+        raise RuntimeError(f"Needs PyTorch 2.13 or newer, not {torch.__version__}.")
     where: tuple = ("env://",)  # torch's error names a variable that is missing
     if not os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:  # no launcher
         folder = tempfile.TemporaryDirectory()
@@ -51,8 +53,8 @@ def compare(store: dist.Store, rank: int, world_size: int, choice: str) -> None:
         if rank == 0:
             store.wait([f"rank {r} knows" for r in range(world_size)])
         raise RuntimeError(
-            f"No common backend: {wrong}. Give each node a visible GPU for every rank "
-            "(Slurm: --gpus-per-node, not --gpus-per-task); on CPUs: --backend gloo."
+            f"No common backend: {wrong}. A node's ranks must all see its GPUs (so no "
+            "--gpus-per-task), and need one each. On CPUs: --backend gloo."
         )
 
 
