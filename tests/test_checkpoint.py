@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import pickle
 import random
 import re
 import shutil
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import committed, message, step_of, write
+from checkpoints import message, step_of, write
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -98,7 +97,6 @@ def test_a_damaged_newer_checkpoint_is_replaced(tmp_path, capsys):
 
 
 def test_what_is_missing_is_named(tmp_path):
-    assert re.search(r"no folder .*gone\.\n.*mkdir -p .*gone", message(latest_good, tmp_path / "gone"))
     assert latest_good(tmp_path) is None
     assert "manifest.json is missing" in message(verify, tmp_path)
     write(tmp_path, 1)
@@ -162,6 +160,7 @@ def test_damage_is_found_in_every_file(tmp_path, name):
 
 
 def test_a_damaged_file_raises_only_checkpoint_errors(tmp_path):
+    assert "a.pt is missing" in message(load_file, tmp_path / "a.pt")
     save_file({"weights": torch.arange(100.0), "plain": [1, "x"]}, tmp_path / "a.pt")
     whole = (tmp_path / "a.pt").read_bytes()
     for length in range(0, len(whole), 7):
@@ -173,36 +172,6 @@ def test_a_damaged_file_raises_only_checkpoint_errors(tmp_path):
             load_file(tmp_path / "a.pt")  # a flip in the numbers is for verify to find
         except CheckpointError:
             pass
-
-
-class Hostile:
-    """Makes a folder when its pickle is executed."""
-
-    def __init__(self, marker):
-        self.marker = str(marker)
-
-    def __reduce__(self):
-        return os.mkdir, (self.marker,)
-
-
-@pytest.mark.ranks
-def test_what_cannot_be_read_is_an_error_on_all_ranks_and_is_not_executed(tmp_path):
-    marker = tmp_path / "executed"
-    torch.save({"weights": torch.ones(2), "extra": Hostile(marker)}, tmp_path / "hostile.pt")
-    (tmp_path / "raw.pt").write_bytes(pickle.dumps(Hostile(marker)))
-    (tmp_path / "empty.pt").touch()
-    errors = {"hostile": r"asks for \w+\.mkdir, which was not executed", "missing": "is missing"}
-    errors |= {"raw": "is damaged", "empty": "is damaged"}
-
-    def load():
-        return [message(on_rank0, load_file, tmp_path / f"{name}.pt") for name in errors]
-
-    for messages in launch(load, nproc=2):
-        for text, (name, error) in zip(messages, errors.items(), strict=True):
-            assert re.search(f"/{name}.pt {error}", text)
-    assert not marker.exists()
-    torch.load(tmp_path / "hostile.pt", weights_only=False)
-    assert marker.exists()  # it would have worked
 
 
 # ---- Several ranks
@@ -231,7 +200,7 @@ def test_a_save_in_the_background_is_left_alone(tmp_path):
                     save_file(6, path / "run.pt")
             between = sorted(os.listdir(tmp_path))
             gate.set()
-            committed(saves)
+            saves.wait()
         dcp.load(state := {"weights": torch.zeros(10)}, checkpoint_id=tmp_path / "step_00000005")
         return between, state["weights"].sum().item()
 

@@ -41,11 +41,6 @@ def environment():
         yield
 
 
-def flat(text):
-    """A text without its line breaks."""
-    return re.sub(r"\s+", " ", text)
-
-
 def check_report(out, count):
     """Check what every report on ``count`` healthy local ranks has."""
     lines = out.partition("\n\nThat was this machine alone.")[0].splitlines()
@@ -90,8 +85,9 @@ def test_under_torchrun(surroundings):
     check_report(done.stdout, 2)
 
     done = run({**environment, "GLOO_SOCKET_IFNAME": "nowhere9"}, *command)
-    assert "Ranks 0-1 should use the network interface nowhere9, which has no address." in flat(done.stdout)
-    assert re.search(r"starting a group on gloo failed on ranks 0-1: .*nowhere9", flat(done.stdout))
+    flat = " ".join(done.stdout.split())
+    assert "Ranks 0-1 should use the network interface nowhere9, which has no address." in flat
+    assert re.search(r"starting a group on gloo failed on ranks 0-1: .*nowhere9", flat)
     assert "\nno process group: no collective was tried\n" in done.stdout and "2 problems found" in done.stdout
     assert len(re.findall(r"^ +exitcode", done.stderr, re.MULTILINE)) == 1  # torchrun tells of one rank
     assert done.returncode == 1
@@ -99,7 +95,7 @@ def test_under_torchrun(surroundings):
 
 @pytest.mark.ranks
 def test_alone(surroundings, tmp_path):
-    """The command as the prose has it, but with a plan, of which these ranks have more than ten times each number."""
+    """The command as the prose has it, but with a plan that asks for little."""
     tables = {
         "model": {"name": "tiny"},
         "cluster": {"gpu": "cpu", "nodes": 1, "peak": 1e6, "link_in_node": 1e3},
@@ -111,10 +107,8 @@ def test_alone(surroundings, tmp_path):
     done = run(surroundings, "helpers", "doctor", "--plan", str(plan))
     assert (done.returncode, done.stderr) == (0, "")
     check_report(done.stdout, 2)
-    for label, unit in {"memory": "GB", "matmul": "TFLOP/s in float32", "in a node": "GB/s"}.items():
-        row = rf"^{label} +has (\S+) {unit} on rank [01], the plan counts on (\S+)$"
-        has, wanted = map(float, re.search(row, done.stdout, re.MULTILINE).groups())
-        assert has > 10 * wanted > 0
+    rows = re.findall(r"^(.{10})has .*, the plan counts on \S+$", done.stdout, re.MULTILINE)
+    assert [row.rstrip() for row in rows] == ["ranks", "nodes", "memory", "matmul", "in a node"]
 
 
 @pytest.mark.ranks
@@ -238,8 +232,16 @@ def a_rank_that_comes_too_late(rank):
     time.sleep(6 * (rank == 1))
 
 
-@world([1, 1, 1], r"all_reduce gave a wrong result on rank 2\.", wrong=["all_reduce"])
-def a_wrong_collective(rank):
+@world(
+    [1, 1, 1],
+    r"scatter failed on ranks 0-2: out of order\..* gather failed on .*?rank 1: out of order",
+    r"all_reduce gave a wrong result on rank 2\.",
+    "3 of 3 pairs right",
+    wrong=["scatter", "gather", "all_reduce"],
+    problems=3,
+    timeout=3,
+)
+def collectives_that_raise_and_one_that_is_wrong(rank):
     right = dist.all_reduce
 
     def spoil(tensor, *args, **options):
@@ -249,50 +251,31 @@ def a_wrong_collective(rank):
         return work
 
     dist.all_reduce = spoil
-
-
-@world(
-    [1, 1],
-    r"scatter failed on ranks 0-1: out of order\..* gather failed on .*?rank 1: out of order",
-    "1 of 1 pairs right",
-    wrong=["scatter", "gather"],
-    problems=2,
-    timeout=3,
-)
-def checks_that_raise_on_all_ranks_and_on_one(rank):
     dist.scatter = raises(RuntimeError("[/build/gloo/pair.cc:42] out of order\nand more"))
     if rank == 1:
         dist.gather = dist.scatter
 
 
-@world([1, 1, 1], "2 of 3 pairs right", "Data between ranks 1 and 2 arrives changed")
-def a_wrong_link(rank):
+@world(
+    [1] * 4,
+    "4 of 6 pairs right",
+    r"failed on rank 0: with rank 1: cable cut; on rank 1: with rank 0: cable cut\.",
+    "rank 0 - none",
+    "Data between ranks 2 and 3 arrives changed",
+    problems=2,
+)
+def a_link_that_raises_and_one_that_is_wrong(rank):
     exchange = dist.batch_isend_irecv
 
     def spoil(operations):
+        if {rank, operations[0].peer} == {0, 1}:
+            raise RuntimeError("cable cut")
         for work in exchange(operations):
             work.wait()
-        operations[1].tensor[-1] += rank == 1 and operations[1].peer == 2
+        operations[1].tensor[-1] += rank == 2 and operations[1].peer == 3
         return []
 
     dist.batch_isend_irecv = spoil
-
-
-@world(
-    [1] * 4,
-    "5 of 6 pairs right",
-    r"failed on rank 0: with rank 1: cable cut; on rank 1: with rank 0: cable cut\.",
-    "rank 0 - none",
-)
-def a_link_that_raises(rank):
-    exchange = dist.batch_isend_irecv
-
-    def cut(operations):
-        if {rank, operations[0].peer} == {0, 1}:
-            raise RuntimeError("cable cut")
-        return exchange(operations)
-
-    dist.batch_isend_irecv = cut
 
 
 @world(
@@ -350,8 +333,8 @@ def test_worlds(prepare, statuses, texts, wrong, problems, timeout, report, caps
     with leftovers.unchanged():
         assert launch(rank, store.port, nproc=count, timeout=timeout + 40) == statuses
     out = re.sub(r"^\[ranks? [^]]*\] ?", "", capsys.readouterr().out, flags=re.MULTILINE)
-    for text in texts:
-        assert re.search(text, flat(out)), out
+    flat = " ".join(out.split())
+    assert [text for text in texts if not re.search(text, flat)] == [], out
     assert re.findall(r"^(\w+) +NO\b", out, re.MULTILINE) == wrong, out
     assert re.findall(r"^(\w+) +yes\b", out, re.MULTILINE) == [name for name in COLLECTIVES if name not in wrong], out
     if problems:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ import pytest
 import torch
 from slurm_cluster import STEP
 
-from helpers.__main__ import main
 from helpers.doctor import facts, membership, trials
 from helpers.doctor.facts import Facts
 from helpers.doctor.findings import Findings, notes, problems, span
@@ -19,7 +17,7 @@ from helpers.doctor.membership import Place, find_place
 from helpers.doctor.plan import read_plan
 from helpers.doctor.report import report
 from helpers.doctor.trials import Speeds, Trial
-from helpers.planner.plan import plan as make_plan
+from helpers.planner.plan import plan
 from helpers.planner.report import tables
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -81,19 +79,17 @@ def test_place(environment, place, monkeypatch):
         ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536, and ports go from 1 to 65535."),
     ],
 )
-def test_a_variable_that_is_missing_or_wrong_is_named(change, message, monkeypatch, capsys):
+def test_a_variable_that_is_missing_or_wrong_is_named(change, message, monkeypatch, helpers):
     set_variables(monkeypatch, {**LAUNCHED, **change})
-    assert main(["doctor"]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}")
+    status, _, error = helpers("doctor")
+    assert status == 1 and error.startswith(f"error: {message}")
     assert "export MASTER_PORT=29500\n" in error or "\nStart the ranks with torchrun or srun; for this" in error
 
 
 @pytest.mark.parametrize("seconds", ["soon", "-1", "0", "nan"])
-def test_a_timeout_that_cannot_be(seconds, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["doctor", "--timeout", seconds])
-    assert f"'{seconds}' is not a number of seconds above 0" in capsys.readouterr().err
+def test_a_timeout_that_cannot_be(seconds, helpers):
+    status, _, error = helpers("doctor", "--timeout", seconds)
+    assert status == 2 and f"'{seconds}' is not a number of seconds above 0" in error
 
 
 # --- what findings mean -----------------------------------------------------------------------------------------------
@@ -151,8 +147,7 @@ def test_busbw_is_that_of_nccl_tests():
 def test_reports_fit_a_screen(count, hosts, gpus):
     text, status = report(findings(count, hosts, gpus))
     lines = text.splitlines()
-    assert status == 0 and max(map(len, lines)) <= 80 and len(lines) < 40 + hosts
-    assert not problems(findings(count, hosts, gpus)) and not notes(findings(count, hosts, gpus))
+    assert status == 0 and max(map(len, lines)) <= 80 and len(lines) < 40 + hosts and "note " not in text
     first, last = count // hosts * (hosts - 1), count - 1
     assert f"{span(range(first, last + 1))} " in text and f"node{hosts - 1} " in text
 
@@ -225,9 +220,6 @@ def test_errors_lose_their_paths(text, message):
 def test_an_interface_that_is_not_there(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere9,eth0")
     assert facts.choose_interface(torch.device("cpu"), "127.0.0.1") == ("nowhere9", None)
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
-    assert facts.choose_interface(torch.device("cpu"), "127.0.0.1") == (loopback, "127.0.0.1")
 
 
 def test_facts_of_a_gpu(monkeypatch):
@@ -253,20 +245,15 @@ def test_what_a_rank_could_not_find_out_is_a_note(monkeypatch):
 
 # --- a plan -----------------------------------------------------------------------------------------------------------
 
-# What `python -m helpers plan … --json` writes, as far as the doctor reads it.
-PLAN = {
-    "model": {"name": "tiny"},
-    "cluster": {"gpu": "h100", "nodes": 2, "peak": 989e12, "link_in_node": 450e9, "link_between": 50e9},
-    "layout": {"dp": 2, "tp": 2, "pp": 1, "cp": 1},
-    "memory": {"limit": 80e9},
-}
+# What `python -m helpers plan … --json` writes.
+PLAN = tables(plan("gpt2", {"preset": "h100", "nodes": 2, "gpus_per_node": 2}, {"dp": 2, "tp": 2, "batch": 8}))
 SPEEDS = Speeds(matmul=700e12, in_node=350e9, between=40e9)
 
 
 def compare(folder, of_plan, gpus=True, speeds=SPEEDS, rank_2=SPEEDS):
     """The report of four ranks on two hosts, compared with PLAN, of which ``of_plan`` changes tables; its status."""
     path = folder / "plan.json"
-    path.write_text(json.dumps({name: {**table, **of_plan.get(name, {})} for name, table in PLAN.items()}))
+    path.write_text(json.dumps(PLAN | {name: PLAN[name] | table for name, table in of_plan.items()}))
     each = {**dict.fromkeys(range(4), speeds), 2: rank_2}
     text, status = report(findings(4, 2, gpus, speeds=each), read_plan(path))
     assert max(map(len, text.splitlines())) <= 80
@@ -276,7 +263,7 @@ def compare(folder, of_plan, gpus=True, speeds=SPEEDS, rank_2=SPEEDS):
 def test_a_cluster_that_has_what_a_plan_counts_on(tmp_path):
     text, status = compare(tmp_path, {})
     assert status == 0 and text.endswith("Nothing is wrong here.")
-    assert text.partition("\nthe plan of tiny on 4 x h100\n")[2].splitlines()[:7] == [
+    assert text.partition("\nthe plan of gpt2 on 4 x h100\n")[2].splitlines()[:7] == [
         "ranks     has 4, the plan counts on 4",
         "nodes     has 2, the plan counts on 2",
         "GPUs      has 4 (H100 80GB HBM3), the plan counts on 4",
@@ -330,20 +317,11 @@ def test_ranks_on_cpus_share_the_memory_of_their_host(tmp_path):
         (json.dumps({**PLAN, "memory": {}}), "{} has no 'limit', so it is not a plan."),
     ],
 )
-def test_a_file_that_is_not_a_plan(text, message, tmp_path, monkeypatch, capsys):
+def test_a_file_that_is_not_a_plan(text, message, tmp_path, monkeypatch, helpers):
     set_variables(monkeypatch, {})
     path = tmp_path / "plan.json"
     if text is not None:
         path.write_text(text)
-    assert main(["doctor", "--plan", str(path)]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {message.format(path)}") and error.count("\n") == 2
+    status, _, error = helpers("doctor", "--plan", path)
+    assert status == 1 and error.startswith(f"error: {message.format(path)}") and error.count("\n") == 2
     assert "Write a plan with: python -m helpers plan MODEL CLUSTER" in error
-
-
-def test_a_plan_of_the_planner_is_read(tmp_path):
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(tables(make_plan("llama3-8b", "h100", {"dp": 8, "tp": 2, "zero": 3, "batch": 64}))))
-    plan = read_plan(path)
-    assert (plan.ranks, plan.nodes, plan.memory, plan.speeds.matmul) == (16, 2, 80e9, 989e12)
-    assert plan.speeds.in_node > plan.speeds.between > 0

@@ -1,7 +1,6 @@
 """What the tests of checkpoints share: writing small ones, reading them back, and the error that a call must raise."""
 
 import sys
-import time
 
 import cloudpickle
 import pytest
@@ -38,14 +37,3 @@ def message(call, *arguments):
     text = str(raised.value)
     assert 1 <= len(text.splitlines()) <= 2 and len(text) < 500
     return text
-
-
-def committed(saves, steps=10_000):
-    """(the step at which finished() returned a checkpoint, the checkpoint's name), within ``steps`` steps."""
-    for step in range(steps):
-        is_done = saves.saving.done()
-        if checkpoint := saves.finished():
-            assert is_done  # so it did not wait
-            return step, checkpoint.name
-        time.sleep(0.001)
-    raise AssertionError("the save never ended")
