@@ -1,6 +1,5 @@
 """``launch``: what it returns, the ranks' environment, and what can be sent to ranks and back."""
 
-import functools
 import os
 import signal
 import socket
@@ -16,9 +15,9 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from launching import cell, failure, linux, nothing_left, warmed_up  # noqa: F401  (fixtures)
+from launching import Trap, cell, failure, linux, nothing_left, warmed_up  # noqa: F401  (fixtures)
 
-from helpers.ranks.launch import LaunchError, launch
+from helpers.ranks.launch import MAX_SECONDS, LaunchError, launch
 from helpers.ranks.ports import hold_port
 
 pytestmark = pytest.mark.ranks
@@ -35,60 +34,25 @@ def test_ranks_form_one_gloo_group_and_results_come_in_rank_order():
         return x.item(), dist.get_backend(), dist.get_rank(), dist.get_world_size(), *map(os.environ.get, names)
 
     expected = [(8.0, "gloo", rank, 4, str(rank), str(rank), "4", "4") for rank in range(4)]
-    assert launch(late_first, torch.tensor(2.0)) == expected
+    assert launch(late_first, torch.tensor(2.0), timeout=MAX_SECONDS) == expected
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_every_rank_is_a_fresh_child(nproc):
-    first, second = launch(os.getpid, nproc=nproc), launch(os.getpid, nproc=nproc)
-    assert len({os.getpid(), *first, *second}) == 1 + 2 * nproc
+def test_one_rank_is_a_fresh_child_too():
+    assert len({os.getpid(), *launch(os.getpid, nproc=1), *launch(os.getpid, nproc=1)}) == 3
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.arange(6.0).reshape(2, 3),
-        torch.ones(3, dtype=torch.bfloat16),
-        torch.ones(2, requires_grad=True),
-        torch.nn.Parameter(torch.zeros(1)),
-        torch.arange(10)[::3],
-        torch.eye(3).to_sparse(),
+def test_values_arrive_and_return_as_they_were():
+    values = (
         torch.full((12_500_000,), 3.0),  # 50 MB
+        torch.ones(3, dtype=torch.bfloat16, requires_grad=True),
+        torch.nn.Parameter(torch.zeros(1)),
+        torch.eye(3).to_sparse(),
         np.arange(5, dtype=np.int16),
         {"loss": 0.5, "history": [1, 2], "name": "α", "nothing": None},
-    ],
-    ids=lambda value: f"{type(value).__name__} {getattr(value, 'dtype', '')}",
-)
-def test_values_arrive_and_return_as_they_were(value):
-    def back(x):
-        return type(x), x
-
-    for kind, result in launch(back, value, nproc=2):
-        assert kind is type(value) is type(result)
-        if isinstance(value, torch.Tensor):
-            assert result.dtype == value.dtype and result.requires_grad == value.requires_grad
-            assert torch.equal(result.to_dense(), value.to_dense())
-        elif isinstance(value, np.ndarray):
-            assert result.dtype == value.dtype and np.array_equal(result, value)
-        else:
-            assert result == value
-
-
-class Adder:
-    def add(self, x=10):
-        return x + dist.get_rank()
-
-    __call__ = add
-
-
-def closure(x):
-    return lambda: x + dist.get_rank()
-
-
-@pytest.mark.parametrize("kind", ["closure", "partial", "bound method", "callable object"])
-def test_any_callable(kind):
-    kinds = {"closure": closure(10), "bound method": Adder().add, "callable object": Adder()}
-    assert launch(kinds.get(kind, functools.partial(Adder.add, Adder(), x=10)), nproc=2) == [10, 11]
+    )
+    for kinds, results in launch(lambda *values: ([*map(type, values)], values), *values, nproc=2):
+        assert kinds == [*map(type, values)] == [*map(type, results)]
+        assert repr(results) == repr(values) and torch.equal(results[0], values[0])
 
 
 def test_functions_that_name_what_cloudpickle_cannot_send():
@@ -122,11 +86,10 @@ def test_ranks_have_the_callers_folder_and_path(tmp_path, monkeypatch):
 
 
 def test_changes_of_the_kernels_environment_reach_the_ranks(monkeypatch):
-    monkeypatch.setenv("GONE", "1")
     monkeypatch.setenv("PAGE", "old")
-    assert launch(lambda: [*map(os.environ.get, ("PAGE", "GONE"))], nproc=1) == [["old", "1"]]
-    monkeypatch.delenv("GONE")
-    assert launch(lambda: [*map(os.environ.get, ("PAGE", "GONE"))], nproc=1, env={"PAGE": "new"}) == [["new", None]]
+    monkeypatch.delenv("HOME")  # which the forkserver has had since its start
+    assert launch(lambda: [*map(os.environ.get, ("PAGE", "HOME"))], nproc=1) == [["old", None]]
+    assert launch(lambda: [*map(os.environ.get, ("PAGE", "HOME"))], nproc=1, env={"PAGE": "new"}) == [["new", None]]
     assert os.environ["PAGE"] == "old"
 
 
@@ -191,17 +154,13 @@ def test_a_held_port_is_for_a_store_alone_and_is_given_back():
 
 
 @linux
-@pytest.mark.parametrize("fails", [False, True])
-def test_data_loader_workers_end_with_their_rank(fails):
+def test_data_loader_workers_end_with_their_rank():
     def read():
         data = torch.utils.data.TensorDataset(torch.arange(64.0))
         loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=2, persistent_workers=True)
-        total = sum(batch.sum().item() for (batch,) in loader), len(psutil.Process().children())
-        if fails:
-            raise ValueError(total)
-        return total
+        return sum(batch.sum().item() for (batch,) in loader), len(psutil.Process().children())
 
-    assert str((2016.0, 2)) in (str(failure(read, nproc=2)) if fails else str(launch(read, nproc=2)))
+    assert launch(read, nproc=2) == [(2016.0, 2)] * 2
 
 
 @linux
@@ -222,16 +181,6 @@ def test_subprocesses_end_with_their_rank(end):
 # --- what cannot travel ----------------------------------------------------------------------------------------------
 
 
-class Trap:
-    """An object whose unpickling calls ``function(*args)``."""
-
-    def __init__(self, function, *args):
-        self.function, self.args = function, args
-
-    def __reduce__(self):
-        return self.function, self.args
-
-
 @pytest.mark.parametrize(
     ("fn", "args", "message"),
     [
@@ -241,15 +190,12 @@ class Trap:
             "rank 1 failed first: TypeError: the result, a lock, cannot be sent back (cannot pickle '_thread.lock' obj",
         ),
         (print, (Trap(exec, "raise ValueError(1)"),), "ranks 0-1 failed: ValueError: 1"),
-        (print, (Trap(__import__, "absent"),), "ranks 0-1 failed: ModuleNotFoundError: No module named 'absent'"),
         (lambda: launch(print), (), "ranks 0-1 failed: helpers.ranks.launch.LaunchError: launch was called inside a"),
     ],
-    ids=["result", "argument that raises", "absent module", "launch inside a rank"],
+    ids=["result", "argument that raises", "launch inside a rank"],
 )
 def test_what_cannot_travel_is_named(fn, args, message):
-    error = failure(fn, *args, nproc=2)
-    assert str(error).startswith(message)
-    assert "a lock" not in message or "Return tensors, arrays or plain objects" in error.failures[1]
+    assert str(failure(fn, *args, nproc=2)).startswith(message)
 
 
 def test_result_that_cannot_be_unpacked_here():
@@ -278,14 +224,13 @@ def test_rank_that_ends_or_stops_while_it_writes_its_result(end, message):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
                 return bytes(2000)
     """)
-    error = failure(page.step, end, nproc=2, timeout=2 if end == signal.SIGSTOP else 600)
-    assert str(error).startswith(message)
+    assert str(failure(page.step, end, nproc=2, timeout=2 if end == signal.SIGSTOP else 600)).startswith(message)
 
 
 @pytest.mark.parametrize(
     "args, options, text",
     [
-        ((closure(threading.Lock()),), {}, "the function <lambda> cannot be sent"),
+        ((threading.Lock().acquire,), {}, "the function acquire cannot be sent"),
         ((print, 1, threading.Lock()), {}, "argument 1, a lock, cannot be sent"),
         ((3,), {}, "launch needs a function, and got 3"),
         ((print,), {"nproc": 0}, "nproc=0 is not between 1 and 64"),
@@ -293,7 +238,6 @@ def test_rank_that_ends_or_stops_while_it_writes_its_result(end, message):
         ((print,), {"nproc": "4"}, "an int; it was '4'"),
         ((print,), {"nproc": True}, "an int; it was True"),
         ((print,), {"timeout": 0}, "above 0; it was 0"),
-        ((print,), {"timeout": "60"}, "it was '60'"),
         ((print,), {"timeout": float("nan")}, "it was nan"),
         ((print,), {"timeout": 1e9}, "it was 1000000000.0"),
     ],
@@ -301,17 +245,4 @@ def test_rank_that_ends_or_stops_while_it_writes_its_result(end, message):
 def test_wrong_arguments_are_refused_before_anything_starts(args, options, text):
     with pytest.raises(LaunchError) as refusal:
         launch(*args, **options)
-    message = str(refusal.value)
-    assert text in message and len(message.splitlines()) == 2, message
-
-
-def test_longest_timeout_works():
-    assert launch(dist.get_rank, nproc=2, timeout=500_000) == [0, 1]
-
-
-def test_errors_show_no_frames_of_the_launcher_in_ipython():
-    error = failure(lambda: 1 / 0, nproc=1)
-    lines = error._render_traceback_()
-    assert lines[-1].startswith("RankError: rank 0 failed first: ZeroDivisionError")
-    assert not any("helpers/" in line for line in lines)
-    assert LaunchError("one\ntwo")._render_traceback_() == ["LaunchError: one\ntwo"]
+    assert text in str(refusal.value)

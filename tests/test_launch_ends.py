@@ -121,31 +121,29 @@ print(launch(lambda x: x + dist.get_rank(), 1, nproc=2))
 """
 
 
-def run_script(path, last_line):
-    """Run a script that has no ``if __name__ == "__main__"``; return the finished process."""
-    path.write_text(f"{SCRIPT}{last_line}\n")
+def python(*words, **options):
+    """Run Python in a temporary folder that has to be empty at the end; return the finished process."""
     with leftovers.surroundings() as environment:
-        command = [sys.executable, "-W", "error", path.name]
-        return subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=200)
+        command = [sys.executable, "-W", "error", *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, **options)
 
 
 def test_plain_script_needs_no_main_guard_and_shows_the_ranks_traceback(tmp_path):
-    process = run_script(tmp_path / "script.py", "launch(step, 1, nproc=2)")
+    (tmp_path / "script.py").write_text(f"{SCRIPT}launch(step, 1, nproc=2)\n")
+    process = python("script.py", cwd=tmp_path)
     assert (process.returncode, process.stdout) == (1, "[1, 2]\n")
     assert "RankError: rank 0 failed first: ZeroDivisionError" in process.stderr
     assert "line 7 of step in script.py: return x / dist.get_rank()" in process.stderr
 
 
-def test_script_that_is_killed_leaves_nothing(tmp_path):
-    assert run_script(tmp_path / "script.py", "os.kill(os.getpid(), 9)").returncode == -9
+def test_script_that_is_killed_leaves_nothing():
+    assert python("-c", f"{SCRIPT}os.kill(os.getpid(), 9)").returncode == -9
 
 
 def test_process_group_that_is_killed_right_after_the_forkservers_start_leaves_nothing():
     """nbval ends the kernel of a short notebook like this, while the forkserver still imports torch."""
     source = "import os\nfrom helpers.ranks.launch import warm\nwarm()\nos.killpg(0, 9)"
-    with leftovers.surroundings() as environment:
-        process = subprocess.run([sys.executable, "-c", source], env=environment, start_new_session=True, timeout=60)
-    assert process.returncode == -9
+    assert python("-c", source, start_new_session=True).returncode == -9
 
 
 # --- a notebook's kernel ----------------------------------------------------------------------------------------------
@@ -172,10 +170,8 @@ WARM = """
 
 @pytest.fixture(scope="module")
 def own_kernel():
-    with leftovers.surroundings() as environment:
-        kernel = leftovers.Kernel(environment)
+    with leftovers.own_kernel() as kernel:
         yield kernel
-        kernel.close()
 
 
 @pytest.fixture
@@ -186,7 +182,9 @@ def kernel(own_kernel):
     return own_kernel
 
 
-def test_interrupt_of_the_kernel(kernel):
+def test_interrupt_of_the_kernel_ends_the_ranks_and_spares_the_forkserver(kernel):
+    server = "from multiprocessing.forkserver import _forkserver as server; print(server._forkserver_pid)"
+    before = kernel.run(server)[1]
     kernel.start("launch(hang, nproc=2, timeout=600)")
     assert kernel.ranks() == 2
     kernel.manager.interrupt_kernel()
@@ -194,29 +192,10 @@ def test_interrupt_of_the_kernel(kernel):
     assert (reply["status"], reply["ename"]) == ("error", "KeyboardInterrupt")
     assert kernel.ranks() == 0  # no wait here: ranks end before their cell
     assert kernel.run("print(launch(rank, nproc=2))")[1] == "[0, 1]\n"
-
-
-def test_interrupt_of_an_idle_kernel_spares_the_forkserver(kernel):
-    server = "from multiprocessing.forkserver import _forkserver as server; print(server._forkserver_pid)"
-    before = kernel.run(server)[1]
-    kernel.manager.interrupt_kernel()
-    assert kernel.run("print(launch(rank, nproc=2))")[1] == "[0, 1]\n"
     assert kernel.run(server)[1] == before
 
 
-def sigkill(kernel):
-    os.kill(kernel.manager.provisioner.pid, signal.SIGKILL)
-    kernel.manager.restart_kernel(now=True)
-
-
-ENDS = {
-    "restart now": lambda kernel: kernel.manager.restart_kernel(now=True),
-    "restart politely": lambda kernel: kernel.manager.restart_kernel(now=False),
-    "SIGKILL": sigkill,
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", ["restart now", "restart politely", "SIGKILL"])
 def test_end_of_the_kernel_leaves_nothing(kernel, end):
     """With hanging ranks or without any: the old kernel leaves no process and no file."""
     for hangs in (True, False):
@@ -226,7 +205,9 @@ def test_end_of_the_kernel_leaves_nothing(kernel, end):
             kernel.run(WARM)
         old = leftovers.processes(kernel.mark)
         assert len(old) == (5 if hangs else 3)
-        ENDS[end](kernel)
+        if end == "SIGKILL":
+            os.kill(kernel.manager.provisioner.pid, signal.SIGKILL)
+        kernel.manager.restart_kernel(now=end != "restart politely")
         kernel.connect()
         assert leftovers.soon(lambda old=old: not old.keys() & leftovers.processes(kernel.mark).keys())
         assert leftovers.soon(lambda: not leftovers.listing(kernel.folder)), leftovers.listing(kernel.folder)

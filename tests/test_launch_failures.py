@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import leftovers
 import psutil
 import pytest
 import torch.distributed as dist
-from launching import cell, failure, linux, nothing_left, warmed_up, without_carets  # noqa: F401  (fixtures)
+from launching import Trap, cell, failure, linux, nothing_left, warmed_up  # noqa: F401  (fixtures)
 
 from helpers.ranks import collecting
 from helpers.ranks.collecting import Rank, collect, where_they_stand
@@ -34,17 +35,12 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it take
 def failing(how):
     """A function whose rank 1 runs the statement ``how`` while its peers wait in a collective."""
     return cell(f"""
-        from torch.distributed.checkpoint import CheckpointException
-
         class Odd(Exception):
             pass
 
         class Unprintable(Exception):
             def __str__(self):
                 raise RuntimeError("no text")
-
-        def again():
-            again()
 
         def step():
             x = torch.ones(200_000)
@@ -73,7 +69,8 @@ def test_rank_that_raises_is_named_with_its_own_line():
     assert str(error) == (
         'rank 1 failed first: ValueError: too many samples\n  at line 3 of check: raise ValueError("too many samples")'
     )
-    assert without_carets(error.failures[1]) == textwrap.dedent("""\
+    without_carets = re.sub(r"^ *[~^]+\n", "", error.failures[1], flags=re.M)  # they differ between versions of Python
+    assert without_carets == textwrap.dedent("""\
         Traceback (most recent call last):
           File "notebook cell", line 8, in step
             check(torch.ones(3))
@@ -83,20 +80,19 @@ def test_rank_that_raises_is_named_with_its_own_line():
     """)
 
 
-DEATHS = {
-    "os._exit(3)": "ended by itself with exit code 3",
-    "os._exit(0)": "ended by itself with exit code 0",
-    "os.kill(os.getpid(), signal.SIGKILL)": "killed by SIGKILL (the system reports no out-of-memory kill)",
-    "os.kill(os.getpid(), signal.SIGSEGV)": "killed by SIGSEGV",
-    "os.abort()": "killed by SIGABRT",
-    "os.kill(os.getpid(), signal.SIGTERM)": "killed by SIGTERM",
-}
-
-
-@pytest.mark.parametrize("how", DEATHS)
-def test_rank_that_dies_is_named_at_once(how):
-    error = failure(failing(how), nproc=3)
-    assert (error.rank, str(error)) == (1, f"rank 1 died first: {DEATHS[how]}")
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("os._exit(0)", "ended by itself with exit code 0"),
+        ("os._exit(3)", "ended by itself with exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL (the system reports no out-of-memory kill)"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "killed by SIGTERM"),
+    ],
+)
+def test_rank_that_dies_is_named_and_not_its_peers_that_lose_it(how, text):
+    for _ in range(3):
+        error = failure(failing(how), nproc=4)
+        assert (error.rank, str(error)) == (1, f"rank 1 died first: {text}")
 
 
 def test_killed_rank_is_named_without_a_wait_for_peers(monkeypatch):
@@ -107,12 +103,13 @@ def test_killed_rank_is_named_without_a_wait_for_peers(monkeypatch):
 
 
 @linux
-def test_last_lines_of_a_killed_ranks_peers_are_shown(monkeypatch, capsys):
+def test_last_lines_of_a_killed_rank_and_its_peers_are_shown(monkeypatch, capsys):
     """A peer that still computes when a rank is killed, as on a busy machine, goes on until it waits."""
     monkeypatch.setattr(collecting, "PEERS_WITHIN", 1000)
     page = cell("""
         def step():
             if dist.get_rank() == 1:
+                print("its own last line", end="", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
             end = time.monotonic() + 1
             while time.monotonic() < end:
@@ -121,22 +118,16 @@ def test_last_lines_of_a_killed_ranks_peers_are_shown(monkeypatch, capsys):
             time.sleep(1000)
     """)
     assert failure(page.step, nproc=2).rank == 1
-    assert capsys.readouterr().out == "[rank 0] a line after the kill\n"
+    assert capsys.readouterr().out == "[rank 0] a line after the kill\n[rank 1] its own last line\n"
 
 
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("raise MemoryError", "MemoryError"),
-        ("torch.empty(1 << 55)", "RuntimeError"),
-        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("sys.exit()", "SystemExit"),
-        ("again()", "RecursionError"),
-        ("raise Odd('from the notebook')", "Odd: from the notebook"),
         ("raise Unprintable", "Unprintable"),
         ("raise Odd(lambda: 0)", "Odd"),  # which pickle refuses
         ("raise ExceptionGroup('two', [ValueError('one'), Odd('other')])", "two (2 sub-exceptions)"),
-        ("raise CheckpointException('lost', {})", "CheckpointException"),
         ("raise Odd('late') from KeyError('early')", "Odd: late"),
     ],
 )
@@ -145,14 +136,6 @@ def test_every_exception_is_named(how, text):
     assert error.rank == 1 and str(error).startswith("rank 1 failed first: ") and text in str(error)
     assert "notebook cell" in error.failures[1] and "helpers" not in error.failures[1]
     assert text != "Odd: late" or "KeyError: 'early'\n\nThe above exception was the direct" in error.failures[1]
-
-
-@pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(1)", "1 / 0"])
-def test_cause_is_named_and_not_the_echo(how):
-    """The peers are in a collective when the rank fails, so they report lost connections."""
-    for _ in range(3):
-        error = failure(failing(how), nproc=4)
-        assert error.rank == 1, error.failures
 
 
 @linux
@@ -301,48 +284,20 @@ def test_hang_names_each_ranks_line():
             if dist.get_rank() == 0:
                 return "done"
             if dist.get_rank() == 1:
-                while True:
-                    pass
+                sum(range(10**13))  # and does not let the GIL go
             if dist.get_rank() == 2:
                 time.sleep(1000)
             dist.all_reduce(x)
     """)
     error = failure(page.step_é_β, nproc=5, timeout=3)
-    first, *lines = str(error).splitlines()
-    assert first == "4 of 5 ranks still ran after timeout=3 s:"
-    assert lines[0] == "  rank 0: finished"
-    assert lines[1] in ("  rank 1: at line 6 of step_é_β: while True:", "  rank 1: at line 7 of step_é_β: pass")
-    assert lines[2:] == [
-        "  rank 2: at line 9 of step_é_β: time.sleep(1000)",
-        "  ranks 3-4: at line 10 of step_é_β: dist.all_reduce(x)",
+    assert str(error).splitlines() == [
+        "4 of 5 ranks still ran after timeout=3 s:",
+        "  rank 0: finished",
+        "  rank 1: at line 6 of step_é_β: sum(range(10**13))  # and does not let the GIL go",
+        "  rank 2: at line 8 of step_é_β: time.sleep(1000)",
+        "  ranks 3-4: at line 9 of step_é_β: dist.all_reduce(x)",
     ]
     assert error.rank is None and sorted(error.failures) == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    "hang",
-    [
-        "lock.acquire()",
-        "threading.Event().wait()",
-        "dist.recv(torch.ones(1), 1 - dist.get_rank())",
-        "dist.barrier() if dist.get_rank() else time.sleep(99)",
-        "sum(range(10**12))",
-        "threading.Thread(target=time.sleep, args=(99,)).start() or time.sleep(99)",
-        "signal.pause()",
-    ],
-)
-def test_hang_of_any_kind_ends_at_the_timeout(hang):
-    page = cell(f"""
-        import threading
-
-        def step():
-            lock = threading.Lock()
-            lock.acquire()
-            {hang}
-    """)
-    error = failure(page.step, nproc=2, timeout=3)
-    assert str(error).startswith("2 of 2 ranks still ran after timeout=3 s:")
-    assert "line 6 of step" in str(error)
 
 
 def test_slow_start_does_not_count(tmp_path):
@@ -355,8 +310,11 @@ def test_slow_start_does_not_count(tmp_path):
     late.join()
 
 
-@pytest.mark.parametrize("hang", ["time.sleep(99)", "sum(range(10**12))"])
-def test_every_signal_is_the_readers(hang, capsys):
+HANGS = ["time.sleep(99)", "threading.Thread(target=time.sleep, args=(99,)).start() or threading.Event().wait()"]
+
+
+@pytest.mark.parametrize("hang", HANGS)
+def test_line_of_a_hang_is_told_without_a_signal(hang, capsys):
     """A rank that has handlers, or blocks all signals, is reported with its line, and gets no signal."""
     page = cell(f"""
         NUMBERS = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGQUIT
@@ -375,23 +333,13 @@ def test_every_signal_is_the_readers(hang, capsys):
     assert capsys.readouterr().out == ""
 
 
-class Slow:
-    def __reduce__(self):
-        return time.sleep, (100,)
-
-
-def ignore_signals():
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    time.sleep(1000)
-
-
-def stop_rank_1():
-    os.kill(os.getpid(), signal.SIGSTOP) if dist.get_rank() else dist.barrier()
-
-
 @pytest.mark.parametrize(
-    "call", [(print, Slow()), (ignore_signals,), (stop_rank_1,)], ids=["arrives", "ignores", "stops"]
+    "call",
+    [
+        (print, Trap(time.sleep, 100)),
+        (lambda: os.kill(os.getpid(), signal.SIGSTOP) if dist.get_rank() else dist.barrier(),),
+    ],
+    ids=["hangs before the call", "stopped"],
 )
 def test_rank_that_cannot_be_asked_is_ended(call):
     assert "2 of 2 ranks still ran" in str(failure(*call, nproc=2, timeout=1))
@@ -415,15 +363,11 @@ def test_rank_that_tells_its_line_late_is_waited_for(monkeypatch):
 
 def test_line_is_read_when_its_stack_is_complete(tmp_path):
     """faulthandler writes a stack piece by piece, the innermost frame first."""
-    begin = "Timeout (0:00:01)!\nThread 0x1 (most recent call first):\n"
-    (tmp_path / "stack0").write_text(begin + f'  File "{os.__file__}", line 1 in wait\n')
+    stack = tmp_path / "stack0"
+    begin = f'Timeout (0:00:01)!\nThread 0x1 (most recent call first):\n  File "{os.__file__}", line 1 in wait\n'
     end = '  File "mine.py", line 7 in step\n  File "<string>", line 1 in <module>\n'
-
-    def go_on():
-        with open(tmp_path / "stack0", "a") as stack:
-            stack.write(end)
-
-    late = threading.Timer(0.4, go_on)
+    stack.write_text(begin)
+    late = threading.Timer(0.4, stack.write_text, [begin + end])
     late.start()
     assert where_they_stand(tmp_path, 1)[0].startswith("line 7 of step in mine.py")
     late.join()

@@ -3,18 +3,19 @@
 import contextlib
 import itertools
 import linecache
-import re
 import sys
 import textwrap
 import time
 from types import SimpleNamespace
 
+import cloudpickle
 import leftovers
 import pytest
 import torch
 
 from helpers.ranks.launch import RankError, launch
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc, cgroups or fork")
 cells = itertools.count()
 
@@ -39,14 +40,19 @@ def cell(source):
     source, file = textwrap.dedent(source).lstrip(), f"/somewhere/ipykernel_12345/{next(cells)}.py"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names = {"__name__": "__main__"}
-    exec("import os, signal, sys, time\nimport torch\nimport torch.distributed as dist", names)
+    exec("import os, signal, sys, threading, time\nimport torch\nimport torch.distributed as dist", names)
     exec(compile(source, file, "exec"), names)
     return SimpleNamespace(**names)
 
 
-def without_carets(story):
-    """A traceback without the lines that underline code, which differ between versions of Python."""
-    return re.sub(r"^ *[~^]+\n", "", story, flags=re.M)
+class Trap:
+    """An object whose unpickling calls ``function(*args)``."""
+
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], self.call[1:]
 
 
 def failure(fn, *args, **options):

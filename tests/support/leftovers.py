@@ -154,3 +154,14 @@ class Kernel:
         self.manager.cleanup_resources()
         self.manager.context.destroy(linger=0)
         gc.collect()  # so that the client's threads and descriptors end now, and not during a later test
+
+
+@contextlib.contextmanager
+def own_kernel():
+    """A context with a Kernel, which may leave nothing."""
+    with surroundings() as environment:
+        kernel = Kernel(environment)
+        try:
+            yield kernel
+        finally:
+            kernel.close()
