@@ -85,18 +85,22 @@ def type_of(annotation: str) -> tuple[type, list[int | float | str]]:
     return type(choices[0]), choices
 
 
-def parse_args_text(flags: list[Flag], usage: str) -> str:
-    """The source of the script's function that reads the flags."""
-    calls = "\n    ".join(flag.code for flag in flags)
+def parse_args_text(flags: list[Flag], usage: str, adds: bool = False) -> str:
+    """The source of the script's function that reads the flags. If ``adds``, the script's ``add_flags`` adds more."""
+    calls = "\n    ".join([flag.code for flag in flags] + ["add_flags(add)"] * adds)
+    calls = calls.replace(", action=switch)", ")") if adds else calls  # there, a default of bool makes a switch
     head = f"def parse_args():\n    parser = argparse.ArgumentParser({usage})\n"
     if "action=switch" in calls:
         head += "    switch = argparse.BooleanOptionalAction\n"
     grouped = any(flag.group for flag in flags)
     if grouped:
         head += "    group = parser\n"
+    switch = """if isinstance(default, bool):
+            options = {"action": argparse.BooleanOptionalAction}
+        """
     add = f"""
     def add(flag, default, help, **options):
-        options = options or {{"type": type(default)}}
+        {switch if adds else ""}options = options or {{"type": type(default)}}
         help = f"{{help}} (default: %(default)s)"
         {"group" if grouped else "parser"}.add_argument(flag, default=default, help=help, **options)
 

@@ -65,12 +65,12 @@ def sort_statements(cells: Cells) -> Parts:
     imports = [*without_unread(imports, cells.read_elsewhere - used), *filter(is_import, runtime)]
     plumbing = [statement for statement in runtime if statement.where == "process_group" and not is_import(statement)]
     own = [statement for statement in runtime if statement not in plumbing and not is_import(statement)]
-    above = [*constants, *own, *definitions]
+    above = [*constants, *definitions, *own]  # the chapter's own first
     ordered: list[Statement] = []
     for statement in above:
         needed = used_by(statement, [*plumbing, *above])
-        ordered += [early for early in plumbing if early.binds & needed and early not in ordered]
-        ordered.append(statement)
+        ordered += [early for early in [*own, *plumbing] if early.binds & needed and early not in ordered]
+        ordered += [] if statement in ordered else [statement]
     return Parts(imports, ordered, body, [statement for statement in plumbing if statement not in ordered])
 
 

@@ -41,7 +41,7 @@ def script_from_notebook(notebook: NotebookNode, name: str) -> str:
         "\n".join(dict.fromkeys([*(statement.text for statement in parts.imports), "import argparse"])),
         spaced(parts.definitions),
         f"def main(args):\n{indented(main_body(parts.body, flags))}",
-        parse_args_text(flags, usage),
+        parse_args_text(flags, usage, adds="add_flags" in {name for part in parts.definitions for name in part.binds}),
         spaced(parts.plumbing),
         'if __name__ == "__main__":\n    main(parse_args())',
     ]
