@@ -3,6 +3,7 @@
 import importlib.util
 import shutil
 import sys
+import time
 from itertools import count
 from types import SimpleNamespace
 from unittest import mock
@@ -166,6 +167,25 @@ def test_the_average_is_judged_and_the_best_is_kept(script, tmp_path):
     assert best == min(judged.values()) and judged[step] == best
     steps = [values for _, values in told if "loss" in values]
     assert all(values["norm"] > 0 and values["samples/s"] > 0 and values["lr"] > 0 for values in steps)
+
+
+def wait_for_a_late_rank(path):
+    """What rank 0 raised, who waited for rank 1 longer than its patience of a second."""
+    stop = loaded(path).StopRequest(1)
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return None
+    stop.agreed()
+    try:
+        stop.agreed()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_patience_is_how_long_a_rank_waits_for_another(script):
+    """No signal comes, and the script ends no rank by itself: a rank that waits too long raises an error."""
+    error, _ = launch(wait_for_a_late_rank, str(script), nproc=2)
+    assert "Timed out waiting" in error
 
 
 # --- the speed, the log, a compiler -----------------------------------------------------------------------------------

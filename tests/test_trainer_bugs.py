@@ -28,7 +28,7 @@ BUGS = {
     ),
     "samples draw what was left": ('seed_all("sample", self.seed, epoch, index)', "pass", "masked_language", RANKS),
     "dropout depends on the past": ('seed_all("step", args', '("step", args', "regression", WORKERS),
-    "a resumed run begins the data anew": ("if step >= self.begun:", "if True:", "low_rank", STOPPED),
+    "a resumed run begins the data anew": ("if step >= self.skip:", "if True:", "low_rank", STOPPED),
     "a stream is shuffled apart": ('seed_all("order", self.seed, epoch)', "random.seed(os.getpid())", "stream", RANKS),
     "what is between two samples of a stream disturbs it": (
         'seed_all("stream", self.seed, epoch, number)',
@@ -56,8 +56,8 @@ BUGS = {
     "each rank judges its own BatchNorm": ("dist.broadcast(buffer, src=0)", "pass", "batch_norm", JUDGED),
     "metrics are of one rank": ("dist.all_reduce(totals)", "pass", "lengths", WORKERS),
     "a line's sums are not forgotten": (
-        "tell(trained.means(totals) | values)\n            totals, told, start, other = 0,",
-        "tell(trained.means(totals) | values)\n            _, told, start, other = 0,",
+        "tell(module.means(totals) | values)\n            totals, line, start, other = 0,",
+        "tell(module.means(totals) | values)\n            _, line, start, other = 0,",
         "regression",
         WORKERS,
     ),

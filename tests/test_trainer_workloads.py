@@ -46,18 +46,18 @@ class Project:
             self.runs[key] = self.start(ranks, *flags).end()
         return self.runs[key]
 
-    def undisturbed(self):
+    def whole(self):
         """The run on two ranks; its checkpoints are in ``undisturbed``."""
         return self.run(2, "--checkpoint-dir=undisturbed", *DRAWS.get(self.name, []))
 
-    def resumed(self, source, name, ranks=2):
+    def resume(self, source, name, ranks=2):
         """A run that goes on from a copy of a folder with checkpoints."""
         if not (self.folder / name).exists():
             shutil.copytree(self.folder / source, self.folder / name)
         flags = [f"--checkpoint-dir={name}", "--resume", *DRAWS.get(self.name, [])]
         return self.start(ranks, *flags).end()
 
-    def stopped(self):
+    def interrupt(self):
         """A run that is told to stop in its seventh step; its checkpoints are in ``stopped``."""
         if "stopped" not in self.runs:
             flags = ["--checkpoint-dir=stopped", *DRAWS.get(self.name, [])]
@@ -65,12 +65,23 @@ class Project:
         return self.runs["stopped"]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+PROJECTS = {}
+
+
+@pytest.fixture
 def project(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    return Project(request.param, folder, stand_alone(tmp_path_factory.mktemp("path")))
+    """The project of this name, made once."""
+    if request.param not in PROJECTS:
+        path = stand_alone(tmp_path_factory.mktemp("path"))
+        PROJECTS[request.param] = Project(request.param, tmp_path_factory.mktemp(request.param), path)
+    return PROJECTS[request.param]
 
 
+def of(names):
+    return pytest.mark.parametrize("project", names, indirect=True)
+
+
+@of(NAMES)
 def test_two_ranks_have_the_losses_of_one(project):
     parts = ["--accumulate", "2"] if project.name == "batch_norm" else []
     one, two = project.run(1, *parts), project.run(2)
@@ -78,26 +89,27 @@ def test_two_ranks_have_the_losses_of_one(project):
     assert gap(two.losses(), one.losses()) < 1e-4
 
 
+@of([name for name in NAMES if name not in BY_MICRO_BATCH])
 def test_two_micro_batches_have_the_losses_of_one(project):
-    if project.name in BY_MICRO_BATCH:
-        pytest.skip("another number of micro-batches is another loss")
     assert gap(project.run(1, "--accumulate", "2").losses(), project.run(1).losses()) < 1e-4
     if draws := DRAWS.get(project.name):  # dropout draws for each micro-batch of each rank
-        assert gap(project.run(1, "--accumulate", "2", *draws).losses(), project.undisturbed().losses()) < 1e-4
+        assert gap(project.run(1, "--accumulate", "2", *draws).losses(), project.whole().losses()) < 1e-4
 
 
+@of(NAMES)
 def test_workers_change_no_loss_and_told_losses_are_the_true_ones(project):
     workers = project.run(2, *DRAWS.get(project.name, []), "--num-workers=2")
-    draws = project.run(2) if project.name == "batch_norm" else project.undisturbed()  # without workers
+    draws = project.run(2) if project.name == "batch_norm" else project.whole()  # without workers
     assert gap(workers.losses(), draws.losses()) < 1e-6
     true = dict(enumerate(workers.losses(), start=1))
-    assert workers.told() == pytest.approx(true, rel=1e-3)
+    assert workers.console() == pytest.approx(true, rel=1e-3)
 
 
+@of(NAMES)
 def test_a_validation_is_whole_and_true_on_1_2_and_3_ranks(project):
-    project.undisturbed()
-    on = {ranks: project.resumed("undisturbed", f"judged_{ranks}", ranks) for ranks in (1, 2, 3)}
-    sums = {ranks: run.judged() for ranks, run in on.items()}
+    project.whole()
+    on = {ranks: project.resume("undisturbed", f"judged_{ranks}", ranks) for ranks in (1, 2, 3)}
+    sums = {ranks: run.validation() for ranks, run in on.items()}
     for ranks, run in on.items():
         result = run.result()
         assert result.pop("world_size") == ranks and result.pop("step") == 10
@@ -105,31 +117,34 @@ def test_a_validation_is_whole_and_true_on_1_2_and_3_ranks(project):
         assert result == pytest.approx(true, rel=1e-4, abs=1e-6)
         assert {name: count for name, (_, count) in sums[ranks].items()} == {n: c for n, (_, c) in sums[1].items()}
         assert [total for total, _ in sums[ranks].values()] == pytest.approx([s for s, _ in sums[1].values()], rel=1e-4)
-    assert project.undisturbed().result() == pytest.approx(on[2].result(), rel=1e-4)
+    assert project.whole().result() == pytest.approx(on[2].result(), rel=1e-4)
     if targets := TARGETS.get(project.name, 23):
         assert sums[1]["loss"][1] == targets
 
 
+@of(NAMES)
 def test_a_stopped_run_ends_with_the_bits_of_an_undisturbed_one(project):
-    assert "stopped by SIGTERM at step " in project.stopped().out
+    assert "stopped by SIGTERM at step " in project.interrupt().out
     step = newest(project.folder / "stopped")["step"]
     assert step in (7, 8, 9) and (project.folder / "stopped/stopped").exists()
-    run = project.resumed("stopped", "resumed")
+    run = project.resume("stopped", "resumed")
     assert f"going on from step_{step:08}" in run.out and len(run.losses()) == 10 - step
-    project.undisturbed()
+    project.whole()
     assert same_bits(newest(project.folder / "resumed")["model"], newest(project.folder / "undisturbed")["model"])
 
 
+@of(NAMES)
 def test_a_truncated_checkpoint_is_named_and_the_one_before_it_is_taken(project):
-    project.stopped(), project.undisturbed()
+    project.interrupt(), project.whole()
     shutil.copytree(project.folder / "stopped", project.folder / "torn")
     path = checkpoints(project.folder / "torn")[-1]
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    run = project.resumed("stopped", "torn")
+    run = project.resume("stopped", "torn")
     assert f"{path.name} is damaged" in run.out and "going on from step_00000006" in run.out
     assert same_bits(newest(project.folder / "torn")["model"], newest(project.folder / "undisturbed")["model"])
 
 
+@of(NAMES)
 def test_a_nan_leaves_no_checkpoint_that_is_not_finite(project):
     run = project.start(2, "--checkpoint-dir=nan", mischief="poison [true, 4]").end()
     norms = [float(line.split(" norm ")[1].split(",")[0]) for line in run.out.splitlines() if " norm " in line]
@@ -142,18 +157,16 @@ def test_a_nan_leaves_no_checkpoint_that_is_not_finite(project):
     assert not same_bits(kept[0]["model"], kept[1]["model"])
 
 
+@of(["low_rank"])
 def test_groups_keep_the_ratio_of_their_rates(project):
-    if project.name != "low_rank":
-        pytest.skip("one group")
-    project.undisturbed()
+    project.whole()
     states = [torch.load(path, weights_only=True) for path in checkpoints(project.folder / "undisturbed")]
     rates = [[group["lr"] for group in state["optimizer"]["param_groups"]] for state in states]
     assert all(low * 100 == pytest.approx(high) for low, high in rates) and rates[0][1] > rates[1][1] > 0
 
 
+@of(["regression"])
 def test_a_signal_in_a_long_validation_or_save_is_heard_there(project):
-    if project.name != "regression":
-        pytest.skip("it is the same for all")
     flags = ["--batch-size=6", "--wait=0.7", "--val-every=4"]
     judging = project.start(2, *flags, "--checkpoint-dir=judging", mischief="stop [false, 1]")
     saving = project.start(2, "--checkpoint-dir=saving", mischief="stop_in_save 3")

@@ -122,7 +122,7 @@ class Run:
         rows = [[pair for rank in calls for pair in rank[at : at + self.accumulate]] for at in range(len(calls[0]))]
         return [sum(s for s, _ in row) / sum(n for _, n in row) for row in rows[:: self.accumulate]]
 
-    def told(self):
+    def console(self):
         """{step: the loss that was printed}."""
         lines = [line.split(": loss ") for line in self.out.splitlines() if ": loss " in line]
         return {int(head.removeprefix("step ")): float(rest.split(",")[0]) for head, rest in lines}
@@ -131,7 +131,7 @@ class Run:
         [line] = [line for line in self.out.splitlines() if line.startswith("result ")]
         return json.loads(line.removeprefix("result "))
 
-    def judged(self):
+    def validation(self):
         """{name: (sum, count)} of the one validation of a run."""
         totals = defaultdict(lambda: [0.0, 0.0])
         for rank in self.calls(training=False):

@@ -628,7 +628,7 @@ def a_dimension_of_a_mesh_is_the_world(module: Any) -> None:
 @lie("11", "stop|signal|schedul", file="notebooks/{chapter}")
 def stop_request_hears_nothing(text: str) -> str:
     """`StopRequest` does not note the signal."""
-    return swap(text, "self.noted.append(number)", "None", times=text.count("self.noted.append(number)"))
+    return swap(text, "self.numbers.append(number)", "None", times=text.count("self.numbers.append(number)"))
 
 
 @lie("11", "stop|signal|agree", file="notebooks/{chapter}")
