@@ -23,7 +23,7 @@ MORE = {
 DRAWS = {"regression": ["--dropout=0.3"], "batch_norm": ["--num-workers=1"]}  # for what is resumed
 NAMES = sorted(path.stem for path in WORKLOADS.glob("*.py"))
 BY_MICRO_BATCH = {"batch_norm", "contrastive"}
-TARGETS = {"masked_language": None, "lengths": 110, "contrastive": 24}  # of the validation; of the others 23
+TARGETS = {"masked_language": 78, "lengths": 110, "contrastive": 24}  # of the validation; of the others 23
 
 
 class Project:
@@ -41,6 +41,8 @@ class Project:
         return Run(self.script, ranks, self.environment, *FLAGS, *MORE.get(self.name, []), *flags, mischief=mischief)
 
     def run(self, ranks, *flags):
+        if (ranks, flags) == (2, ()) and self.name not in DRAWS:
+            return self.whole()
         key = ranks, flags
         if key not in self.runs:
             self.runs[key] = self.start(ranks, *flags).end()
@@ -107,19 +109,15 @@ def test_workers_change_no_loss_and_told_losses_are_the_true_ones(project):
 
 @of(NAMES)
 def test_a_validation_is_whole_and_true_on_1_2_and_3_ranks(project):
-    project.whole()
-    on = {ranks: project.resume("undisturbed", f"judged_{ranks}", ranks) for ranks in (1, 2, 3)}
-    sums = {ranks: run.validation() for ranks, run in on.items()}
-    for ranks, run in on.items():
-        result = run.result()
-        assert result.pop("world_size") == ranks and result.pop("step") == 10
+    on_two = project.whole().result()
+    runs = {ranks: project.resume("undisturbed", f"validation_{ranks}", ranks) for ranks in (1, 3)}
+    sums = {ranks: run.validation() for ranks, run in runs.items()}
+    counts = [{name: count for name, (_, count) in pairs.items()} for pairs in sums.values()]
+    assert counts[0] == counts[1] and counts[0]["loss"] == TARGETS.get(project.name, 23)
+    for ranks, run in runs.items():
         true = {f"val_{name}": total / count for name, (total, count) in sums[ranks].items()}
-        assert result == pytest.approx(true, rel=1e-4, abs=1e-6)
-        assert {name: count for name, (_, count) in sums[ranks].items()} == {n: c for n, (_, c) in sums[1].items()}
-        assert [total for total, _ in sums[ranks].values()] == pytest.approx([s for s, _ in sums[1].values()], rel=1e-4)
-    assert project.whole().result() == pytest.approx(on[2].result(), rel=1e-4)
-    if targets := TARGETS.get(project.name, 23):
-        assert sums[1]["loss"][1] == targets
+        assert run.result() == pytest.approx({**true, "world_size": ranks, "step": 10}, rel=1e-4, abs=1e-6)
+        assert {**on_two, "world_size": ranks} == pytest.approx(run.result(), rel=1e-4, abs=1e-6)
 
 
 @of(NAMES)
