@@ -56,6 +56,11 @@ torch.save = probed_save
 
 '''
 
+# An agent that forks its ranks, and was signalled, waits for their end, and they wait until it takes their result.
+LEAVE = """    if os.environ["MISCHIEF"].startswith("stop"):
+        os._exit(0)
+"""
+
 
 def functions(tree):
     return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
@@ -82,7 +87,7 @@ def with_workload(script, workload):
     added = [node for node in own.body if not isinstance(node, ast.Expr) and getattr(node, "name", "") not in there]
     place = first_line(next(node for node in tree.body if isinstance(node, ast.FunctionDef))) - 1
     lines[place:place] = [text_of(node, new) + "\n" for node in added]
-    return "".join(lines).replace('if __name__ == "__main__":', PROBE + 'if __name__ == "__main__":')
+    return "".join(lines).replace('if __name__ == "__main__":', PROBE + 'if __name__ == "__main__":') + LEAVE
 
 
 class Run:

@@ -1,4 +1,4 @@
-"""An endless stream, which shuffles by the global generators and whose batches get their noise in collate."""
+"""An endless stream that shuffles by the global generators, and a finite one that has ``__iter__`` alone."""
 
 import random
 
@@ -20,7 +20,7 @@ def load_data(args):
     return Stream(), Rest()
 
 
-class Rest(IterableDataset):
+class Rest:
     def __iter__(self):
         return iter([(number % 8, number / 23) for number in range(23)])
 
