@@ -12,11 +12,10 @@ import leftovers
 import pytest
 import torch.distributed as dist
 from forked import AT_ADDRESS, Work, forked
-from torch.utils.data import DataLoader
 
 from helpers.ranks.launch import launch
 from helpers.runtime.process_group import start_process_group, stop_process_group
-from helpers.runtime.stop_request import StopRequest, outlive_signals
+from helpers.runtime.stop_request import StopRequest
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
 pytestmark = pytest.mark.ranks
@@ -111,19 +110,6 @@ def fail_while_the_peer_is_busy(failed):
 
 def test_an_exception_inside_waits_for_nobody(tmp_path):
     launch(fail_while_the_peer_is_busy, tmp_path / "failed", nproc=2)
-
-
-def test_a_loaders_worker_outlives_the_signals(group):
-    with StopRequest() as stop:
-        loader = DataLoader(range(4), num_workers=1, persistent_workers=True, worker_init_fn=outlive_signals)
-        assert len(list(loader)) == 4
-        [worker] = loader._iterator._workers
-        for number in SIGNALS:
-            os.kill(worker.pid, number)
-        assert len(list(loader)) == 4 and worker.is_alive()
-    assert not stop.number
-    # The thread has ended, although the worker holds a copy of what it listened to.
-    assert leftovers.soon(lambda: "watch" not in str(threading.enumerate()))
 
 
 def test_a_rank_that_is_stuck_in_c_ends_and_the_job_goes_on(tmp_path):

@@ -1,19 +1,20 @@
-"""Chapter 11's script in a reader's hands: another model on other data, and claims that the page does not run."""
+"""Chapter 11's script: what it refuses and keeps, its clock, its averages, a compiler, and one run in a logger."""
 
-import ast
 import importlib.util
-import subprocess
+import shutil
 import sys
+import time
+from itertools import count
 from types import SimpleNamespace
 from unittest import mock
 
 import cloudpickle
-import nbformat
 import pytest
 import torch
+import torch.distributed as dist
 from forked import forked, script_on_ranks
 from scripting import ROOT, export, result, stand_alone
-from torch.utils.data import TensorDataset
+from torch import nn
 
 from helpers.ranks.launch import RankError, launch
 
@@ -22,7 +23,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it take
 pytestmark = pytest.mark.ranks
 
 NOTEBOOK = ROOT / "notebooks" / "11_trainer.ipynb"
-FEW = ["--epochs", "2", "--batch-size", "64", "--lr", "0.003", "--width", "32", "--log-every", "1"]
+SEVEN = ["add_flags", "load_data", "collate", "build_model", "build_optimizer", "loss_sums", "open_log"]
 
 
 @pytest.fixture(scope="module")
@@ -49,85 +50,61 @@ def settings(script, *flags):
         return loaded(script).parse_args()
 
 
-# --- your own model and data ------------------------------------------------------------------------------------------
-
-
-def definitions(source):
-    """{name: source} of the functions and classes in some code."""
-    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return {node.name: ast.get_source_segment(source, node) for node in nodes}
-
-
-@pytest.fixture(scope="module")
-def language_model(script, tmp_path_factory):
-    """The script with the page's language model in place of its two functions."""
-    cells = nbformat.read(NOTEBOOK, as_version=nbformat.NO_CONVERT).cells
-    [source] = [cell.source for cell in cells if cell.id == "own-model"]
-    new, text = definitions(source), script.read_text()
-    own = definitions(text)
-    data, model = new.pop("load_data"), new.pop("build_model")
-    text = text.replace(own["load_data"], data)
-    text = text.replace(own["build_model"], "\n\n\n".join([*new.values(), model]))
-    path = tmp_path_factory.mktemp("language_model") / "train.py"
-    path.write_text(text)
-    return path
-
-
-def losses(out):
-    """{step or epoch: loss} of what a run printed."""
-    words = [line.replace(",", "").split() for line in out.splitlines() if line.startswith(("step", "epoch"))]
-    return {f"{word[0]} {word[1]}": float(word[word.index("loss") + 1]) for word in words}
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks(language_model, alone):
-    """What the language model's run on two ranks printed."""
-    status, out, errors, left = forked(script_on_ranks(language_model, 2, *FEW), alone)
-    assert status == 0 and not left, errors
-    assert "Warning" not in errors, errors
-    return out
-
-
-def test_a_language_model_on_text_takes_two_functions(language_model, alone, on_two_ranks):
-    command = [sys.executable, language_model, *FEW]
-    done = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stderr) == (0, "")
-    on_one, on_two = losses(done.stdout), losses(on_two_ranks)
-    assert len(on_one) == 18 + 2 and on_one["step 18:"] < on_one["step 1:"] - 0.8
-    assert on_two == pytest.approx(on_one, abs=0.002)
-    assert {**result(done.stdout), "world_size": 2} == pytest.approx(result(on_two_ranks), abs=0.002)
-
-
-def test_a_compiled_model_has_the_same_losses(language_model, alone, on_two_ranks, tmp_path):
-    """The backend needs no C++ compiler, so all of torch.compile runs, except for inductor's code."""
-    flags = ["--compile-with", "aot_eager", "--checkpoint-dir", str(tmp_path / "runs")]
-    status, out, errors, _ = forked(script_on_ranks(language_model, 2, *FEW, *flags), alone)
-    assert status == 0, errors
-    assert losses(out) == pytest.approx(losses(on_two_ranks), abs=0.002)
-    state = torch.load(tmp_path / "runs" / "step_00000018.pt", weights_only=True)
-    assert "byte.weight" in state["model"]  # no prefix of torch.compile or of DDP
-    assert state["args"]["compile_with"] == "aot_eager"
+def test_the_seven_functions_stand_first_and_the_script_is_short(script):
+    lines = script.read_text().splitlines()
+    names = [line.removeprefix("def ").partition("(")[0] for line in lines if line.startswith(("def ", "class "))]
+    assert names[:7] == SEVEN and len(lines) <= 450
+    assert next(number for number, line in enumerate(lines) if line.startswith("def seed_all")) < 85
 
 
 # --- what a run refuses -----------------------------------------------------------------------------------------------
 
 
+def train_on_the_cpu(path, args):
+    loaded(path).train(args, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (["--accumulate", "5"], "ValueError: --batch-size must be a multiple of 5, up to 1440."),
-        (["--batch-size", "1441"], "ValueError: --batch-size must be a multiple of 1, up to 1440."),
+        (["--accumulate", "97"], "ValueError: --batch-size must be 97 to 1440. A stream needs --max-steps."),
+        (["--batch-size", "1441"], "ValueError: --batch-size must be 1 to 1440. A stream needs --max-steps."),
         (["--resume"], "ValueError: --resume needs --checkpoint-dir."),
         (["--checkpoint-dir", "."], "ValueError: step_00000007.pt is there: add --resume, or take another folder."),
+        (["--checkpoint-dir=.", "--resume", "--seed=8"], "ValueError: step_00000007 has seed = 0, not 8: keep 0."),
     ],
-    ids=["micro-batches", "too large", "resume from where", "a used folder"],
+    ids=["micro-batches", "too large", "resume from where", "a used folder", "another seed"],
 )
 def test_refused_in_one_line(script, tmp_path, monkeypatch, flags, error):
-    (tmp_path / "step_00000007.pt").touch()
+    torch.save({"args": vars(settings(script))}, tmp_path / "step_00000007.pt")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RankError) as raised:
-        launch(lambda path, args: loaded(path).main(args), str(script), settings(script, *flags), nproc=1)
+        launch(train_on_the_cpu, str(script), settings(script, *flags), nproc=1)
     assert raised.value.failures[0].splitlines()[-1] == error
+
+
+def steps_with(path, args, sums):
+    """Train with a function of the model's outputs in place of the script's ``loss_sums``."""
+    trainer, calls = loaded(path), count()
+    trainer.loss_sums = lambda model, batch, args: sums(model(batch[0]), len(batch[0]), next(calls))
+    trainer.train(args, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("sums", "error"),
+    [
+        (lambda x, n, call: {"loss": (x.bfloat16().sum(), n)}, "torch.bfloat16 ['loss']: always float32, ['loss']"),
+        (
+            lambda x, n, call: {"loss": (x.sum(), n), f"of {call}": (0, 0)},
+            "['loss', 'of 1']: always float32, ['loss', 'of 0']",
+        ),
+    ],
+    ids=["half precision", "names that change"],
+)
+def test_sums_that_are_refused(script, sums, error):
+    with pytest.raises(RankError) as raised:
+        launch(steps_with, str(script), settings(script, "--max-steps=30"), sums, nproc=1)
+    assert error in raised.value.failures[0].splitlines()[-1]
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -142,58 +119,132 @@ def test_checkpoints_are_in_the_order_of_their_steps(script, tmp_path):
 
 
 def save_on_a_full_disk(path, args):
-    """(what a folder holds after a save that ends in the middle, what the save raised)."""
-    trainer = loaded(path)
-    parts = {"model": torch.nn.Linear(64, 64)}
-    trainer.save_run(parts, 1, args, torch.device("cpu"))
+    """(what a folder holds after a save that ends in the middle, what the save raised, what a resume loads)."""
+    trainer, model = loaded(path), nn.Linear(64, 64)
+    trainer.save_run({"model": model}, 1, 0.5, args)
     write = torch.save
 
-    def full(state, file, **options):  # all_gather_object uses it too
+    def full(state, file, **options):
         write(state, file, **options)
-        if "model" in state:
-            raise OSError(28, "No space left on device")
+        raise OSError(28, "No space left on device")
 
     torch.save = full
     try:
-        trainer.save_run(parts, 2, args, torch.device("cpu"))
+        trainer.save_run({"model": model}, 2, 0.5, args)
     except OSError as error:
-        return sorted(path.name for path in trainer.Path(args.checkpoint_dir).iterdir()), str(error)
+        names = sorted(path.name for path in trainer.Path(args.checkpoint_dir).iterdir())
+        return names, str(error), trainer.load_run({"model": model}, args)
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_no_half_file(script, tmp_path):
-    args = settings(script, f"--checkpoint-dir={tmp_path / 'runs'}")
-    [(names, error)] = launch(save_on_a_full_disk, str(script), args, nproc=1)
-    assert names == ["step_00000001.pt"] and "No space left" in error
+def test_a_full_disk_leaves_the_last_checkpoint_and_a_part_that_does_not_count(script, tmp_path):
+    args = settings(script, f"--checkpoint-dir={tmp_path / 'runs'}", "--resume")
+    [(names, error, run)] = launch(save_on_a_full_disk, str(script), args, nproc=1)
+    assert names == ["step_00000001.pt", "unfinished.part"] and "No space left" in error and run == (1, 0.5)
 
 
-# --- the speed --------------------------------------------------------------------------------------------------------
+def best_and_average(path, args):
+    """What the files of a run with an average and a best checkpoint hold, and the metrics that it told."""
+    trainer, told = loaded(path), []
+    args.checkpoint_dir = args.checkpoint_dir.format(rank=dist.get_rank())
+    model, metrics = trainer.train(args, torch.device("cpu"), lambda args: lambda *values: told.append(values))
+    names = ("best.pt", "step_00000012.pt")
+    best, last = (torch.load(trainer.Path(args.checkpoint_dir, name), weights_only=True) for name in names)
+    judge = trainer.build_model(args)
+    judge.load_state_dict({name[7:]: x for name, x in last["ema"].items() if name.startswith("module.")})
+    _, (images, labels) = (data.tensors for data in trainer.load_data(args))
+    loss = nn.functional.cross_entropy(judge.eval()(images), labels).item()
+    weights = [torch.equal(x, last["ema"][f"module.{name}"]) for name, x in last["model"].items()]
+    return best["step"], best["best"], loss, metrics, any(weights), told
+
+
+def test_the_average_is_judged_and_the_best_is_kept(script, tmp_path):
+    flags = ["--max-steps=12", "--val-every=3", "--ema=0.9", "--keep-best", "--lr=0.5", "--log-every=4"]
+    args = settings(script, *flags, f"--checkpoint-dir={tmp_path}")
+    [(step, best, loss, metrics, same, told)] = launch(best_and_average, str(script), args, nproc=1)
+    judged = {step: values["val_loss"] for step, values in told if "val_loss" in values}
+    assert [*judged] == [3, 6, 9, 12] and not same
+    assert metrics["val_loss"] == pytest.approx(loss, rel=1e-4)
+    assert best == min(judged.values()) and judged[step] == best
+    steps = [values for _, values in told if "loss" in values]
+    assert all(values["norm"] > 0 and values["samples/s"] > 0 and values["lr"] > 0 for values in steps)
+
+
+def wait_for_a_late_rank(path):
+    """What rank 0 raised, who waited for rank 1 longer than its patience of a second."""
+    stop = loaded(path).StopRequest(1)
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return None
+    stop.agreed()
+    try:
+        stop.agreed()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_patience_is_how_long_a_rank_waits_for_another(script):
+    """No signal comes, and the script ends no rank by itself: a rank that waits too long raises an error."""
+    error, _ = launch(wait_for_a_late_rank, str(script), nproc=2)
+    assert "Timed out waiting" in error
+
+
+# --- the speed, the log, a compiler -----------------------------------------------------------------------------------
 
 
 def speeds_by_a_slow_clock(path, args):
-    """The speeds that a run prints if a step takes a second, and a validation or a save an hour."""
-    trainer, now, records = loaded(path), [0], []
+    """The speeds that a run prints if a step takes a second, on a queue, and a validation or a save an hour."""
+    trainer, now, queue, records = loaded(path), [0], [0], []
 
-    def taking(seconds, function):
-        def slow(*arguments):
-            now[0] += seconds
-            return function(*arguments)
+    class Norm:
+        def item(self):
+            now[0] += queue[0]
+            queue[0] = 0
+            return 1.0
 
-        return slow
+    def step(*arguments):
+        queue[0] += 1  # the device has it to do; the host does not wait
+        return torch.ones(2, 2, dtype=torch.float64), Norm()
+
+    def hour(*arguments):
+        now[0] += 3600
 
     trainer.time = SimpleNamespace(perf_counter=lambda: now[0])
-    trainer.take_step = taking(1, trainer.take_step)
-    trainer.evaluate = taking(3600, trainer.evaluate)
-    trainer.save_run = taking(3600, trainer.save_run)
-
-    def log(args, loader, begun, total):
-        return loader, lambda step, text, values: records.append((step, values.get("samples_per_second")))
-
-    images = TensorDataset(torch.zeros(100, 64), torch.zeros(100, dtype=torch.int64))
-    trainer.train(args, images, images, torch.device("cpu"), log)
-    return [(step, speed) for step, speed in records if speed]
+    trainer.take_step, trainer.save_run = step, hour
+    trainer.evaluate = lambda *arguments: hour() or {"val_loss": 1.0}
+    trainer.Step.means = lambda step, totals: {"loss": 1.0}
+    trainer.train(args, torch.device("cpu"), lambda args: lambda *record: records.append(record))
+    return [(step, values["samples/s"]) for step, values in records if "samples/s" in values]
 
 
 def test_the_speed_is_that_of_steps_alone(script, tmp_path):
-    flags = ["--batch-size=10", "--epochs=2", "--log-every=4", "--save-every=3", f"--checkpoint-dir={tmp_path}"]
-    [speeds] = launch(speeds_by_a_slow_clock, str(script), settings(script, *flags), nproc=1)
-    assert speeds == [(step, 10) for step in (4, 8, 12, 16, 20)]  # with an epoch's end at 10, and saves between
+    """A clock that is read before the device is done counts the steps in its queue as a save's."""
+    flags = ["--batch-size=10", "--max-steps=20", "--log-every=4", "--save-every=3", "--val-every=7"]
+    args = settings(script, *flags, f"--checkpoint-dir={tmp_path}")
+    [speeds] = launch(speeds_by_a_slow_clock, str(script), args, nproc=1)
+    assert speeds == [(step, 10) for step in (4, 8, 12, 16, 20)]
+
+
+def test_a_logger_has_one_run(script, alone, tmp_path):
+    text, here = script.read_text(), tmp_path / "train.py"
+    old = text[text.index("def open_log(args)") : text.index("def seed_all")]
+    new = "def open_log(args):\n    file = open(f'log{os.getpid()}', 'w')\n"
+    new += "    return lambda step, values: print(step, *values, file=file, flush=True)\n\n\n"
+    here.write_text(text.replace(old, new))
+    status, _, errors, _ = forked(script_on_ranks(here, 2, "--max-steps=4", "--log-every=2"), alone)
+    assert status == 0, errors
+    [log] = tmp_path.glob("log*")
+    steps = [line.split()[:2] for line in log.read_text().splitlines()]
+    assert steps == [["2", "loss"], ["4", "loss"], ["4", "val_loss"]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+def test_a_model_that_inductor_compiled_has_the_same_losses(script, alone, tmp_path):
+    flags = ["--max-steps=5", "--log-every=1", "--width=16", "--dtype=bfloat16"]
+    plain = forked(script_on_ranks(script, 2, *flags), alone)
+    flags += ["--compile-with=inductor", "--checkpoint-dir", str(tmp_path / "runs")]
+    compiled = forked(script_on_ranks(script, 2, *flags), {**alone, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, 600)
+    assert plain[0] == compiled[0] == 0, compiled[2]
+    assert result(compiled[1]) == pytest.approx(result(plain[1]), abs=0.02)
+    state = torch.load(tmp_path / "runs" / "step_00000005.pt", weights_only=True)
+    assert "0.weight" in state["model"] and state["args"]["compile_with"] == "inductor"  # no prefix of compile or DDP

@@ -70,17 +70,22 @@ def type_of(annotation: str) -> tuple[type, list[int | float | str]]:
     return type(choices[0]), choices
 
 
-def parse_args_text(flags: dict[str, str]) -> str:
-    """The source of the script's function that reads the flags."""
-    calls = "\n    ".join(flags.values())
+def parse_args_text(flags: dict[str, str], adds: bool = False) -> str:
+    """The source of the script's function that reads the flags. If ``adds``, the script's ``add_flags`` adds more."""
+    calls = "\n    ".join([*flags.values(), *["add_flags(add)"] * adds])
+    if adds:  # a default of True or False is enough there
+        calls = calls.replace(", action=switch)", ")")
     lines = ["def parse_args():", "parser = argparse.ArgumentParser(usage=__doc__)"]
     if "action=switch" in calls:
         lines.append("switch = argparse.BooleanOptionalAction")
     if "group = " in calls:
         lines.append("group = parser")
+    switch = """
+        if isinstance(default, bool):
+            options = {"action": argparse.BooleanOptionalAction}"""
     if calls:
         lines.append(f"""
-    def add(flag, default, help, **options):
+    def add(flag, default, help, **options):{switch * adds}
         options = options or {{"type": type(default)}}
         help = f"{{help}} (default: %(default)s)"
         {"group" if "group = " in calls else "parser"}.add_argument(flag, default=default, help=help, **options)

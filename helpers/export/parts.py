@@ -60,11 +60,14 @@ def sort_statements(cells: Cells) -> Parts:
     used = {name for statement in [*imports, *constants, *definitions, *body] for name in statement.reads}
     unread = cells.elsewhere - used  # an import that no cell reads stays: it may have an effect
     imports = [statement for statement in imports if not statement.binds & unread]
-    plumbing: list[Statement] = []
+    plumbing, others = list[Statement](), list[Statement]()
     for statement in copied(helpers & used):
-        place = plumbing if statement.where == PLUMBING else constants
+        place = plumbing if statement.where == PLUMBING else others
         (imports if isinstance(statement.node, IMPORT) else place).append(statement)
-    return Parts(imports, [*constants, *definitions], body, plumbing)
+    at_once = {name for statement in definitions for name in statement.needs}
+    early = any(at_once & statement.binds for statement in [*others, *definitions])
+    above = [*others, *definitions] if early else [*definitions, *others]  # the chapter's own first, if that can be
+    return Parts(imports, [*constants, *above], body, plumbing)
 
 
 def check_order(late: Statement, before: list[Statement]) -> None:

@@ -37,7 +37,7 @@ def script_from_notebook(notebook: NotebookNode, name: str) -> str:
         "\n".join(dict.fromkeys([*(statement.text for statement in parts.imports), "import argparse"])),
         "\n".join(statement.text for statement in parts.definitions),
         f"def main(args):\n{indented(main_body(parts.body, [*flags]))}",
-        parse_args_text(flags),
+        parse_args_text(flags, adds=any("add_flags" in statement.binds for statement in parts.definitions)),
         "\n".join(statement.text for statement in parts.plumbing),
         'if __name__ == "__main__":\n    main(parse_args())',
     ]

@@ -71,9 +71,3 @@ class StopRequest:
             self.flag = torch.tensor(self.number)
             self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, self.group, True)
         return self.asked
-
-
-def outlive_signals(_: int) -> None:
-    """A DataLoader's ``worker_init_fn``: workers ignore what is meant for the rank."""
-    for number in StopRequest.signals:
-        signal.signal(number, signal.SIG_IGN)

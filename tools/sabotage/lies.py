@@ -70,7 +70,6 @@ SCALER = "torch.amp.grad_scaler"
 FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"
 LAUNCH = "helpers/ranks/launch.py"
 CHECKPOINT = "helpers/runtime/checkpoint.py"
-STOP = "helpers/runtime/stop_request.py"
 
 
 # --- Groups, launchers, meshes
@@ -597,28 +596,29 @@ def background_save_copies_nothing(text: str) -> str:
 # --- Trainer, restarts, nodes
 
 
-@lie("11", "own noise|random", file="notebooks/{chapter}")
+@lie("11", "dropout|random", file="notebooks/{chapter}")
 def all_ranks_draw_the_same_noise(text: str) -> str:
-    """After the model is built, all ranks are seeded alike."""
-    return swap(text, "seed + 1) + dist.get_rank())", "seed + 1))", times=text.count("seed + 1) + dist.get_rank())"))
+    """In a step, all ranks and micro-batches are seeded alike."""
+    slot = "step, dist.get_rank() + ranks * part)"
+    return swap(text, slot, "step, 0)", times=text.count(slot))
 
 
-@lie("11", "mesh|share|dp", module="torch.distributed.device_mesh")
+@lie("16", "mesh|share|dp|group", module="torch.distributed.device_mesh")
 def a_dimension_of_a_mesh_is_the_world(module: Any) -> None:
     """`DeviceMesh.get_group` gives the group of all ranks, whatever dimension was asked for."""
     module.DeviceMesh.get_group = lambda *_, **__: module._get_default_group()
 
 
-@lie("11", "stop|signal|schedul", file=STOP)
+@lie("11", "stop|signal|schedul", file="notebooks/{chapter}")
 def stop_request_hears_nothing(text: str) -> str:
     """`StopRequest` does not note the signal."""
-    return swap(text, "        self.number = number\n", "        pass\n")
+    return swap(text, "self.numbers.append(number)", "None", times=text.count("self.numbers.append(number)"))
 
 
-@lie("11", "stop|signal|agree", file=STOP)
+@lie("11", "stop|signal|agree", file="notebooks/{chapter}")
 def one_signalled_rank_is_outvoted(text: str) -> str:
     """The ranks stop when all of them have got the signal, and not when one has."""
-    return swap(text, "dist.ReduceOp.MAX", "dist.ReduceOp.MIN")
+    return swap(text, "dist.ReduceOp.MAX", "dist.ReduceOp.MIN", times=text.count("dist.ReduceOp.MAX"))
 
 
 @lie("13", "restart|start|snapshot|going on", file="notebooks/13_fault_tolerance.ipynb")

@@ -1,0 +1,167 @@
+"""Chapter 11's script with a workload's functions in place of its own, and a probe that notes every loss.
+
+A workload is a file of ``workloads/``: each of its top-level functions replaces the script's function of that name, and
+what else it defines and imports is added. The probe writes a JSON line for each call of ``loss_sums``, and does what
+the environment variable MISCHIEF asks for: ``poison [true, 4]`` makes the fourth batch of training nan on rank 0,
+``stop [false, 1]`` sends torchrun SIGTERM in the first batch of a validation, ``stop_in_save 3`` in a save of 3 s.
+"""
+
+import ast
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from forked import Forked, script_on_ranks
+
+WORKLOADS = Path(__file__).parent / "workloads"
+PROBE = '''
+probed_loss_sums, probe_calls, probe_save = loss_sums, {True: 0, False: 0}, torch.save
+
+
+def loss_sums(model, batch, args):
+    """The workload's, noted in full precision; then the mischief that the environment asks for."""
+    probe_calls[model.training] += 1
+    kind, _, call = os.environ["MISCHIEF"].partition(" ")
+    now = os.environ["RANK"] == "0" and call == json.dumps([model.training, probe_calls[model.training]])
+    if now and kind == "poison":
+        batch = tree_map(lambda x: x * math.nan if torch.is_tensor(x) and x.is_floating_point() else x, batch)
+    sums = probed_loss_sums(model, batch, args)
+    pairs = {name: [float(torch.as_tensor(x).detach()) for x in pair] for name, pair in sums.items()}
+    with open(f"{os.environ['PROBE']}.{os.environ['RANK']}", "a") as file:
+        print(json.dumps({"training": model.training, "sums": pairs}), file=file)
+    if now and kind == "poison":
+        sums["loss"] = sums["loss"][0] * math.nan, sums["loss"][1]
+    if now and kind == "stop":
+        from psutil import Process
+
+        os.kill(os.getppid(), signal.SIGTERM)
+        for worker in Process().children():  # torchrun signals process groups; the agent that forks does not
+            worker.terminate()
+        time.sleep(0.5)
+    return sums
+
+
+def probed_save(*arguments):
+    kind, _, seconds = os.environ["MISCHIEF"].partition(" ")
+    if kind == "stop_in_save":
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(float(seconds))
+    probe_save(*arguments)
+
+
+torch.save = probed_save
+
+
+'''
+
+# An agent that forks its ranks, and was signalled, waits for their end, and they wait until it takes their result.
+LEAVE = """    if os.environ["MISCHIEF"].startswith("stop"):
+        os._exit(0)
+"""
+
+
+def functions(tree):
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def text_of(node, lines):
+    """The source of a node with its decorators."""
+    return "".join(lines[first_line(node) - 1 : node.end_lineno])
+
+
+def first_line(node):
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+
+
+def with_workload(script, workload):
+    """The text of a script with a workload's functions in place of its own, and with the probe."""
+    lines, new = script.splitlines(keepends=True), workload.splitlines(keepends=True)
+    tree, own = ast.parse(script), ast.parse(workload)
+    replacing = {node.name: text_of(node, new) for node in functions(own)}
+    there = {node.name for node in functions(tree)}
+    for node in reversed(functions(tree)):
+        if node.name in replacing:
+            lines[first_line(node) - 1 : node.end_lineno] = [replacing[node.name] + "\n"]
+    added = [node for node in own.body if not isinstance(node, ast.Expr) and getattr(node, "name", "") not in there]
+    place = first_line(next(node for node in tree.body if isinstance(node, ast.FunctionDef))) - 1
+    lines[place:place] = [text_of(node, new) + "\n" for node in added]
+    return "".join(lines).replace('if __name__ == "__main__":', PROBE + 'if __name__ == "__main__":') + LEAVE
+
+
+class Run:
+    """A run of a script on some ranks, which are forked: it starts at once, and ``end`` waits."""
+
+    def __init__(self, script, ranks, environment, *flags, mischief=""):
+        flags = [str(flag) for flag in flags]
+        self.probe = script.parent / f"probe{len(list(script.parent.iterdir()))}"
+        self.ranks = ranks
+        self.accumulate = int(flags[flags.index("--accumulate") + 1]) if "--accumulate" in flags else 1
+        words = {**environment, "PROBE": str(self.probe), "MISCHIEF": mischief}
+        self.probe.touch()
+        self.fork = Forked(script_on_ranks(script, ranks, *flags), words)
+
+    def end(self, timeout=240, ok=True):
+        """Wait. With ``ok`` the run has to succeed."""
+        self.status, self.out, self.errors, self.left = self.fork.end(timeout)
+        story = f"{self.status} {self.left}\n{self.out}{self.errors}"
+        assert not self.left, story
+        if ok:
+            assert self.status == 0 and not re.search(r"\w+Warning\b", self.errors), story  # Python's, not DDP's
+        return self
+
+    def calls(self, training):
+        """[[{name: [sum, count]} of each call of loss_sums] of each rank]."""
+        notes = []
+        for rank in range(self.ranks):
+            path = Path(f"{self.probe}.{rank}")
+            lines = path.read_text().splitlines() if path.exists() else []
+            notes.append([json.loads(line) for line in lines])
+        return [[note["sums"] for note in rank if note["training"] == training] for rank in notes]
+
+    def losses(self):
+        """The true loss of each step: all sums / all counts."""
+        calls = [[call["loss"] for call in rank] for rank in self.calls(training=True)]
+        assert len({len(rank) for rank in calls}) == 1
+        rows = [[pair for rank in calls for pair in rank[at : at + self.accumulate]] for at in range(len(calls[0]))]
+        return [sum(s for s, _ in row) / sum(n for _, n in row) for row in rows[:: self.accumulate]]
+
+    def console(self):
+        """{step: the loss that was printed}."""
+        lines = [line.split(": loss ") for line in self.out.splitlines() if ": loss " in line]
+        return {int(head.removeprefix("step ")): float(rest.split(",")[0]) for head, rest in lines}
+
+    def result(self):
+        [line] = [line for line in self.out.splitlines() if line.startswith("result ")]
+        return json.loads(line.removeprefix("result "))
+
+    def validation(self):
+        """{name: (sum, count)} of the one validation of a run."""
+        totals = defaultdict(lambda: [0.0, 0.0])
+        for rank in self.calls(training=False):
+            for call in rank:
+                for name, (total, count) in call.items():
+                    totals[name][0] += total
+                    totals[name][1] += count
+        return dict(totals)
+
+
+def checkpoints(folder):
+    return sorted(Path(folder).glob("step_*.pt"))
+
+
+def newest(folder):
+    """The state in a folder's newest checkpoint."""
+    return torch.load(checkpoints(folder)[-1], weights_only=True)
+
+
+def same_bits(one, other):
+    """Whether two models' states are equal in all bits."""
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def gap(one, other):
+    """The largest relative difference of two lists of losses."""
+    return max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(one, other, strict=True))
