@@ -93,11 +93,6 @@ def book_url(book):
         def log_message(self, *args):
             pass
 
-        def do_GET(self):
-            if self.path == "/favicon.ico":  # index.html is only a redirect and names no icon, so browsers ask for this
-                return self.send_error(204)
-            super().do_GET()
-
     handler = functools.partial(Quiet, directory=book.html)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.handle_error = lambda *args: None  # a page may close while it loads

@@ -1,9 +1,13 @@
-"""The book's figures: one style, the same bytes every time, and what nbval compares of them."""
+"""The book's figures and their sliders: one style, the same bytes every time, and what nbval compares of them."""
 
+import functools
+import html
 import itertools
+import json
 import os
 import re
 import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
 
 import nbformat
 import numpy as np
@@ -14,10 +18,12 @@ from matplotlib import pyplot
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from nbclient import NotebookClient
+from store_outputs import WIDGET_VIEW
 
 from helpers.figures import drawing as figures
+from helpers.figures import sliders as widgets
 from helpers.figures.ddp import ddp_overlap, exposed, overlap_schedule, replicas
-from helpers.figures.drawing import RANK_COLORS, rank_color, rank_hatch, show
+from helpers.figures.drawing import RANK_COLORS, canvas, rank_color, rank_hatch, show
 from helpers.figures.sliders import explore
 
 # How dichromats see linear RGB, from Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of
@@ -76,13 +82,9 @@ def test_the_same_rank_has_the_same_color_in_every_figure_and_no_rank_looks_like
     with pytest.raises(ValueError, match="whole number"):
         rank_color(-1)
     three = {rank: 10.0 - rank for rank in range(3)}
-    pages = [
-        show(figures.bars(three, "samples/s"), "a").page,
-        show(figures.lines({rank: [1, value] for rank, value in three.items()}, [0, 1], "step", "loss"), "a").page,
-        show(replicas(3), "a").page,
-        show(ddp_overlap(3, 2), "a").page,
-    ]
-    assert [set(re.findall(r"#[0-9a-f]{6}\b", page)) for page in pages] == [set(RANK_COLORS[:3])] * 4
+    curves = figures.lines({rank: [1, value] for rank, value in three.items()}, [0, 1], "step", "loss")
+    for fig in [figures.bars(three, "samples/s"), curves, replicas(3), ddp_overlap(3, 2)]:
+        assert set(re.findall(r"#[0-9a-f]{6}\b", show(fig, "a").page)) == set(RANK_COLORS[:3])
 
 
 def every_figure():
@@ -134,28 +136,28 @@ def legible(drawing):
     assert places
 
 
-def words(*places, **look):
+def gradients(*places, **look):
     """A figure of the word "gradient" at these places."""
-    fig, ax = figures.canvas(200, 100)
+    fig, ax = canvas(200, 100)
     for x, y in places:
         ax.text(x, y, "gradient", **look)
     return fig
 
 
 WRONG_FIGURES = {
-    "a background": (plain, words((20, 40), backgroundcolor="#ffffff")),
-    "large": (plain, words(*itertools.product(range(20), range(20)))),
-    "no word": (legible, words()),
-    "on each other": (legible, words((20, 40), (60, 45))),
-    "outside": (legible, words((170, 40))),
-    "turned": (legible, words((20, 40), rotation=90)),
-    "small": (legible, words((20, 40), fontsize=8)),
+    "a background": (plain, gradients((20, 40), backgroundcolor="#ffffff")),
+    "large": (plain, gradients(*itertools.product(range(20), range(20)))),
+    "no word": (legible, gradients()),
+    "on each other": (legible, gradients((20, 40), (60, 45))),
+    "outside": (legible, gradients((170, 40))),
+    "turned": (legible, gradients((20, 40), rotation=90)),
+    "small": (legible, gradients((20, 40), fontsize=8)),
 }
 
 
 @pytest.mark.parametrize("check", [plain, legible])
 def test_every_figure_is_plain_and_legible(check):
-    for fig in [*every_figure(), words((20, 40), (20, 60))]:
+    for fig in [*every_figure(), gradients((20, 40), (20, 60))]:
         check(figures.svg(fig))
 
 
@@ -188,19 +190,19 @@ def test_show_escapes_its_words_has_a_short_repr_and_closes_a_pyplot_figure_whic
     assert "<figcaption>" not in show(replicas(2), alt="a").page
 
 
+def test_the_picture_of_the_three_places_has_the_ranks_colors_and_says_what_it_shows():
+    text = (ROOT / "book" / "three_places.svg").read_text()
+    root = ElementTree.fromstring(text)
+    assert [element.tag.rpartition("}")[2] for element in root][:3] == ["title", "desc", "style"]
+    assert dict(re.findall(r"\.r(\d) { fill: (#\w+) }", text)) == {str(k): color for k, color in enumerate(RANK_COLORS)}
+    assert "prefers-color-scheme: dark" in text and text.count("http") == 1, "the namespace is the only address"
+
+
 # --- the model behind ddp_overlap -------------------------------------------------------------------------------------
 
 
 def test_all_reduces_wait_for_their_gradients_and_for_the_network():
-    # Forward 10 ms, backward 20 ms, then 1 ms + 2 * 3/4 * 100 MB / (10 GB/s) = 16 ms of all-reduce.
-    assert overlap_schedule(4, 1) == [
-        ("compute", 0, 10, "forward"),
-        ("compute", 10, 30, "backward"),
-        ("network", 30, 46, "all-reduce"),
-        ("compute", 30, 46, "wait"),
-        ("compute", 46, 49, "step"),
-    ]
-    # Of two buckets each takes 1 + 2 * 3/4 * 50 / 10 = 8.5 ms; the first is ready after half of the backward pass.
+    # Of two buckets each takes 1 ms + 2 * 3/4 * 50 MB / (10 GB/s) = 8.5 ms. The first is ready after half of backward.
     assert overlap_schedule(4, 2) == [
         ("compute", 0, 10, "forward"),
         ("compute", 10, 20, "backward"),
@@ -215,17 +217,134 @@ def test_all_reduces_wait_for_their_gradients_and_for_the_network():
     assert waits == pytest.approx({1: 16, 2: 8.5, 4: 4.75, 8: 5.5, 16: 12.25})
     assert exposed(overlap_schedule(4, 8, latency=0, gigabytes_per_second=1000)) == pytest.approx(0.01875)
     assert [span[3] for span in overlap_schedule(1, 2)] == ["forward", "backward", "backward", "step"]
+    for sizes in [(0, 1), (4, 0)]:
+        with pytest.raises(ValueError, match="at least one"):
+            overlap_schedule(*sizes)
 
 
-@pytest.mark.parametrize("sizes", [(0, 1), (4, 0)])
-def test_a_schedule_has_a_rank_and_a_bucket(sizes):
-    with pytest.raises(ValueError, match="at least one"):
-        overlap_schedule(*sizes)
+# --- sliders ----------------------------------------------------------------------------------------------------------
+
+
+def word(text="a", size=1, **other):
+    fig, ax = canvas(200, 40)
+    ax.text(10, 20, f"{text} at {size}")
+    return fig
+
+
+def words_of(page):
+    """The words in a page's frames, in order."""
+    return re.findall(r"<text[^>]*>([^<]*)</text>", page)
+
+
+def test_there_is_one_frame_for_each_combination_and_the_last_slider_runs_fastest():
+    page = explore(word, alt="a word", text=["x", "y"], size=[1, 2, 3]).page()
+    assert words_of(page) == ["x at 1", "x at 2", "x at 3", "y at 1", "y at 2", "y at 3"]
+    alts = re.findall(r'aria-label="([^"]*)"', page)
+    assert alts[0] == "a word (text x, size 1)" and alts[-1] == "a word (text y, size 3)" and len(alts) == 6
+    assert page.count('class="wso-view wso-on"') == 1 and page.count('class="wso-view"') == 5
+    assert page.count("<script>") == 1
+
+
+def test_a_slider_has_a_label_names_values_of_any_type_and_starts_at_the_default():
+    explorer = explore(functools.partial(word, size=0.5), alt="a", world_size=[None, "<two>"], size=[3, 0.5])
+    assert repr(explorer) == "explore(word, world_size=[None, '<two>'], size=[3, 0.5])"
+    page = explorer.page()
+    assert re.findall(r'wso-on" [^>]*aria-label="([^"]*)"', page) == ["a (world size None, size 0.5)"]
+    assert re.findall(r' value="(\d)"', page) == ["0", "1"]
+    assert '<label><span>world size</span><input type="range"' in page
+    for start in ("None", "0.5"):
+        assert f'aria-valuetext="{start}"' in page and f'<output aria-live="off">{start}</output>' in page
+    labels = [json.loads(html.unescape(label)) for label in re.findall(r'data-labels="([^"]*)"', page)]
+    assert labels == [["None", "<two>"], ["3", "0.5"]]
+    assert [knob.value for knob in explorer.live().children[:2]] == [0, 1]
+
+
+def test_a_live_slider_changes_the_drawing():
+    explorer = explore(word, alt="a", caption="c", text=["x", None], size=[1, 2])
+    text, size, drawing = explorer.live().children
+    assert (text.description, size.description) == ("text", "size")
+    assert [name for name, _ in text.options] == ["x", "None"]
+    assert words_of(drawing.value) == ["x at 1"]
+    text.value = 1
+    assert words_of(drawing.value) == ["None at 1"]
+    size.value = 1
+    assert words_of(drawing.value) == ["None at 2"]
+    assert drawing.value == show(word(None, 2), "a (text None, size 2)", "c").page  # what show() would put there
+    assert explorer.live().children[2] is drawing
+
+
+def test_the_widget_is_in_the_bundle_only_where_a_kernel_is_live(monkeypatch):
+    explorer = explore(word, alt="a", size=[1, 2])
+    for shell in [None, SimpleNamespace()]:
+        monkeypatch.setattr(widgets, "get_ipython", lambda shell=shell: shell)
+        assert explorer._repr_mimebundle_() == {"text/plain": repr(explorer), "text/html": explorer.page()}
+    monkeypatch.setattr(widgets, "get_ipython", lambda: SimpleNamespace(kernel=object()))
+    view = explorer._repr_mimebundle_()[WIDGET_VIEW]
+    assert view["model_id"] == explorer.live().model_id == explorer._repr_mimebundle_()[WIDGET_VIEW]["model_id"]
+
+
+@pytest.mark.parametrize(
+    "error, match, fn, sliders",
+    [
+        (ValueError, "has no slider", word, {}),
+        (ValueError, "no values", word, {"size": []}),
+        (ValueError, "repeats a value", word, {"size": [1, "1"]}),
+        (ValueError, "at most 64 frames, not 66", word, {"size": range(11), "text": range(6)}),
+        (TypeError, "Figure was expected, not Axes", lambda size: word().axes[0], {"size": [1]}),
+        (ValueError, "alt text is empty", word, {"size": [1], "alt": ""}),
+    ],
+)
+def test_what_cannot_be_explored_is_refused_in_one_line(error, match, fn, sliders):
+    with pytest.raises(error, match=match) as raised:
+        explore(fn, **{"alt": "a", **sliders})
+    assert "\n" not in str(raised.value)
+
+
+def two_explorers():
+    first = explore(word, alt="first", text=["x", "y"], size=[1, 2, 3])
+    second = explore(word, alt="second", caption="c", size=[7, 8])
+    return f"<!doctype html><title>t</title><main>{first.page()}{second.page()}</main>"
+
+
+def shown(page):
+    """The alt texts of the visible frames."""
+    return [view.get_attribute("aria-label") for view in page.locator(".wso-view").all() if view.is_visible()]
+
+
+def test_a_slider_moves_its_own_figure_alone(browser):
+    """By keyboard; test_browser.py clicks the sliders of all pages."""
+    page = browser.new_page()
+    page.set_content(two_explorers())
+    assert shown(page) == ["first (text x, size 1)", "second (size 7)"]
+    text = page.get_by_role("slider", name="text", exact=True)
+    text.focus()
+    page.keyboard.press("ArrowRight")
+    assert shown(page) == ["first (text y, size 1)", "second (size 7)"]
+    assert text.get_attribute("aria-valuetext") == "y"
+    page.keyboard.press("Tab")
+    page.keyboard.press("End")
+    assert shown(page) == ["first (text y, size 3)", "second (size 7)"]
+    assert page.locator("output").all_text_contents() == ["y", "3", "7"]
+    page.locator("figure").nth(1).get_by_role("slider").press("End")
+    assert shown(page) == ["first (text y, size 3)", "second (size 8)"]
+    page.close()
+
+
+def test_a_notebook_that_is_not_trusted_asks_to_run_the_cell_and_shows_no_stray_words(browser):
+    page = browser.new_page()
+    kept = re.sub(r"(?s)<(script|style)>.*?</\1>", "", two_explorers())  # JupyterLab's sanitizer removes these
+    kept = re.sub(r"</?(svg|g|path|text|defs|clipPath|rect|use|pattern)\b[^>]*>", "", kept)
+    kept = re.sub(r' (role|tabindex|aria-label)="[^"]*"| hidden(?=[ >])', "", kept)  # hidden="hidden" stays
+    page.set_content(kept + show(word(), "a").page.replace("<svg", "<svg class='trusted'"))
+    assert page.locator("svg").count() == 1 and page.locator("svg").is_visible()
+    notes = page.locator(".wso-note")
+    assert [note.is_visible() for note in notes.all()] == [True, True, False]
+    assert page.locator("main").inner_text().split("\n\n") == ["Run this cell to draw the figure."] * 2 + ["c"]
+    page.close()
 
 
 # --- what nbval compares ----------------------------------------------------------------------------------------------
 
-WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 SLIDERS = "explore(ddp_overlap, alt='a', caption='c', world_size=[1, 2], buckets=[1, 4])"
 CELLS = {
     "import": "from helpers.figures.ddp import ddp_overlap\nfrom helpers.figures.drawing import bars, show\n"
@@ -246,50 +365,30 @@ CELLS = {
 }
 
 
-def nbval(path):
-    """Run nbval on a notebook, with the project's sanitising. Returns each cell's outcome, "." or "F"."""
-    done = run_nbval(path, "-q", f"--nbval-sanitize-with={ROOT / 'tests' / 'nbval_sanitize.cfg'}")
-    outcomes = re.search(r"^([.FEsx]+) +\[100%\]$", done.stdout, re.MULTILINE)
-    assert outcomes, done.stdout + done.stderr
-    return outcomes[1], done.stdout
-
-
-def stored(path, cells):
-    """Write a notebook of these cells, with their present outputs."""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    options = {"kernel_manager_class": SocketKernelManager, "kernel_name": "python3"}
-    client = NotebookClient(notebook, **options, resources={"metadata": {"path": str(path.parent)}})
-    client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
-    nbformat.write(notebook, path)
-    return notebook
-
-
 def test_nbval_masks_the_drawing_of_a_measured_figure_and_nothing_else(tmp_path):
     """Sliders are equal on every run, with a stored widget and without one. A page that differs is noticed."""
     path = tmp_path / "figures.ipynb"
     (tmp_path / "value").write_text("3")
-    notebook = stored(path, CELLS.values())
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS.values()])
+    options = {"kernel_manager_class": SocketKernelManager, "kernel_name": "python3"}
+    client = NotebookClient(notebook, **options, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
     sliders = [cell for cell in notebook.cells if cell.source == SLIDERS]
     assert all(WIDGET_VIEW in cell.outputs[0].data for cell in sliders)
-    assert nbval(path)[0] == "." * len(CELLS)
 
+    def passing():
+        """The cells that pass nbval with the project's sanitising, and its report."""
+        nbformat.write(notebook, path)
+        report = run_nbval(path, "-q", f"--nbval-sanitize-with={ROOT / 'tests' / 'nbval_sanitize.cfg'}").stdout
+        outcomes = re.search(r"^([.FEsx]+) +\[100%\]$", report, re.MULTILINE)
+        assert outcomes, report
+        return [name for name, outcome in zip(CELLS, outcomes[1], strict=True) if outcome == "."], report
+
+    assert passing()[0] == list(CELLS)
     (tmp_path / "value").write_text("1.5")
     notebook.metadata.pop("widgets", None)
     for cell in sliders:
         del cell.outputs[0].data[WIDGET_VIEW]
     sliders[1].outputs[0].data["text/html"] += " "
-    nbformat.write(notebook, path)
-    outcomes, report = nbval(path)
-    passed = [name for name, outcome in zip(CELLS, outcomes, strict=True) if outcome == "."]
-    assert passed == ["import", "measured", "two measured", "sliders"], report
-
-
-# --- the picture of the three places ----------------------------------------------------------------------------------
-
-
-def test_the_picture_of_the_three_places_has_the_ranks_colors_and_says_what_it_shows():
-    text = (ROOT / "book" / "three_places.svg").read_text()
-    root = ElementTree.fromstring(text)
-    assert [element.tag.rpartition("}")[2] for element in root][:3] == ["title", "desc", "style"]
-    assert dict(re.findall(r"\.r(\d) { fill: (#\w+) }", text)) == {str(k): color for k, color in enumerate(RANK_COLORS)}
-    assert "prefers-color-scheme: dark" in text and text.count("http") == 1, "the namespace is the only address"
+    names, report = passing()
+    assert names == ["import", "measured", "two measured", "sliders"], report

@@ -48,12 +48,6 @@ def test_a_lie_is_noticed_as_recorded(name):
     assert run.row(lie, chapter, run.run(lie, chapter)) == (ROWS[lie.says, int(chapter)], "")
 
 
-@pytest.mark.slow
-def test_nothing_is_noticed_without_a_lie():
-    cell = ROWS[LIES["all_reduce_sums_where_it_should_average"].says, 2]["Cell"].strip("`")
-    assert run.run(None, "02", until=cell) is None
-
-
 @pytest.mark.parametrize("weak", [False, True])
 def test_an_assert_that_cannot_fail_is_a_failure_too(weak, monkeypatch):
     monkeypatch.setattr(run, "PAIRS", [])

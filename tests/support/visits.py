@@ -43,13 +43,6 @@ def unfold(page):
     }""")
 
 
-def turn(page, scheme):
-    """Turn a page light or dark, as the system's setting would, and open its folds."""
-    page.emulate_media(color_scheme=scheme)
-    page.locator(f"html[data-theme={scheme}]").wait_for()
-    unfold(page)
-
-
 # A page's listings have up to 13,000 coloured words. Of the words with equal classes and ancestors' classes, axe gets
 # the first one. The others lose their element and become a part of the text around them.
 ONE_OF_A_KIND = """() => {
@@ -94,22 +87,18 @@ WITHOUT_HIDDEN_FRAMES = """() => {
 }"""
 
 
-def violations(page, **options):
-    """[(rule, HTML)] of axe's findings on a page, without those about the theme."""
-    if not page.evaluate("!!window.axe"):
-        page.evaluate(WITHOUT_HIDDEN_FRAMES)
-        page.evaluate(ONE_OF_A_KIND)
-        page.evaluate(AXE)
-    page.evaluate(ONE_OF_A_LOOK)
-    rules = [rule for rule in page.evaluate(RUN_AXE, options) if rule["id"] not in THEMES_OWN]
-    return [(rule["id"], node["html"][:200]) for rule in rules for node in rule["nodes"]]
-
-
 def seen_by_axe(page):
     """Yields what axe finds on a page, light and dark. In dark, only rules on colours are checked."""
+    for script in (WITHOUT_HIDDEN_FRAMES, ONE_OF_A_KIND, AXE):
+        page.evaluate(script)
     for scheme, rules in {"light": {}, "dark": OF_COLOURS}.items():
-        turn(page, scheme)
-        yield from (f"{scheme}: {rule}: {html}" for rule, html in violations(page, **rules))
+        page.emulate_media(color_scheme=scheme)
+        page.locator(f"html[data-theme={scheme}]").wait_for()
+        unfold(page)
+        page.evaluate(ONE_OF_A_LOOK)
+        for rule in page.evaluate(RUN_AXE, rules):
+            if rule["id"] not in THEMES_OWN:
+                yield from (f"{scheme}: {rule['id']}: {node['html'][:200]}" for node in rule["nodes"])
 
 
 def too_wide(page):
