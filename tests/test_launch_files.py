@@ -18,7 +18,7 @@ from helpers.__main__ import main
 from helpers.export.launch_files import Allocation, launch_files, minutes
 from helpers.export.notebook import ExportError
 
-PLAIN = 'parser.add_argument("--lr")\n'
+PLAIN = 'parser.add_argument("--checkpoint-dir")\n'  # but not --resume
 RESUMES = 'parser.add_argument("--checkpoint-dir")\nparser.add_argument("--resume")\n'
 STOPS = RESUMES + "with StopRequest() as stop:\n"
 BACKEND = 'parser.add_argument("--backend", choices=["nccl", "gloo"])\n'
