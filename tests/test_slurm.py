@@ -229,6 +229,9 @@ def test_a_job_that_its_user_ends_does_not_come_back(cluster, submit):
 def test_a_rank_that_does_not_train_yet_outlives_the_signal_and_the_job_comes_back(cluster, submit):
     job = submit(WAITING.format(handled=[], save=0), "--nodes=1", "--nodelist=n1")
     job.wait_for_training(0)
+    cluster.run("scancel", "--signal=TERM", str(job.number))
+    time.sleep(1)
+    assert job.signal("0") == 1
     cluster.run("scontrol", "update", "PartitionName=main", "GraceTime=1")
     job.preempt("--nodelist=n1")
     job.wait_for_state("PENDING")  # Slurm does it, after the grace time
