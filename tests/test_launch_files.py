@@ -121,7 +121,7 @@ def test_your_cluster():
 
 # Stand-ins for Slurm's commands, and for torchrun, which runs the file `script` with the real script's name and flags.
 STAND_INS = {
-    "scontrol": """[ "$1" = requeue ] && echo requeued || printf "NodeName=%s NodeAddr=10.0.0.1 Port=1\\n" n1 n2""",
+    "scontrol": """[ "$1" = requeue ] && echo requeued || printf "NodeName=n NodeAddr=10.0.0.%s Port=1\\n" 1 2""",
     "srun": 'while [ "$1" != bash ] && [ "$1" != apptainer ]; do shift; done; exec "$@"',
     "squeue": "exit 1",
     "apptainer": 'echo "in a container"; while [ "$1" != bash ]; do shift; done; exec "$@"',
@@ -173,11 +173,13 @@ def test_a_container_and_a_binding(tmp_path):
     assert re.search(r"^in a container\ntorchrun .* --numa-binding=node 11_trainer.py ", out, re.MULTILINE), out
 
 
-def test_the_doctor_as_a_preflight(tmp_path):
+def test_a_node_has_its_own_address_and_runs_the_doctor_first(tmp_path):
     _, text = run_batch(tmp_path, "", PREFLIGHT="-m helpers doctor")
     first, second = re.findall(r"^torchrun .*", text, re.MULTILINE)
     assert "--max-restarts=0 --rdzv-id=preflight.2.0 " in first and first.endswith(" -m helpers doctor")
     assert " 11_trainer.py " in second and "preflight" not in second
+    for words in ("--rdzv-endpoint=10.0.0.1:20002 ", "is_host=0 ", "--local-addr=10.0.0.2 "):  # of the second node
+        assert words in first and words in second
 
 
 # ---- For Kubernetes
