@@ -6,13 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import leftovers
 import psutil
 import pytest
-from scripting import ROOT, rehearse, rehearse_here, torchrun
+from scripting import ROOT, rehearse_here, torchrun
 
 pytestmark = pytest.mark.ranks
 
@@ -32,13 +31,11 @@ def line_of(script, words):
 
 
 def test_every_planted_mistake_is_seen_with_its_line(tmp_path):
-    script = HERE / "rehearsal_mistakes.py"
-    report = tmp_path / "report.json"
+    script, report = HERE / "rehearsal_mistakes.py", tmp_path / "report.json"
     done = rehearse_here(script, "--json", report, flags=[tmp_path])
     names = re.findall(r'^    \("(.*?)", ', script.read_text(), re.MULTILINE)
     assert len(names) >= 22
-    names.append("objects without a set device")
-    expected = {f"seen {name} on {rank}" for name in names for rank in (0, 1)}
+    expected = {f"seen {name} on {rank}" for name in [*names, "objects without a set device"] for rank in (0, 1)}
     expected.add("seen a group that a rank does not make on 1")
     assert set(done.stdout.splitlines()) == expected, done.stderr
     refused = {row["line"] for row in json.loads(report.read_text())["refused"]}
@@ -49,8 +46,7 @@ def test_every_planted_mistake_is_seen_with_its_line(tmp_path):
     # The script does not catch its last mistake.
     assert done.returncode == 1
     last = f"{script.name}:{len(lines)}: RuntimeError: No backend type associated with device type cpu"
-    assert done.stderr.strip().splitlines()[-1].startswith(last)
-    assert done.stderr.strip().endswith("(ranks [0, 1])")
+    assert re.search(rf"\n{last}.*\(ranks \[0, 1\]\)\n$", done.stderr), done.stderr
 
 
 ENDS = [("nccl", "os._exit"), ("cpu:gloo,cuda:nccl", "sys.exit")]  # the chapters' scripts end as others do
@@ -63,7 +59,7 @@ def test_counts_by_line(backend, end, tmp_path):
     done = rehearse_here(script, "--nodes", str(nodes), "--json", os.path.relpath(report), flags=[backend, end])
     assert done.returncode == 0, done.stderr
     gpus = [(str(node), f"GPU-{node}-{gpu}") for node in range(nodes) for gpu in range(2)]
-    assert done.stdout.splitlines() == [str(gpus), "over"]
+    assert done.stdout == f"{gpus}\n"
     assert done.stderr.count("Rehearsal on") == 1 and "cannot see real NCCL" in done.stderr
     assert json.loads(report.read_text())["steps"] == 5
 
@@ -108,7 +104,10 @@ def test_a_rank_is_as_new_as_one_of_torchrun(tmp_path):
     script.write_text(FACTS)
     launcher = {*os.environ, "PYTHONPATH", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_DIST_USE_NCCL2"}
     launcher.add("TORCHINDUCTOR_CACHE_DIR")  # torch._dynamo sets it where it is imported
-    runs = [rehearse(script, flags=["--steps", "3"]).stdout, torchrun(script, 2, {**os.environ}, "--steps", "3")[1]]
+    flags = ["--steps", "3"]
+    command = [sys.executable, "-m", "helpers", "rehearse", script, "--", *flags]
+    rehearsal = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    runs = [rehearsal.stdout, torchrun(script, 2, {**os.environ}, *flags)[1]]
     for number, out in enumerate(runs):
         runs[number] = ranks = sorted(map(json.loads, out.splitlines()), key=lambda facts: facts["variables"]["RANK"])
         assert len({facts.pop("draw") for facts in ranks}) == 2
@@ -132,29 +131,16 @@ def test_a_rank_that_fails_ends_the_other_node(end, cause, tmp_path):
     assert (done.returncode, done.stderr.endswith(f"{stops}rank 1 failed: {cause}\n")) == (1, True), done.stderr
 
 
-def test_wrong_usage(helpers, tmp_path):
-    status, _, errors = helpers("rehearse", "99")
-    assert status == 1 and "no chapter or notebook '99'" in errors
-    assert helpers("rehearse", "04", "--gpus", "0")[0] == 2
-
-
 def test_an_interrupted_rehearsal_leaves_nothing(tmp_path):
     script = tmp_path / "endless.py"
     script.write_text("import os, time\nos.write(1, b'training\\n')\nwhile True:\n    time.sleep(1)\n")
-    (tmp_path / "temporary").mkdir()
-    mark = uuid.uuid4().hex
-    environment = {**os.environ, leftovers.MARK: mark, "TMPDIR": str(tmp_path / "temporary")}
     command = [sys.executable, "-m", "helpers", "rehearse", script, "--nodes", "2", "--gpus", "1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0, **pipes) as process:
-        try:
-            assert [process.stdout.readline() for _ in range(2)] == ["training\n"] * 2
-            assert len(psutil.Process(process.pid).children(recursive=True)) == 2
-            os.killpg(process.pid, signal.SIGINT)
-            errors = process.communicate(timeout=60)[1]
-        finally:
-            left = leftovers.processes(mark)
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
+    with leftovers.surroundings() as environment:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0, **pipes)
+        assert [process.stdout.readline() for _ in range(2)] == ["training\n"] * 2
+        assert len(psutil.Process(process.pid).children(recursive=True)) == 2
+        os.killpg(process.pid, signal.SIGINT)
+        errors = process.communicate(timeout=60)[1]
+        assert not leftovers.processes(environment[leftovers.MARK]) and not leftovers.listing(environment["TMPDIR"])
     assert process.returncode == 130 and errors.endswith("Interrupted; all ranks are stopped.\n")
-    assert not left and not list((tmp_path / "temporary").glob("tmp*"))

@@ -1,8 +1,5 @@
 """Two hosts on one Linux machine: network namespaces with names, addresses and processes of their own.
 
-    with two_hosts() as (node0, node1):
-        process = node1.start(["ping", "-c1", "node0"])
-
 A cable joins them. A host ends with the block or with this process, and everything that runs on it ends with the host.
 """
 
@@ -10,7 +7,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -58,9 +54,9 @@ class Host:
         """The command line that runs a command on this host."""
         return ["nsenter", f"--target={self.pid}", *SPACES, f"--wd={cwd or os.getcwd()}", "--", *map(str, command)]
 
-    def start(self, command, **options):
+    def start(self, command, cwd=None, **options):
         """Start a command on this host; return its Popen."""
-        return subprocess.Popen(self.enter(command), **options)
+        return subprocess.Popen(self.enter(command, cwd), **options)
 
     def run(self, *command, cwd=None, check=True, timeout=60, **options):
         """Run a command on this host; return what it prints. Fails with its status and output."""
@@ -75,12 +71,6 @@ class Host:
         """Pull the cable."""
         self.ip("link", "set", INTERFACE, "down")
 
-    def switch_off(self):
-        """End everything on this host without a word to its peers, as a loss of power does."""
-        self.cut()
-        self.holder.kill()
-        self.holder.wait()
-
     def end(self):
         """Remove this host and all that runs on it."""
         self.holder.kill()
@@ -90,35 +80,23 @@ class Host:
                 file.close()
 
 
-def missing():
-    """The reason why this machine cannot have two hosts, or None."""
-    if not sys.platform.startswith("linux"):
-        return "network namespaces are Linux's"
-    if os.geteuid() != 0:
-        return "making network namespaces needs root"
-    programs = [program for program in ("unshare", "nsenter", "ip", "mount") if not shutil.which(program)]
-    if programs:
-        return f"no {', '.join(programs)} on this machine (util-linux and iproute2)"
+def missing(*programs):
+    """The reason why this machine cannot have two hosts on which these programs run, or None."""
+    absent = [program for program in ("unshare", "nsenter", "ip", "mount", *programs) if not shutil.which(program)]
+    if absent:
+        return f"no {', '.join(absent)} on this machine"
     if subprocess.run(["unshare", *SPACES, "--fork", "true"], capture_output=True).returncode:
-        return "this machine lets nobody make a network namespace"
+        return "making network namespaces needs root"
     return None
 
 
 @contextlib.contextmanager
-def two_hosts(own_name=None, aliases=((), ())):
-    """A context with (node0, node1), two hosts that a cable joins.
-
-    ``own_name`` is the address that a host looks up for its own name: on Debian "127.0.1.1". ``aliases`` are further
-    names of each host, which both hosts know.
-    """
+def two_hosts(*names):
+    """A context with (node0, node1), two hosts that a cable joins. ``names``: more {name: address}, for each."""
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder, contextlib.ExitStack() as stack:
         hosts = []
-        for name in ADDRESSES:
-            addresses = {"localhost": "127.0.0.1", **ADDRESSES, **({name: own_name} if own_name else {})}
-            addresses |= {
-                alias: ADDRESSES[host] for host, more in zip(ADDRESSES, aliases, strict=True) for alias in more
-            }
-            hosts.append(Host(name, folder, addresses))
+        for name, more in zip(ADDRESSES, names or ({}, {}), strict=True):
+            hosts.append(Host(name, folder, {"localhost": "127.0.0.1", **ADDRESSES, **more}))
             stack.callback(hosts[-1].end)
         hosts[1].connect(ADDRESSES["node1"], hosts[0])
         hosts[0].switch_on(ADDRESSES["node0"])

@@ -5,7 +5,6 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,9 +34,7 @@ def load_to_gpu_0():
 mistakes = [
     ("a CPU tensor in all_reduce", "No backend type", lambda: dist.all_reduce(torch.ones(3))),
     ("a CPU tensor in an expression", "same device", lambda: x + torch.ones(4)),
-    ("a model on the CPU", "same device", lambda: nn.Linear(4, 2)(x)),
     ("numpy()", "to numpy", lambda: x.numpy()),
-    ("np.asarray", "to numpy", lambda: np.asarray(x)),
     ("a CPU generator", "generator", lambda: torch.randn(3, device=device, generator=torch.Generator())),
     ("monitored_barrier", "GLOO", lambda: dist.monitored_barrier()),
     ("an absent GPU", "invalid device ordinal", lambda: torch.ones(3, device="cuda:9")),

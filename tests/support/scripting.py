@@ -1,5 +1,6 @@
 """What the tests of scripts share: exporting, hiding this project, torchrun, rehearsals, reading results."""
 
+import contextlib
 import json
 import os
 import re
@@ -19,20 +20,6 @@ from helpers.export import chapters
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.002  # for numbers in a result, which are rounded to three digits
 
-# As a module that comes first on a rank's path, this text hides the project, however it is installed.
-SITECUSTOMIZE = """\
-import sys
-
-
-class Hidden:
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] == "helpers":
-            raise ModuleNotFoundError("helpers is hidden: a script stands alone", name=name)
-
-
-sys.meta_path.insert(0, Hidden)
-"""
-
 
 def write_notebook(folder, source, parameters="steps: int = 10\nfail: int = -1"):
     """Write a notebook of three cells to folder/sample.ipynb; return its path."""
@@ -48,7 +35,7 @@ def write_notebook(folder, source, parameters="steps: int = 10\nfail: int = -1")
 
 def stand_alone(folder):
     """Environment variables that hide this project from scripts; ``folder`` takes the file that does it."""
-    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    (folder / "sitecustomize.py").write_text('import sys\n\nsys.modules["helpers"] = None  # no import gets it\n')
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     alone = {"PYTHONPATH": str(folder), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
@@ -67,19 +54,13 @@ def torchrun(script, nproc, environment, *flags, timeout=240):
     The status is None when it hung for ``timeout`` seconds and was killed.
     """
     mark = uuid.uuid4().hex
-    process = subprocess.Popen(
-        [sys.executable, *TORCHRUN, f"--nproc-per-node={nproc}", *AT_ADDRESS, script, *flags],
-        cwd=script.parent,
-        env={**environment, leftovers.MARK: mark},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    words = [sys.executable, *TORCHRUN, f"--nproc-per-node={nproc}", *AT_ADDRESS, script, *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(words, cwd=script.parent, env={**environment, leftovers.MARK: mark}, **pipes)
+    status = None
+    with contextlib.suppress(subprocess.TimeoutExpired):
         out, errors = process.communicate(timeout=timeout)
         status = process.returncode
-    except subprocess.TimeoutExpired:
-        status = None
     leftovers.soon(lambda: status is None or not leftovers.processes(mark), seconds=60)
     left = leftovers.processes(mark)
     for pid in left:
@@ -89,24 +70,12 @@ def torchrun(script, nproc, environment, *flags, timeout=240):
     return status, out, errors, left
 
 
-def words(script, options, flags):
-    """The words after ``python -m helpers`` that rehearse a script."""
-    return ["rehearse", str(script), *map(str, options), "--", *map(str, flags)]
-
-
-def rehearse(script, *options, flags=(), timeout=240):
-    """Run ``python -m helpers rehearse``; return the finished process. Fails if it leaves a process behind."""
-    mark = uuid.uuid4().hex
-    command = [sys.executable, "-m", "helpers", *words(script, options, flags)]
-    environment = {**os.environ, leftovers.MARK: mark}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
-    assert leftovers.soon(lambda: not leftovers.processes(mark), seconds=60)
-    return done
-
-
 def rehearse_here(script, *options, flags=(), timeout=240):
-    """As ``rehearse``, in a process that is forked with torch imported, which saves two seconds of a processor."""
-    work = command(*words(script, options, flags))
+    """Run ``python -m helpers rehearse`` in a fork that has torch, which saves two seconds of a processor.
+
+    Returns the finished process. Fails if it hangs or leaves a process behind.
+    """
+    work = command("rehearse", script, *options, "--", *flags)
     status, out, errors, left = forked(work, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout)
     assert status is not None and not left, f"{status}: {left} left\n{out}{errors}"
     return subprocess.CompletedProcess(work.words, status, out, errors)

@@ -1,16 +1,11 @@
 """A real Slurm on one Linux machine: a controller and nodes, which are namespaces and have files in place of GPUs.
 
-    with slurm() as cluster:
-        job = cluster.submit("job.sbatch", cwd=folder)
-        cluster.wait(job)
-
-Every daemon and every job's process runs on one of the hosts of hosts.py. So nothing of it is seen outside, and it ends
-with the block, or with this process.
+All its processes run on the hosts of hosts.py, so nothing is seen outside, and all ends with the block or this process.
 """
 
 import contextlib
+import functools
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -18,7 +13,9 @@ from pathlib import Path
 
 import hosts
 
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "munged", "pkill")
+missing = functools.partial(
+    hosts.missing, "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "munged", "pkill"
+)
 SETTINGS = """\
 ClusterName=book
 SlurmctldHost=head
@@ -130,14 +127,6 @@ class Cluster:
     def until_limits_are_checked(self):
         """Seconds until the controller next looks for jobs whose time is up, which it does every 30 s."""
         return 30 - (time.monotonic() - self.start_time) % 30
-
-
-def missing():
-    """The reason why this machine cannot have a Slurm, or None."""
-    programs = [program for program in PROGRAMS if not shutil.which(program)]
-    if programs:
-        return f"no {', '.join(programs)} on this machine"
-    return hosts.missing()
 
 
 @contextlib.contextmanager
