@@ -131,6 +131,25 @@ def test_a_rank_that_fails_ends_the_other_node(end, cause, tmp_path):
     assert (done.returncode, done.stderr.endswith(f"{stops}rank 1 failed: {cause}\n")) == (1, True), done.stderr
 
 
+def test_a_hang_is_told_with_each_ranks_line(tmp_path):
+    script = tmp_path / "hangs.py"
+    script.write_text("""\
+import torch, torch.distributed as dist
+
+dist.init_process_group("nccl")
+x = torch.ones(1, device=f"cuda:{dist.get_rank()}")
+if dist.get_rank() == 0:
+    dist.all_reduce(x)
+else:
+    dist.barrier()
+    dist.all_reduce(x)
+""")
+    done = rehearse_here(script, "--timeout", "6")
+    assert done.returncode == 1
+    message = "ranks still ran after timeout=6 s:\n  rank 0: at line 6 in hangs.py: dist.all_reduce(x)\n"
+    assert message in done.stderr and "rank 1: at line 8 in hangs.py: dist.barrier()" in done.stderr, done.stderr
+
+
 def test_an_interrupted_rehearsal_leaves_nothing(tmp_path):
     script = tmp_path / "endless.py"
     script.write_text("import os, time\nos.write(1, b'training\\n')\nwhile True:\n    time.sleep(1)\n")

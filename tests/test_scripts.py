@@ -129,7 +129,7 @@ def test_chapter(notebook, alone, tmp_path):
     # All collectives of the default group used the GPUs, so they are NCCL's.
     assert re.search(r"\((NCCL|C\+\+)\)|by DDP", out)
     if chapter == "04_ddp":
-        text = done.stdout[done.stdout.index("Rehearsal on") :]
+        text = out[out.index("Rehearsal on") :]
         recorded.compare("rehearsal", text, "python -m pytest tests/test_scripts.py -k 04_ddp")
     if chapter == "11_trainer":  # a step waits for no GPU; logging, evaluation and checkpoints may, and come rarely
         counts = json.loads(report.read_text())

@@ -69,7 +69,7 @@ def main() -> int:
             [script] = chapters.export(run.chapter, Path(folder) / "scripts")
             start = time.monotonic()
             size = ["--nodes", run.nodes, "--gpus", run.gpus]
-            rehearsal = python("-m", "helpers", "rehearse", script, *size, "--", *run.flags)
+            rehearsal = python("-m", "helpers", "rehearse", script, "--timeout", str(TIMEOUT), *size, "--", *run.flags)
             seconds = time.monotonic() - start
             alone = python(script, *run.flags)
             right = not (rehearsal.returncode or alone.returncode) and equal(

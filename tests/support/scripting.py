@@ -75,7 +75,7 @@ def rehearse_here(script, *options, flags=(), timeout=240):
 
     Returns the finished process. Fails if it hangs or leaves a process behind.
     """
-    work = command("rehearse", script, *options, "--", *flags)
+    work = command("rehearse", script, "--timeout", timeout, *options, "--", *flags)
     status, out, errors, left = forked(work, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout)
     assert status is not None and not left, f"{status}: {left} left\n{out}{errors}"
     return subprocess.CompletedProcess(work.words, status, out, errors)
