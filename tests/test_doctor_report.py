@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -68,22 +69,21 @@ def test_place(environment, place, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"WORLD_SIZE": None}, "RANK is set, but WORLD_SIZE is missing."),
-        ({"MASTER_ADDR": "", "MASTER_PORT": None}, "RANK is set, but MASTER_ADDR and MASTER_PORT are missing."),
-        ({"RANK": None}, "WORLD_SIZE is set, but RANK is missing."),
-        ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one', which is not a number."),
-        ({"MASTER_PORT": "29500.0"}, "MASTER_PORT is '29500.0', which is not a number."),
-        ({"RANK": "-1"}, "RANK is '-1', which is not a number."),
+        ({"WORLD_SIZE": None}, "Of a launcher's variables, WORLD_SIZE is missing."),
+        ({"MASTER_ADDR": "", "MASTER_PORT": None}, "Of a launcher's variables, MASTER_ADDR is missing."),
+        ({"RANK": None}, "Of a launcher's variables, RANK is missing."),
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one', which is not a number from 0 to 65535."),
+        ({"MASTER_PORT": "29500.0"}, "MASTER_PORT is '29500.0', which is not a number from 0"),
+        ({"RANK": "-1"}, "RANK is '-1', which is not a number from 0"),
         ({"RANK": "2"}, "RANK is 2 and WORLD_SIZE is 2: ranks count from 0."),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT is 0, and ports go from 1 to 65535. Try: export MASTER_PORT=29500"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536, and ports go from 1 to 65535."),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT is '65536', which is not a number from 0 to 65535."),
     ],
 )
 def test_a_variable_that_is_missing_or_wrong_is_named(change, message, monkeypatch, helpers):
     set_variables(monkeypatch, {**LAUNCHED, **change})
     status, _, error = helpers("doctor")
     assert status == 1 and error.startswith(f"error: {message}")
-    assert "export MASTER_PORT=29500\n" in error or "\nStart the ranks with torchrun or srun; for this" in error
+    assert "\nStart the ranks with torchrun or srun; for this" in error
 
 
 @pytest.mark.parametrize("seconds", ["soon", "-1", "0", "nan"])
@@ -102,6 +102,7 @@ def findings(count=4, hosts=1, gpus=False, **changes):
     per_rank = {
         rank: Facts(
             host=f"node{rank // local}",
+            port=50000 + rank,
             local_rank=rank % local,
             device=f"cuda:{rank % local}" if gpus else "cpu",
             gpu_id=f"GPU {rank}" if gpus else "",
@@ -130,7 +131,7 @@ def findings(count=4, hosts=1, gpus=False, **changes):
         clocks=dict.fromkeys(range(count), 0.0),
         collectives={name: dict.fromkeys(range(count), Trial(True, 1e-4, 2e9)) for name in names},
         links={pair: Trial(True, 1e-4, 1e9) for pair in combinations(range(count), 2)},
-        alone=dict.fromkeys(range(count), 0.01),
+        alone=dict.fromkeys(range(count), 3e12),
     )
     return replace(healthy, **changes)
 
@@ -153,7 +154,7 @@ def test_reports_fit_a_screen(count, hosts, gpus):
 
 
 LITTLE = {"rank0": {"memory": 64e6}, "rank1": {"memory": 64e6}}
-ALONE = {0: 0.01, 1: 0.01, 2: 0.03, 3: 0.01}
+ALONE = {0: 3e12, 1: 3e12, 2: 1e12, 3: 3e12}
 TIMED_OUT = {**dict.fromkeys((0, 1), {2: "timed out", 3: "timed out"}), 2: {}, 3: {}}
 PAIRS = {pair: Trial(True, 1e-4, 1e9) for pair in combinations(range(4), 2)}
 WRONG, SLOW = Trial(False, 1e-4, 1e9), Trial(True, 1e-4, 1e8)
@@ -178,7 +179,10 @@ WRONG, SLOW = Trial(False, 1e-4, 1e9), Trial(True, 1e-4, 1e8)
         ({"gpus": True, "errors": {"gather": {1: "odd"}}}, "gather failed on rank 1: odd. try: Try --backend gloo"),
         ({"gpus": True, **LITTLE}, "WRONG node0 has only 64 MB of shared memory; data loaders and NCCL use it."),
         (LITTLE, "note node0 has only 64 MB of shared memory; data loaders and NCCL use it."),
-        ({"rank1": {"unknown": {"torch": "odd"}}}, "note Rank 1 could not find out its torch: odd."),
+        (
+            {"rank1": {"fault": "ECC error"}},
+            "The GPU of rank 1 on node0 does not answer: ECC error. try: Look there: nv",
+        ),
         ({"alone": ALONE}, "note Rank 2 on node1 computes far more slowly than the others."),
         ({"alone": ALONE}, "slowest rank 2 computes in 3.00 times the median"),
         ({"links": {**PAIRS, (1, 3): SLOW}}, "note The link of ranks 1 and 3 has far less bandwidth"),
@@ -223,24 +227,18 @@ def test_an_interface_that_is_not_there(monkeypatch):
 
 
 def test_facts_of_a_gpu(monkeypatch):
-    properties = SimpleNamespace(uuid="1234", total_memory=84_000_000_000)
+    properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", uuid="1234", total_memory=84_000_000_000)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
-    own = facts.facts_of_rank(Place(3, 4, 3, "127.0.0.1", 29500), None)
+    own = facts.facts_of_rank(Place(3, 4, 3, "127.0.0.1", 29500), 50000, None)
     assert (own.device, own.model, own.gpu_id, own.NCCL) == ("cuda:1", "H100 80GB HBM3", "1234", "2.28.3")
-    assert own.device_memory == properties.total_memory and not own.unknown
-    on_cpu = facts.facts_of_rank(Place(3, 4, 3, "127.0.0.1", 29500), "gloo")
+    assert own.device_memory == properties.total_memory and not own.fault
+    on_cpu = facts.facts_of_rank(Place(3, 4, 3, "127.0.0.1", 29500), 50000, "gloo")
     assert (on_cpu.device, on_cpu.model, on_cpu.gpu_id, on_cpu.NCCL) == ("cpu", "", "", "")
-
-
-def test_what_a_rank_could_not_find_out_is_a_note(monkeypatch):
-    monkeypatch.setattr(facts.psutil, "net_if_addrs", lambda: 1 / 0)
-    own = facts.facts_of_rank(Place(0, 1, 0, "127.0.0.1", 29500), "gloo")
-    assert own.interface is None and own.unknown.keys() == {"interface", "address"} and own.host
-    text, status = report(replace(findings(1), facts={0: own}))
-    assert "note Rank 0 could not find out its interface: division by zero." in flat(text)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", mock.Mock(side_effect=RuntimeError("CUDA error: odd")))
+    broken = facts.facts_of_rank(Place(3, 4, 3, "127.0.0.1", 29500), 50000, None)
+    assert (broken.device, broken.gpu_id, broken.fault) == ("cuda:1", "", "CUDA error: odd")
 
 
 # --- a plan -----------------------------------------------------------------------------------------------------------
@@ -263,10 +261,9 @@ def compare(folder, of_plan, gpus=True, speeds=SPEEDS, rank_2=SPEEDS):
 def test_a_cluster_that_has_what_a_plan_counts_on(tmp_path):
     text, status = compare(tmp_path, {})
     assert status == 0 and text.endswith("Nothing is wrong here.")
-    assert text.partition("\nthe plan of gpt2 on 4 x h100\n")[2].splitlines()[:7] == [
+    assert text.partition("\nthe plan of gpt2 on 4 x h100\n")[2].splitlines()[:6] == [
         "ranks     has 4, the plan counts on 4",
         "nodes     has 2, the plan counts on 2",
-        "GPUs      has 4 (H100 80GB HBM3), the plan counts on 4",
         "memory    has 84 GB on rank 0, the plan counts on 80",
         "matmul    has 700 TFLOP/s in bfloat16 on rank 0, the plan counts on 989",
         "in a node has 350 GB/s on rank 0, the plan counts on 450",
@@ -281,11 +278,10 @@ RANK_2 = "and rank 2 has less than 50% of it. try: Look at that rank's host; or 
     ("of_plan", "of_rank_2", "message"),
     [
         ({"layout": {"dp": 8}}, {}, "The plan counts on 16 ranks, and here are 4."),
-        ({"layout": {"dp": 8}}, {}, "The plan counts on 16 GPUs, and here are 4."),
         ({"cluster": {"nodes": 1}}, {}, "The plan counts on 1 nodes, and here are 2."),
         ({"memory": {"limit": 90e9}}, {}, "The plan counts on 90 GB memory, and rank 0 has less of it. try: Look at"),
         ({"memory": {"limit": 90e9}}, {}, "or plan again with [cluster] memory = 8.4e+10"),
-        ({}, {"matmul": 4e14}, f"on 989 TFLOP/s in bfloat16 matmul, {RANK_2} peaks = {{bfloat16 = 4e+14}}"),
+        ({}, {"matmul": 4e14}, f"on 989 TFLOP/s in bfloat16 matmul, {RANK_2} peaks.bfloat16 = 4e+14"),
         ({}, {"in_node": 12e9}, f"The plan counts on 450 GB/s in a node, {RANK_2} link_in_node = 1.2e+10"),
         ({}, {"between": 2e9}, f"The plan counts on 50 GB/s between, {RANK_2} link_between = 2e+09"),
     ],
@@ -296,25 +292,24 @@ def test_what_a_plan_counts_on_and_is_not_there(of_plan, of_rank_2, message, tmp
 
 
 def test_what_is_not_known_is_no_problem(tmp_path):
-    changes = {"cluster": {"link_in_node": 0}, "layout": {"dtype": "float8"}}
+    changes = {"layout": {"dtype": "float8"}}
     text, status = compare(tmp_path, changes, speeds=replace(SPEEDS, matmul=None), rank_2=None)
     assert status == 0 and "matmul    was not tried, the plan counts on 989" in text
-    assert "in a node has 350 GB/s on rank 0, the plan does not say" in text
 
 
 def test_ranks_on_cpus_share_the_memory_of_their_host(tmp_path):
     text, status = compare(tmp_path, {"cluster": {"gpu": "cpu"}}, gpus=False)
-    assert status == 1 and "memory    has 42 GB on rank 0, the plan counts on 80" in text and "GPUs" not in text
+    assert status == 1 and "memory    has 42 GB on rank 0, the plan counts on 80" in text
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "The plan {}: No such file or directory."),
-        (json.dumps(PLAN)[:100], "The plan {} is not JSON, or a part of it: "),
-        ("[1, 2]", "{} is JSON, but not a plan's."),
-        (json.dumps({**PLAN, "layout": {"dp": "two"}}), "{} is JSON, but not a plan's."),
-        (json.dumps({**PLAN, "memory": {}}), "{} has no 'limit', so it is not a plan."),
+        (None, "{} holds no plan (FileNotFoundError: [Errno 2] No such file or directory"),
+        (json.dumps(PLAN)[:100], "{} holds no plan (JSONDecodeError: "),
+        ("[1, 2]", "{} holds no plan (TypeError: "),
+        (json.dumps({**PLAN, "layout": {"dp": "two"}}), "{} holds no plan (ValueError: "),
+        (json.dumps({**PLAN, "memory": {}}), "{} holds no plan (KeyError: 'limit')."),
     ],
 )
 def test_a_file_that_is_not_a_plan(text, message, tmp_path, monkeypatch, helpers):
@@ -324,4 +319,4 @@ def test_a_file_that_is_not_a_plan(text, message, tmp_path, monkeypatch, helpers
         path.write_text(text)
     status, _, error = helpers("doctor", "--plan", path)
     assert status == 1 and error.startswith(f"error: {message.format(path)}") and error.count("\n") == 2
-    assert "Write a plan with: python -m helpers plan MODEL CLUSTER" in error
+    assert "Write one: python -m helpers plan MODEL CLUSTER" in error

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 
@@ -15,23 +16,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Check what a training run will need: alone on this machine, or on all ranks under torchrun or srun. "
         "The exit status is 1 where something is wrong."
     )
-    parser.add_argument(
-        "--nproc", type=whole, metavar="N", help="without a launcher: how many ranks (default: one per GPU, or 2)"
-    )
-    parser.add_argument(
-        "--timeout", type=positive, default=60, metavar="S", help="seconds to wait for a rank (default: 60)"
-    )
-    parser.add_argument(
-        "--backend", choices=["gloo"], help="leave the GPUs out (default: NCCL where all ranks have one)"
-    )
-    parser.add_argument("--plan", metavar="FILE", help="compare with a plan, written by: plan … --json > FILE")
+    add = parser.add_argument
+    add("--nproc", type=whole, metavar="N", help="without a launcher: how many ranks (default: one per GPU, or 2)")
+    add("--timeout", type=positive, default=60, metavar="S", help="seconds to wait for a rank (default: 60)")
+    add("--backend", choices=["gloo"], help="leave the GPUs out (default: NCCL where all ranks have one)")
+    add("--plan", metavar="FILE", help="compare with a plan, written by: plan … --json > FILE")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Start the doctor in this rank, or without a launcher on ranks of this machine; return the exit status.
-
-    A rank ends in here, by os._exit. A normal exit could hang: it waits for the threads of a broken process group.
-    """
+    """Start the doctor in this rank, or without a launcher on ranks of this machine; return the exit status."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
     from helpers.doctor.examine import run_rank, start_local
     from helpers.doctor.membership import find_place
@@ -49,13 +42,10 @@ def main(args: argparse.Namespace) -> int:
         options = {"--timeout": args.timeout, "--backend": args.backend, "--plan": args.plan}
         with folder_until_a_signal():
             return start_local(args.nproc, [f"{name}={value}" for name, value in options.items() if value])
-    status = 1
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that Ctrl-C ends this rank in torch's waits, too
     try:
         status = run_rank(place, args.backend, args.timeout, plan)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        status = 130
-    except BaseException:
+    except Exception:
         traceback.print_exc()
-    finally:
-        os._exit(status)
+        status = 1
+    os._exit(status)  # a normal exit could hang: it waits for the threads of a broken process group

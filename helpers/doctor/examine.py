@@ -1,13 +1,11 @@
 """The doctor in each rank: try what a training run will need, and say what is wrong."""
 
-import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,15 +20,13 @@ from helpers.doctor.report import report
 from helpers.doctor.trials import Speeds, Trial
 from helpers.ranks.torchrun import set_defaults
 
-CONNECT_SECONDS = 5  # seconds to wait for another rank's address to answer
-
 
 def unreachable(addresses: dict[int, tuple[str, int]]) -> list[tuple[int, str]]:
     """[(rank, the reason)] for each rank of {rank: (address, port)} that accepts no connection."""
 
     def refusal(address: tuple[str, int]) -> str:
         try:
-            socket.create_connection(address, timeout=CONNECT_SECONDS).close()
+            socket.create_connection(address, timeout=5).close()
         except OSError as error:
             return str(error.strerror or error)
         return ""
@@ -41,10 +37,7 @@ def unreachable(addresses: dict[int, tuple[str, int]]) -> list[tuple[int, str]]:
 
 
 def mutually_reachable(facts: dict[int, Facts], unreached: dict[int, dict[int, str]]) -> list[int]:
-    """The ranks that all reach each other, taken in order: a group with an unreachable rank would hang at its start.
-
-    ``unreached`` is {rank: {a rank that it cannot reach: the reason}}, of all ranks that are still here.
-    """
+    """The ranks that all reach each other, taken in order: a group with an unreachable rank would hang at its start."""
     group: list[int] = []
     for rank in unreached:
         if facts[rank].address and not any(rank in unreached[peer] or peer in unreached[rank] for peer in group):
@@ -60,27 +53,22 @@ def compare_clocks(membership: Membership) -> dict[int, float]:
 
 
 def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
-    """What the slower of the two has of the link, and whether both got the right data, for every pair of members."""
+    """What the slower of the two has of the link, and whether both got the right data, for each pair that has one."""
     links, members = {}, membership.members
     for number, indices in enumerate(trials.rounds_of_pairs(len(members)), 1):
         pairs = [(members[a], members[b]) for a, b in indices if {members[a], members[b]} <= set(membership.members)]
         peers = {a: b for a, b in pairs} | {b: a for a, b in pairs}
-
-        def talk(peer: int | None) -> Trial | None:
-            if peer is None:
-                return None  # of an odd number of members, one has no peer in each round
-            try:
-                return trials.try_link(membership.members.index(peer), membership.device)
-            except Exception as error:
-                raise RuntimeError(f"with rank {peer}: {plain(error)}") from None
-
         if not membership.backend:
             break
-        answers = membership.attempt(f"round {number} of the links", partial(talk, peers.get(membership.rank)))
+        step, peer = f"round {number} of the links", peers.get(membership.rank)
+        link = None if peer is None else partial(trials.try_link, membership.members.index(peer), membership.device)
+        answers = membership.attempt(step, link or (lambda: None))  # of an odd number of members, one has no peer
+        for rank, text in membership.errors.get(step, {}).items():
+            membership.errors[step][rank] = f"with rank {peers[rank]}: {text}"
         for pair in pairs:
-            if ends := [Trial(**answers[rank]) for rank in pair if answers.get(rank)]:
-                right = len(ends) == 2 and all(end.right for end in ends)
-                links[pair] = Trial(right, max(end.seconds for end in ends), min(end.speed for end in ends))
+            if all(answers.get(rank) for rank in pair):
+                a, b = (Trial(**answers[rank]) for rank in pair)
+                links[pair] = Trial(a.right and b.right, max(a.seconds, b.seconds), min(a.speed, b.speed))
     return links
 
 
@@ -96,13 +84,10 @@ def try_collectives(membership: Membership) -> dict[str, dict[int, Trial | None]
 
 def examine(membership: Membership, place: Place, backend: str | None, plan: Plan | None = None) -> Findings:
     """Try everything with the other ranks, and with a plan also what it counts on. Every rank has the same findings."""
-    own = facts_of_rank(place, backend)
-    with contextlib.ExitStack() as listeners:
-        with contextlib.suppress(OSError):  # else the others will report that they cannot connect
-            if own.address:
-                family = socket.AF_INET6 if ":" in own.address else socket.AF_INET
-                listener = socket.create_server((own.address, 0), family=family, backlog=4096)
-                own = replace(own, port=listeners.enter_context(listener).getsockname()[1])
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=4096) as listener:
+        own = facts_of_rank(place, listener.getsockname()[1], backend)
         answers = membership.gather("roll call", own, membership.timeout)
         facts = {rank: Facts(**answer) for rank, answer in answers.items()}
         clocks = compare_clocks(membership)
@@ -112,9 +97,7 @@ def examine(membership: Membership, place: Place, backend: str | None, plan: Pla
     unreached = {rank: dict(pairs or ()) for rank, pairs in refusals.items()}
     membership.members = mutually_reachable(facts, unreached)
     if membership.rank not in membership.members:
-        raise MembershipError(
-            "This rank has no TCP connection to some others, which go on without it. See their report."
-        )
+        raise MembershipError("This rank cannot connect to some others, which go on without it. See their report.")
     gpu_ids = {peer.gpu_id for peer in facts.values()}
     if all(gpu_ids) and len(gpu_ids) == len(facts):
         membership.backend, membership.device = "nccl", torch.device(own.device)
@@ -122,13 +105,12 @@ def examine(membership: Membership, place: Place, backend: str | None, plan: Pla
     first_backend = membership.backend
     membership.start_group()
     collectives, links = try_collectives(membership), try_links(membership)
-    alone = membership.attempt("computing alone", partial(trials.try_alone, membership.device))
+    alone = membership.attempt("computing alone", partial(trials.try_matmul, "float32", membership.device))
     speeds = {}
     if plan and membership.backend:
         hosts = [facts[rank].host for rank in membership.members]
         work = partial(trials.try_plan, plan.dtype, hosts, membership.device)
         speeds = membership.attempt("what the plan counts on", work)
-    membership.gather("the end", None)
     return Findings(
         world_size=place.world_size,
         timeout=membership.timeout,
@@ -149,12 +131,8 @@ def examine(membership: Membership, place: Place, backend: str | None, plan: Pla
 
 
 def run_rank(place: Place, backend: str | None = None, timeout: float = 60, plan: Plan | None = None) -> int:
-    """Examine the ranks, as one of them; the first prints the report. Returns the status: 0, or 1 for a problem.
-
-    ``backend`` is "gloo" to leave the GPUs out, or None; ``timeout`` is in seconds.
-    """
+    """Examine the ranks, as one of them; the first prints the report. Returns the status: 0, or 1 for a problem."""
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # with it a timeout raises and does not end the process
-    status, reason = 1, ""
     try:
         store, serves = open_store(place, timeout)
         membership = Membership(store, place.rank, place.world_size, timeout)
@@ -164,28 +142,24 @@ def run_rank(place: Place, backend: str | None = None, timeout: float = 60, plan
             if place.rank == findings.members[0]:
                 print(text, flush=True)
             membership.gather("goodbye", None)
-        except MembershipError as error:
-            reason = str(error)
-        store.set(f"gone/{place.rank}", "")
-        gone = [f"gone/{member}" for member in membership.members]
-        if serves:  # the store has to live until the last rank has left
-            membership.wait_for(["goodbye/all"], 5 * timeout)
-            membership.wait_for(gone, REPORT_SECONDS)
-    except MembershipError as error:
+        finally:
+            store.set(f"gone/{place.rank}", "")
+            gone = [f"gone/{member}" for member in membership.members]
+            if serves:  # the store has to live until the last rank has left
+                membership.wait_for(["goodbye/all"], 5 * timeout)
+                membership.wait_for(gone, REPORT_SECONDS)
+    except (MembershipError, dist.DistError) as error:
         reason = str(error)
-    except dist.DistError as error:
-        server = f"{place.host}:{place.port}"
-        reason = f"The store at {server} went away ({plain(error)}). Look at the output of the rank that served it."
-    if reason:
+        if isinstance(error, dist.DistError):
+            reason = f"The store at {place.host} went away ({plain(error)}). Look at the rank that served it."
         print(f"rank {place.rank} on {socket.gethostname()}: {reason}", file=sys.stderr, flush=True)
         return 1
     if status and "TORCHELASTIC_RUN_ID" in os.environ:
         # torchrun prints a long report for each rank that fails or is stopped: one rank of each host is enough.
-        status = int(place.local_rank == 0)
-        if status:
-            with contextlib.suppress(dist.DistError):  # the store may end with the first host
-                membership.wait_for(gone, REPORT_SECONDS)
-            time.sleep(0.5)
+        if place.local_rank > 0:
+            return 0
+        membership.wait_for(gone, REPORT_SECONDS)  # the store may end with the first host
+        time.sleep(0.5)
     return status
 
 
@@ -194,8 +168,8 @@ def start_local(nproc: int | None, flags: list[str]) -> int:
     nproc = nproc or torch.cuda.device_count() or 2
     set_defaults(nproc)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    environment = {**os.environ, "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment = {**os.environ, "WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     command = [sys.executable, "-m", "helpers", "doctor", *flags]
     processes = []
     for rank in range(nproc):

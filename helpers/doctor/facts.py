@@ -4,38 +4,32 @@ import os
 import platform
 import shutil
 import socket
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
 
 from helpers.doctor.membership import Place, plain
 
-INTERNET = (socket.AF_INET, socket.AF_INET6)
-CLOSED_PORT = 9  # of a rank that listens nowhere: the others' connections to it are refused
-
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank knows about itself. A fact that it could not find out is None, and ``unknown`` has the reason."""
+    """What a rank knows about itself."""
 
     host: str
+    port: int  # where the rank listens
     local_rank: int
     device: str  # cpu, cuda:0, cuda:1, ...
     interface: str
     address: str | None  # None where the interface has none
     python: str
     torch: str
-    device_memory: int | None  # bytes, of the GPU or of the whole host
-    memory: int | None  # bytes of shared memory that are free
+    device_memory: int  # bytes, of the GPU or of the whole host
+    memory: int | None  # bytes of shared memory that are free; None where a host has none
     model: str = ""  # the GPU's, as are gpu_id and NCCL
     gpu_id: str = ""
     NCCL: str = ""
-    unknown: dict[str, str] = field(default_factory=dict)
-    port: int = CLOSED_PORT
+    fault: str = ""  # why the GPU did not tell of itself
 
 
 def choose_interface(device: torch.device, master: str) -> tuple[str, str | None]:
@@ -46,13 +40,11 @@ def choose_interface(device: torch.device, master: str) -> tuple[str, str | None
     """
     addresses = {}
     for name, entries in psutil.net_if_addrs().items():
-        if internet := [(entry.family, entry.address) for entry in entries if entry.family in INTERNET]:
+        if internet := [(entry.family, entry.address) for entry in entries if entry.family != psutil.AF_LINK]:
             addresses[name] = min(internet)[1].partition("%")[0]  # IPv4 before IPv6
     nccl = device.type == "cuda"
-    variable = "NCCL_SOCKET_IFNAME" if nccl else "GLOO_SOCKET_IFNAME"
-    if wish := os.environ.get(variable, "").split(",")[0].strip("="):
-        prefixed = [name for name in addresses if nccl and name.startswith(wish)]  # NCCL takes prefixes
-        name = wish if wish in addresses or not prefixed else prefixed[0]
+    if wish := os.environ.get("NCCL_SOCKET_IFNAME" if nccl else "GLOO_SOCKET_IFNAME", "").split(",")[0].strip("="):
+        name = min((name for name in addresses if nccl and name.startswith(wish)), default=wish)  # NCCL takes prefixes
         return name, addresses.get(name)
     try:
         if nccl:
@@ -67,30 +59,29 @@ def choose_interface(device: torch.device, master: str) -> tuple[str, str | None
     return next((name for name, own in addresses.items() if own == address), default), address
 
 
-def facts_of_rank(place: Place, backend: str | None) -> Facts:
-    """What this rank knows about itself. ``backend`` is "gloo" to leave the GPUs out, or None."""
+def facts_of_rank(place: Place, port: int, backend: str | None) -> Facts:
+    """What this rank, which listens at ``port``, knows about itself. ``backend`` is "gloo" to leave the GPUs out."""
     gpus = 0 if backend == "gloo" else torch.cuda.device_count()
     device = torch.device("cuda", place.local_rank % gpus) if gpus else torch.device("cpu")
-    questions: dict[str, Callable[[], Any]] = {
-        "host": lambda: socket.gethostname().split(".")[0],
-        "interface": lambda: choose_interface(device, place.host)[0],
-        "address": lambda: choose_interface(device, place.host)[1],
-        "python": platform.python_version,
-        "torch": lambda: torch.__version__,
-        "device_memory": lambda: psutil.virtual_memory().total,
-        "memory": lambda: shutil.disk_usage("/dev/shm").free if sys.platform == "linux" else None,
-    }
-    if gpus:
-        questions |= {
-            "model": lambda: torch.cuda.get_device_name(device).removeprefix("NVIDIA "),
-            "gpu_id": lambda: str(torch.cuda.get_device_properties(device).uuid),
-            "NCCL": lambda: ".".join(map(str, torch.cuda.nccl.version())),
-            "device_memory": lambda: torch.cuda.get_device_properties(device).total_memory,
-        }
-    answers: dict[str, Any] = {"unknown": {}}
-    for name, ask in questions.items():
-        try:
-            answers[name] = ask()
-        except Exception as error:
-            answers[name], answers["unknown"][name] = None, plain(error)
-    return Facts(local_rank=place.local_rank, device=str(device), **answers)
+    interface, address = choose_interface(device, place.host)
+    own = Facts(
+        host=socket.gethostname().split(".")[0],
+        port=port,
+        local_rank=place.local_rank,
+        device=str(device),
+        interface=interface,
+        address=address,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        device_memory=psutil.virtual_memory().total,
+        memory=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
+    )
+    if not gpus:
+        return own
+    try:
+        gpu = torch.cuda.get_device_properties(device)
+    except RuntimeError as error:  # the driver's
+        return replace(own, fault=plain(error))
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    model = gpu.name.removeprefix("NVIDIA ")
+    return replace(own, model=model, gpu_id=str(gpu.uuid), NCCL=nccl, device_memory=gpu.total_memory)

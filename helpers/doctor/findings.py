@@ -1,7 +1,4 @@
-"""What the doctor found, and what it means: the problems, each with the next thing to try.
-
-Every function here only computes: it reads no file and no clock, and prints nothing.
-"""
+"""What the doctor found, and what it means: the problems, each with the next thing to try. It only computes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +27,6 @@ TRY = {  # the next thing to try, for each kind of problem and note
     "wrong result": "Take these hosts out one by one and repeat; then look at their GPUs, links and versions.",
     "wrong link": "Take one of the two hosts out and repeat; then look at its GPU and its link.",
     "memory": "In a container: docker run --shm-size=8g, or --ipc=host",
-    "unknown": "Nothing else depends on it.",
     "slow rank": "Look for another process, for heat (nvidia-smi -q -d PERFORMANCE), or for too few cores or threads.",
     "slow link": "Look at the hosts' links; links between hosts are slower than those within one.",
 }
@@ -57,7 +53,7 @@ class Findings:
     clocks: dict[int, float] = field(default_factory=dict)  # {rank: seconds ahead of the first rank's}
     collectives: dict[str, dict[int, Trial | None]] = field(default_factory=dict)
     links: dict[tuple[int, int], Trial] = field(default_factory=dict)  # {(lower rank, higher rank): ...}
-    alone: dict[int, float | None] = field(default_factory=dict)  # {rank: seconds of its own matrix product}
+    alone: dict[int, float | None] = field(default_factory=dict)  # {rank: FLOP/s of its own matrix product}
     speeds: dict[int, Speeds | None] = field(default_factory=dict)  # for a plan
 
     def host(self, rank: int) -> str:
@@ -69,19 +65,11 @@ class Findings:
         """The name of each host, once, in the order of ranks."""
         return list(dict.fromkeys(facts.host for facts in self.facts.values()))
 
-    def slowest_ranks(self) -> Iterator[tuple[int, float]]:
-        """Yields (the rank whose matrix product takes longest, its time in medians); nothing for fewer than two."""
-        times = {rank: time for rank, time in self.alone.items() if time}
-        if len(times) > 1:
-            rank = max(times, key=times.__getitem__)
-            yield rank, times[rank] / median(times.values())
 
-    def slowest_pairs(self) -> Iterator[tuple[int, int, float, float]]:
-        """Yields (a rank, the other, the speed of this slowest pair, the median); nothing for fewer than two pairs."""
-        speeds = {pair: link.speed for pair, link in self.links.items()}
-        if len(speeds) > 1:
-            a, b = min(speeds, key=speeds.__getitem__)
-            yield a, b, speeds[a, b], median(speeds.values())
+def slowest(speeds: Mapping[Key, float | None]) -> list[tuple[Key, float, float]]:
+    """[(the key of the least speed, this speed, the median)]; [] for fewer than two speeds."""
+    ranked = sorted((speed, key) for key, speed in speeds.items() if speed)
+    return [(ranked[0][1], ranked[0][0], median(speed for speed, _ in ranked))] if len(ranked) > 1 else []
 
 
 def span(numbers: Iterable[int]) -> str:
@@ -117,7 +105,7 @@ def problems(findings: Findings) -> list[Problem]:
 
 def notes(findings: Findings) -> list[Problem]:
     """What is not wrong but may explain slowness."""
-    checks = [scarce_memory] * (findings.backend != "nccl") + [unknowns, slowness]
+    checks = [scarce_memory] * (findings.backend != "nccl") + [slowness]
     return [note for check in checks for note in check(findings)]
 
 
@@ -142,7 +130,10 @@ def devices(findings: Findings) -> Iterator[Problem]:
         local_ranks = sorted(facts.local_rank for facts in findings.facts.values() if facts.host == host)
         if len(set(local_ranks)) < len(local_ranks):
             yield f"Ranks on {host} have equal local ranks ({', '.join(map(str, local_ranks))}).", TRY["local ranks"]
-    gpus = by_answer({rank: facts.gpu_id or "" for rank, facts in findings.facts.items()})
+    for rank, facts in findings.facts.items():
+        if facts.fault:
+            yield f"The GPU of rank {rank} on {facts.host} does not answer: {facts.fault}.", TRY["GPU"]
+    gpus = by_answer({rank: facts.gpu_id for rank, facts in findings.facts.items()})
     without = gpus.pop("", [])
     for sharing in gpus.values():
         if len(sharing) > 1:
@@ -161,19 +152,17 @@ def network(findings: Findings) -> Iterator[Problem]:
     if isolated:
         address = facts[isolated[0]].address
         yield f"{ranks(isolated)} would listen on {address}, which no other host can reach.", TRY["loopback"]
-    refusals: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    origins: dict[tuple[int, str], list[int]] = {}  # {(a rank, why it is not reached): the ranks that do not reach it}
     for rank, reasons in findings.unreached.items():
-        peers_by_text = by_answer(
-            {
-                peer: f"on {findings.host(peer)} ({facts[peer].interface}): {reason}"
-                for peer, reason in reasons.items()
-                if peer not in isolated
-            }
-        )
-        for text, peers in peers_by_text.items():
-            refusals.setdefault((tuple(peers), text), []).append(rank)
-    for (targets, text), origins in refusals.items():
-        yield f"{ranks(origins)} cannot connect to {ranks(targets)} {text}.", TRY["closed"]
+        for peer, reason in reasons.items():
+            origins.setdefault((peer, reason), []).append(rank)
+    refusals = {
+        (peer, reason): (tuple(peers), f"on {findings.host(peer)} ({facts[peer].interface}): {reason}.")
+        for (peer, reason), peers in origins.items()
+        if peer not in isolated
+    }
+    for (peers, where), targets in by_answer(refusals).items():
+        yield f"{ranks(peers)} cannot connect to {ranks(peer for peer, _ in targets)} {where}", TRY["closed"]
 
 
 def clocks(findings: Findings) -> Iterator[Problem]:
@@ -191,9 +180,8 @@ def messages(findings: Findings) -> Iterator[Problem]:
     for name, trials in findings.collectives.items():
         if wrong := [rank for rank, trial in trials.items() if trial and not trial.right]:
             yield f"{name} gave a wrong result on {ranks(wrong)}.", TRY["wrong result"]
-    failing = {rank for errors in findings.errors.values() for rank in errors}
     for (a, b), link in findings.links.items():
-        if not link.right and not {a, b} & failing:
+        if not link.right:
             hosts = f"{findings.host(a)}, {findings.host(b)}"
             yield f"Data between ranks {a} and {b} arrives changed ({hosts}).", TRY["wrong link"]
 
@@ -206,16 +194,10 @@ def scarce_memory(findings: Findings) -> Iterator[Problem]:
             yield what, TRY["memory"]
 
 
-def unknowns(findings: Findings) -> Iterator[Problem]:
-    for rank, facts in findings.facts.items():
-        for name, reason in facts.unknown.items():
-            yield f"Rank {rank} could not find out its {name}: {reason}.", TRY["unknown"]
-
-
 def slowness(findings: Findings) -> Iterator[Problem]:
-    for rank, ratio in findings.slowest_ranks():
-        if ratio > SLOW_RANK:
+    for rank, speed, middle in slowest(findings.alone):
+        if speed * SLOW_RANK < middle:
             yield f"Rank {rank} on {findings.host(rank)} computes far more slowly than the others.", TRY["slow rank"]
-    for a, b, speed, middle in findings.slowest_pairs():
+    for (a, b), speed, middle in slowest({pair: link.speed for pair, link in findings.links.items()}):
         if speed * SLOW_LINK < middle:
             yield f"The link of ranks {a} and {b} has far less bandwidth than the others.", TRY["slow link"]

@@ -4,12 +4,11 @@ They agree through a store, never through the process group that they examine. t
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import re
 import socket
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 REPORT_SECONDS = 5  # seconds that a rank has, after a collective's timeout, to report that timeout
 SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-LAUNCHER_VARIABLES = (*SLURM, "MASTER_ADDR", "MASTER_PORT")
+START = "Start the ranks with torchrun or srun; for this machine alone, unset RANK, WORLD_SIZE and LOCAL_RANK."
 
 
 class MembershipError(Exception):
@@ -44,62 +43,43 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", entry)
 
 
-def launcher_variables() -> dict[str, str]:
-    """LAUNCHER_VARIABLES from the environment, or in a Slurm step from Slurm's own; "" for one that is not set."""
-    environment = os.environ
-    variables = {name: environment.get(name, "") for name in LAUNCHER_VARIABLES}
-    several = environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"  # a step of one task may be a shell
-    if several and "SLURM_STEP_ID" in environment and not variables["RANK"]:
-        variables |= {name: environment[slurm] for name, slurm in SLURM.items()}
-        variables["MASTER_ADDR"] = variables["MASTER_ADDR"] or first_host(environment["SLURM_STEP_NODELIST"])
-        # Each job has its own port, so that two jobs that share a node do not meet.
-        variables["MASTER_PORT"] = variables["MASTER_PORT"] or str(20000 + int(environment["SLURM_JOB_ID"]) % 10000)
-    return variables
-
-
 def find_place() -> Place | None:
     """This rank's place, or None where no launcher has set its variables. ValueError: some are missing or wrong."""
-    variables = launcher_variables()
-    present = next((name for name in SLURM if variables[name]), None)
-    if not present:
+    variables = dict(os.environ)
+    several = variables.get("SLURM_STEP_NUM_TASKS", "1") != "1"  # a step of one task may be a shell
+    if several and "SLURM_STEP_ID" in variables and not variables.get("RANK"):
+        variables |= {name: variables[slurm] for name, slurm in SLURM.items()}
+        variables.setdefault("MASTER_ADDR", first_host(variables["SLURM_STEP_NODELIST"]))
+        # Each job has its own port, so that two jobs that share a node do not meet.
+        variables.setdefault("MASTER_PORT", str(20000 + int(variables["SLURM_JOB_ID"]) % 10000))
+    if not any(variables.get(name) for name in SLURM):
         return None  # MASTER_ADDR alone means nothing: people export it in their shells
-    remedy = "Start the ranks with torchrun or srun; for this machine alone, unset RANK, WORLD_SIZE and LOCAL_RANK."
-    if missing := [name for name in LAUNCHER_VARIABLES if not variables[name]]:
-        are = "is" if len(missing) == 1 else "are"
-        raise ValueError(f"{present} is set, but {' and '.join(missing)} {are} missing.\n{remedy}")
-    address = variables.pop("MASTER_ADDR")
-    for name, text in variables.items():
-        if not re.fullmatch("[0-9]{1,9}", text):
-            raise ValueError(f"{name} is {text!r}, which is not a number.\n{remedy}")
-    rank, world_size, local_rank, port = map(int, variables.values())
+    for name in (*SLURM, "MASTER_ADDR", "MASTER_PORT"):
+        if not (text := variables.get(name)):
+            raise ValueError(f"Of a launcher's variables, {name} is missing.\n{START}")
+        if name != "MASTER_ADDR" and not (text.isdecimal() and int(text) < 1 << 16):
+            raise ValueError(f"{name} is {text!r}, which is not a number from 0 to 65535.\n{START}")
+    rank, world_size, local_rank, port = (int(variables[name]) for name in (*SLURM, "MASTER_PORT"))
     if rank >= world_size:
-        raise ValueError(f"RANK is {rank} and WORLD_SIZE is {world_size}: ranks count from 0.\n{remedy}")
-    if not 0 < port < 1 << 16:
-        raise ValueError(f"MASTER_PORT is {port}, and ports go from 1 to 65535. Try: export MASTER_PORT=29500")
-    return Place(rank, world_size, local_rank, address, port)
+        raise ValueError(f"RANK is {rank} and WORLD_SIZE is {world_size}: ranks count from 0.\n{START}")
+    return Place(rank, world_size, local_rank, variables["MASTER_ADDR"], port)
 
 
 def open_store(place: Place, timeout: float) -> tuple[dist.Store, bool]:
-    """(the store that all ranks reach, whether this process serves it).
-
-    ``timeout`` is in seconds. Raises MembershipError where the store cannot be served or reached.
-    """
+    """(the store that all ranks reach, whether this process serves it). MembershipError: there is none in time."""
     host, port = place.host, place.port
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         socket.getaddrinfo(host, port)
         store = dist.TCPStore(host, port, None, serves, timedelta(seconds=timeout), wait_for_workers=False)
     except (RuntimeError, OSError) as error:
+        reason = f"Nothing answered at {host}:{port} within {timeout:g} s: rank 0 did not start there, or a firewall "
+        reason += f"is between. Try from here: nc -vz {host} {port}"
         if isinstance(error, socket.gaierror):
-            symptom = f"The host name {host} has no address here."
-            remedy = f"Try: getent hosts {host}; or give an address in MASTER_ADDR."
+            reason = f"The host name {host} has no address here. Try getent hosts, or give an address in MASTER_ADDR."
         elif serves:
-            symptom = f"Port {port} of {host} cannot be opened: {plain(error)}."
-            remedy = "Another job may have it: choose another MASTER_PORT."
-        else:
-            symptom = f"Nothing answered at {host}:{port} within {timeout:g} s:"
-            remedy = f"rank 0 did not start there, or a firewall is between. Try from here: nc -vz {host} {port}"
-        raise MembershipError(f"{symptom} {remedy}") from None
+            reason = f"Port {port} of {host} cannot be opened: {plain(error)}. Choose another MASTER_PORT."
+        raise MembershipError(reason) from None
     return dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), serves
 
 
@@ -111,24 +91,21 @@ def plain(error: Exception) -> str:
 
 
 class Membership:
-    """The ranks that are here, as each of them knows them. All ranks are equal: none of them leads.
-
-    ``members`` are the ranks that still answer; ``lost`` is {rank: the step at which it stopped answering}; ``errors``
-    is {step: {rank: what went wrong}}. ``backend`` is "" where no process group can be started.
-    """
+    """The ranks that are here, as each of them knows them. All ranks are equal: none of them leads."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
         self.store, self.rank, self.timeout = store, rank, timeout
-        self.members = list(range(world_size))
-        self.lost: dict[int, str] = {}
-        self.errors: dict[str, dict[int, str]] = {}
-        self.backend, self.device, self.groups = "gloo", torch.device("cpu"), 0
+        self.members = list(range(world_size))  # the ranks that still answer
+        self.lost: dict[int, str] = {}  # {rank: the step at which it stopped answering}
+        self.errors: dict[str, dict[int, str]] = {}  # {step: {rank: what went wrong}}
+        self.backend = "gloo"  # "" where no process group can be started
+        self.device, self.groups = torch.device("cpu"), 0
 
     def wait_for(self, keys: list[str], seconds: float) -> bool:
         """Wait for the store's keys at most so many seconds; return whether all of them are there."""
         try:
             self.store.wait(keys, timedelta(seconds=max(0.5, seconds)))
-        except dist.DistStoreError:
+        except dist.DistError:
             return False
         return True
 
@@ -151,43 +128,37 @@ class Membership:
         self.members = sorted(answers)
         return answers
 
-    def outcome(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
-        """(what ``work()`` returned, None), or (None, what it raised).
-
-        Some hangs end by no timeout of torch. Then this process ends, and its peers go on.
-        """
-
-        def leave() -> None:
-            print(f"rank {self.rank} hangs; it leaves, and the others go on", file=sys.stderr, flush=True)
-            os._exit(1)
-
-        timer = threading.Timer(2 * self.timeout + REPORT_SECONDS, leave)
-        timer.daemon = True
-        timer.start()
+    def outcomes(self, step: str, work: Callable[[], Any]) -> tuple[dict[int, Any], dict[int, str]]:
+        """({rank: what ``work()`` returned, or None}, {rank: what it raised}), of all members."""
+        value = error = None
+        # Some hangs end by no timeout of torch. Then this process says where it hangs and ends, and its peers go on.
+        faulthandler.dump_traceback_later(2 * self.timeout + REPORT_SECONDS, exit=True)
         try:
-            return work(), None
-        except Exception as error:
-            return None, plain(error)
+            value = work()
+        except Exception as raised:
+            error = plain(raised)
         finally:
-            timer.cancel()
+            faulthandler.cancel_dump_traceback_later()
+        answers = self.gather(step, [value, error])
+        errors = {rank: error for rank, (_, error) in answers.items() if error is not None}
+        return {rank: value for rank, (value, _) in answers.items()}, errors
 
     def attempt(self, step: str, work: Callable[[], Any]) -> dict[int, Any]:
         """{rank: what ``work()`` returned, or None where it raised}. After an error or a loss it starts a new group."""
         before = self.members
-        outcomes = self.gather(step, self.outcome(work))
-        if errors := {rank: error for rank, (_, error) in outcomes.items() if error is not None}:
+        values, errors = self.outcomes(step, work)
+        if errors:
             self.errors[step] = errors
         if self.groups and (errors or self.members != before):
             self.start_group()  # the old one's connections may be broken
-        return {rank: value for rank, (value, _) in outcomes.items()}
+        return values
 
     def start_group(self) -> None:
         """Start the default process group among the members; on gloo where NCCL cannot start."""
         while self.backend:
             self.groups += 1
             before = self.members
-            outcomes = self.gather(f"starting group {self.groups}", self.outcome(self.replace_group))
-            errors = {rank: error for rank, (_, error) in outcomes.items() if error is not None}
+            _, errors = self.outcomes(f"starting group {self.groups}", self.replace_group)
             if self.members == before and not errors:
                 return
             if self.members == before:

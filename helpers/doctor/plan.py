@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,15 +12,13 @@ from helpers.doctor.trials import Speeds
 # A data sheet's speed is not reached: large matrix products and all-reduces get some 0.75 of it, those of the doctor's
 # sizes less. Below half of it, something other than the size is behind it.
 SHARE = 0.5
-HOW = "Write a plan with: python -m helpers plan MODEL CLUSTER --layout dp=8 --json >"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a plan counts on, in base units. A speed of 0: the plan does not say."""
+    """What a plan counts on, in base units."""
 
-    model: str
-    gpu: str
+    title: str
     ranks: int
     nodes: int
     memory: float  # bytes of each rank
@@ -28,97 +26,61 @@ class Plan:
     speeds: Speeds
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """A number that each rank has for itself."""
-
-    label: str
-    unit: str
-    size: float  # of the unit
-    field: str  # of a planner's file, with # for the number
-    share: float = SHARE  # of the plan's number that is enough
-
-
-MEMORY = Quantity("memory", "GB", 1e9, "memory = #", share=1)
-SPEEDS = {
-    "matmul": Quantity("matmul", "TFLOP/s in {dtype}", 1e12, "peaks = {{{dtype} = #}}"),
-    "in_node": Quantity("in a node", "GB/s", 1e9, "link_in_node = #"),
-    "between": Quantity("between", "GB/s", 1e9, "link_between = #"),
-}
-
-
-def read_plan(path: str | Path) -> Plan:
+def read_plan(path: str) -> Plan:
     """What the plan in this file counts on; ValueError for a file that holds no plan."""
     try:
         tables = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"The plan {path}: {error.strerror}.\n{HOW} {path}, where every rank can read it.") from None
-    except ValueError as error:
-        raise ValueError(f"The plan {path} is not JSON, or a part of it: {error}.\n{HOW} {path}") from None
-    try:
         cluster, layout = tables["cluster"], tables["layout"]
         links = (float(cluster.get(name, 0)) for name in ("link_in_node", "link_between"))
         return Plan(
-            model=str(tables["model"]["name"]),
-            gpu=str(cluster["gpu"]),
+            title=f"{tables['model']['name']} on {cluster['gpus']} x {cluster['gpu']}",
             ranks=math.prod(int(layout.get(name, 1)) for name in ("dp", "tp", "pp", "cp")),
             nodes=int(cluster["nodes"]),
             memory=float(tables["memory"]["limit"]),
             dtype=str(layout.get("dtype", "bfloat16")),
             speeds=Speeds(float(cluster["peak"]), *links),
         )
-    except KeyError as error:
-        raise ValueError(f"{path} has no {error.args[0]!r}, so it is not a plan.\n{HOW} {path}") from None
-    except (TypeError, ValueError, AttributeError):
-        raise ValueError(f"{path} is JSON, but not a plan's.\n{HOW} {path}") from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        how = f"Write one: python -m helpers plan MODEL CLUSTER --layout dp=8 --json > {path}"
+        raise ValueError(f"{path} holds no plan ({type(error).__name__}: {error}).\n{how}") from None
 
 
 def compared(findings: Findings, plan: Plan) -> Iterator[tuple[str, Problem | None]]:
     """Yields each number that the plan counts on, as (one line, the problem if it is not there)."""
-    gpus = {facts.gpu_id: facts.model for facts in findings.facts.values() if facts.gpu_id}
-    rows = [("ranks", findings.world_size, plan.ranks, ""), ("nodes", len(findings.hosts), plan.nodes, "")]
-    if plan.gpu != "cpu" or gpus:
-        rows.append(("GPUs", len(gpus), plan.ranks, f" ({', '.join(sorted(set(gpus.values())))})" if gpus else ""))
-    for label, here, target, kinds in rows:
+    hosts = [facts.host for facts in findings.facts.values()]
+    for label, here, target in (("ranks", findings.world_size, plan.ranks), ("nodes", len(set(hosts)), plan.nodes)):
         problem = (
             f"The plan counts on {target} {label}, and here are {here}.",
             "Start as many (--nnodes, --nproc-per-node), or plan for what is here.",
         )
-        yield f"{label:10}has {here}{kinds}, the plan counts on {target}", problem if here != target else None
-    yield least(memory_of_ranks(findings), plan.memory, MEMORY, plan.dtype)
-    for name, quantity in SPEEDS.items():
-        per_rank = {rank: getattr(speeds, name) for rank, speeds in findings.speeds.items() if speeds}
-        no_link = {"in_node": plan.ranks == plan.nodes, "between": plan.nodes == 1}
-        if not no_link.get(name):
-            yield least(per_rank, getattr(plan.speeds, name), quantity, plan.dtype)
-
-
-def memory_of_ranks(findings: Findings) -> dict[int, float | None]:
-    """{rank: bytes}: of its GPU, or its part of the host's."""
-    hosts = [facts.host for facts in findings.facts.values()]
-    return {
+        yield f"{label:10}has {here}, the plan counts on {target}", problem if here != target else None
+    memory = {  # of its GPU, or its part of the host's
         rank: facts.device_memory / (1 if facts.gpu_id else hosts.count(facts.host))
         for rank, facts in findings.facts.items()
-        if facts.device_memory
     }
+    yield least("memory", "GB", memory, plan.memory, "memory", share=1)
+    rows = [("matmul", "matmul", f"TFLOP/s in {plan.dtype}", f"peaks.{plan.dtype}")]
+    rows += [("in a node", "in_node", "GB/s", "link_in_node")] * (plan.ranks > plan.nodes)
+    rows += [("between", "between", "GB/s", "link_between")] * (plan.nodes > 1)
+    for label, name, unit, field in rows:
+        per_rank = {rank: getattr(speeds, name) for rank, speeds in findings.speeds.items() if speeds}
+        yield least(label, unit, per_rank, getattr(plan.speeds, name), field)
 
 
 def least(
-    per_rank: dict[int, float | None], target: float, quantity: Quantity, dtype: str
+    label: str, unit: str, per_rank: Mapping[int, float | None], target: float, field: str, share: float = SHARE
 ) -> tuple[str, Problem | None]:
-    """A number that each rank has, as ``compared`` yields it: that of the rank with the least."""
+    """The least of the ranks' numbers, as ``compared`` yields it: ``share`` of the plan's number is enough."""
+    size = 1e12 if unit.startswith("T") else 1e9
     numbers = {rank: number for rank, number in per_rank.items() if number}
-    unit, label = quantity.unit.format(dtype=dtype), quantity.label
-    clause = f"the plan counts on {target / quantity.size:.3g}" if target else "the plan does not say"
     if not numbers:
-        return f"{label:10}was not tried, {clause}", None
-    rank, here = min(numbers.items(), key=lambda entry: entry[1])
-    line = f"{label:10}has {here / quantity.size:.3g} {unit} on rank {rank}, {clause}"
-    if here >= quantity.share * target:
+        return f"{label:10}was not tried, the plan counts on {target / size:.3g}", None
+    rank = min(numbers, key=numbers.__getitem__)
+    line = f"{label:10}has {numbers[rank] / size:.3g} {unit} on rank {rank}, the plan counts on {target / size:.3g}"
+    if numbers[rank] >= share * target:
         return line, None
-    less = "less" if quantity.share == 1 else f"less than {quantity.share:.0%}"
-    field = quantity.field.format(dtype=dtype).replace("#", f"{here:.3g}")
+    less = "less" if share == 1 else f"less than {share:.0%}"
     return line, (
-        f"{clause[0].upper()}{clause[1:]} {unit} {label}, and rank {rank} has {less} of it.",
-        f"Look at that rank's host; or plan again with [cluster] {field}",
+        f"The plan counts on {target / size:.3g} {unit} {label}, and rank {rank} has {less} of it.",
+        f"Look at that rank's host; or plan again with [cluster] {field} = {numbers[rank]:.3g}",
     )

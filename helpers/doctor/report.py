@@ -1,4 +1,4 @@
-"""The doctor's report, in 80 columns. Every function here only computes: it reads no clock, and prints nothing."""
+"""The doctor's report, in 80 columns. It only computes."""
 
 import math
 import textwrap
@@ -7,7 +7,7 @@ from itertools import groupby
 from statistics import harmonic_mean, mean
 
 from helpers.command_line import aligned
-from helpers.doctor.findings import Findings, notes, problems, span
+from helpers.doctor.findings import Findings, notes, problems, slowest, span
 from helpers.doctor.plan import Plan, compared
 
 
@@ -21,16 +21,12 @@ def who_is_where(findings: Findings) -> list[str]:
 
     def place(rank: int) -> tuple[str, ...]:
         facts = findings.facts[rank]
-        interface = f"{facts.interface} {facts.address or ''}"
-        return facts.host[:20], facts.device.partition(":")[0], facts.model, interface
+        return facts.host[:20], facts.model or facts.device, f"{facts.interface} {facts.address or ''}"
 
     rows = [["rank", "local", "host", "device", "interface"]]
-    for (host, device, model, interface), group in groupby(sorted(findings.facts), place):
+    for (host, device, interface), group in groupby(sorted(findings.facts), place):
         ranks = list(group)
-        each = [findings.facts[rank] for rank in ranks]
-        if device == "cuda":
-            device = f"cuda:{span(sorted(int(facts.device.partition(':')[2]) for facts in each))} {model}"
-        local_ranks = span(sorted(facts.local_rank for facts in each))
+        local_ranks = span(sorted(findings.facts[rank].local_rank for rank in ranks))
         rows.append([text[:28] for text in (span(ranks), local_ranks, host, device[:24], interface)])
     return aligned(rows, left=range(5))
 
@@ -40,6 +36,8 @@ def table_of_collectives(findings: Findings) -> list[str]:
 
     The bus bandwidth is that of nccl-tests, doc/PERFORMANCE.md: it does not depend on the number of ranks.
     """
+    if not findings.collectives:
+        return ["no process group: no collective was tried"]
     count = len(findings.members)
     share = (count - 1) / count
     factors = {"all_reduce": 2 * share, "broadcast": 1, "reduce": 1}  # bus bandwidth / algorithm bandwidth
@@ -78,9 +76,7 @@ def table_of_links(findings: Findings) -> list[str]:
 def summary(findings: Findings) -> Iterator[tuple[str, str]]:
     """Yields a line on each thing that was looked at, as (label, text)."""
     facts = list(findings.facts.values())
-    versions = {
-        name: sorted({getattr(own, name) for own in facts} - {"", None}) for name in ("python", "torch", "NCCL")
-    }
+    versions = {name: sorted({getattr(own, name) for own in facts} - {""}) for name in ("python", "torch", "NCCL")}
     yield "versions", ", ".join(f"{name} {' and '.join(each)}" for name, each in versions.items() if each)
     free = [own.memory for own in facts if own.memory is not None]
     yield "memory", f"{min(free) / 1e9:.1f} GB of shared memory free" if free else "shared memory: not known here"
@@ -92,9 +88,9 @@ def summary(findings: Findings) -> Iterator[tuple[str, str]]:
     yield "clocks", f"at most {apart:.0f} ms apart" if apart > 1 else "less than 1 ms apart"
     pairs, right = math.comb(len(findings.members), 2), sum(link.right for link in findings.links.values())
     yield "links", f"{right} of {pairs} pairs right" if pairs else "one rank: no links"
-    for rank, ratio in findings.slowest_ranks():
-        yield "slowest", f"rank {rank} computes in {ratio:.2f} times the median"
-    for a, b, speed, middle in findings.slowest_pairs():
+    for rank, speed, middle in slowest(findings.alone):
+        yield "slowest", f"rank {rank} computes in {middle / speed:.2f} times the median"
+    for (a, b), speed, middle in slowest({pair: link.speed for pair, link in findings.links.items()}):
         yield "", f"ranks {a} and {b}: {short(speed / 1e9)} GB/s, the median pair {short(middle / 1e9)}"
 
 
@@ -103,13 +99,12 @@ def report(findings: Findings, plan: Plan | None = None) -> tuple[str, int]:
     count, hosts = findings.world_size, len(findings.hosts)
     lines = [f"{count} rank{'s' * (count > 1)} on {hosts} host{'s' * (hosts > 1)}, {findings.backend}", ""]
     lines += [*who_is_where(findings), "", *(f"{label:10}{text}" for label, text in summary(findings)), ""]
-    no_group = ["no process group: no collective was tried"]
-    lines += table_of_collectives(findings) if findings.collectives else no_group
+    lines += table_of_collectives(findings)
     lines += [*table_of_links(findings), ""]
     wrong = problems(findings)
     if plan:
         comparison = list(compared(findings, plan))
-        lines.append(f"the plan of {plan.model} on {plan.ranks} x {plan.gpu}")
+        lines.append(f"the plan of {plan.title}")
         lines += [*(line for line, _ in comparison), ""]
         wrong += [problem for _, problem in comparison if problem]
     for label, entries in (("WRONG", wrong), ("note", notes(findings))):

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -10,10 +12,8 @@ import torch.distributed as dist
 
 SMALL, LARGE = 1 << 10, {"cpu": 1 << 20, "cuda": 1 << 24}  # counts of float32: 4 KiB; 4 MiB on CPUs, 64 MiB on GPUs
 
-Call = Callable[[], Any]  # it starts something, and returns the Work to wait for, a list of them, or None
-Exchange = tuple[
-    Call, torch.Tensor | None, torch.Tensor
-]  # (call, the tensor that it fills, that tensor's right values)
+Call = Callable[[], Any]  # it starts something, and may return the Work to wait for, or a list of them
+Exchange = tuple[Call, torch.Tensor | None, torch.Tensor]  # (call, the tensor that it fills, its right values)
 
 
 @dataclass(frozen=True)
@@ -27,34 +27,33 @@ class Trial:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one rank has of what a plan counts on; None where that was not tried."""
+    """What one rank has of what a plan counts on; None or 0 where that cannot be tried."""
 
     matmul: float | None  # FLOP/s
-    in_node: float | None  # bus bandwidth in bytes per second
-    between: float | None
+    in_node: float  # bus bandwidth in bytes per second
+    between: float
 
 
 def wait(works: Any) -> None:
     """Wait for what a call has started."""
     for work in works if isinstance(works, list) else [works]:
-        if work is not None:
+        if isinstance(work, dist.Work):
             work.wait()
 
 
 def seconds(call: Call, rounds: int, device: torch.device, align: Call = lambda: None, tries: int = 3) -> float:
     """Seconds of one call: the best of ``tries`` means over ``rounds`` calls. ``align`` runs before each try."""
+    synchronize = torch.get_device_module(device).synchronize
     times = []
     for _ in range(tries):
         align()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize()
         start = time.perf_counter()
         for _ in range(rounds):
             works = call()
             if device.type == "cpu":
                 wait(works)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize()
         times.append((time.perf_counter() - start) / rounds)
     return min(times)
 
@@ -82,7 +81,7 @@ def collectives(numbers: int, device: torch.device) -> dict[str, Exchange]:
     mine = (pattern * (rank + 1)).flatten()
     total, spread = (pattern * factors.sum()).flatten(), (pattern * factors).flatten()
     swap = (pattern[rank] * factors).flatten()
-    own = mine.chunk(world_size)[rank].clone()
+    own, own_total = (x.chunk(world_size)[rank].clone() for x in (mine, total))
     copied, reduced, summed = (mine.clone() for _ in range(3))
     gathered, everything, swapped = (torch.zeros_like(mine) for _ in range(3))
     scattered, own_sum = torch.zeros_like(own), torch.zeros_like(own)
@@ -90,16 +89,15 @@ def collectives(numbers: int, device: torch.device) -> dict[str, Exchange]:
     # A cluster may have an older torch: before 2.13 these two had other names.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    start: dict[str, Any] = {"async_op": True}
     return {
-        "broadcast": (lambda: dist.broadcast(copied, 0, **start), copied, pattern.flatten()),
-        "scatter": (lambda: dist.scatter(scattered, outbox, 0, **start), scattered, pattern[rank]),
-        "gather": (lambda: dist.gather(own, inbox, 0, **start), gathered if rank == 0 else None, spread),
-        "reduce": (lambda: dist.reduce(reduced, 0, **start), reduced if rank == 0 else None, total),
-        "all_gather": (lambda: all_gather(everything, own, **start), everything, spread),
-        "all_reduce": (lambda: dist.all_reduce(summed, **start), summed, total),
-        "reduce_scatter": (lambda: reduce_scatter(own_sum, mine, **start), own_sum, total.chunk(world_size)[rank]),
-        "all_to_all": (lambda: dist.all_to_all_single(swapped, mine, **start), swapped, swap),
+        "broadcast": (lambda: dist.broadcast(copied, 0, async_op=True), copied, pattern.flatten()),
+        "scatter": (lambda: dist.scatter(scattered, outbox, 0, async_op=True), scattered, pattern[rank]),
+        "gather": (lambda: dist.gather(own, inbox, 0, async_op=True), gathered if rank == 0 else None, spread),
+        "reduce": (lambda: dist.reduce(reduced, 0, async_op=True), reduced if rank == 0 else None, total),
+        "all_gather": (lambda: all_gather(everything, own, async_op=True), everything, spread),
+        "all_reduce": (lambda: dist.all_reduce(summed, async_op=True), summed, total),
+        "reduce_scatter": (lambda: reduce_scatter(own_sum, mine, async_op=True), own_sum, own_total),
+        "all_to_all": (lambda: dist.all_to_all_single(swapped, mine, async_op=True), swapped, swap),
     }
 
 
@@ -132,44 +130,22 @@ def try_link(peer: int, device: torch.device) -> Trial:
     return try_exchange(prepare, device)
 
 
-def matmul_seconds(size: int, dtype: torch.dtype, device: torch.device, **options: Any) -> float:
-    """Seconds of a product of two [size, size] matrices. ``options`` are those of ``seconds``."""
-    x = torch.ones(size, size, device=device, dtype=dtype)
-
-    def product() -> None:
-        torch.mm(x, x)
-
-    return seconds(product, 1, device, **options)
-
-
-def try_alone(device: torch.device) -> float:
-    """Seconds of one matrix product, [384, 384] or [4096, 4096] on a GPU, on this rank alone."""
-    return matmul_seconds(4096 if device.type == "cuda" else 384, torch.float32, device, tries=15)
-
-
-def try_matmul(dtype: str, device: torch.device) -> float | None:
-    """FLOP/s of a large matrix product, which every rank computes at the same time; None: not a type of torch.mm."""
+def try_matmul(dtype: str, device: torch.device, align: Call = lambda: None) -> float | None:
+    """FLOP/s of a large matrix product; None: not a type of torch.mm. ``align`` is as in ``seconds``."""
     if dtype not in ("float64", "float32", "bfloat16", "float16"):
         return None
     size = 8192 if device.type == "cuda" else 512
-    return 2 * size**3 / matmul_seconds(size, getattr(torch, dtype), device, align=dist.barrier, tries=9)
+    x = torch.ones(size, size, device=device, dtype=getattr(torch, dtype))
+    return 2 * size**3 / seconds(lambda: torch.mm(x, x), 1, device, align, tries=15)
 
 
-def try_all_reduce(groups: list[list[int]], device: torch.device) -> float | None:
-    """Bus bandwidth in bytes per second of an all-reduce in each of these groups of ranks, all at once; None: alone."""
-    group, count = None, 1
-    for ranks in groups:
-        new = dist.new_group(ranks)  # by every rank, also by those that are not in it
-        if dist.get_rank() in ranks:
-            group, count = new, len(ranks)
+def try_all_reduce(groups: list[list[int]], device: torch.device) -> float:
+    """Bus bandwidth in bytes per second of an all-reduce in each of these groups of ranks, all at once; 0: alone."""
+    group, _ = dist.new_subgroups_by_enumeration(groups)
     x = torch.zeros(LARGE[device.type], device=device)
-
-    def reduce() -> dist.Work | None:
-        return dist.all_reduce(x, group=group, async_op=True) if count > 1 else None
-
+    reduce = partial(dist.all_reduce, x, group=group, async_op=True)
     wait(reduce())  # connects
-    time = seconds(reduce, 2, device, dist.barrier)
-    return 2 * (count - 1) / count * x.nbytes / time if count > 1 else None
+    return 2 * (group.size() - 1) / group.size() * x.nbytes / seconds(reduce, 2, device, dist.barrier)
 
 
 def try_plan(dtype: str, hosts: list[str], device: torch.device) -> Speeds:
@@ -177,10 +153,7 @@ def try_plan(dtype: str, hosts: list[str], device: torch.device) -> Speeds:
 
     Between nodes the first ranks of all hosts form a group, the second ones another, and so on: as gradients travel.
     """
-    nodes = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in hosts}
-    columns = [[ranks[k] for ranks in nodes.values() if k < len(ranks)] for k in range(max(map(len, nodes.values())))]
-    return Speeds(
-        matmul=try_matmul(dtype, device),
-        in_node=try_all_reduce([ranks for ranks in nodes.values() if len(ranks) > 1], device),
-        between=try_all_reduce([ranks for ranks in columns if len(ranks) > 1], device),
-    )
+    nodes = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
+    columns = [[rank for rank in column if rank is not None] for column in zip_longest(*nodes)]
+    matmul = try_matmul(dtype, device, dist.barrier)
+    return Speeds(matmul, try_all_reduce(nodes, device), try_all_reduce(columns, device))
