@@ -6,21 +6,20 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from helpers.source import Statement, modules_of, singly, split
+from helpers.source import Statement, packages_of, split
 
 SOURCES = Path(__file__).parents[1] / "runtime"
 MODULES = ("process_group", "data", "models", "checkpoint", "stop_request")  # each imports only from those before it
-NOTEBOOK_ONLY = ("helpers", "IPython", "ipywidgets")  # but for the modules above
 
 
 def is_copied(node: ast.AST) -> bool:
-    """Whether a node is ``from helpers.runtime.x import …`` of one of the modules."""
-    return isinstance(node, ast.ImportFrom) and node.module in [f"helpers.runtime.{module}" for module in MODULES]
+    """Whether a node is ``from helpers.runtime.x import …``."""
+    return isinstance(node, ast.ImportFrom) and (node.module or "").startswith("helpers.runtime.")
 
 
 def is_notebook_only(node: ast.AST) -> bool:
-    """Whether a node imports what a script cannot have. It may import one of the modules above: that is copied."""
-    return any(module.partition(".")[0] in NOTEBOOK_ONLY for module in modules_of(node))
+    """Whether a node imports what a script cannot have; it has a copy of what it uses of helpers/runtime."""
+    return bool(packages_of(node) & {"helpers", "IPython", "ipywidgets"})
 
 
 @functools.cache
@@ -28,11 +27,10 @@ def runtime() -> list[Statement]:
     """The modules' statements, in which a name has one meaning; of comments above, those that touch the statement."""
     touching = re.compile(r"(?:^#.*\n?)*\Z", re.MULTILINE)
     return [
-        replace(single, above="".join(touching.findall(single.above)))
+        replace(statement, above="".join(touching.findall(statement.above)))
         for module in MODULES
         for statement in split((SOURCES / f"{module}.py").read_text(encoding="utf-8"), module)
-        for single in singly(statement)
-        if single.binds and not is_copied(single.node)
+        if statement.binds and not is_copied(statement.node)
     ]
 
 
