@@ -131,7 +131,7 @@ REFUSED = {  # {what: (cells, the message without the cell)}
     "and of what is bound twice": (["def f():\n    1", "def f():\n    f", "def g():\n    f"], "g():` reads f, which"),
     "a function of a built-in that main binds": (["sum = 1\ndef f():\n    sum"], "reads sum, which main binds"),
     "names as text": (["globals()['x'] = 1"], "reads globals, which no exported cell binds"),
-    "a copied name": (["def print0():\n    1"], "binds print0, as helpers/runtime does"),
+    "a copied name": (["def print0():\n    1"], "binds print0, which the script has above main. Rename it"),
     "an import behind a setting": (
         ["import os\nos.environ['A'] = '1'\nimport json"],
         "`import json` goes to the script's top, above `os.environ['A'] = '1'`. Put imports first",

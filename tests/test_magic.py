@@ -206,7 +206,7 @@ ERRORS = {  # {what: (cells, a part of the last one's error)}
         "NameError: name 'only_there' is not defined",
     ),
     "is not Python": (["%%ranks 2\nx = 1\n!ls"], "LaunchError: line 2 of the cell is not Python"),
-    "no ranks": (["%%ranks 0\n1"], "LaunchError: nproc=0 is not between 1 and 64"),
+    "no ranks": (["%%ranks 0\n1"], "LaunchError: nproc=0 is not a number of ranks between 1 and 64"),
     "no time": (["%%ranks 2 --timeout 0\n1"], "LaunchError: timeout is a number of seconds above 0"),
     "not a number": (["%%ranks many\n1"], "many"),
     "unknown option": (["%%ranks 2 --unknown\n1"], "--unknown"),

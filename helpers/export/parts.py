@@ -1,26 +1,29 @@
-"""Where each statement of a notebook goes in its script: above main, into main, or nowhere.
+"""Where each statement of a notebook goes in its script, what of helpers/runtime is copied, and what is refused.
 
-What the script would not do as the cells do it is refused: one line says where, and what to change.
+Refused is what the script would not do as the cells do it: one line says where, and what to change.
 """
 
 import ast
 import builtins
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from helpers.export.notebook import Cells, ExportError, first_line, label
-from helpers.export.runtime import MODULES, copied, is_copied, is_notebook_only
-from helpers.source import DEFINITION, IMPORT, Statement, split
+from helpers.source import DEFINITION, IMPORT, Statement, packages_of, split
 
+SOURCES = Path(__file__).parents[1] / "runtime"
+MODULES = ("process_group", "data", "models", "checkpoint", "stop_request")  # each imports only from those before it
 PLUMBING = "process_group"  # the module of helpers/runtime that stands below main
 OWN = {("main", ""), ("parse_args", ""), ("argparse", "import argparse")}  # the script's own names, and meanings
 HARMLESS = {"field", "auto"}  # calls in a class's body that do above main what they do in its cell
 STOPS = re.compile(r"\b(stop|destroy)_process_group\(")
 SETTING = re.compile(r"environ\.(update|setdefault|pop)\(|\b(putenv|chdir|addsitedir)\(|sys\.path\b")
-BY_TEXT = {"globals", "locals", "exec", "eval"}  # they look names up where main's are not
-BUILTINS = {*dir(builtins), "__name__", "__file__", "__doc__"} - BY_TEXT
+BUILTINS = {*dir(builtins), "__name__", "__file__", "__doc__"}
+BUILTINS -= {"globals", "locals", "exec", "eval"}  # they look names up where main's are not
 STARTS = re.compile(r"(?<!def )\b(?:start|init)_process_group\(")
 FIXED = [  # of a statement as ast.unparse writes it, what torchrun says in each rank
     re.compile(r"environ.*?\b((?:LOCAL_)?RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'?\]? ?[=:] ?'", re.DOTALL),
@@ -100,10 +103,8 @@ def check_order(late: Statement, before: list[Statement]) -> None:
     """Raise ExportError for an import that may depend on a statement of main: in the script it stands above main."""
     for statement in before:
         if SETTING.search(statement.code) or any(changes(statement)):
-            raise ExportError(
-                f"{label(late)} goes to the script's top, above `{first_line(statement.code)}`. "
-                "Put imports first; what they depend on, into the shell."
-            )
+            what = f"{label(late)} goes to the script's top, above `{first_line(statement.code)}`"
+            raise ExportError(f"{what}. Put imports first; what they depend on, into the shell.")
 
 
 def is_still(node: ast.AST, targets: set[str]) -> bool:
@@ -122,6 +123,42 @@ def changes(statement: Statement) -> Iterator[str]:
             yield ast.unparse(node)
 
 
+# ---- What is copied
+
+
+def is_copied(node: ast.AST) -> bool:
+    """Whether a node is ``from helpers.runtime.x import …``."""
+    return isinstance(node, ast.ImportFrom) and (node.module or "").startswith("helpers.runtime.")
+
+
+def is_notebook_only(node: ast.AST) -> bool:
+    """Whether a node imports what a script cannot have; it has a copy of what it uses of helpers/runtime."""
+    return bool(packages_of(node) & {"helpers", "IPython", "ipywidgets"})
+
+
+@functools.cache
+def runtime() -> list[Statement]:
+    """The modules' statements, in which a name has one meaning; of comments above, those that touch the statement."""
+    touching = re.compile(r"(?:^#.*\n?)*\Z", re.MULTILINE)
+    return [
+        replace(statement, above="".join(touching.findall(statement.above)))
+        for module in MODULES
+        for statement in split((SOURCES / f"{module}.py").read_text(encoding="utf-8"), module)
+        if statement.binds and not is_copied(statement.node)
+    ]
+
+
+def copied(names: set[str]) -> list[Statement]:
+    """The statements that define the names and all that these use, in the order of the sources."""
+    todo, taken = [*names], set[str]()
+    while todo:
+        name = todo.pop()
+        if name not in taken:
+            taken.add(name)
+            todo += [read for statement in runtime() if name in statement.binds for read in statement.reads]
+    return [statement for statement in runtime() if statement.binds & taken]
+
+
 # ---- What is refused
 
 
@@ -132,12 +169,11 @@ def check_names(parts: Parts, parameters: list[Statement]) -> None:
     in_main = {"args"} | {name for statement in main for name in statement.binds}
     for statement in main:
         for name in sorted(statement.binds & above):
-            raise ExportError(f"{label(statement)} binds {name}, as helpers/runtime does for the script. Rename it.")
+            raise ExportError(f"{label(statement)} binds {name}, which the script has above main. Rename it.")
     for statement in parts.of_cells():
         for node in ast.walk(statement.node):
-            if is_notebook_only(node) or (
-                isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node is not statement.node
-            ):
+            is_star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+            if is_notebook_only(node) or (is_star and node is not statement.node):
                 raise ExportError(f"{label(statement)} has `{ast.unparse(node)}` in a block. Import it at the top.")
             if isinstance(node, ast.Global) and statement in parts.body:
                 raise ExportError(f"{label(statement)} has `{ast.unparse(node)}`, but main's names are not. Return it.")
@@ -152,10 +188,8 @@ def check_ranks(parts: Parts, name: str) -> None:
     """Raise ExportError unless torchrun's ranks would meet: they start one process group, as torchrun numbers them."""
     codes = {ast.unparse(statement.node): statement for statement in parts.of_cells()}
     if not any(map(STARTS.search, codes)):
-        raise ExportError(
-            f"{name} starts no process group: N ranks would train N models. "
-            "Export a cell with device = start_process_group()."
-        )
+        why = "starts no process group: N ranks would train N models"
+        raise ExportError(f"{name} {why}. Export a cell with device = start_process_group().")
     for code, statement in codes.items():
         for match in filter(None, (pattern.search(code) for pattern in FIXED)):
             raise ExportError(f"{label(statement)} fixes {match[1]}, which is torchrun's to say. Leave it out.")
