@@ -1,6 +1,7 @@
 """A notebook's parameters cell as the flags of a script: ``name: type = value  # help`` becomes ``--name``."""
 
 import ast
+import functools
 import json
 import re
 
@@ -8,6 +9,7 @@ from helpers.export.notebook import ExportError, label
 from helpers.source import IMPORT, Statement
 
 KINDS = {kind.__name__: kind for kind in (int, float, str, bool)}
+quoted = functools.partial(json.dumps, ensure_ascii=False)  # a Python string literal in double quotes
 PATTERN = "Write name: type = literal  # help, with int, float, str, bool or Literal[...]; | None may follow."
 
 
@@ -75,8 +77,3 @@ def parse_args_text(flags: dict[str, str]) -> str:
 
     {calls}""")
     return "\n    ".join([*lines, "return parser.parse_args()"])
-
-
-def quoted(text: str) -> str:
-    """A Python string literal in double quotes."""
-    return json.dumps(text, ensure_ascii=False)
