@@ -34,7 +34,7 @@ def files(script=STOPS, name="11_trainer", **sizes):
 
 
 def test_the_command_writes_four_files(helpers, tmp_path):
-    line = ["export", "11", "--slurm", "--nodes=3", "--gpus-per-node=4", "--time=1-00:00:00", "--out", tmp_path]
+    line = ["export", "11", "--nodes=3", "--gpus-per-node=4", "--time=1-00:00:00", "--out", tmp_path]
     status, out, _ = helpers(*line)
     names = ["11_trainer.py", "11_trainer.sbatch", "11_trainer.nodes.sh", "11_trainer.k8s.yaml"]
     assert status == 0 and out.splitlines() == [str(tmp_path / name) for name in names]
@@ -62,7 +62,6 @@ def test_all_chapters(helpers, tmp_path):
     ("arguments", "status", "expected"),
     [
         ("--slurm --time 5", 1, "--time 5 is too short: 3 minutes before its end the ranks are told to stop.\n"),
-        ("--gpus-per-node 2", 2, "--nodes, --gpus-per-node and --time are for --slurm"),
     ],
 )
 def test_usage(helpers, tmp_path, arguments, status, expected):

@@ -18,10 +18,7 @@ def chapters() -> list[Path]:
 
 
 def find_notebook(chapter: str | Path) -> Path:
-    """The path of a chapter's notebook. Raises ExportError for a chapter that does not exist.
-
-    ``chapter`` is its number, its name with or without the number, or the path of any notebook.
-    """
+    """The notebook of a chapter's number or name, or at a path. Raises ExportError for what does not exist."""
     if os.path.isfile(chapter):
         return Path(chapter)
     for path in chapters():
@@ -35,10 +32,9 @@ def find_notebook(chapter: str | Path) -> Path:
 def export(
     chapter: str | Path | None, folder: str | Path, force: bool = False, allocation: Allocation | None = None
 ) -> list[Path]:
-    """Write the script of a chapter, or of every chapter where that is None, into the folder; return the files' paths.
+    """Write the script of a chapter, or of each (None), and with an allocation its launch files; return the paths.
 
-    With an allocation, the launch files are written too. Raises ExportError where a notebook cannot be exported, a file
-    cannot be written, or one exists and differs, unless ``force`` is given: in that case nothing is written.
+    Raises ExportError, and writes nothing, where a notebook cannot be exported or a file differs, unless ``force``.
     """
     texts: dict[Path, str] = {}
     for path in chapters() if chapter is None else [find_notebook(chapter)]:
@@ -55,6 +51,6 @@ def export(
         for path, text in texts.items():
             path.write_text(text, encoding="utf-8", newline="\n")
     except OSError as error:
-        reason = f"{error.filename} cannot be written: {error.strerror}"
-        raise ExportError(f"{reason}.\nChoose a folder: --out DIR") from None
+        what = f"{error.filename} cannot be written: {error.strerror}"
+        raise ExportError(f"{what}.\nChoose a folder: --out DIR") from None
     return list(texts)

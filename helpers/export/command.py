@@ -15,7 +15,7 @@ def add_commands(commands: "argparse._SubParsersAction") -> None:
     command.set_defaults(main=main)
 
     command = commands.add_parser("export", help="write a chapter's script")
-    command.set_defaults(main=main, error=command.error)
+    command.set_defaults(main=main)
     which = command.add_mutually_exclusive_group(required=True)
     which.add_argument("chapter", nargs="?", metavar="CHAPTER", help=CHAPTER)
     which.add_argument("--all", action="store_true", help="every chapter")
@@ -24,9 +24,9 @@ def add_commands(commands: "argparse._SubParsersAction") -> None:
     command.add_argument(
         "--slurm", action="store_true", help="write what starts it on many nodes too: for Slurm, by hand, on Kubernetes"
     )
-    command.add_argument("--nodes", type=whole, metavar="N", help="with --slurm (default: 2)")
-    command.add_argument("--gpus-per-node", type=whole, metavar="N", help="with --slurm (default: 8)")
-    command.add_argument("--time", metavar="LIMIT", help="with --slurm (default: 04:00:00)")
+    command.add_argument("--nodes", type=whole, metavar="N", help="of the files of --slurm (default: 2)")
+    command.add_argument("--gpus-per-node", type=whole, metavar="N", help="of the files of --slurm (default: 8)")
+    command.add_argument("--time", metavar="LIMIT", help="of the files of --slurm (default: 04:00:00)")
 
     command = commands.add_parser("run", help="run a chapter's script on this machine")
     command.set_defaults(main=main)
@@ -48,9 +48,7 @@ def main(args: argparse.Namespace, flags: list[str]) -> int:
                 print(f"{path.stem:27}{title}")
         elif args.command == "export":
             sizes = {name: getattr(args, name) for name in ("nodes", "gpus_per_node", "time") if getattr(args, name)}
-            if sizes and not args.slurm:
-                args.error("--nodes, --gpus-per-node and --time are for --slurm: add it")
-            allocation = Allocation(**sizes) if args.slurm else None
+            allocation = Allocation(**sizes) if args.slurm or sizes else None
             for path in chapters.export(None if args.all else args.chapter, args.out, args.force, allocation):
                 print(path)
         else:

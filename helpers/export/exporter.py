@@ -24,5 +24,5 @@ class TorchrunExporter(Exporter):
         resources["unique_key"] = name  # which nbconvert takes for the file's name
         try:
             return script_from_notebook(nb, name), resources
-        except ExportError as error:  # of which nbconvert would show a traceback
+        except ExportError as error:  # nbconvert would show its traceback
             sys.exit(f"error: {error}")

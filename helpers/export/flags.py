@@ -1,6 +1,7 @@
 """A notebook's parameters cell as the flags of a script: ``name: type = value  # help`` becomes ``--name``."""
 
 import ast
+import functools
 import json
 import re
 
@@ -8,6 +9,7 @@ from helpers.export.notebook import ExportError, label
 from helpers.source import IMPORT, Statement
 
 KINDS = {kind.__name__: kind for kind in (int, float, str, bool)}
+quoted = functools.partial(json.dumps, ensure_ascii=False)  # a Python string literal in double quotes
 PATTERN = "Write name: type = literal  # help, with int, float, str, bool or Literal[...]; | None may follow."
 
 
@@ -22,7 +24,7 @@ def read_flags(parameters: list[Statement]) -> dict[str, str]:
             continue
         try:
             name, code = read_flag(statement)
-        except (ValueError, SyntaxError):
+        except (ValueError, KeyError, SyntaxError):
             raise ExportError(f"{label(statement)} is not a parameter. {PATTERN}") from None
         if name.startswith("_") or name in ("help", "args") or name in flags:
             raise ExportError(f"{label(statement)} cannot be a flag of its own. Choose another name.")
@@ -31,18 +33,18 @@ def read_flags(parameters: list[Statement]) -> dict[str, str]:
 
 
 def read_flag(statement: Statement) -> tuple[str, str]:
-    """One parameter, and the lines that add its flag. Raises ValueError or SyntaxError where it is not a parameter."""
+    """One parameter, and the lines that add its flag. Raises ValueError, KeyError or SyntaxError for another line."""
     [node] = ast.parse(statement.code).body  # whose columns count from the line's beginning
     if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name) or node.value is None:
         raise ValueError
     name, default = node.target.id, ast.literal_eval(node.value)
-    annotation = ast.unparse(node.annotation)
-    kind, choices = type_of(annotation.removesuffix(" | None"))
-    if default is None:
-        fits = annotation.endswith(" | None")
-    else:
-        fits = type(default) in ((float, int) if kind is float else (kind,)) and default in (choices or [default])
-    if not fits:
+    annotation = ast.unparse(node.annotation).removesuffix(" | None")
+    literal = re.fullmatch(r"Literal\[(.+)\]", annotation)
+    choices = list(ast.literal_eval(f"[{literal[1]}]")) if literal else []
+    kind = KINDS[type(choices[0]).__name__ if choices else annotation]
+    values = choices if default is None and "| None" in ast.unparse(node.annotation) else [default, *choices]
+    fitting = (float, int) if kind is float else (kind,)
+    if any(type(value) not in fitting or value not in (choices or values) for value in values):
         raise ValueError
     comment = statement.code.split("\n")[-1].encode()[node.end_col_offset :].decode().lstrip("# ;")
     words = (comment or name.replace("_", " ")).replace("%", "%%")  # argparse formats help texts with the % operator
@@ -56,18 +58,6 @@ def read_flag(statement: Statement) -> tuple[str, str]:
     heading = " ".join(re.findall(r"^# *(.+?)\.?$", statement.above, re.MULTILINE))
     group = f"group = parser.add_argument_group({quoted(heading)})\n    " if heading else ""
     return name, f"{group}add({', '.join(map(str, options))})"
-
-
-def type_of(annotation: str) -> tuple[type, list[int | float | str]]:
-    """(the type of a flag, its choices or []). Raises ValueError or SyntaxError for another annotation."""
-    if annotation in KINDS:
-        return KINDS[annotation], []
-    if not annotation.startswith("Literal["):
-        raise ValueError
-    choices = list(ast.literal_eval(f"[{annotation[8:-1].strip('()')}]"))
-    if {type(choice) for choice in choices} not in ({int}, {float}, {str}):
-        raise ValueError
-    return type(choices[0]), choices
 
 
 def parse_args_text(flags: dict[str, str], adds: bool = False) -> str:
@@ -92,8 +82,3 @@ def parse_args_text(flags: dict[str, str], adds: bool = False) -> str:
 
     {calls}""")
     return "\n    ".join([*lines, "return parser.parse_args()"])
-
-
-def quoted(text: str) -> str:
-    """A Python string literal in double quotes."""
-    return json.dumps(text, ensure_ascii=False)

@@ -47,11 +47,8 @@ def launch_files(name: str, script: str, allocation: Allocation) -> dict[str, st
     resumes = all(f'"--{flag}"' in script for flag in ("checkpoint-dir", "resume"))
     stops = resumes and "StopRequest(" in script  # at a signal such a script saves, and writes the file `stopped`
     if minutes(allocation.time) < SHORTEST and stops:
-        raise ExportError(
-            f"--time {allocation.time} is too short: "
-            f"{STOP_BEFORE // 60} minutes before its end the ranks are told to stop.\n"
-            f"Give {SHORTEST} minutes or more: --time 00:{SHORTEST}:00"
-        )
+        why = f"{STOP_BEFORE // 60} minutes before its end the ranks are told to stop"
+        raise ExportError(f"--time {allocation.time} is too short: {why}.\nGive more: --time 00:{SHORTEST}:00")
     values = {
         "name": name,
         "file": f"{name}.py",
@@ -76,7 +73,5 @@ def minutes(time: str) -> float:
     parts = clock.split(":")
     units = [60, 1, 1 / 60] if days or len(parts) == 3 else [1, 1 / 60]  # Slurm reads "90" and "90:00" as minutes
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time, re.ASCII) or not int(re.sub(r"\D", "", time)):
-        raise ExportError(
-            f"--time {time} is not a time limit.\nGive hours, minutes and seconds: 04:00:00, or 2-12:00:00"
-        )
+        raise ExportError(f"--time {time} is not a time limit.\nGive hours, minutes and seconds: 04:00:00")
     return int(days or 0) * 24 * 60 + sum(int(part) * unit for part, unit in zip(parts, units, strict=False))

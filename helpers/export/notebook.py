@@ -2,17 +2,15 @@
 
 import re
 import sys
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
 
-from helpers.source import Statement, singly, split
+from helpers.source import Statement, split
 
 LIBRARIES = {"torch", "torchvision", "numpy", "sklearn", "matplotlib"}  # they can be imported in any order
-ESCAPED = re.compile(r"\s*(?:[\w.,* ]+=\s*)?[%!]")  # the beginning of a magic or of a shell's command
 
 
 class ExportError(Exception):
@@ -31,10 +29,8 @@ class Cells:
 def read_notebook(path: str | Path) -> NotebookNode:
     """The notebook at a path. Raises ExportError for a file that is not one."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # nbformat warns of cells without ids, and a script needs no ids
-            notebook = nbformat.read(path, as_version=4)
-            nbformat.validate(notebook)
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)  # which read only logs
         return notebook
     except Exception as error:  # on a damaged file nbformat raises errors of any type
         reason = first_line(str(error)) or type(error).__name__
@@ -53,39 +49,25 @@ def label(statement: Statement) -> str:
 
 
 def sort_cells(notebook: NotebookNode, name: str) -> Cells:
-    """The Cells of a notebook. Raises ExportError for a cell of the script that is not Python."""
-    code = [
-        (f"{name}, cell {number}", cell.source, cell.metadata.get("tags", []))
-        for number, cell in enumerate(notebook.cells, 1)
-        if cell.cell_type == "code"
-    ]
-    tagged = any("export" in tags for _, _, tags in code)
+    """The Cells of a notebook. Raises ExportError for a cell of the script that is not Python, such as a magic."""
+    numbered = [(number, cell) for number, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code"]
+    tagged = any("export" in cell.metadata.get("tags", []) for _, cell in numbered)
     cells = Cells([], [], set())
-    for where, source, tags in code:
-        if "parameters" in tags:
-            cells.parameters.extend(statements(source, where))
-        elif "export" in tags or not tagged:
-            cells.exported.extend(statements(source, where))
-        else:
-            cells.elsewhere.update(re.findall(r"\w+", source))
+    for number, cell in numbered:
+        tags = cell.metadata.get("tags", [])
+        if tagged and not {"parameters", "export"} & {*tags}:
+            cells.elsewhere.update(re.findall(r"\w+", cell.source))
+            continue
+        source = re.sub("\r\n?", "\n", cell.source).strip("\n")
+        where = f"{name}, cell {number}"
+        try:
+            (cells.parameters if "parameters" in tags else cells.exported).extend(split(source, where))
+        except SyntaxError as error:
+            number = error.lineno or 1
+            line = first_line("".join(source.split("\n")[number - 1 : number]))
+            mend = "Correct it, or move it to a cell that is not tagged export."
+            raise ExportError(f"{where} is not Python in line {number}, `{line}`: {error.msg}. {mend}") from None
     return cells
-
-
-def statements(source: str, where: str) -> list[Statement]:
-    """The statements of a cell of the script. Raises ExportError for what is not Python."""
-    source = source.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
-    try:
-        return [single for statement in split(source, where) for single in singly(statement)]
-    except SyntaxError as error:
-        number = error.lineno or 1
-        line = first_line("".join(source.split("\n")[number - 1 : number]))
-        if ESCAPED.match(line):
-            what = f"{where}: `{line}` is for notebooks. Move it to a cell that is not tagged export."
-        else:
-            what = (
-                f"{where} is not Python in line {number}, `{line}`: {error.msg}. Correct it, or do not export the cell."
-            )
-        raise ExportError(what) from None
 
 
 def script_name(notebook: NotebookNode, name: str) -> str:

@@ -1,8 +1,4 @@
-"""A notebook as one script for torchrun: ``script_from_notebook``. Text in, text out; the code is never executed.
-
-Imports, constants and definitions stand above main, everything else becomes main's body in the notebook's order, and
-parameters become flags. The statements keep their own comments.
-"""
+"""A notebook as one script for torchrun: ``script_from_notebook``. Text in, text out; the code is never executed."""
 
 import ast
 import io
@@ -17,11 +13,10 @@ from dataclasses import replace
 from nbformat import NotebookNode
 from ruff import find_ruff_bin
 
-from helpers.export.checks import check
 from helpers.export.flags import parse_args_text, read_flags
-from helpers.export.notebook import LIBRARIES, ExportError, sort_cells, title_and_purpose
-from helpers.export.parts import sort_statements
-from helpers.source import Statement, compiled, modules_of
+from helpers.export.notebook import LIBRARIES, sort_cells, title_and_purpose
+from helpers.export.parts import check_names, check_ranks, sort_statements
+from helpers.source import Statement, packages_of
 
 WIDTH = 88
 
@@ -31,7 +26,8 @@ def script_from_notebook(notebook: NotebookNode, name: str) -> str:
     cells = sort_cells(notebook, name)
     flags = read_flags(cells.parameters)
     parts = sort_statements(cells)
-    check(parts, {*flags}, name)
+    check_names(parts, cells.parameters)
+    check_ranks(parts, name)
     sections = [
         docstring(*title_and_purpose(notebook, name), name),
         "\n".join(dict.fromkeys([*(statement.text for statement in parts.imports), "import argparse"])),
@@ -42,19 +38,14 @@ def script_from_notebook(notebook: NotebookNode, name: str) -> str:
         'if __name__ == "__main__":\n    main(parse_args())',
     ]
     script = "\n\n\n".join(filter(None, sections)) + "\n"
-    try:
-        compiled(script)
-    except SyntaxError as error:  # such as a `global` that is valid in a cell and not in a function
-        line = script.split("\n")[(error.lineno or 1) - 1].strip()
-        raise ExportError(f"{name}: in the function main, `{line}` is not Python: {error.msg}. Change it.") from None
-    modules = {module.partition(".")[0] for statement in parts.imports for module in modules_of(statement.node)}
-    return formatted(with_short_lines(script), sort=modules <= LIBRARIES | sys.stdlib_module_names)
+    packages = {package for statement in parts.imports for package in packages_of(statement.node)}
+    return formatted(with_short_lines(script), sort=packages <= LIBRARIES | sys.stdlib_module_names)
 
 
 def main_body(body: list[Statement], parameters: list[str]) -> str:
     """main's statements, cell by cell, with args.NAME for a parameter where that means the same."""
     rebound = {name for statement in body for name in statement.binds | statement.own}
-    passed = {*parameters} - rebound
+    passed = set() if "args" in rebound else {*parameters} - rebound
     passed -= {name for statement in body for name in passed if with_arguments(statement.code, {name}) is None}
     read = {name for statement in body for name in statement.reads}
     lines = [f"{name} = args.{name}" for name in parameters if name in read - passed]
@@ -76,10 +67,8 @@ def with_arguments(code: str, names: set[str]) -> str | None:
         lines[node.lineno - 1] = line[:column] + b"args." + line[column:]
     try:  # f"{lr=}" prints its own text; and before Python 3.12 some positions inside f-strings are wrong
         new = b"\n".join(lines).decode()
-        meaning = re.sub(
-            r"Attribute\(value=Name\(id='args', ctx=Load\(\)\), attr=('\w+')", r"Name(id=\1", ast.dump(ast.parse(new))
-        )
-        return new if meaning == ast.dump(tree) else None
+        argument = r"Attribute\(value=Name\(id='args', ctx=Load\(\)\), attr=('\w+')"
+        return new if re.sub(argument, r"Name(id=\1", ast.dump(ast.parse(new))) == ast.dump(tree) else None
     except (SyntaxError, UnicodeDecodeError):
         return None
 

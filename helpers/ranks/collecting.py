@@ -68,12 +68,10 @@ def collect(folder: Path, ranks: list[Rank], timeout: float) -> tuple[set[int], 
 
 
 def more_to_come(failures: dict[int, Failure], ranks: list[Rank], dying: Collection[int]) -> bool:
-    """Whether other ranks may yet report an earlier cause, or the same failure: soon, or later if some are at work.
-
-    A killed rank has no earlier cause, and no peer dies for the same reason: its peers only finish what they print.
-    """
+    """Whether other ranks may yet report an earlier cause, or the same failure: soon, or later if some are at work."""
     seconds = time.monotonic() - min(failure.when for failure in failures.values())
     killed = any(failure.killed for failure in failures.values())
+    # A killed rank has no earlier cause, and no peer dies for the same reason: its peers only finish what they print.
     soon, late = (0, PEERS_WITHIN) if killed else (PEERS_WITHIN, LATE_WITHIN)
     # Ranks that have reported count as well: a thread of theirs may still send what a peer waits for.
     return seconds <= soon or (seconds <= late and (bool(dying) or any(busy(rank.process.pid) for rank in ranks)))

@@ -1,9 +1,6 @@
-"""Run a function on N real ranks of this machine, from a notebook cell or a script.
+"""Run a function on N real ranks of this machine: ``results = launch(fn, *args, nproc=4)``.
 
-    results = launch(fn, *args, nproc=4)
-
-Each call gets fresh ranks. They are forked by one of Python's forkservers, which has imported torch already, so a call
-costs a fork and a gloo rendezvous. The ranks end with the call, and the forkserver ends with this process.
+Each call gets fresh ranks, forked by one of Python's forkservers, which has imported torch already. They end with it.
 """
 
 import contextlib
@@ -25,8 +22,7 @@ from typing import Any
 
 from helpers.ranks.collecting import Rank, collect, end, read, where_they_stand
 from helpers.ranks.messages import LaunchError, RankError, count_oom_kills, first_failure, fold, hang, tidy
-from helpers.ranks.rank import Call, rank_main
-from helpers.ranks.serialization import dumps
+from helpers.ranks.rank import Call, dumps, rank_main
 
 __all__ = ["LaunchError", "RankError", "cannot_be_sent", "context", "launch", "warm", "without_main"]
 
@@ -100,17 +96,14 @@ def launch(
             print(line)
 
 
-def check(fn: object, nproc: object, timeout: object) -> None:
+def check(fn: object, nproc: int, timeout: float) -> None:
     """Raise LaunchError for arguments that cannot work, before anything is started."""
     if not callable(fn):
         raise LaunchError(f"launch needs a function, and got {fn!r}.\nPass it uncalled: launch(fn, argument, nproc=4).")
-    if isinstance(nproc, bool) or not isinstance(nproc, int):
-        raise LaunchError(f"nproc is the number of ranks, an int; it was {nproc!r}.\nTry nproc=4.")
-    if not 1 <= nproc <= MAX_RANKS:
-        raise LaunchError(
-            f"nproc={nproc} is not between 1 and {MAX_RANKS}.\nMore ranks need more machines: see torchrun."
-        )
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_SECONDS:
+    if type(nproc) is not int or not 1 <= nproc <= MAX_RANKS:
+        what = f"nproc={nproc!r} is not a number of ranks between 1 and {MAX_RANKS}"
+        raise LaunchError(f"{what}.\nTry nproc=4; more ranks need more machines: see torchrun.")
+    if type(timeout) not in (int, float) or not 0 < timeout <= MAX_SECONDS:
         raise LaunchError(f"timeout is a number of seconds above 0; it was {timeout!r}.\nTry timeout=60.")
     if "WORLD_SIZE_ONE_STORE" in os.environ:
         raise LaunchError("launch was called inside a rank.\nStart ranks from the notebook, and call dist.* in them.")

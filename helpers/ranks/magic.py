@@ -55,12 +55,11 @@ def sendable(namespace: dict[str, Any], cell: str) -> dict[str, Any]:
 
     A value that the cell may need or may replace is left out where it cannot be sent.
     """
-    required, replaced = (
-        {name: namespace[name] for name in sorted(names & {*namespace})} for names in free_names(cell)
-    )
-    if error := launch.cannot_be_sent({f"the notebook's {name!r}": value for name, value in required.items()}):
+    required, replaced = (sorted(names & {*namespace}) for names in free_names(cell))
+    if error := launch.cannot_be_sent({f"the notebook's {name!r}": namespace[name] for name in required}):
         raise error
-    return required | {name: value for name, value in replaced.items() if not launch.cannot_be_sent({name: value})}
+    sent = [*required, *(name for name in replaced if not launch.cannot_be_sent({name: namespace[name]}))]
+    return {name: namespace[name] for name in sent}
 
 
 def free_names(cell: str) -> tuple[set[str], set[str]]:

@@ -41,10 +41,7 @@ class RankError(RuntimeError):
 
 
 def first_failure(failures: dict[int, Failure], out_of_memory: bool) -> RankError:
-    """The RankError for the first failure. A lost connection comes after its cause, and equal failures count as one.
-
-    ``out_of_memory`` says whether the system has counted an out-of-memory kill during the call.
-    """
+    """The RankError for the first failure. A lost connection comes after its cause, and equal failures count as one."""
 
     def story(rank: int) -> tuple[str, str]:  # without the rank's own number, which torch puts into its messages
         return re.sub(rf"\brank {rank}\b", "rank", failures[rank].what), failures[rank].where
@@ -81,11 +78,7 @@ def count_oom_kills() -> int:
 
 
 def fold(outputs: list[str]) -> Iterator[str]:
-    """Yields the ranks' outputs, a text each, as labelled lines.
-
-    Every rank's lines keep their order. A line that several ranks print at the same point comes once, with the ranks
-    that printed it.
-    """
+    """Yields the ranks' outputs as labelled lines; what several ranks print at the same point comes once, with them."""
     texts = [output.removesuffix("\n").split("\n") if output else [] for output in outputs]
     ahead = [Counter(lines) for lines in texts]
     at = [0] * len(texts)

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 def hold_port() -> Iterator[int]:
     """A context that reserves a port of the loopback interface for a store, and gives the port's number.
 
-    The port's socket is bound and does not listen, so the system gives the port to nobody else. A store can still
-    listen on it, because the store and the socket both set SO_REUSEADDR.
+    Its socket is bound and does not listen: a store still can, because both set SO_REUSEADDR, and nobody else gets it.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

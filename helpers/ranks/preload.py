@@ -1,7 +1,6 @@
 """The forkserver imports this module once, so that the ranks that it forks have torch imported already.
 
-A constructor of ``torch.optim`` imports torch._dynamo, which takes as long as torch itself, so this module does too. Of
-the rest it imports what many cells use in ranks: four ranks that import checkpoints take three times an empty call.
+So it does what many cells use in ranks. Constructors of ``torch.optim`` import torch._dynamo: as slow as torch itself.
 """
 
 import atexit
@@ -15,15 +14,12 @@ from pathlib import Path
 
 
 def tidy_up(folder: str) -> None:
-    """End the ranks of a kernel that was killed, remove its files, which the kernel could not do itself, and leave.
-
-    It leaves by os._exit: the interpreter's own end would free all that is imported here, which takes 0.7 s.
-    """
+    """End the ranks of a kernel that was killed, and remove its files."""
     for file in Path(folder).glob("*/pid*"):
         with contextlib.suppress(OSError, ValueError):
             os.killpg(int(file.read_text()), signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
+    os._exit(0)  # the interpreter's own end would take 0.7 s, to free all that is imported here
 
 
 os.setsid()  # Ctrl-C and a kernel's restart signal the kernel's process group, and this process has to outlive both

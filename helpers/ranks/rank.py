@@ -1,8 +1,11 @@
 """What each rank of ``launch`` does: set up, call the function, report, and wait until the launcher ends it."""
 
 import faulthandler
+import importlib
+import io
 import linecache
 import multiprocessing
+import operator
 import os
 import pickle
 import signal
@@ -17,8 +20,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver, parent_process
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from helpers.ranks.serialization import dumps
+import cloudpickle
 
 NOTEBOOK = "notebook cell"
 MET, RETURNED, RAISED = b"m", b"+", b"-"  # single bytes in the pipe: a rank that dies cannot leave half a message
@@ -26,6 +31,7 @@ LIBRARIES = sorted(  # folders of installed packages and of the standard library
     {*site.getsitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}, key=len, reverse=True
 )
 MEET_WITHIN = 60  # seconds that the ranks have to start and meet; they do not count for the call's timeout
+OPERATORS = ("_OpNamespace", "OpOverloadPacket", "OpOverload")  # torch.ops.aten, torch.ops.aten.add and its .Tensor
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,7 @@ class Failure:
 
 
 def rank_main(pipe: connection.Connection, rank: int, call: Call) -> None:
-    """The whole life of a rank, in a process that the forkserver has forked. It does not return: the launcher ends it.
-
-    The rank writes its result or its Failure to a file of the call's folder, and then says through the pipe which.
-    """
+    """The whole life of a rank: it writes its result or its Failure to a file, and says through the pipe which."""
     folder = call.folder
     os.setsid()  # Ctrl-C reaches the launcher alone, and one signal to this group ends all that the rank starts
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -90,10 +93,7 @@ def rank_main(pipe: connection.Connection, rank: int, call: Call) -> None:
 
 
 def run(rank: int, call: Call, met: Callable[[], None]) -> bytes:
-    """Start the process group, call ``met``, then call the function that the folder holds; return its pickled result.
-
-    Raises what the function raises, and TypeError for a result that cannot be sent back.
-    """
+    """Start the process group, call ``met``, then the function that the folder holds; return its pickled result."""
     os.environ.clear()  # the forkserver has the variables of its own start, which may be old
     world_size = call.world_size
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
@@ -124,10 +124,8 @@ def run(rank: int, call: Call, met: Callable[[], None]) -> bytes:
     try:
         return dumps(result)
     except Exception as error:
-        raise TypeError(
-            f"the result, a {type(result).__name__}, cannot be sent back ({error}).\n"
-            "Return tensors, arrays or plain objects."
-        ) from None
+        what = f"the result, a {type(result).__name__}, cannot be sent back ({error})"
+        raise TypeError(f"{what}.\nReturn tensors, arrays or plain objects.") from None
 
 
 def end_with_parent() -> None:
@@ -181,3 +179,28 @@ def is_library(filename: str) -> bool:
     """Whether a file belongs to an installed package, to Python or to this package, and not to the reader."""
     package = os.path.dirname(os.path.dirname(__file__))
     return filename.startswith(("<frozen", *(folder + os.sep for folder in (*LIBRARIES, package))))
+
+
+# ---- How objects travel
+
+
+class Pickler(cloudpickle.Pickler):
+    """cloudpickle recognises modules by their type, but torch.ops, torch.backends and others have types of their own.
+
+    It adds every loaded submodule of torch whose name occurs in a function's code.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
+        if type(obj).__module__ == "torch._ops" and type(obj).__name__ in OPERATORS:
+            path = obj.__name__ if isinstance(obj, ModuleType) else str(obj)  # "torch.ops.aten", "aten.add.Tensor"
+            return operator.attrgetter(path.removeprefix("torch.ops.")), (sys.modules["torch.ops"],)
+        return super().reducer_override(obj)
+
+
+def dumps(obj: Any) -> bytes:
+    """An object as bytes, for ``pickle.loads``. Raises what cloudpickle raises for objects that cannot be sent."""
+    with io.BytesIO() as file:
+        Pickler(file).dump(obj)
+        return file.getvalue()

@@ -18,10 +18,9 @@ STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 @contextlib.contextmanager
 def folder_until_a_signal() -> Iterator[str]:
-    """A temporary folder, and meanwhile Ctrl-C, SIGTERM and SIGHUP end all that this process started and this process.
+    """A temporary folder; meanwhile Ctrl-C, SIGTERM and SIGHUP end all that this process started, and this with 130.
 
-    Such a signal also removes the folder; the exit status is 130. The handler does not raise: in some places of
-    torchrun an exception would be lost, or a rank that has just started.
+    The handler does not raise: in some places of torchrun an exception would be lost, or a rank that has just started.
     """
     signals = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]  # as nohup sets SIGHUP
 
