@@ -20,7 +20,6 @@ from helpers.verify.page import Step, page
 from helpers.verify.runs import ROOT, Launcher
 
 SIZES = (8, 4, 2, 1)  # ranks among which the chapters' batches, heads and layers can be divided
-LEAST = 5  # seconds that are worth a start
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=whole, metavar="N", help="GPUs to use (default: all; in a rehearsal 2)")
     parser.add_argument("--chapters", nargs="+", metavar="CHAPTER", help="these alone, or paths of scripts")
     parser.add_argument("--out", type=Path, default=Path("verify"), metavar="DIR", help="folder (default: verify)")
-    parser.add_argument("--again", action="store_true", help="forget the steps that are kept there")
+    parser.add_argument("--again", action="store_true", help="repeat these steps, though they are kept there")
     parser.add_argument("--timeout", type=positive, default=120, metavar="S", help="seconds of a run (default: 120)")
-    parser.add_argument("--minutes", type=positive, default=20, metavar="M", help="of the command (default: 20)")
+    parser.add_argument(
+        "--minutes", type=positive, default=20, metavar="M", help="for all steps; the others are left (default: 20)"
+    )
     parser.add_argument("--rehearsal", action="store_true", help="try the command on pretended GPUs")
     parser.add_argument("--record", action="store_true", help="write the page to book/measured, too")
 
@@ -71,21 +72,21 @@ def verify(args: argparse.Namespace, end: float) -> int:
     timed = [script for script in scripts if script.stem in steps.SPEEDS]
     tasks |= {f"{script.stem}, speed": partial(steps.speed, launcher, script) for script in timed}
     results, records = args.out / "results.json", dict[str, Step]()
-    if results.exists() and not args.again:
+    if results.exists():
         kept = json.loads(results.read_text("utf-8"))
+        forgotten = tasks.keys() if args.again else ()
         if kept["facts"] == facts:
-            records = {name: Step(**step) for name, step in kept["steps"].items()}
+            records = {name: Step(**step) for name, step in kept["steps"].items() if name not in forgotten}
         else:
             say("results", None, f"{results} is of another machine or commit: all steps run again")
     for name, task in tasks.items():
         if fresh := name not in records:
-            if (left := end - time.monotonic()) < LEAST:
+            if end - time.monotonic() < min(args.timeout, 30 * args.minutes):  # it might end too late
                 continue
-            records[name] = task(min(args.timeout, left))
-            text = json.dumps(
-                {"facts": facts, "steps": {each: asdict(step) for each, step in records.items()}}, indent=1
-            )
-            results.write_text(text, "utf-8")
+            records[name] = task(args.timeout)
+            text = json.dumps({"facts": facts, "steps": {each: asdict(records[each]) for each in records}}, indent=1)
+            results.with_suffix(".part").write_text(text, "utf-8")
+            results.with_suffix(".part").replace(results)  # whole, though the command be killed
         step = records[name]
         more = f" (and {len(step.differences) - 1} more on the page)" if len(step.differences) > 1 else ""
         what = f"DIFFERS {step.differences[0]}{more}" if step.differences else step.summary
@@ -133,9 +134,11 @@ def machine_of(launcher: Launcher) -> Machine:
 
 
 def commit() -> str:
-    """The repository's commit, with ``-dirty`` where files differ from it, or "an installed package"."""
+    """The repository's commit, with ``-dirty`` where files differ from it; or why there is none."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    if not (ROOT / ".git").exists():  # git would take a repository around site-packages
+        return "an installed package"
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return "an installed package"
+        return "unknown"

@@ -8,6 +8,7 @@ import faulthandler
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -103,16 +104,17 @@ def main(folder: str, script: str, *flags: str) -> None:
 
     def write() -> None:
         memory, rows = torch.cuda.max_memory_allocated() if on_gpu else 0, [asdict(row) for row in SEEN.rows()]
-        record.write_text(json.dumps({"seconds": time.monotonic() - start, "memory": memory, "lines": rows}))
+        text = json.dumps({"seconds": time.monotonic() - start, "memory": memory, "lines": rows})
+        Path(folder, f"part{rank}").write_text(text)
+        Path(folder, f"part{rank}").replace(record)  # whole, or not at all
 
     def write_and_leave(status: int) -> None:
         if os.getpid() == process:  # not a forked child
             write()
         leave(status)
 
-    if os.environ.get("TORCHELASTIC_RUN_ID") != "rehearsal":  # which has dumps of its own
-        stacks = open(Path(folder, f"stack{rank}"), "w")
-        faulthandler.dump_traceback_later(2, repeat=True, file=stacks)
+    stack = open(Path(folder, f"stack{rank}"), "w")  # open while the rank runs
+    faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)
     os._exit = write_and_leave  # type: ignore[assignment]
     sys.argv, sys.path[0] = [script, *flags], os.path.dirname(script)
     try:

@@ -6,8 +6,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from helpers.rehearsal.command import ROOT, where_ranks_were
 
 OBSERVER = Path(__file__).with_name("observer.py")
 TORCHRUN = ["torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-GRACE = 15  # seconds more for a rehearsal, which at its limit ends the ranks itself, and says where they were
+GRACE = 60  # seconds more for a rehearsal: it begins to count when torch is imported, and says where ranks were
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,20 @@ class Launcher:
             try:
                 status = process.wait(timeout)
             except subprocess.TimeoutExpired:
-                for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                ranks = psutil.Process(process.pid).children(recursive=True)
+                for rank in ranks:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        rank.send_signal(signal.SIGUSR2)  # at which the observer writes where its rank is
+                time.sleep(2)
+                for each in [*ranks, process]:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         each.kill()
                 process.wait()
-        return status, Path(f"{log}.out").read_text("utf-8"), Path(f"{log}.err").read_text("utf-8")
+        return (
+            status,
+            Path(f"{log}.out").read_text("utf-8", "replace"),
+            Path(f"{log}.err").read_text("utf-8", "replace"),
+        )
 
     def run(self, kind: str, script: Path, flags: list[str], timeout: float) -> Run:
         """Run a script; ``kind`` is GPUs or gloo, with the observer, or speed (on GPUs) or rehearsed, without it."""
@@ -69,21 +80,22 @@ class Launcher:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         words = [*[str(OBSERVER), str(folder)] * (kind in ("GPUs", "gloo")), str(script), *flags]
-        if kind == "rehearsed" or self.rehearsal and kind != "gloo":
+        pretended = kind == "rehearsed" or self.rehearsal and kind != "gloo"
+        if pretended:
             options = [f"--gpus={self.ranks}", f"--timeout={timeout:g}", f"--json={folder / 'counts.json'}"]
             line = ["-m", "helpers", "rehearse", words[0], *options, "--", *words[1:]]
-            status, out, errors = self.python(line, name, timeout + GRACE)
         else:
             line = ["-m", *TORCHRUN, f"--nproc-per-node={self.ranks}", *words]
-            hidden = {"CUDA_VISIBLE_DEVICES": ""} if kind == "gloo" else {}
-            status, out, errors = self.python(line, name, timeout, **hidden)
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if pretended or kind == "gloo" else {}
+        status, out, errors = self.python(line, name, timeout + GRACE * pretended, **hidden)
         records = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
         first = (records or [{"lines": [], "seconds": 0.0}])[0]
         if kind == "rehearsed" and (folder / "counts.json").exists():
             first["lines"] = json.loads((folder / "counts.json").read_text())["lines"]
         hang = re.search(r"still ran after timeout.*\n *(.*)", errors)  # as a rehearsal says it
         if hang or status is None:
-            trouble = f"hung: {hang[1] if hang else f'rank 0 at {where_ranks_were(folder, [0])[0]}'}"
+            place = hang[1] if hang else f"rank 0: at {where_ranks_were(folder, [0])[0]}"
+            trouble = f"hung: {place}"
         else:
             trouble = f"failed: {cause(errors)}" if status else ""
         results = re.findall(r"^result (\{.*\})$", out, re.MULTILINE)
