@@ -52,8 +52,8 @@ def main(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace, end: float) -> int:
     """As ``main``, until the moment ``end``. Raises ValueError where it cannot begin."""
-    measured = ROOT / "book" / "measured"
-    if args.record and (args.rehearsal or not measured.is_dir()):
+    library = ROOT / "book" / "measured"
+    if args.record and (args.rehearsal or not library.is_dir()):
         raise ValueError("--record is for real GPUs, in a copy of the repository.\nLeave it out.")
     logs = args.out.absolute() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -69,14 +69,14 @@ def verify(args: argparse.Namespace, end: float) -> int:
 
     tasks: dict[str, Callable[[float], Step]] = {"doctor": partial(steps.doctor, launcher, gpus)}
     tasks |= {script.stem: partial(steps.chapter, launcher, script) for script in scripts}
-    timed = [script for script in scripts if script.stem in steps.SPEEDS]
-    tasks |= {f"{script.stem}, speed": partial(steps.speed, launcher, script) for script in timed}
+    benchmarks = [script for script in scripts if script.stem in steps.SPEEDS]
+    tasks |= {f"{script.stem}, speed": partial(steps.speed, launcher, script) for script in benchmarks}
     results, records = args.out / "results.json", dict[str, Step]()
     if results.exists():
-        kept = json.loads(results.read_text("utf-8"))
-        forgotten = tasks.keys() if args.again else ()
-        if kept["facts"] == facts:
-            records = {name: Step(**step) for name, step in kept["steps"].items() if name not in forgotten}
+        earlier = json.loads(results.read_text("utf-8"))
+        repeats = tasks.keys() if args.again else ()
+        if earlier["facts"] == facts:
+            records = {name: Step(**step) for name, step in earlier["steps"].items() if name not in repeats}
         else:
             say("results", None, f"{results} is of another machine or commit: all steps run again")
     for name, task in tasks.items():
@@ -91,15 +91,15 @@ def verify(args: argparse.Namespace, end: float) -> int:
         more = f" (and {len(step.differences) - 1} more on the page)" if len(step.differences) > 1 else ""
         what = f"DIFFERS {step.differences[0]}{more}" if step.differences else step.summary
         say(name, step.seconds if fresh else None, what)
-    missing = [name for name in tasks if name not in records]
-    if missing:
-        say("left", None, f"{len(missing)} steps after {args.minutes:g} minutes; the same command goes on with them")
+    rest = [name for name in tasks if name not in records]
+    if rest:
+        say("left", None, f"{len(rest)} steps after {args.minutes:g} minutes; the same command goes on with them")
     facts["command"] = f"`{shlex.join(['python', '-m', 'helpers', *sys.argv[1:]])}`"
     facts["date"] = f"{datetime.now(UTC):%Y-%m-%d}"
-    for path in [args.out / "page.md", *[measured / f"{facts['date']}-{gpus}-gpus.md"] * args.record]:
-        path.write_text(page(facts, args.rehearsal, records, missing), "utf-8")
+    for path in [args.out / "page.md", *[library / f"{facts['date']}-{gpus}-gpus.md"] * args.record]:
+        path.write_text(page(facts, args.rehearsal, records, rest), "utf-8")
         say("page", None, str(path))
-    return int(bool(missing or any(step.differences for step in records.values())))
+    return int(bool(rest or any(step.differences for step in records.values())))
 
 
 def say(name: str, seconds: float | None, text: str) -> None:
@@ -114,8 +114,8 @@ def scripts_of(names: list[str | None], out: Path) -> list[Path]:
     scripts: list[Path] = []
     try:
         for name in names:
-            given = [Path(name)] if name and name.endswith(".py") else None
-            scripts += given or chapters.export(name, out / "scripts", force=True)
+            paths = [Path(name)] if name and name.endswith(".py") else None
+            scripts += paths or chapters.export(name, out / "scripts", force=True)
     except chapters.ExportError as error:
         raise ValueError(str(error)) from None
     return [script.absolute() for script in scripts]

@@ -86,8 +86,8 @@ class Launcher:
             line = ["-m", "helpers", "rehearse", words[0], *options, "--", *words[1:]]
         else:
             line = ["-m", *TORCHRUN, f"--nproc-per-node={self.ranks}", *words]
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if pretended or kind == "gloo" else {}
-        status, out, errors = self.python(line, name, timeout + GRACE * pretended, **hidden)
+        variables = {"CUDA_VISIBLE_DEVICES": ""} if pretended or kind == "gloo" else {}
+        status, out, errors = self.python(line, name, timeout + GRACE * pretended, **variables)
         records = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
         first = (records or [{"lines": [], "seconds": 0.0}])[0]
         if kind == "rehearsed" and (folder / "counts.json").exists():
@@ -106,6 +106,6 @@ class Launcher:
 def cause(errors: str) -> str:
     """The line of a standard error that says why a script failed."""
     lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in errors.splitlines()]
-    raised = [line for line in lines if re.match(r"(\S+:\d+: )?[\w.]*(Error|Exception)\b", line)]
-    killed = [line for line in lines if re.search(r"Signal \d+", line)]
-    return ([line for line in raised if "ChildFailedError" not in line] or killed or lines or ["no message"])[-1]
+    exceptions = [line for line in lines if re.match(r"(\S+:\d+: )?[\w.]*(Error|Exception)\b", line)]
+    signals = [line for line in lines if re.search(r"Signal \d+", line)]
+    return ([line for line in exceptions if "ChildFailedError" not in line] or signals or lines or ["no message"])[-1]
