@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE  # without bytecode each of the tests' processe
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help book pdf serve lab scripts run check test rehearse sabotage soak bench outputs system lock
+.PHONY: help book pdf serve lab scripts run check test rehearse gpu sabotage soak bench outputs system lock
 
 help:
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -70,9 +70,10 @@ check: $(READY)  ## ruff, mypy, tests that start no ranks; CHAPTER=04: one chapt
 test: $(READY)  ## every cell, script and process group; ALL=1: also built pages, browsers, hosts, Slurm, kills; TORCH=2.15.0
 	@status=0; { $(STATIC); } || status=1; \
 	$(PYTEST) -n 4 $(if $(ALL)$(CI)$(ARGS),,-m "not slow and not system") $(ARGS) || status=1; exit $$status
-
 rehearse: $(READY)  ## run the GPU path of eleven chapters on 8 or 2 x 8 pretended GPUs
 	@$(BIN)/python tools/rehearse_all.py
+gpu: $(READY)  ## verify the whole book on this machine's GPUs  (ARGS='--chapters 04 06')
+	@$(BIN)/python -m helpers verify $(ARGS)
 sabotage: $(READY)  ## tell the chapters lies, see which cells notice, and name asserts that cannot fail
 	@PYTHONPATH=tools:tests/support $(BIN)/python -m sabotage.run $(ARGS)
 soak: $(READY)  ## run a script many times, or kill its ranks  (CHAPTER=13 ARGS="--kills 200")
@@ -83,7 +84,6 @@ outputs: $(READY)  ## run notebooks and store their outputs  (ARGS=notebooks/04_
 	@OMP_WAIT_POLICY=passive $(BIN)/python tools/store_outputs.py $(ARGS)  # a spinning thread keeps its own rank waiting
 system:  ## install what some tests and the PDF need: chromium, Slurm  (asks first)
 	@sh tools/install_system.sh
-
 lock: $(READY)  ## pin what requirements.txt brings with it, in requirements.lock  (ARGS=--upgrade)
 	@$(PIP) install --quiet uv  # it alone resolves for every Python and system at once, with markers
 	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --custom-compile-command "make lock" \

@@ -8,6 +8,7 @@ from helpers.doctor import command as doctor
 from helpers.export import command as chapters
 from helpers.planner import command as planner
 from helpers.rehearsal import command as rehearsal
+from helpers.verify import command as verify
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -29,6 +30,10 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     command = commands.add_parser("doctor", help="check the machines, the network and the collectives")
     command.set_defaults(main=lambda args, flags: doctor.main(args))
     doctor.add_arguments(command)
+
+    command = commands.add_parser("verify", help="run the whole book on this machine's GPUs, and compare")
+    command.set_defaults(main=lambda args, flags: verify.main(args))
+    verify.add_arguments(command)
 
     command = commands.add_parser("plan", help="what a job needs: memory, messages, time, failures, cost")
     command.set_defaults(main=lambda args, flags: planner.main(args))

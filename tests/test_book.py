@@ -251,7 +251,7 @@ def test_command_in_the_prose_works(command, tmp_path, helpers):
     elif words[:3] == ["python", "-m", "helpers"]:
         name, *options = words[3:]
         assert name != "doctor" or not options  # test_doctor.py runs it so
-        if name in ("run", "rehearse", "doctor"):
+        if name in ("run", "rehearse", "doctor", "verify"):
             options = ["--help"]
         elif name == "export":
             options += ["--out", tmp_path]  # the last one counts

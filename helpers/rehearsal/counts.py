@@ -4,7 +4,9 @@ import os
 import site
 import sys
 import sysconfig
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -17,6 +19,10 @@ LIBRARIES = tuple(
 
 # Kinds of events. At a wait, and at a blocking upload, the host stops until the GPU has done all its work.
 WAIT, UPLOAD, COPY, COLLECTIVE = "wait", "upload", "copy", "collective"
+
+SYNC = "called a synchronizing CUDA operation"  # what torch says in the mode of torch.cuda.set_sync_debug_mode
+NOT_PINNED = "to the GPU, not pinned"  # a copy with non_blocking=True that waits all the same
+SILENT = {"cuda.synchronize", "event.synchronize", NOT_PINNED}  # waits of which torch's mode says nothing
 
 Event = tuple[str, str, str]  # the line as name.py:LINE, a kind such as WAIT, and what the operation is called
 Refused = TypeVar("Refused", bound=Exception)
@@ -46,7 +52,9 @@ class Refusal:
 class Counts:
     """One rank's events: how often each came, how many bytes it moved, and how often between two optimizer steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, line: "Callable[[], str] | None" = None) -> None:
+        self.line = line or script_line
+        self.sync_debug_mode = 0  # 1: warn, 2: raise
         self.events: Counter[Event] = Counter()
         self.bytes: Counter[Event] = Counter()
         self.steps: Counter[int] = Counter()  # of each optimizer, by its id
@@ -55,9 +63,14 @@ class Counts:
 
     def add(self, kind: str, what: str, size: int = 0) -> None:
         """Count one event, of ``size`` bytes, at the line of the script that is running now."""
-        event = (script_line(), kind, what)
+        event = (self.line(), kind, what)
         self.events[event] += 1
         self.bytes[event] += size
+        if self.sync_debug_mode and kind in (WAIT, UPLOAD) and what not in SILENT:
+            if self.sync_debug_mode == 2:
+                raise self.refuse(RuntimeError(SYNC))
+            file, _, number = event[0].rpartition(":")
+            warnings.warn_explicit(SYNC, UserWarning, file, int(number or 0))
 
     def count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """A hook that every optimizer calls at a step. With several optimizers, the steps of the busiest one count."""
@@ -67,7 +80,7 @@ class Counts:
 
     def refuse(self, error: Refused) -> Refused:
         """Note an error that a GPU or NCCL would raise, with the script's line; return the error, for ``raise``."""
-        self.refusals.append(Refusal(script_line(), f"{type(error).__name__}: {error}"))
+        self.refusals.append(Refusal(self.line(), f"{type(error).__name__}: {error}"))
         return error
 
     def rows(self) -> list[Row]:
@@ -81,17 +94,17 @@ class Counts:
         return rows
 
 
-def frame_outside(*places: str) -> FrameType | None:
+def frame_outside(*places: str, start: FrameType | None = None) -> FrameType | None:
     """The innermost running frame whose file lies in none of these places: the caller, without the code in them."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = start or sys._getframe(1)
     while frame and frame.f_code.co_filename.startswith(places):
         frame = frame.f_back
     return frame
 
 
-def script_line() -> str:
+def script_line(start: FrameType | None = None) -> str:
     """``name.py:LINE`` of the innermost running line outside of libraries: in the script or in a module of its own."""
-    frame = frame_outside(*LIBRARIES, "<")
+    frame = frame_outside(*LIBRARIES, "<", start=start)
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
 
 

@@ -118,6 +118,11 @@ def set_device(device: Device) -> None:
     Node.current = gpu_of(device)
 
 
+def set_sync_debug_mode(debug_mode: int | str) -> None:
+    modes = {"default": 0, "warn": 1, "error": 2}
+    COUNTS.sync_debug_mode = modes[debug_mode] if isinstance(debug_mode, str) else debug_mode
+
+
 def returning(value: Any) -> Callable[..., Any]:
     """A new function that always returns this value. torch._dynamo wants a different function for each name."""
     return lambda *args, **kwargs: value
@@ -135,6 +140,8 @@ def patch() -> None:
         "get_device_name": lambda device=None: properties(device).name,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": properties,
+        "set_sync_debug_mode": set_sync_debug_mode,
+        "get_sync_debug_mode": lambda: COUNTS.sync_debug_mode,
         "synchronize": lambda device=None: COUNTS.add(WAIT, "cuda.synchronize"),
         "Stream": Stream,
         "Event": Event,

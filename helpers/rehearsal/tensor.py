@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.types import Device
 
-from helpers.rehearsal.counts import COLLECTIVE, COPY, COUNTS, UPLOAD, WAIT, frame_outside
+from helpers.rehearsal.counts import COLLECTIVE, COPY, COUNTS, NOT_PINNED, UPLOAD, WAIT, frame_outside
 from helpers.rehearsal.devices import bytes_of, check_generator, gpu_of, is_gpu, is_pinned
 
 aten = torch.ops.aten
@@ -249,6 +249,8 @@ def count_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 def count_copy(source: torch.Tensor, upload: bool, non_blocking: bool) -> None:
     """Count a copy between host and GPU. Without pinned memory the host waits for a copy to the GPU."""
     if upload:
-        COUNTS.add(COPY if non_blocking and is_pinned(source) else UPLOAD, "to the GPU", bytes_of(source))
+        pinned = is_pinned(source)
+        what = NOT_PINNED if non_blocking and not pinned else "to the GPU"
+        COUNTS.add(COPY if non_blocking and pinned else UPLOAD, what, bytes_of(source))
     else:
         COUNTS.add(COPY if non_blocking else WAIT, "to the CPU", bytes_of(source))

@@ -1,0 +1,72 @@
+"""This machine's GPUs, driver and versions, and what of it would stop a run on GPUs.
+
+``python machine.py`` prints the facts: in a process of its own, so that the command never holds a GPU.
+"""
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine has. ``error`` is what torch says where it cannot use GPUs."""
+
+    gpus: list[str]  # names
+    driver: str  # NVIDIA's, or "" where nvidia-smi fails
+    torch: str
+    cuda: str
+    nccl: str
+    python: str
+    error: str = ""
+
+    def __str__(self) -> str:
+        """``8 x NVIDIA H100 80GB HBM3; driver 570.86, PyTorch …``, with a plus between models."""
+        models = " + ".join(f"{self.gpus.count(name)} x {name}" for name in dict.fromkeys(self.gpus))
+        versions = f"driver {self.driver or 'none'}, PyTorch {self.torch}, CUDA {self.cuda}, NCCL {self.nccl}"
+        return f"{models}; {versions}, Python {self.python}"
+
+
+def examine() -> Machine:
+    """The machine as torch and nvidia-smi see it from this process."""
+    import torch
+
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver, nccl, error, names = "", "", "", list[str]()
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.split("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        pass
+    try:
+        torch.cuda.init()
+        names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    except (RuntimeError, AssertionError) as problem:
+        error = str(problem).partition("\n")[0]
+    return Machine(names, driver, torch.__version__, torch.version.cuda or "", nccl, platform.python_version(), error)
+
+
+def obstacle(machine: Machine, wanted: int | None) -> str:
+    """What stops a run on ``wanted`` GPUs, or on all for None, and the next step, in two lines; or ""."""
+    count = len(machine.gpus)
+    if count:
+        few = f"This machine has {count} GPUs, and --gpus asks for {wanted}.\nTake --gpus {count}, or leave it out."
+        return few if count < (wanted or 0) else ""
+    if "too old" in machine.error:
+        why = f"PyTorch {machine.torch} is built for CUDA {machine.cuda}; the driver {machine.driver} is too old."
+        return f"{why}\nUpdate the driver, or install PyTorch for an older CUDA: pytorch.org/get-started"
+    if not machine.driver:
+        why = "There is no GPU, or no driver: nvidia-smi is missing or fails."
+        return f"{why}\nGo to a machine with GPUs, or try the command here on pretended GPUs: --rehearsal"
+    if not machine.cuda:
+        return f"PyTorch {machine.torch} is a build for CPUs.\nInstall the build for CUDA: pytorch.org/get-started"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    return (
+        f"PyTorch sees no GPU: {machine.error or 'none is visible'}.\nCUDA_VISIBLE_DEVICES is {visible}; try nvidia-smi"
+    )
+
+
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
+    print(json.dumps(asdict(examine())))

@@ -1,0 +1,46 @@
+"""The page of a verification, as Markdown: a function of the machine and of the steps' records."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from helpers.verify.compare import TOLERANCE, TOLERANCES, UNCOMPARED
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step came to. A script's step has more: its result and memory on GPUs, seconds on GPUs and on gloo."""
+
+    seconds: float  # from its start to its end
+    differences: list[str]
+    summary: str  # where nothing differs
+    command: str
+    result: dict[str, float] = field(default_factory=dict)
+    script_seconds: list[float] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)  # bytes, each rank's peak
+    printed: str = ""  # where a script measures speed
+
+
+def page(facts: Mapping[str, str], rehearsal: bool, steps: Mapping[str, Step], missing: Sequence[str]) -> str:
+    """The page. ``facts`` are rows of its first table, ``missing`` are names of steps that have not run."""
+    text = [f"# The book on GPUs: {'rehearsed, not run on a GPU' if rehearsal else facts['machine'].split(';')[0]}", ""]
+    text += ["| what | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
+    text += ["", "## What differed from gloo, the pages' backend, and from the rehearsal", ""]
+    lines = [f"- {name}: {line}" for name, step in steps.items() for line in step.differences]
+    text += lines or ["Nothing."]
+    if missing:
+        text += ["", f"Not run yet: {', '.join(missing)}."]
+    loose = ", ".join(f"{tolerance:g} in {name}" for name, tolerance in TOLERANCES.items())
+    text += ["", f"The tolerance of results is {TOLERANCE:g}, and {loose}. {UNCOMPARED}", "## Scripts", ""]
+    text += ["The observer's counting takes some of the seconds.", ""]
+    text += ["| command | result on GPUs | seconds on GPUs, on gloo | peak MB of the ranks |", "|---|---|---|---|"]
+    for step in steps.values():
+        if step.script_seconds:
+            result = ", ".join(f"{name} {number:g}" for name, number in step.result.items())
+            seconds = ", ".join(f"{each:.1f}" for each in step.script_seconds)
+            text.append(
+                f"| `{step.command}` | {result} | {seconds} | {', '.join(f'{m / 1e6:.0f}' for m in step.memory)} |"
+            )
+    for name, step in steps.items():
+        if step.printed:
+            text += ["", f"## {name}", "", f"`{step.command}`", "", "```text", step.printed.strip(), "```"]
+    return "\n".join(text) + "\n"

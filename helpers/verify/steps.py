@@ -1,0 +1,66 @@
+"""The steps of a verification: the doctor, a chapter's script in three ways, and the speed that a script measures."""
+
+import os
+import re
+import shlex
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from helpers.verify.compare import differences, times
+from helpers.verify.page import Step
+from helpers.verify.runs import Launcher
+
+FEWER = ["--batch-size", "144", "--width", "16"]
+FLAGS = {  # with which a chapter ends soon on CPUs, too; a repetition by time would not repeat its counts
+    "02_collectives": ["--repeat", "0"],
+    "06_fsdp": ["--epochs", "2", *FEWER],
+    "07_tensor_parallel": FEWER,
+    "08_pipeline_parallel": FEWER,
+    "09_long_sequences_experts": FEWER,
+    "12_multi_node": ["--repeat", "0"],
+    "16_capstone": ["--steps", "12", "--log-every", "5"],
+}
+SPEEDS = {  # with which the pages measure GPUs; a rehearsal takes FLAGS
+    "02_collectives": ["--largest", "268435456"],
+    "05_amp": ["--bench-width", "4096"],
+    "12_multi_node": ["--size", "268435456"],
+    "15_planning": ["--matrix", "8192", "--message", "268435456"],
+}
+AT_ONCE = 3  # cores for each rank with which a chapter's three runs go on together
+
+
+def doctor(launcher: Launcher, gpus: int, timeout: float) -> Step:
+    """The doctor on all GPUs, in a rehearsal on gloo; a problem is a difference."""
+    start, words = time.monotonic(), ["-m", "helpers", "doctor", f"--nproc={gpus}"]
+    words += ["--backend=gloo"] * launcher.rehearsal
+    status, out, errors = launcher.python(words, "doctor", timeout)
+    problems = re.findall(r"^WRONG +(.+(?:\n {7}.+)*\n  try: .+(?:\n {7}.+)*)", out, re.MULTILINE)
+    if status != 0 and not problems:
+        problems = [f"it hung for {timeout:.0f} s" if status is None else errors.strip().rpartition("\n")[2]]
+    lines = [" ".join(problem.split()) for problem in problems]
+    return Step(time.monotonic() - start, lines, "nothing is wrong", shlex.join(["python", *words]))
+
+
+def chapter(launcher: Launcher, script: Path, timeout: float) -> Step:
+    """A script on GPUs, on gloo and rehearsed, and what differed."""
+    start, flags = time.monotonic(), FLAGS.get(script.stem, [])
+    with ThreadPoolExecutor(3 if (os.cpu_count() or 1) >= AT_ONCE * launcher.ranks else 1) as pool:
+        kinds = [pool.submit(launcher.run, kind, script, flags, timeout) for kind in ("GPUs", "gloo", "rehearsed")]
+    gpus, gloo, rehearsed = (kind.result() for kind in kinds)
+    lines, totals = differences(script.stem, gpus, gloo, rehearsed), times(gpus.lines)[0]
+    waits = sum(count for event, count in totals.items() if event.endswith(" waits"))
+    collectives = sum(count for event, count in totals.items() if event) - waits
+    summary = f"result as on gloo; {waits} waits and {collectives} collectives as rehearsed"
+    command = launcher.command(script, flags)
+    return Step(
+        time.monotonic() - start, lines, summary, command, gpus.result, [gpus.seconds, gloo.seconds], gpus.memory
+    )
+
+
+def speed(launcher: Launcher, script: Path, timeout: float) -> Step:
+    """What a script that measures prints on GPUs, without the observer."""
+    start, flags = time.monotonic(), FLAGS.get(script.stem, []) if launcher.rehearsal else SPEEDS[script.stem]
+    run = launcher.run("speed", script, flags, timeout)
+    lines = [f"on GPUs it {run.trouble}"] if run.trouble else []
+    return Step(time.monotonic() - start, lines, "measured", launcher.command(script, flags), printed=run.printed)
