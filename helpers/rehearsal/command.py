@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import faulthandler
 import json
 import os
 import signal
@@ -86,8 +85,6 @@ def run(
                     server.close()
                     become_a_rank(before)
                     os.environ.update(variables(number, gpus, nodes, port, folder))
-                    stacks = open(folder / f"stack{number}", "w")  # open while the rank runs
-                    faulthandler.dump_traceback_later(min(EVERY, timeout) * 0.9, repeat=True, file=stacks)
                     rank.main(str(script), flags, gpus, folder, counts)
                 finally:
                     rank.EXIT(1)  # main does not return
@@ -185,11 +182,10 @@ def wait(ranks: dict[int, int], folder: Path, timeout: float) -> int:
 
 
 def where_ranks_were(folder: Path, ranks: Iterable[int]) -> dict[int, str]:
-    """{rank: the innermost line of the script} in the last dump of its stacks, which is some seconds old."""
+    """{rank: the innermost line of the script} in the stack that the rank wrote last, a second or so ago."""
     from helpers.ranks.collecting import innermost, read
 
-    dumps = {rank: read(folder / f"stack{rank}").rpartition("Timeout (")[2] for rank in ranks}
-    return {rank: innermost(dump.rpartition("\n\n")[2]) for rank, dump in dumps.items()}
+    return {rank: innermost(read(folder / f"stack{rank}")) for rank in ranks}
 
 
 def refusals(folder: Path) -> list[str]:

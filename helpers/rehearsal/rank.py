@@ -1,10 +1,12 @@
 """One rank of a rehearsal: it gives its process pretended GPUs, then runs the script as ``__main__``."""
 
+import _thread
 import atexit
 import json
 import os
 import runpy
 import sys
+import time
 import traceback
 import warnings
 from dataclasses import asdict
@@ -23,6 +25,21 @@ def pretend(count: int) -> None:
     Node.gpus = count
     for module in (gpus, moves, factories, nccl, wrappers):
         module.patch()
+
+
+def write_stacks(path: Path, thread: int) -> None:
+    """Write a thread's stack to a file every second, for as long as the process lives: the innermost call first.
+
+    faulthandler's timer would read the stack without the GIL, and now and then that ends the process by SIGSEGV.
+    """
+    while True:
+        time.sleep(1)
+        if frame := sys._current_frames().get(thread):
+            calls = [(call.f_code.co_filename, line, call.f_code.co_name) for call, line in traceback.walk_stack(frame)]
+            path.with_suffix(".new").write_text(
+                "".join(f'File "{file}", line {n} in {name}\n' for file, n, name in calls)
+            )
+            path.with_suffix(".new").replace(path)
 
 
 def main(script: str, flags: list[str], count: int, folder: Path, counts: Path | None) -> NoReturn:
@@ -46,6 +63,8 @@ def main(script: str, flags: list[str], count: int, folder: Path, counts: Path |
                 pass
         EXIT(status)
 
+    # Not a threading.Thread: the script may count those.
+    _thread.start_new_thread(write_stacks, (folder / f"stack{os.environ['RANK']}", _thread.get_ident()))
     warnings.filterwarnings("ignore", message=".*wrapper subclass.*")
     pretend(count)
     os._exit = leave
