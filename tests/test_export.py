@@ -20,7 +20,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from helpers.export import chapters as commands
 from helpers.export.notebook import ExportError, read_notebook, script_name
 from helpers.export.script import script_from_notebook
-from helpers.source import modules_of
+from helpers.source import packages_of
 
 ROOT = Path(__file__).parents[1]
 START = """\
@@ -272,7 +272,7 @@ def test_usage(helpers, arguments, status, expected):
 
 def test_the_package_names_what_it_imports():
     nodes = [node for path in (ROOT / "helpers").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
-    modules = {"sklearn"} | {module.partition(".")[0] for node in nodes for module in modules_of(node)}
+    modules = {"sklearn"} | {package for node in nodes for package in packages_of(node)}
     homes = packages_distributions()
     needed = {homes[module][0].lower() for module in modules - {"helpers", *sys.stdlib_module_names}}
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]

@@ -10,7 +10,7 @@ from nbformat import NotebookNode
 
 from helpers.source import Statement, split
 
-LIBRARIES = {"torch", "torchvision", "numpy", "sklearn", "matplotlib"}  # they can be imported in any order
+LIBRARIES = {"torch", "torchvision", "numpy", "safetensors", "sklearn", "matplotlib"}  # in any order
 
 
 class ExportError(Exception):
