@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from forked import AT_ADDRESS, Forked, Work, forked
-from scripting import ROOT, export, result, stand_alone
+from scripting import ROOT, export, result, stand_alone, torchrun
 from test_scripts import CHAPTERS, GOOD_ENOUGH
 
 from helpers.ranks.ports import hold_port
@@ -165,7 +165,11 @@ def test_lines_of_one_node_in_their_order(chapter, alone, script):
         if line.chapter == chapter and line.nodes == 1 and line.flags:
             launcher = [word for word in line.launcher if word != "--standalone"] + AT_ADDRESS
             environment = {**alone, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if chapter[:2] == "13" else alone
-            check(line, agent(line, path, launcher, environment).end(600), path.parent)
+            if line.ranks > 4:  # now and then one of eight ranks that are forked from an agent hangs at its start
+                ended = torchrun(path, line.ranks, environment, *line.flags_here(), timeout=600)
+            else:
+                ended = agent(line, path, launcher, environment).end(600)
+            check(line, ended, path.parent)
             if "--nproc-per-node=gpu" in line.launcher and "--max-restarts=3" not in line.launcher:
                 words = ["rehearse", path.name, "--gpus", str(line.ranks), "--timeout", "600", "--", *line.flags_here()]
                 status, out, errors, left = forked(Work("helpers.__main__", "main", words, str(path.parent)), HERE, 700)
