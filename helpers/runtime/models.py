@@ -56,3 +56,11 @@ class PixelTransformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def draw_weights(part: nn.Module, device: torch.device | str) -> None:
+    """Memory for a part of a meta model, and first weights for its layers."""
+    part.to_empty(device=device)
+    for layer in part.modules():
+        if hasattr(layer, "reset_parameters"):
+            layer.reset_parameters()
