@@ -161,7 +161,7 @@ def choice(page):
 def heading_is_seen(page):
     return page.wait_for_function("""() => {
         const heading = document.getElementById(decodeURIComponent(location.hash.slice(1)));
-        const {top, bottom} = heading.getBoundingClientRect();
+        const {top, bottom} = heading?.getBoundingClientRect() ?? {};  // none yet, while the page loads
         return top >= 0 && top < innerHeight && bottom > 0;
     }""")
 

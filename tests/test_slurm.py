@@ -1,12 +1,15 @@
 """The batch file that `python -m helpers export --slurm` writes, unchanged, on a real Slurm."""
 
+import contextlib
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import recorded
 import slurm_cluster
@@ -91,10 +94,16 @@ class Job:
         urgent = ["--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
         self.cluster.submit(*urgent, *options, cwd=self.folder)
 
-    def signal(self, name):
+    def signal(self, number):
         """Send the script's ranks a signal, but not torchrun; return how many there are."""
-        command = ["pkill", f"--signal={name}", "--count", "--full", "--", "-u 11_trainer.py"]
-        return sum(int(node.run(*command, check=False)) for node in self.cluster.nodes.values())
+        ranks = []
+        for process in psutil.process_iter():  # those of the nodes too: their process numbers here are other ones
+            with contextlib.suppress(psutil.Error):
+                if process.cmdline()[1:3] == ["-u", "11_trainer.py"] and process.cwd() == str(self.folder):
+                    ranks.append(process)
+        for process in ranks:
+            process.send_signal(number)
+        return len(ranks)
 
     def record(self, name, first):
         """Compare two starts of the job with what the book shows: one, and the next until it trains or ends.
@@ -126,10 +135,10 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
     # The time limit is cut so that the signal is due at once. The controller looks every 30 s. Until then the ranks are
     # stopped, because a fast machine would end the job before.
     job.wait_for_training(0)
-    assert job.signal("STOP") == 2
+    assert job.signal(signal.SIGSTOP) == 2
     job.update("TimeLimit=3")
     time.sleep(max(0, cluster.until_limits_are_checked() - 0.5))
-    job.signal("CONT")
+    job.signal(signal.SIGCONT)
     job.requeue_soon()
     job.update("TimeLimit=30")
 
@@ -149,8 +158,8 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
     assert [beginning[1] is None for beginning in beginnings] == [True, False, False, False]
     steps = [int(beginning[1]) for beginning in beginnings[1:]]
     assert 0 < steps[0] < steps[1] <= steps[2] < 1440
-    for start, signal, step in zip(starts, ("SIGUSR1", "SIGTERM"), steps, strict=False):  # it goes on where it stopped
-        assert f"stopped by {signal} at step {step}: go on with --resume\n" in start and "result" not in start
+    for start, name, step in zip(starts, ("SIGUSR1", "SIGTERM"), steps, strict=False):  # it goes on where it stopped
+        assert f"stopped by {name} at step {step}: go on with --resume\n" in start and "result" not in start
     assert "Node failure on n2" in starts[2] and "stopped by" not in starts[2]
     assert starts[2].startswith("start 2 on n[1-2]\n") and starts[3].startswith("start 3 on n[1,3]\n")
     result, state = result_of(starts[3], job.work)
@@ -231,7 +240,7 @@ def test_a_rank_that_does_not_train_yet_outlives_the_signal_and_the_job_comes_ba
     job.wait_for_training(0)
     cluster.run("scancel", "--signal=TERM", str(job.number))
     time.sleep(1)
-    assert job.signal("0") == 1
+    assert job.signal(0) == 1
     cluster.run("scontrol", "update", "PartitionName=main", "GraceTime=1")
     job.preempt("--nodelist=n1")
     job.wait_for_state("PENDING")  # Slurm does it, after the grace time

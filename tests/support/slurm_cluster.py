@@ -13,9 +13,7 @@ from pathlib import Path
 
 import hosts
 
-missing = functools.partial(
-    hosts.missing, "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "munged", "pkill"
-)
+missing = functools.partial(hosts.missing, "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "munged")
 SETTINGS = """\
 ClusterName=book
 SlurmctldHost=head
