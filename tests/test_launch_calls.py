@@ -1,8 +1,11 @@
 """``launch``: what it returns, the ranks' environment, and what can be sent to ranks and back."""
 
+import functools
+import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +18,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from forked import AT_ADDRESS, TORCHRUN
 from launching import Trap, cell, failure, linux, nothing_left, warmed_up  # noqa: F401  (fixtures)
 
 from helpers.ranks.launch import MAX_SECONDS, LaunchError, launch
@@ -82,7 +86,114 @@ def test_ranks_have_the_callers_folder_and_path(tmp_path, monkeypatch):
     assert launch(mine_only.answer, nproc=2) == [42, 42]
 
 
+def test_a_function_that_starts_and_ends_a_group_itself_shares_the_one_that_runs():
+    """As tutorials' setup and cleanup do, by any of torch's names, and with the end right after DDP's backward."""
+    names = cell("""
+        from torch.distributed import destroy_process_group, init_process_group
+
+        def train(backend, **who):
+            init_process_group(backend, **who)
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+            model(torch.ones(1, 2)).sum().backward()
+            destroy_process_group()
+            dist.init_process_group()
+            dist.all_reduce(total := torch.ones(1))
+            dist.destroy_process_group()
+            return total.item()
+
+        def main(rank, world_size):
+            return train("cpu:gloo,cuda:nccl", rank=rank, world_size=world_size), train(None), train("gloo", rank=rank)
+    """)
+    assert launch(names.main, nproc=2) == [(2.0, 2.0, 2.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "nccl"}, "init_process_group(backend='nccl') in a rank of launch, whose group has backend='gloo'"),
+        ({"rank": 7}, "init_process_group(rank=7) in a rank of launch, whose group has rank="),
+        ({"world_size": 1}, "init_process_group(world_size=1) in a rank of launch, whose group has world_size=2"),
+    ],
+)
+def test_a_group_that_the_function_cannot_have(options, message):
+    error = failure(lambda: dist.init_process_group(**options), nproc=2)
+    assert message in str(error) and f": leave {[*options][0]} out." in str(error)
+
+
+def test_a_second_start_is_refused_and_a_real_end_ends_the_group():
+    def start_twice():
+        dist.init_process_group()
+        dist.init_process_group()
+
+    def start_anew():  # at MASTER_ADDR, in which torchrun's ranks would find a store
+        dist.destroy_process_group()
+        before = dist.is_initialized()
+        dist.init_process_group("gloo", group_name="mine")
+        dist.all_reduce(total := torch.ones(1))
+        pair = dist.new_group([0, 1])
+        dist.destroy_process_group(pair)
+        return before, total.item(), dist.is_initialized()
+
+    assert "trying to initialize the default process group twice!" in str(failure(start_twice, nproc=1))
+    assert launch(start_anew, nproc=2) == [(False, 2.0, True)] * 2
+
+
+def test_a_function_for_spawn_gets_the_rank_and_the_world_size_that_it_lacks():
+    def both(rank, world_size, epochs=1):
+        return rank, world_size, epochs
+
+    def first(rank, epochs, *, lr=0.1):
+        return rank, epochs, lr
+
+    assert launch(both, nproc=2) == [(0, 2, 1), (1, 2, 1)]
+    assert launch(both, 2, nproc=2) == [(0, 2, 1), (1, 2, 1)]  # as in mp.spawn(both, args=(2,), nprocs=2)
+    assert launch(both, 5, 6, nproc=2) == [(5, 6, 1)] * 2  # both are given
+    assert launch(functools.partial(first, lr=0.2), 3, nproc=2) == [(0, 3, 0.2), (1, 3, 0.2)]
+
+
+def test_a_dataclass_with_slots_of_the_notebook_comes_back():
+    names = cell("""
+        import dataclasses
+
+        @dataclasses.dataclass(slots=True)
+        class Step:
+            loss: float
+
+        @dataclasses.dataclass(slots=True)
+        class Epoch(Step):
+            steps: list
+
+        @dataclasses.dataclass(slots=True, frozen=True)
+        class Setting:
+            lr: float
+
+        def train(given):
+            return given, Epoch(0.5, [Step(1.0)]), Setting(0.1), hasattr(given, "__dict__")
+    """)
+    given = names.Step(2.0)
+    [result] = launch(names.train, given, nproc=1)
+    assert result == (given, names.Epoch(0.5, [names.Step(1.0)]), names.Setting(0.1), False)
+
+
 # --- the ranks' surroundings ------------------------------------------------------------------------------------------
+
+
+def test_the_environment_is_torchruns(tmp_path, monkeypatch):
+    """Of a rank of torchrun that serves its store itself, but for the files, signals and threads of its agent."""
+    monkeypatch.setenv("MASTER_PORT", "1")  # which torchrun overwrites
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    show = "import json, os; open('rank' + os.environ['RANK'], 'w').write(json.dumps(dict(os.environ)))"
+    command = [sys.executable, *TORCHRUN, "--nproc-per-node=2", *AT_ADDRESS]
+    (tmp_path / "show.py").write_text(show)
+    subprocess.run([*command, "show.py"], cwd=tmp_path, check=True, stderr=subprocess.DEVNULL)
+    theirs = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
+    ours = launch(lambda: dict(os.environ), nproc=2)
+    of_agent = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+    for own, other in zip(ours, theirs, strict=True):
+        assert other.keys() - own.keys() == of_agent
+        assert {name: other[name] for name in other.keys() - of_agent - {"MASTER_PORT"}}.items() <= own.items()
+        assert 1 << 10 < int(own["MASTER_PORT"]) == int(ours[0]["MASTER_PORT"])
 
 
 def test_changes_of_the_kernels_environment_reach_the_ranks(monkeypatch):
@@ -233,6 +344,7 @@ def test_rank_that_ends_or_stops_while_it_writes_its_result(end, message):
         ((threading.Lock().acquire,), {}, "the function acquire cannot be sent"),
         ((print, 1, threading.Lock()), {}, "argument 1, a lock, cannot be sent"),
         ((3,), {}, "launch needs a function, and got 3"),
+        ((lambda gpu, args: 0, 1), {}, "(gpu, args) with 1 arguments: missing a required argument: 'args'.\nPass them"),
         ((print,), {"nproc": 0}, "nproc=0 is not a number of ranks between 1 and 64"),
         ((print,), {"nproc": 65}, "torchrun"),
         ((print,), {"nproc": "4"}, "nproc='4' is not a number of ranks"),

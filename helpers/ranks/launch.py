@@ -4,6 +4,7 @@ Each call gets fresh ranks, forked by one of Python's forkservers, which has imp
 """
 
 import contextlib
+import inspect
 import itertools
 import linecache
 import multiprocessing
@@ -22,12 +23,19 @@ from typing import Any
 
 from helpers.ranks.collecting import Rank, collect, end, read, where_they_stand
 from helpers.ranks.messages import LaunchError, RankError, count_oom_kills, first_failure, fold, hang, tidy
+from helpers.ranks.ports import hold_port
 from helpers.ranks.rank import Call, dumps, rank_main
 
 __all__ = ["LaunchError", "RankError", "cannot_be_sent", "context", "launch", "warm", "without_main"]
 
 MAX_RANKS = 64
 MAX_SECONDS = 1_000_000
+OWN = ("rank", "world_size")  # what mp.spawn's functions take first
+TORCHRUNS = {  # what torchrun sets, if no agent serves the ranks' store; each rank adds its numbers
+    **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1"},
+    **{"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none"},
+    **{"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"},
+}
 context = multiprocessing.get_context("forkserver")
 launches = itertools.count()
 starting = threading.Lock()  # without_main changes sys.modules, so one thread at a time may be in it
@@ -53,8 +61,11 @@ def launch(
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``nproc`` fresh ranks and return their results, ``[rank 0's, rank 1's, …]``.
 
-    In each rank the default process group runs (gloo, loopback only), and RANK, LOCAL_RANK, WORLD_SIZE and
-    LOCAL_WORLD_SIZE are set as torchrun sets them. cloudpickle carries ``fn``, its arguments and its results.
+    In each rank the default process group runs (gloo, loopback only), and the variables that torchrun sets are set,
+    but for the error file and the signals. Where ``fn`` starts a group itself, ``init_process_group`` only compares
+    backend, rank and world size with the group that runs, and ``destroy_process_group`` then leaves this group running.
+    If the parameters of ``fn`` begin with ``rank``, or ``rank, world_size``, and ``args`` lack these, each rank adds
+    its own, as mp.spawn adds the first. cloudpickle carries ``fn``, its arguments and its results.
     What the ranks print appears here when they end, in rank order; a line that several ranks print is shown once.
     ``timeout`` is in seconds and begins when all ranks have met, so that a busy machine's slow start does not
     count. After it, ranks have LATE_WITHIN more seconds to tell in which line they are. ``env`` is {name: text},
@@ -64,28 +75,35 @@ def launch(
     cannot work.
     """
     check(fn, nproc, timeout)
-    payload = pack(fn, args)
+    payload = pack(fn, own_arguments(fn, args), args)
     warm()
     folder = Path(util.get_temp_dir(), f"launch{next(launches)}")
-    environment = {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "WORLD_SIZE_ONE_STORE": str(folder / "store"),
-        **(env or {}),
-    }
-    call = Call(folder, nproc, timeout, environment)
-    ranks: list[Rank] = []
+    with hold_port() as port:  # for a function that ends this group and starts one at MASTER_ADDR
+        environment = {
+            **os.environ,
+            **TORCHRUNS,
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+            "WORLD_SIZE_ONE_STORE": str(folder / "store"),
+            **(env or {}),
+        }
+        return results(Call(folder, nproc, timeout, environment), payload)
+
+
+def results(call: Call, payload: bytes) -> list[Any]:
+    """The results of a call's ranks, which this starts and ends. Raises RankError, and prints what the ranks print."""
+    folder, nproc, ranks = call.folder, call.world_size, list[Rank]()
     oom_kills = count_oom_kills()
     try:
         folder.mkdir()
         (folder / "call").write_bytes(payload)
         for rank in range(nproc):
             start(rank, call, ranks)
-        returned, failures = collect(folder, ranks, timeout)
+        returned, failures = collect(folder, ranks, call.timeout)
         if failures:
             raise first_failure(failures, count_oom_kills() > oom_kills)
         if len(returned) < nproc:
-            raise hang(where_they_stand(folder, nproc), returned, timeout)
+            raise hang(where_they_stand(folder, nproc), returned, call.timeout)
         return [pickle.loads((folder / f"report{rank}").read_bytes()) for rank in range(nproc)]
     finally:
         with uninterrupted():
@@ -109,11 +127,34 @@ def check(fn: object, nproc: int, timeout: float) -> None:
         raise LaunchError("launch was called inside a rank.\nStart ranks from the notebook, and call dist.* in them.")
 
 
-def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def own_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names of the arguments before ``args`` that each rank adds: (), rank, or rank and world_size.
+
+    Raises LaunchError where ``fn`` takes other arguments than these.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # of many functions in C
+        return ()
+    refusal = None
+    for own in ((), OWN[:1], OWN):
+        try:
+            signature.bind(*own, *args)
+            if (*signature.parameters,)[: len(own)] == own:
+                return own
+        except TypeError as error:
+            refusal = refusal or error
+    what = f"launch calls {getattr(fn, '__name__', fn)}{signature} with {len(args)} arguments: {refusal}"
+    raise LaunchError(
+        f"{what}.\nPass them: launch(fn, argument, nproc=4). A rank's own number is dist.get_rank() in fn."
+    )
+
+
+def pack(fn: Callable[..., Any], own: tuple[str, ...], args: tuple[Any, ...]) -> bytes:
     """The function, its arguments and the sources of the notebook's cells as bytes. Raises LaunchError."""
     sources = {name: entry for name, entry in linecache.cache.items() if "ipykernel_" in name or name.startswith("<")}
     try:
-        return dumps((fn, args, sources))
+        return dumps((fn, own, args, sources))
     except Exception as error:
         parts = {f"the function {getattr(fn, '__name__', fn)}": fn}
         parts |= {f"argument {index}, a {type(arg).__name__},": arg for index, arg in enumerate(args)}

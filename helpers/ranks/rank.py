@@ -1,13 +1,16 @@
 """What each rank of ``launch`` does: set up, call the function, report, and wait until the launcher ends it."""
 
 import faulthandler
+import functools
 import importlib
+import inspect
 import io
 import linecache
 import multiprocessing
 import operator
 import os
 import pickle
+import re
 import signal
 import site
 import sys
@@ -96,7 +99,8 @@ def run(rank: int, call: Call, met: Callable[[], None]) -> bytes:
     """Start the process group, call ``met``, then the function that the folder holds; return its pickled result."""
     os.environ.clear()  # the forkserver has the variables of its own start, which may be old
     world_size = call.world_size
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    numbers = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank)
+    numbers |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), world_size)
     os.environ.update(call.environment, **{name: str(number) for name, number in numbers.items()})
     import torch
     import torch.distributed as dist
@@ -118,14 +122,49 @@ def run(rank: int, call: Call, met: Callable[[], None]) -> bytes:
     )
     dist.barrier()  # from here on a rank that dies cannot disturb its peers' rendezvous
     met()
-    fn, args, sources = pickle.loads((call.folder / "call").read_bytes())
+    share_group()  # before the function is read, which may hold the two that this replaces
+    fn, own, args, sources = pickle.loads((call.folder / "call").read_bytes())
     linecache.cache.update(sources)  # so that a traceback shows the notebook's lines
-    result = fn(*args)
+    result = fn(*(numbers[name.upper()] for name in own), *args)
     try:
         return dumps(result)
     except Exception as error:
         what = f"the result, a {type(result).__name__}, cannot be sent back ({error})"
         raise TypeError(f"{what}.\nReturn tensors, arrays or plain objects.") from None
+
+
+def share_group() -> None:
+    """Let the function's own ``init_process_group`` share the group that runs: the call only compares."""
+    import torch.distributed as dist
+
+    init, destroy, started = dist.init_process_group, dist.destroy_process_group, dist.group.WORLD
+    actual = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    shared = False
+
+    @functools.wraps(init)
+    def init_process_group(*args: Any, **options: Any) -> None:
+        nonlocal shared
+        if shared or dist.group.WORLD is not started:  # a second call, or after a real end: as torch has it
+            return init(*args, **options)
+        asked = inspect.signature(init).bind(*args, **options).arguments
+        for name, value in actual.items():
+            given = asked.get(name, -1)
+            if given not in (None, -1) and str(value) not in re.split("[:,]", str(given)):  # "cpu:gloo,cuda:nccl"
+                what = f"init_process_group({name}={given!r}) in a rank of launch, whose group has {name}={value!r}"
+                raise ValueError(f"{what}: leave {name} out.")
+        shared = True
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: Any = None) -> None:
+        nonlocal shared
+        if shared and group in (None, started):
+            shared = False
+        else:
+            destroy(group)
+
+    for function in (init_process_group, destroy_process_group):
+        for module in (dist, dist.distributed_c10d):  # a notebook's `from` import is read from the second
+            setattr(module, function.__name__, function)
 
 
 def end_with_parent() -> None:
@@ -196,7 +235,10 @@ class Pickler(cloudpickle.Pickler):
         if type(obj).__module__ == "torch._ops" and type(obj).__name__ in OPERATORS:
             path = obj.__name__ if isinstance(obj, ModuleType) else str(obj)  # "torch.ops.aten", "aten.add.Tensor"
             return operator.attrgetter(path.removeprefix("torch.ops.")), (sys.modules["torch.ops"],)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and "__slots__" in vars(obj) and isinstance(reduced, tuple) and len(reduced[1]) > 3:
+            reduced[1][3]["__slots__"] = vars(obj)["__slots__"]  # cloudpickle's copy of the class would have none
+        return reduced
 
 
 def dumps(obj: Any) -> bytes:
