@@ -104,6 +104,12 @@ def split(source: str, where: str = "") -> list[Statement]:
     return [*statements, Statement(ast.Pass(), "", above, where)] if above.strip() else statements
 
 
+def in_strings(code: str) -> set[int]:
+    """The numbers, from 1, of lines that begin inside a string."""
+    strings = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant | ast.JoinedStr)]
+    return {number for node in strings for number in range(node.lineno + 1, (node.end_lineno or 0) + 1)}
+
+
 def packages_of(node: ast.AST) -> set[str]:
     """The packages that an import takes something of; none for another node."""
     if isinstance(node, ast.ImportFrom):

@@ -85,6 +85,14 @@ BECOMES = {  # {what: (cells, a part of the script)}
         "def main(args):\n    def f(to=print0):\n        to(1)\n",
     ),
     "a definition that calls may stay": (["import math\ndef f(at=math.exp(4)):\n    at"], "    def f(at=math.exp(4)):"),
+    "a guard is always true": (
+        ["if __name__ == '__main__':  # go\n    # one\n    x = \"\"\"a\n    b\"\"\"\n    if x:\n        y = 1"],
+        '    # one\n    x = """a\n    b"""\n    if x:\n        y = 1\n',
+    ),
+    "also on one line": (["def f():\n    1", "if __name__ == '__main__': f()"], "args):\n    f()\n"),
+    "but not with an else": (["if __name__ == '__main__':\n    x = 1\nelse:\n    x = 2"], '    if __name__ =='),
+    "two ways to one module": (["import torch.nn as nn", "from torch import nn\ndef f():\n    nn"], "\n\ndef f():\n"),
+    "a cell of comments": (["# !pip install x\n# then run", "x = 1"], "    # !pip install x\n    # then run\n"),
     "what is bound twice is main's": (["def f():\n    1", "def f():\n    2"], "        1\n\n    def f():\n"),
     "or ends": (["import json", "del json"], "    import json\n\n    del json\n"),
     "or is a name of the script's": (["def main():\n    1\nmain()"], "def main(args):\n    def main():\n"),
@@ -113,7 +121,7 @@ REFUSED = {  # {what: (cells, the message without the cell)}
     "what main has not": (["x = 1\nif x:\n    from math import *"], "has `from math import *` in a block. Import"),
     "a magic": (["%cd ..\nx = 1"], "cell 1 is not Python in line 1, `%cd ..`: invalid syntax. Correct it, or move it"),
     "a shell's line": (["x = 1\n  \nfiles = !ls"], "cell 1 is not Python in line 3, `files = !ls`"),
-    "another cell's name": (["-:y = 1", "x = y"], "cell 2: `x = y` reads y, which no exported cell binds. Export"),
+    "another cell's name": (["-:y = 1", "x = y"], "cell 2: `x = y` reads y, which no exported cell binds. Bind it"),
     "a notebook's name": (["from IPython.display import display\ndisplay(1)"], "reads display, which no exported cell"),
     "a helper for notebooks": (["from helpers.ranks.launch import launch\nlaunch(int)"], "reads launch, which no"),
     "a renamed helper": (["from helpers.runtime.data import digits as d\nd()"], "reads d, which no exported cell"),
@@ -130,6 +138,8 @@ REFUSED = {  # {what: (cells, the message without the cell)}
         "`import json` goes to the script's top, above `os.environ['A'] = '1'`. Put imports first",
     ),
     "and behind a path": (["import sys\nsys.path.insert(0, 'x')", "import mine"], "`import mine` goes to the script's"),
+    "but not behind a variable": (["class A: pass\na = A()\na.x = 1", "import json\ny = z"], "reads z, which no"),
+    "nor where it was imported": (["import os\nimport re", "os.environ['A'] = '1'\nimport re\ny = z"], "reads z"),
     "global in main": (["if 1:\n    def f():\n        global n\n        n = 3\nn = 2"], "has `global n`, but main's"),
     "no type": (["p:n = 1"], "cell 1: `n = 1` is not a parameter. Write name: type = literal  # help"),
     "no literal": (["p:n: int = f()"], "`n: int = f()` is not a parameter"),
@@ -147,7 +157,13 @@ REFUSED = {  # {what: (cells, the message without the cell)}
     "a file to meet at": ([INIT.format("init_method='file:///shared/x'")], "fixes file:///shared/x, which"),
     "in an f-string": ([INIT.format("init_method=f'file://{1}'")], "fixes file://{1}, which"),
     "a variable of torchrun's": (["import os\nos.environ['RANK'] = '0'"], "fixes RANK, which"),
+    "first of all": (["import os\nos.environ['RANK'] = '0'\nimport json\nx = y"], "fixes RANK, which"),
     "several": (["import os\nos.environ.update(HOME='a', MASTER_PORT='1')"], "fixes MASTER_PORT, which"),
+    "spawn": (["import torch.multiprocessing as mp\nmp.spawn(print)"], "`mp.spawn(print)` starts ranks by mp.spawn,"),
+    "spawn by its name": (["from torch.multiprocessing import spawn\nspawn(print)"], "starts ranks by spawn,"),
+    "a launcher": (["def f():\n    1\nx = TrainerClient().train(f)\nx.y"], "by TrainerClient, and torchrun starts"),
+    "another": (["TorchDistributor(num_processes=2).run(f)"], "by TorchDistributor, and torchrun"),
+    "behind a guard": (["if __name__ == '__main__':\n    notebook_launcher(int)"], "`notebook_launcher(int)` starts"),
 }  # fmt: skip
 
 
@@ -160,9 +176,16 @@ def test_refused(case):
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_without_tags_the_way_out_of_a_magic_is_to_tag():
+    with pytest.raises(
+        ExportError, match=r"`!pip install x`: invalid syntax. Delete it, or tag the cells of the script:"
+    ):
+        script_from_notebook(notebook("-:!pip install x", "-:" + START), "sample")
+
+
 @pytest.mark.parametrize("cells", [[], ["x = 1"], ["-:" + START, "x = 1"], ["def start_process_group():\n    1"]])
 def test_a_notebook_that_starts_no_process_group(cells):
-    with pytest.raises(ExportError, match=r"^sample starts no process group: .* Export a cell with device = start"):
+    with pytest.raises(ExportError, match=r"^sample starts no process group: .* Call torch.distributed.init_pro"):
         script_from_notebook(notebook(*cells), "sample")
 
 

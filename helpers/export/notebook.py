@@ -1,14 +1,16 @@
 """A notebook as the export needs it: the statements of its tagged cells, its title, the name of its script."""
 
+import ast
 import re
 import sys
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
 
-from helpers.source import Statement, split
+from helpers.source import Statement, in_strings, split
 
 LIBRARIES = {"torch", "torchvision", "numpy", "safetensors", "sklearn", "matplotlib"}  # in any order
 
@@ -29,8 +31,10 @@ class Cells:
 def read_notebook(path: str | Path) -> NotebookNode:
     """The notebook at a path. Raises ExportError for a file that is not one."""
     try:
-        notebook = nbformat.read(path, as_version=4)
-        nbformat.validate(notebook)  # which read only logs
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of cells without ids, which older notebooks have
+            notebook = nbformat.read(path, as_version=4)
+            nbformat.validate(notebook)  # which read only logs
         return notebook
     except Exception as error:  # on a damaged file nbformat raises errors of any type
         reason = first_line(str(error)) or type(error).__name__
@@ -61,13 +65,30 @@ def sort_cells(notebook: NotebookNode, name: str) -> Cells:
         source = re.sub("\r\n?", "\n", cell.source).strip("\n")
         where = f"{name}, cell {number}"
         try:
-            (cells.parameters if "parameters" in tags else cells.exported).extend(split(source, where))
+            statements = [inner for statement in split(source, where) for inner in without_guard(statement)]
+            (cells.parameters if "parameters" in tags else cells.exported).extend(statements)
         except SyntaxError as error:
             number = error.lineno or 1
             line = first_line("".join(source.split("\n")[number - 1 : number]))
             mend = "Correct it, or move it to a cell that is not tagged export."
+            mend = mend if tagged else "Delete it, or tag the cells of the script: export."
             raise ExportError(f"{where} is not Python in line {number}, `{line}`: {error.msg}. {mend}") from None
     return cells
+
+
+def without_guard(statement: Statement) -> list[Statement]:
+    """The statements under ``if __name__ == "__main__":``, which is always so in a notebook; or the statement alone."""
+    node, lines = statement.node, statement.code.split("\n")
+    if not isinstance(node, ast.If) or node.orelse or ast.unparse(node.test) != "__name__ == '__main__'":
+        return [statement]
+    inside, indent = in_strings(statement.code), node.body[0].col_offset
+    if node.body[0].lineno == node.lineno:
+        lines[0] = lines[0][indent:]
+    else:
+        kept = (number in inside or line[:indent].strip() for number, line in enumerate(lines, 1))
+        lines = [line if keep else line[indent:] for keep, line in zip(kept, lines, strict=True)][1:]
+    first, *others = split("\n".join(lines), statement.where)
+    return [replace(first, above=statement.above + first.above), *others]
 
 
 def script_name(notebook: NotebookNode, name: str) -> str:

@@ -25,6 +25,10 @@ SETTING = re.compile(r"environ\.(update|setdefault|pop)\(|\b(putenv|chdir|addsit
 BUILTINS = {*dir(builtins), "__name__", "__file__", "__doc__"}
 BUILTINS -= {"globals", "locals", "exec", "eval"}  # they look names up where main's are not
 STARTS = re.compile(r"(?<!def )\b(?:start|init)_process_group\(")
+LAUNCHERS = re.compile(  # calls that start ranks
+    r"(\b(?:mp|multiprocessing)\.spawn|(?<![\w.])spawn|\w*TorchDistributor|TrainerClient|TorchTrainer"
+    r"|notebook_launcher|debug_launcher|elastic_launch)\("
+)
 FIXED = [  # of a statement as ast.unparse writes it, what torchrun says in each rank
     re.compile(r"environ.*?\b((?:LOCAL_)?RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'?\]? ?[=:] ?'", re.DOTALL),
     re.compile(r"init_process_group\(.*?\b((?:rank|world_size)=\d+)"),
@@ -70,7 +74,7 @@ def sort_statements(cells: Cells) -> Parts:
         if any(times[name] > 1 for name in statement.binds):
             body.append(statement)
         elif isinstance(node, IMPORT):
-            check_order(statement, body)
+            check_order(statement, body, imports)
             imports.append(statement)
         elif isinstance(node, DEFINITION) and is_still(node, targets) and not statement.needs & below_main:
             definitions.append(statement)
@@ -98,15 +102,21 @@ def sort_statements(cells: Cells) -> Parts:
 
 def meaning_of(statement: Statement, name: str) -> str:
     """What a statement binds a name to, as text: ``import a.b`` and ``import a.c`` bind the same a."""
-    if isinstance(statement.node, ast.Import) and not statement.node.names[0].asname:
-        return f"import {name}"
-    return ast.unparse(statement.node)
+    node = statement.node
+    if isinstance(node, ast.Import):
+        return f"import {node.names[0].name if node.names[0].asname else name}"
+    if isinstance(node, ast.ImportFrom):  # ``from torch import nn`` is ``import torch.nn as nn``
+        return f"import {'.' * node.level}{node.module}.{node.names[0].name}"
+    return ast.unparse(node)
 
 
-def check_order(late: Statement, before: list[Statement]) -> None:
+def check_order(late: Statement, before: list[Statement], imports: list[Statement]) -> None:
     """Raise ExportError for an import that may depend on a statement of main: in the script it stands above main."""
+    if any(ast.unparse(late.node) == ast.unparse(early.node) for early in imports):
+        return
+    modules = {name for early in imports for name in early.binds}
     for statement in before:
-        if SETTING.search(statement.code) or any(changes(statement)):
+        if SETTING.search(statement.code) or any(re.split(r"\W", text)[0] in modules for text in changes(statement)):
             what = f"{label(late)} goes to the script's top, above `{first_line(statement.code)}`"
             raise ExportError(f"{what}. Put imports first; what they depend on, into the shell.")
 
@@ -166,6 +176,17 @@ def copied(names: set[str]) -> list[Statement]:
 # ---- What is refused
 
 
+def check_launching(statements: list[Statement]) -> None:
+    """Raise ExportError for what torchrun does: to start ranks, and to number them."""
+    for statement in statements:
+        code = ast.unparse(statement.node)
+        if match := LAUNCHERS.search(code):
+            why = f"starts ranks by {match[1]}, and torchrun starts a script's"
+            raise ExportError(f"{label(statement)} {why}. Leave it out, and call the function.")
+        for match in filter(None, (pattern.search(code) for pattern in FIXED)):
+            raise ExportError(f"{label(statement)} fixes {match[1]}, which is torchrun's to say. Leave it out.")
+
+
 def check_names(parts: Parts, parameters: list[Statement]) -> None:
     """Raise ExportError where a statement reads or binds a name that is not the same one in the script."""
     above = {name for statement in parts.above() for name in statement.binds}
@@ -185,15 +206,11 @@ def check_names(parts: Parts, parameters: list[Statement]) -> None:
             if name in in_main and statement not in parts.body:
                 raise ExportError(f"{label(statement)} reads {name}, which main binds. Pass it as an argument.")
             if name not in above | in_main | BUILTINS:
-                raise ExportError(f"{label(statement)} reads {name}, which no exported cell binds. Export that too.")
+                raise ExportError(f"{label(statement)} reads {name}, which no exported cell binds. Bind it in one.")
 
 
-def check_ranks(parts: Parts, name: str) -> None:
-    """Raise ExportError unless torchrun's ranks would meet: they start one process group, as torchrun numbers them."""
-    codes = {ast.unparse(statement.node): statement for statement in parts.of_cells()}
-    if not any(map(STARTS.search, codes)):
+def check_start(parts: Parts, name: str) -> None:
+    """Raise ExportError unless torchrun's ranks would meet in a process group."""
+    if not any(STARTS.search(ast.unparse(statement.node)) for statement in parts.of_cells()):
         why = "starts no process group: N ranks would train N models"
-        raise ExportError(f"{name} {why}. Export a cell with device = start_process_group().")
-    for code, statement in codes.items():
-        for match in filter(None, (pattern.search(code) for pattern in FIXED)):
-            raise ExportError(f"{label(statement)} fixes {match[1]}, which is torchrun's to say. Leave it out.")
+        raise ExportError(f"{name} {why}. Call torch.distributed.init_process_group() in an exported cell.")

@@ -15,8 +15,8 @@ from ruff import find_ruff_bin
 
 from helpers.export.flags import parse_args_text, read_flags
 from helpers.export.notebook import LIBRARIES, sort_cells, title_and_purpose
-from helpers.export.parts import check_names, check_ranks, sort_statements
-from helpers.source import Statement, packages_of
+from helpers.export.parts import check_launching, check_names, check_start, sort_statements
+from helpers.source import Statement, in_strings, packages_of
 
 WIDTH = 88
 
@@ -25,9 +25,10 @@ def script_from_notebook(notebook: NotebookNode, name: str) -> str:
     """The text of the script NAME.py. Raises ExportError for a cell that a script cannot have."""
     cells = sort_cells(notebook, name)
     flags = read_flags(cells.parameters)
+    check_launching(cells.exported)
     parts = sort_statements(cells)
     check_names(parts, cells.parameters)
-    check_ranks(parts, name)
+    check_start(parts, name)
     sections = [
         docstring(*title_and_purpose(notebook, name), name),
         "\n".join(dict.fromkeys([*(statement.text for statement in parts.imports), "import argparse"])),
@@ -91,12 +92,6 @@ torchrun --nproc-per-node=gpu {file}
 """
     text = text.replace('"""', "'''").replace("%", "%%")  # argparse shows it, and uses the % operator
     return ('r"""' if "\\" in text else '"""') + text + '"""'
-
-
-def in_strings(code: str) -> set[int]:
-    """The numbers, from 1, of lines that begin inside a string."""
-    strings = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant | ast.JoinedStr)]
-    return {number for node in strings for number in range(node.lineno + 1, (node.end_lineno or 0) + 1)}
 
 
 def indented(code: str) -> str:
