@@ -92,7 +92,7 @@ def test_what_a_script_can_do_decides_what_slurm_does():
         for part in ("--signal=", "trap ", "--signals-to-handle=", "scontrol requeue", "stopped"):
             assert (part in text) == (resumes if part == "scontrol requeue" else stops)
         assert ("#SBATCH --requeue" in text) == resumes and ("#SBATCH --no-requeue" in text) == (not resumes)
-        assert ('--checkpoint-dir "$WORK" --resume' in text) == resumes
+        assert ('--checkpoint-dir "$JOB_FOLDER" --resume' in text) == resumes
     assert files(PLAIN, time="5")  # a script that is not warned may have a short limit
 
 
@@ -124,7 +124,8 @@ STAND_INS = {
     "srun": 'while [ "$1" != bash ] && [ "$1" != apptainer ]; do shift; done; exec "$@"',
     "squeue": "exit 1",
     "apptainer": 'echo "in a container"; while [ "$1" != bash ]; do shift; done; exec "$@"',
-    "torchrun": 'echo "torchrun $*"; until [[ $1 = *.py || $1 = -m ]]; do shift; done; . ./script',
+    "torchrun": """echo "torchrun $*"; mkdir -p "$JOB_FOLDER/logs/n2/2.${START}_x"  # of the ranks
+        until [[ $1 = *.py || $1 = -m ]]; do shift; done; . ./script""",
 }
 
 
@@ -134,7 +135,7 @@ def run_batch(folder, script, text=None, **variables):
         (folder / name).write_text(f"#!/bin/bash\n{line}\n")
         (folder / name).chmod(0o755)
     (folder / "script").write_text(script)
-    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "WORK": "work"}
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "JOB_FOLDER": "work"}
     environment |= {f"SLURM_{name}": "2" for name in ("CPUS_PER_TASK", "NNODES", "JOB_ID")}
     environment |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "1", "SLURMD_NODENAME": "n2", **variables}
     command = ["bash", "-c", text or files()[".sbatch"], "11_trainer.sbatch"]
@@ -154,10 +155,13 @@ def run_batch(folder, script, text=None, **variables):
         ("touch work/step_00000030.pt; exit 1", 100, False),
         ("touch work/step_00000030.pt.part work/step_40.tmp; exit 1", 0, False),  # half written checkpoints
         ("touch work/step_00000030.pt; exit 0", 0, False),
+        ("rm -r work/logs; exit 1", 0, True),  # no rank was started: the nodes did not meet
+        ("rm -r work/logs; exit 1", 3, False),
+        ("rm -r work/logs; exit 0", 0, False),
     ],
 )
 def test_when_a_job_starts_again(tmp_path, script, start, again):
-    """It does after a stop, and after a failure if there is a new checkpoint, but not more than 100 times."""
+    """It does after a stop, after a failure if there is a new checkpoint (100 times) or no rank began (3)."""
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "step_00000010.pt").touch()
     status, text = run_batch(tmp_path, script, SLURM_RESTART_COUNT=str(start))
@@ -165,9 +169,48 @@ def test_when_a_job_starts_again(tmp_path, script, start, again):
     assert ("requeued" in text) == again, text
 
 
+def test_a_variable_of_the_site_is_not_the_jobs_folder(tmp_path):
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "stopped").touch()
+    site = {name: str(tmp_path / "project") for name in ("WORK", "SCRATCH", "PROJECT", "CONTAINER", "BIND")}
+    _, text = run_batch(tmp_path, 'touch "$JOB_FOLDER/step_1.pt"', JOB_FOLDER="", SLURM_JOB_NAME="mine", **site)
+    assert (tmp_path / "mine-2" / "step_1.pt").exists() and "project" not in text
+    assert [path.name for path in (tmp_path / "project").iterdir()] == ["stopped"]
+
+
+def test_without_the_nodes_addresses_the_job_ends(tmp_path, capfd):
+    status, text = run_batch(tmp_path, "", files()[".sbatch"].replace("scontrol --oneliner", "false"))
+    assert status == 1 and "torchrun" not in text and "requeued" not in text
+    assert capfd.readouterr().err == "scontrol gives no addresses. Write the nodes' into ADDRESSES, one a line.\n"
+
+
+def test_a_preflight_that_fails_ends_the_job(tmp_path):
+    status, text = run_batch(tmp_path, 'exit "$PREFLIGHT_STATUS"', PREFLIGHT="check.py", PREFLIGHT_STATUS="3")
+    assert status == 3 and text.count("\ntorchrun ") == 1 and "requeued" not in text
+
+
+def test_agents_wait_for_late_nodes_and_gloo_takes_the_way_to_another_node(tmp_path):
+    lines = {
+        "getent": '[ "$2" = 10.0.0.1 ] && echo 10.0.0.1 STREAM',
+        "ip": 'echo "$3 via 10.0.0.9 dev ib7 src 10.0.0.2"',
+    }
+    for name, line in lines.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    _, text = run_batch(tmp_path, 'echo "gloo takes $GLOO_SOCKET_IFNAME"')
+    assert "gloo takes ib7\n" in text and " --rdzv-conf=is_host=0,read_timeout=900,join_timeout=900 " in text
+    _, text = run_batch(tmp_path, 'echo "gloo takes $GLOO_SOCKET_IFNAME"', GLOO_SOCKET_IFNAME="eth0")
+    assert "gloo takes eth0\n" in text  # as the reader says
+    one = {"SLURM_NNODES": "1", "SLURM_NODEID": "0"}
+    text = run_batch(
+        tmp_path, 'echo "gloo takes ($GLOO_SOCKET_IFNAME)"', files()[".sbatch"].replace(" 1 2", " 1"), **one
+    )
+    assert "gloo takes ()\n" in text[1]
+
+
 def test_a_container_and_a_binding(tmp_path):
     lines = [line for line in files()[".sbatch"].splitlines() if "pyxis" not in line]
-    text = re.sub(r"^# (CONTAINER|BIND)", r"\1", "\n".join(lines), flags=re.MULTILINE)
+    text = re.sub(r"^# (IN_CONTAINER|NUMA_BINDING)", r"\1", "\n".join(lines), flags=re.MULTILINE)
     _, out = run_batch(tmp_path, "", text)
     assert re.search(r"^in a container\ntorchrun .* --numa-binding=node 11_trainer.py ", out, re.MULTILINE), out
 
@@ -177,7 +220,7 @@ def test_a_node_has_its_own_address_and_runs_the_doctor_first(tmp_path):
     first, second = re.findall(r"^torchrun .*", text, re.MULTILINE)
     assert "--max-restarts=0 --rdzv-id=preflight.2.0 " in first and first.endswith(" -m helpers doctor")
     assert " 11_trainer.py " in second and "preflight" not in second
-    for words in ("--rdzv-endpoint=10.0.0.1:20002 ", "is_host=0 ", "--local-addr=10.0.0.2 "):  # of the second node
+    for words in ("--rdzv-endpoint=10.0.0.1:20002 ", "is_host=0,", "--local-addr=10.0.0.2 "):  # of the second node
         assert words in first and words in second
 
 
@@ -250,9 +293,14 @@ def test_after_a_signal_to_torchrun_its_shutdown_timeout_is_what_a_save_gets(tmp
 
 REPORT = """\
 import os, sys
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_gather_object([None] * 4, "")
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"]
 line = " ".join(["here", *map(os.environ.get, names), *sys.argv[1:]]) + "\\n"
 os.write(1, line.encode())  # one write
+dist.destroy_process_group()
 """
 
 STOPPED = """\
@@ -289,9 +337,12 @@ def test_the_plain_lines_on_two_hosts(tmp_path):
     (tmp_path / "11_trainer.py").write_text(REPORT)
     usage = subprocess.run(["bash", "11_trainer.nodes.sh"], cwd=tmp_path, capture_output=True, text=True)
     assert usage.returncode == 2 and usage.stderr.count("bash 11_trainer.nodes.sh") == 2
-    with unchanged(), hosts.two_hosts() as pair:
+    own = [{**hosts.ADDRESSES, name: "127.0.1.1"} for name in hosts.ADDRESSES]  # as Debian has it
+    with unchanged(), hosts.two_hosts(*own) as pair:
+        [(text, status), _] = on_both(pair, tmp_path, [["bash", "11_trainer.nodes.sh", "c10d", "node0", "0"], ["true"]])
+        assert (text, status) == ("node0 means 127.0.1.1 on this node. Give the address of node 0.\n", 2)
         for how in ("static", "c10d"):
-            line = ["bash", "11_trainer.nodes.sh", how, "node0"]
+            line = ["bash", "11_trainer.nodes.sh", how, hosts.ADDRESSES["node0"]]
             done = on_both(pair, tmp_path, [[*line, str(node), "--epochs", "2"] for node in (0, 1)])
             assert [status for _, status in done] == [0, 0], done
             ranks = re.findall(r"here (\d) (\d) 4 2 --epochs 2", done[0][0] + done[1][0])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import hosts
 import psutil
 import pytest
 import recorded
@@ -67,6 +68,9 @@ class Job:
     def wait_for_training(self, start):
         """Wait until the job has trained since this start."""
         self.cluster.wait(lambda: len(self.starts()) > start and re.search(PROGRESS, self.starts()[start]), self.output)
+
+    def wait_for_start(self, start):
+        self.cluster.wait(lambda: len(self.starts()) > start, self.output)
 
     def wait_for_state(self, state):
         """Wait for a state such as PENDING. None comes after the job's end, when Slurm has forgotten it."""
@@ -275,6 +279,19 @@ def test_the_preflight_of_chapter_12(submit, tmp_path):
     assert "Wrong sums: node 0, node 1, between nodes, all ranks" in start and "trained" not in start, start
 
 
+def test_a_job_whose_first_node_comes_too_late_starts_again(cluster, submit, tmp_path):
+    """At its first start node 0 is later than the agents wait, here for some seconds: no rank begins."""
+    batch = tmp_path / "11_trainer.sbatch"
+    late = '[ "$SLURM_NODEID" != 0 ] || sleep $((START == 0 ? 40 : 2))\n    exec torchrun'
+    batch.write_text(batch.read_text().replace("exec torchrun", late).replace("read_timeout=900", "read_timeout=4"))
+    job = submit("print('epoch 1: trained')")
+    job.wait_for_start(0)
+    job.requeue_soon()
+    job.wait_for_end()
+    first, second = job.starts()
+    assert "RendezvousConnectionError" in first and "trained" not in first and "epoch 1: trained" in second, first
+
+
 def test_slurm_reads_the_lines_that_a_reader_may_complete(cluster, folder, tmp_path):
     text = (folder / "11_trainer.sbatch").read_text().replace("# #SBATCH", "#SBATCH")
     batch = tmp_path / "complete.sbatch"
@@ -291,7 +308,14 @@ def test_doctor_under_srun(cluster):
     line = ["srun", "--nodes=2", "--nodelist=n[1,3]", "--time=5"]
     with pytest.raises(AssertionError, match="The host name n1 has no address here.* give an address in MASTER_ADDR"):
         cluster.run(*line, *doctor, cwd=ROOT, timeout=240)
-    line = ["env", "MASTER_ADDR=10.88.0.11", *line, "--ntasks-per-node=2", *doctor]
+    line = [
+        "env",
+        "MASTER_ADDR=10.88.0.11",
+        f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}",
+        *line,
+        "--ntasks-per-node=2",
+        *doctor,
+    ]
     report = cluster.run(*line, cwd=ROOT, timeout=240)
     nodes = re.findall(r"^[\d-]+ +[\d-]+ +(compute\d) ", report, re.MULTILINE)
     assert nodes == ["compute1", "compute3"] and "4 ranks on 2 hosts, gloo" in report, report

@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from helpers.export.notebook import ExportError
 
 STOP_BEFORE = 180  # seconds before the time limit at which Slurm warns the ranks; it may be a minute early
+LATE = 900  # seconds that agents wait at a store for others; by default 60 for the store itself (read_timeout)
 SHORTEST = 10  # minutes: the least time limit for a script that is warned
 CPUS_PER_GPU = 4  # for a rank and the processes that load its data
 CHECK = "12_multi_node"  # the chapter whose script checks every link
@@ -57,6 +58,7 @@ def launch_files(name: str, script: str, allocation: Allocation) -> dict[str, st
         "last": allocation.nodes - 1,
         "cpus": allocation.gpus_per_node * CPUS_PER_GPU,
         "stop_before": STOP_BEFORE,
+        "late": LATE,
         "stops": stops,
         "resumes": resumes,
         "is_check": name == CHECK,

@@ -85,8 +85,9 @@ class Cluster:
         names = ["head", *(f"compute{number}" for number in range(1, nodes + 1))]
         addresses = {name: f"10.88.0.{number}" for number, name in enumerate(names, 10)}
         machines = []
-        for name in names:
-            machines.append(hosts.Host(name, folder, {"localhost": "127.0.0.1", **addresses}))
+        for name in names:  # whose own names mean the loopback, except for the controller's, as Debian has it
+            own = {} if name == "head" else {name: "127.0.1.1"}
+            machines.append(hosts.Host(name, folder, {"localhost": "127.0.0.1", **addresses, **own}))
             stack.callback(machines[-1].end)
         self.head, *computers = machines
         self.nodes = {f"n{number}": computer for number, computer in enumerate(computers, 1)}

@@ -5,7 +5,15 @@
 [ $# -ge 3 ] || { sed -n 2,4p "$0" >&2; exit 2; }
 how=$1 host=$2 node=$3 && shift 3
 # export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0  # on nodes with several networks; `ip -br addr` lists them
-export OMP_NUM_THREADS=1
+# The name of a machine may mean its loopback on the machine itself: no other node could reach it there.
+address=($(getent ahosts "$host"))
+case $host/$address in
+127.*|localhost/*) ;;  # all nodes are this machine
+*/127.*|*/::1|*/) echo "$host means ${address:-nothing} on this node. Give the address of node 0." >&2; exit 2 ;;
+esac
+route=$(ip route get "$address") && own=${route#* src } && own=${own%% *}
+interface=$(ip -brief addr | grep -F " $own/" | cut -d" " -f1)
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-${interface%@*}} OMP_NUM_THREADS=1
 case $how in
 static)  # Every node is told its number. A rank that fails ends the job.
   exec torchrun --nnodes={{ nodes }} --nproc-per-node={{ gpus_per_node }} --node-rank="$node" \
@@ -13,7 +21,8 @@ static)  # Every node is told its number. A rank that fails ends the job.
 c10d)  # The nodes find their numbers at HOST. When a rank fails, all start again{% if resumes %}: give --checkpoint-dir and --resume{% endif %}.
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # without it, they may read dead ranks' addresses
   exec torchrun --nnodes={{ nodes }} --nproc-per-node={{ gpus_per_node }} --max-restarts=3 --rdzv-id={{ label }} \
-    --rdzv-backend=c10d --rdzv-endpoint="$host:29500" --rdzv-conf=is_host="$((node == 0))" \
+    --rdzv-backend=c10d --rdzv-endpoint="$host:29500" --local-addr="$own" \
+    --rdzv-conf=is_host="$((node == 0)),read_timeout={{ late }},join_timeout={{ late }}" \
     {{ file }}{{ backend }} "$@" ;;
 *) echo "The first word is static or c10d, not $how." >&2; exit 2 ;;
 esac
