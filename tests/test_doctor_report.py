@@ -157,6 +157,7 @@ LITTLE = {"rank0": {"memory": 64e6}, "rank1": {"memory": 64e6}}
 ALONE = {0: 3e12, 1: 3e12, 2: 1e12, 3: 3e12}
 TIMED_OUT = {**dict.fromkeys((0, 1), {2: "timed out", 3: "timed out"}), 2: {}, 3: {}}
 PAIRS = {pair: Trial(True, 1e-4, 1e9) for pair in combinations(range(4), 2)}
+BETWEEN = PAIRS | {(a, b): Trial(True, 1e-4, 1e8) for a in (0, 1) for b in (2, 3)}  # slower, and as it should be
 WRONG, SLOW = Trial(False, 1e-4, 1e9), Trial(True, 1e-4, 1e8)
 
 
@@ -186,6 +187,8 @@ WRONG, SLOW = Trial(False, 1e-4, 1e9), Trial(True, 1e-4, 1e8)
         ({"alone": ALONE}, "note Rank 2 on node1 computes far more slowly than the others."),
         ({"alone": ALONE}, "slowest rank 2 computes in 3.00 times the median"),
         ({"links": {**PAIRS, (1, 3): SLOW}}, "note The link of ranks 1 and 3 has far less bandwidth"),
+        ({"links": {**PAIRS, (1, 3): SLOW}, "gpus": True}, "WRONG The link of ranks 1 and 3 has far less bandwidth"),
+        ({"links": {**BETWEEN, (0, 1): SLOW}, "gpus": True}, "WRONG The link of ranks 0 and 1 has far less bandwidth"),
         ({"links": {**PAIRS, (1, 3): SLOW}}, "ranks 1 and 3: 0.1 GB/s, the median pair 1"),
     ],
 )

@@ -134,6 +134,13 @@ def test_a_second_start_is_refused_and_a_real_end_ends_the_group():
         dist.destroy_process_group(pair)
         return before, total.item(), dist.is_initialized()
 
+    def leave_early():  # its peer loses the connection, and does not wait
+        if dist.get_rank() == 1:
+            dist.destroy_process_group()
+        else:
+            dist.all_reduce(torch.ones(1))
+
+    assert "by peer" in str(failure(leave_early, nproc=2))
     assert "trying to initialize the default process group twice!" in str(failure(start_twice, nproc=1))
     assert launch(start_anew, nproc=2) == [(False, 2.0, True)] * 2
 

@@ -28,7 +28,7 @@ TRY = {  # the next thing to try, for each kind of problem and note
     "wrong link": "Take one of the two hosts out and repeat; then look at its GPU and its link.",
     "memory": "In a container: docker run --shm-size=8g, or --ipc=host",
     "slow rank": "Look for another process, for heat (nvidia-smi -q -d PERFORMANCE), or for too few cores or threads.",
-    "slow link": "Look at the hosts' links; links between hosts are slower than those within one.",
+    "slow link": "Look at the hosts' links. With NCCL_DEBUG=INFO, NET/Socket says that NCCL has fallen back to TCP.",
 }
 
 Problem = tuple[str, str]  # (what is wrong, the next thing to try)
@@ -99,13 +99,14 @@ def by_answer(answers: Mapping[Key, Answer]) -> dict[Answer, list[Key]]:
 
 def problems(findings: Findings) -> list[Problem]:
     """What is wrong, in the order in which to look at it."""
-    checks = [missing, differences, devices, network, clocks, messages] + [scarce_memory] * (findings.backend == "nccl")
+    checks = [missing, differences, devices, network, clocks, messages]
+    checks += [scarce_memory, slow_links] * (findings.backend == "nccl")
     return [problem for check in checks for problem in check(findings)]
 
 
 def notes(findings: Findings) -> list[Problem]:
-    """What is not wrong but may explain slowness."""
-    checks = [scarce_memory] * (findings.backend != "nccl") + [slowness]
+    """What is not wrong but may explain slowness: on gloo, whose times depend on busy cores, slow links as well."""
+    checks = [scarce_memory, slow_links] * (findings.backend != "nccl") + [slow_ranks]
     return [note for check in checks for note in check(findings)]
 
 
@@ -194,10 +195,16 @@ def scarce_memory(findings: Findings) -> Iterator[Problem]:
             yield what, TRY["memory"]
 
 
-def slowness(findings: Findings) -> Iterator[Problem]:
+def slow_ranks(findings: Findings) -> Iterator[Problem]:
     for rank, speed, middle in slowest(findings.alone):
         if speed * SLOW_RANK < middle:
             yield f"Rank {rank} on {findings.host(rank)} computes far more slowly than the others.", TRY["slow rank"]
-    for (a, b), speed, middle in slowest({pair: link.speed for pair, link in findings.links.items()}):
-        if speed * SLOW_LINK < middle:
-            yield f"The link of ranks {a} and {b} has far less bandwidth than the others.", TRY["slow link"]
+
+
+def slow_links(findings: Findings) -> Iterator[Problem]:
+    """The slowest link within a host and the slowest between hosts, each compared with its own kind."""
+    kinds = by_answer({(a, b): findings.host(a) == findings.host(b) for a, b in findings.links})
+    for pairs in kinds.values():
+        for (a, b), speed, middle in slowest({pair: findings.links[pair].speed for pair in pairs}):
+            if speed * SLOW_LINK < middle:
+                yield f"The link of ranks {a} and {b} has far less bandwidth than the others.", TRY["slow link"]

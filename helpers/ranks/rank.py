@@ -137,14 +137,17 @@ def share_group() -> None:
     """Let the function's own ``init_process_group`` share the group that runs: the call only compares."""
     import torch.distributed as dist
 
-    init, destroy, started = dist.init_process_group, dist.destroy_process_group, dist.group.WORLD
+    init, destroy = dist.init_process_group, dist.destroy_process_group
     actual = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    shared = False
+    started, shared = (
+        True,
+        False,
+    )  # whether launch's group runs; no name holds it, so that its end closes its connections
 
     @functools.wraps(init)
     def init_process_group(*args: Any, **options: Any) -> None:
         nonlocal shared
-        if shared or dist.group.WORLD is not started:  # a second call, or after a real end: as torch has it
+        if shared or not started:  # a second start, or one after a real end: as torch has it
             return init(*args, **options)
         asked = inspect.signature(init).bind(*args, **options).arguments
         for name, value in actual.items():
@@ -156,11 +159,13 @@ def share_group() -> None:
 
     @functools.wraps(destroy)
     def destroy_process_group(group: Any = None) -> None:
-        nonlocal shared
-        if shared and group in (None, started):
-            shared = False
-        else:
+        nonlocal started, shared
+        is_default = group is None or group is dist.group.WORLD
+        if not (shared and is_default):
+            started = started and not is_default
             destroy(group)
+        else:
+            shared = False
 
     for function in (init_process_group, destroy_process_group):
         for module in (dist, dist.distributed_c10d):  # a notebook's `from` import is read from the second
