@@ -272,6 +272,11 @@ def test_the_preflight_of_chapter_12(submit, tmp_path):
     preflight, training = job.output.read_text().split("epoch 1: trained", 1)
     assert re.search(r"between nodes +0,1 +yes ", preflight) and "all-reduce" not in training
 
+    job = submit("print('epoch 1: trained')", "--export=ALL,PREFLIGHT=12_multi_node.py --floor 1000")
+    job.wait_for_end()
+    [start] = job.starts()
+    assert "Below 1000 GB/s: between nodes, all ranks. Run again" in start and "trained" not in start, start
+
     check.write_text(check.read_text().replace("pattern * total", "pattern * total + 1"))
     job = submit("print('epoch 1: trained')")
     job.wait_for_end()
