@@ -138,6 +138,7 @@ REFUSED = {  # {what: (cells, the message without the cell)}
         "`import json` goes to the script's top, above `os.environ['A'] = '1'`. Put imports first",
     ),
     "and behind a path": (["import sys\nsys.path.insert(0, 'x')", "import mine"], "`import mine` goes to the script's"),
+    "and behind a module": (["import json\njson.x = 1\nimport re"], "`import re` goes to the script's"),
     "but not behind a variable": (["class A: pass\na = A()\na.x = 1", "import json\ny = z"], "reads z, which no"),
     "nor where it was imported": (["import os\nimport re", "os.environ['A'] = '1'\nimport re\ny = z"], "reads z"),
     "global in main": (["if 1:\n    def f():\n        global n\n        n = 3\nn = 2"], "has `global n`, but main's"),
