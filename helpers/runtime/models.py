@@ -62,5 +62,5 @@ def draw_weights(part: nn.Module, device: torch.device | str) -> None:
     """Memory for a part of a meta model, and first weights for its layers."""
     part.to_empty(device=device)
     for layer in part.modules():
-        if hasattr(layer, "reset_parameters"):
-            layer.reset_parameters()
+        if callable(reset := getattr(layer, "reset_parameters", None)):
+            reset()
