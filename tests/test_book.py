@@ -1,11 +1,8 @@
-"""The built book: a build without warnings, links, downloads; and the commands that the prose names."""
+"""The built book: a build without warnings, links, downloads."""
 
 import gc
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +14,6 @@ import yaml
 from bs4 import BeautifulSoup
 from conftest import CHAPTERS, ROOT, build, toc_files
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-from torch.distributed.run import get_args_parser
 
 OUTSIDE = re.compile(r"\s*(https?:)?//")
 ADDRESS = re.compile(r"https?://[\w-]+(\.[\w-]+)+(:\d+)?(/[^\s<>\"]*)?")
@@ -222,53 +218,3 @@ def test_the_intro_lists_the_parts_as_the_toc_has_them():
     for title, link in [page for pages in tables.values() for page in pages if page[1].endswith(".ipynb")]:
         head = nbformat.read(ROOT / "book" / link, 4).cells[0].source.splitlines()[0]
         assert re.sub(r"^# (\d+\. )?", "", head) == title
-
-
-# --- the commands that the prose tells a reader to type ---------------------------------------------------------------
-
-
-def commands(text):
-    """The commands in a text: the lines of shell listings, without comments, and code in sentences."""
-    for listing in re.findall(r"^```bash\n(.*?)^```", text, flags=re.M | re.S):
-        lines = [re.sub(r"(^|\s+)#.*", "", line) for line in listing.splitlines()]
-        yield from filter(None, lines)
-    yield from re.findall(r"(?<!`)`((?:make|python -m|pytest|jupyter|torchrun) [^`]+)`(?!`)", text)
-
-
-def all_commands():
-    texts = [path.read_text(encoding="utf-8") for path in [*ROOT.glob("*.md"), *(ROOT / "book").glob("*.md")]]
-    return sorted({command for text in texts for command in commands(text)})
-
-
-@pytest.mark.parametrize("command", all_commands())
-def test_command_in_the_prose_works(command, tmp_path, helpers):
-    """A make target exists. A command of this project, or its help, is run. Torchrun has the flags."""
-    program, *arguments = words = shlex.split(command)
-    if program == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.M)
-        assert {word for word in arguments if word.isalpha()} <= {*targets}  # make would take a folder's name, too
-        run("make", "-n", *arguments)
-    elif words[:3] == ["python", "-m", "helpers"]:
-        name, *options = words[3:]
-        assert name != "doctor" or not options  # test_doctor.py runs it so
-        if name in ("run", "rehearse", "doctor", "verify"):
-            options = ["--help"]
-        elif name == "export":
-            options += ["--out", tmp_path]  # the last one counts
-        status, _, errors = helpers(name, *options)
-        assert not status, errors
-    elif words[:2] == ["jupyter", "nbconvert"]:
-        run(sys.executable, "-m", "nbconvert", *words[2:], "--output-dir", tmp_path)
-        assert list(tmp_path.iterdir())
-    elif program == "pytest":
-        run(sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments)
-    else:
-        assert program == "torchrun"
-        flags = {flag for action in get_args_parser()._actions for flag in action.option_strings}
-        assert {word.split("=")[0] for word in arguments if word.startswith("--")} <= flags
-        assert {f"notebooks/{Path(word).stem}" for word in arguments if word.endswith(".py")} <= {*CHAPTERS}
-
-
-def run(*command):
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 0, process.stdout + process.stderr
