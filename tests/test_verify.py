@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import recorded
 from scripting import ROOT
 
 from helpers.verify.compare import differences
@@ -55,6 +56,8 @@ def test_planted_differences_are_named_and_what_has_ended_is_kept(helpers, tmp_p
     assert "2 x pretended GPU" in progress["machine"] and "nothing is wrong" in progress["doctor"]
     assert progress["equal"].endswith("result as on gloo; 3 waits and 2 collectives as rehearsed")
     assert "DIFFERS differs.py:19 waits: 1 times on GPUs" in progress["differs"] and "2 more" in progress["differs"]
+    shown = [line for line in out.splitlines() if line.startswith(("doctor", *scripts))]
+    recorded.compare("verify", "\n".join(shown), "python -m pytest tests/test_verify.py", [r" +\d+ s "])
 
     status, out, errors = helpers(*command, hanging, "--timeout", "40")
     again = {line[:26].strip(): line[26:].strip() for line in out.splitlines()}
