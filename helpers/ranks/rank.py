@@ -139,10 +139,7 @@ def share_group() -> None:
 
     init, destroy = dist.init_process_group, dist.destroy_process_group
     actual = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    started, shared = (
-        True,
-        False,
-    )  # whether launch's group runs; no name holds it, so that its end closes its connections
+    started, shared = True, False  # no name holds launch's group itself, so that its end closes its connections
 
     @functools.wraps(init)
     def init_process_group(*args: Any, **options: Any) -> None:
