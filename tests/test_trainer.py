@@ -1,7 +1,9 @@
 """Chapter 11's script: what it refuses and keeps, its clock, its averages, a compiler, and one run in a logger."""
 
 import importlib.util
+import os
 import shutil
+import signal
 import sys
 import time
 from itertools import count
@@ -169,9 +171,11 @@ def test_the_average_is_judged_and_the_best_is_kept(script, tmp_path):
     assert all(values["norm"] > 0 and values["samples/s"] > 0 and values["lr"] > 0 for values in steps)
 
 
-def wait_for_a_late_rank(path):
+def wait_for_a_late_rank(path, signalled):
     """What rank 0 raised, who waited for rank 1 longer than its patience of a second."""
     stop = loaded(path).StopRequest(1)
+    if signalled:
+        os.kill(os.getpid(), signal.SIGTERM)
     if dist.get_rank() == 1:
         time.sleep(4)
         return None
@@ -182,9 +186,10 @@ def wait_for_a_late_rank(path):
         return str(error)
 
 
-def test_patience_is_how_long_a_rank_waits_for_another(script):
-    """No signal comes, and the script ends no rank by itself: a rank that waits too long raises an error."""
-    error, _ = launch(wait_for_a_late_rank, str(script), nproc=2)
+@pytest.mark.parametrize("signalled", [False, True])
+def test_patience_is_how_long_a_rank_waits_for_another(script, signalled):
+    """Before and after SIGTERM the script ends no rank by itself: a rank that waits too long raises an error."""
+    error, _ = launch(wait_for_a_late_rank, str(script), signalled, nproc=2)
     assert "Timed out waiting" in error
 
 

@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import threading
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,18 +16,20 @@ class StopRequest:
 
     A scheduler signals some ranks earlier than others, so they agree on a step. And
     torchrun sends SIGTERM when a peer has failed: a rank that then makes no step for
-    ``patience`` seconds hangs in a collective with that peer, so it is ended.
+    ``patience`` seconds hangs in a collective with that peer, so it is ended. Without
+    a signal too, a rank waits no longer than that in ``agreed()``.
     """
 
     signals = signal.SIGTERM, signal.SIGUSR1
 
-    def __init__(self, patience: float = 10) -> None:
-        self.patience = patience  # seconds: more than a step, a validation and a save
+    def __init__(self, patience: float = 600) -> None:
+        self.patience = patience  # seconds, for a step and what it validates and saves
         self.number, self.steps = 0, 0  # the last signal, how often agreed() was called
         self.over, self.asked, self.work = threading.Event(), None, None
 
     def __enter__(self) -> "StopRequest":
-        self.group = dist.new_group(backend="gloo")  # on the CPU, so no wait for a GPU
+        limit = timedelta(seconds=self.patience)
+        self.group = dist.new_group(timeout=limit, backend="gloo")  # waits for no GPU
         self.alarm, self.bell = socket.socketpair()
         self.bell.setblocking(False)
         self.old_bell = signal.set_wakeup_fd(self.bell.fileno())

@@ -1,0 +1,102 @@
+"""The scripts of chapters 13 and 16: a slow step or save after SIGTERM ends with a checkpoint; the clock is true."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import cloudpickle
+import pytest
+import torch
+from forked import Forked, script_on_ranks
+from scripting import ROOT, export, stand_alone
+
+from helpers.ranks.launch import launch
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+# The third call of a function sends SIGTERM to torchrun and takes longer than StopRequest once waited.
+SLOW = """
+fast, calls = {name}, []
+
+
+def slow(*arguments, **keywords):
+    calls.append(1)
+    if len(calls) == 3 and os.environ["RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(12)
+    return fast(*arguments, **keywords)
+
+
+{name} = slow
+"""
+LEAVE = "    os._exit(0)\n"  # an agent that forks its ranks, and was signalled, waits for their end
+SAVES = {"13_fault_tolerance": "torch.save", "16_capstone": "dcp.save"}
+
+
+def start(text, name, folder, environment):
+    """Two ranks of a script, in which this function is slow."""
+    folder.mkdir()
+    path, last = folder / "train.py", 'if __name__ == "__main__":'
+    path.write_text(text.replace(last, SLOW.format(name=name) + "\n\n" + last) + LEAVE)
+    return Forked(script_on_ranks(path, 2, "--save-every=2", "--checkpoint-dir=kept"), environment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", SAVES)
+def test_a_step_or_save_of_12_seconds_is_finished_after_sigterm(notebook, tmp_path):
+    (tmp_path / "path").mkdir()
+    alone, text = stand_alone(tmp_path / "path"), export(ROOT / f"notebooks/{notebook}.ipynb", tmp_path).read_text()
+    runs = {name: start(text, name, tmp_path / name, alone) for name in ("take_step", SAVES[notebook])}
+    for name, run in runs.items():
+        _, out, errors, left = run.end(120)
+        stop = re.search(r"^stopped by SIGTERM at step (\d+): ", out, re.MULTILINE)
+        assert stop, f"{name}: {out}{errors}"
+        names = sorted(path.name for path in Path(tmp_path, name, "kept").iterdir())
+        assert not left and names[-2].startswith(f"step_{int(stop[1]):08}") and names[-1] == "stopped"
+        assert not [path for path in names if path.startswith(".") or "part" in path]
+
+
+def times_by_a_slow_clock(path, flags):
+    """What a run tells of its steps' seconds if a step takes a second, on a queue, and a save an hour."""
+    spec = importlib.util.spec_from_file_location("capstone", path)
+    capstone = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(capstone)
+    now, queue, seconds = [0.0], [0], []
+
+    def wait(*arguments):
+        now[0] += queue[0]
+        queue[0] = 0
+        return 1.0
+
+    def step(*arguments):
+        queue[0] += 1  # the device has it to do; the host does not wait
+        return torch.ones(()), SimpleNamespace(item=wait)
+
+    def save(*arguments):
+        wait()
+        now[0] += 3600
+
+    capstone.time = SimpleNamespace(perf_counter=lambda: now[0])
+    capstone.take_step, capstone.save_run, capstone.mean_loss = step, save, wait
+    with (
+        mock.patch("sys.argv", ["capstone", *flags]),
+        mock.patch.object(torch, "get_device_module", lambda device: SimpleNamespace(synchronize=wait)),
+    ):
+        args, device = capstone.parse_args(), torch.device("cpu")
+        log = lambda folder, begun: lambda step, values: seconds.append((values["seconds"], values["mfu"]))  # noqa: E731
+        capstone.train(args, capstone.load_data(device), device, log)
+    return seconds, capstone.mfu(1, args)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_step_lasts_until_the_device_has_done_it(every, tmp_path):
+    """A clock that is read before makes a step as short as its launch, or a save as long as the steps in its queue."""
+    script = export(ROOT / "notebooks/16_capstone.ipynb", tmp_path)
+    flags = ["--steps=12", f"--log-every={every}", "--save-every=3", f"--checkpoint-dir={tmp_path / 'kept'}"]
+    [(seconds, mfu)] = launch(times_by_a_slow_clock, str(script), flags, nproc=1)
+    assert seconds == [(1, mfu)] * (12 // every)
