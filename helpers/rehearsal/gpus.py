@@ -181,19 +181,18 @@ def patch() -> None:
 
 def patch_autocast() -> None:
     """Make autocast("cuda") the CPU's autocast, in bfloat16 or float16, with the CPU's lists of operators."""
-    enabled_for = torch.is_autocast_enabled
+    autocast: Any = torch.autocast  # changed in place: torch.cuda.amp has a subclass of it
+    start, enabled_for = autocast.__init__, torch.is_autocast_enabled
 
-    class autocast(torch.autocast):
-        def __init__(self, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-            if device_type == "cuda":
-                device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-            super().__init__(device_type, dtype, *args, **kwargs)
+    def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        start(self, device_type, dtype, *args, **kwargs)
 
-    def is_autocast_enabled(*device_types: str) -> bool:
-        return enabled_for(*("cpu" if kind == "cuda" else kind for kind in device_types))
+    def is_autocast_enabled(device_type: str = "cuda") -> bool:
+        return enabled_for("cpu" if device_type == "cuda" else device_type)
 
-    for module in (torch, torch.amp, torch.amp.autocast_mode):
-        replace(module, autocast=autocast)
+    replace(autocast, __init__=init)
     replace(torch, is_autocast_enabled=is_autocast_enabled)
 
 
