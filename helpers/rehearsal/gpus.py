@@ -172,6 +172,8 @@ def patch() -> None:
         set_device_idx=set_device,
         device_index=current_device,
     )
+    # FSDP's mesh, a group's backend and the modules of torch ask C++.
+    replace(torch._C, _get_accelerator=lambda check=None: torch.device("cuda"))
     replace(torch._utils, _get_available_device_type=lambda: "cuda", _get_current_device_index=lambda: Node.current)
     replace(torch.cuda.nccl, version=lambda: (2, 29, 7), is_available=returning(True))
     replace(torch.version, cuda=torch.version.cuda or "pretended")
