@@ -60,8 +60,6 @@ def to(self: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> tor
         args, copy = args[:-1], args[-1]
     if args and isinstance(args[0], torch.Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
-    elif args and type(args[0]) is int:  # without a GPU, torch takes no number for a device
-        args = (torch.device("cuda", args[0]), *args[1:])
     place, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     here = place is not None and place.type in ("cpu", "cuda")  # else it is "meta", say, or no device
     tensor = move(self, place, non_blocking) if here else self

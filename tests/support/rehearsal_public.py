@@ -1,15 +1,16 @@
 """A script for test_rehearsal of what public programs do: on GPUs all of it is right. It needs two GPUs."""
 
 import os
+import pickle
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 rank = int(os.environ["RANK"])
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-uninitialized = not torch.cuda.is_initialized()
 
 
 def the_default_backend_is_nccl():
@@ -44,12 +45,29 @@ def autocast_of_torch_cuda_amp():
     assert not torch.is_autocast_enabled()
 
 
+def a_number_is_a_device():
+    assert torch.device(rank) == device and isinstance(torch.device(rank), torch.device)
+    assert (
+        torch.device(device=1) == torch.device(index=1, type="cuda") == torch.device("cuda:1")
+        and torch.device(device) == device
+    )
+    assert pickle.loads(pickle.dumps(torch.device(1))) == torch.device("cuda:1")
+    assert type(device) == torch.device and {type(device): 1}[torch.device] == 1  # noqa: E721
+    with torch.device(rank):
+        assert torch.ones(2).device == device
+    model = DDP(nn.Linear(4, 4).to(rank), device_ids=[rank])
+    assert model.module.weight.device == device and model(torch.ones(2, 4).to(rank)).device == device
+    assert nn.Linear(2, 2).to(device=rank, dtype=torch.half).weight.dtype == torch.half
+    assert nn.Linear(2, 2).to(torch.device(rank)).weight.device == device
+
+
 torch.cuda.set_device(device)
 dist.init_process_group()
 programs = [
     the_default_backend_is_nccl,
     fsdp_without_a_mesh_is_on_gpus,
     autocast_of_torch_cuda_amp,
+    a_number_is_a_device,
 ]
 for program in programs:
     try:
