@@ -51,7 +51,7 @@ def test_every_planted_mistake_is_seen_with_its_line(tmp_path):
 
 def test_what_public_programs_do_is_right_on_pretended_gpus():
     script = HERE / "rehearsal_public.py"
-    done = rehearse_here(script)
+    done = rehearse_here(script, timeout=60)
     names = re.findall(r"^    (\w+),$", script.read_text(), re.MULTILINE)
     assert set(done.stdout.splitlines()) >= {f"right {name} on {rank}" for name in names for rank in (0, 1)}, (
         done.stdout

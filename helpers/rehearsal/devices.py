@@ -16,6 +16,7 @@ class Node:
 
     gpus = 1
     current = 0
+    initialized = False  # torch.cuda is, at the first use of a GPU; until then a mesh sets the current one
 
 
 ORIGINAL_DEVICE: Any = torch.device
@@ -76,6 +77,7 @@ def is_gpu(device: Device) -> bool:
 
 def gpu_of(device: Device) -> int:
     """The number of the GPU that a device argument means. Raises CUDA's RuntimeError for one that the node lacks."""
+    Node.initialized = True
     index = device if device is None or isinstance(device, int) else torch.device(device).index
     if index is None:
         return Node.current

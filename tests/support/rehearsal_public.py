@@ -6,11 +6,21 @@ import pickle
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 rank = int(os.environ["RANK"])
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+uninitialized = not torch.cuda.is_initialized()
+
+
+def a_mesh_sets_the_gpu():
+    assert uninitialized
+    mesh = init_device_mesh("cuda", (2,))  # it also makes the default group, with no word on the backend
+    assert torch.cuda.current_device() == rank and torch.cuda.is_initialized()
+    assert distribute_tensor(torch.ones(4), mesh, [Shard(0)]).device == device
 
 
 def the_default_backend_is_nccl():
@@ -61,9 +71,8 @@ def a_number_is_a_device():
     assert nn.Linear(2, 2).to(torch.device(rank)).weight.device == device
 
 
-torch.cuda.set_device(device)
-dist.init_process_group()
 programs = [
+    a_mesh_sets_the_gpu,
     the_default_backend_is_nccl,
     fsdp_without_a_mesh_is_on_gpus,
     autocast_of_torch_cuda_amp,
