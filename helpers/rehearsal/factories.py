@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.overrides import _get_current_function_mode_stack
 from torch.types import Device
 from torch.utils._device import DeviceContext, _device_constructors
@@ -92,6 +93,8 @@ def on_any_device(factory: Any, like: bool = False) -> Callable[..., torch.Tenso
             mark_pinned(out)
         return out.requires_grad_() if requires_grad else out
 
+    if builtin := _find_builtin(factory):
+        _register_builtin(make, builtin)  # torch.jit.script knows its operators by the function
     return make
 
 

@@ -71,12 +71,31 @@ def a_number_is_a_device():
     assert nn.Linear(2, 2).to(torch.device(rank)).weight.device == device
 
 
+def scripts_and_zero():
+    @torch.jit.script
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x) + torch.ones(2) * x
+
+    @torch.jit.script
+    def ramp(count: int, place: torch.device) -> torch.Tensor:
+        return torch.arange(count, device=place)
+
+    assert scale(torch.ones(2)).tolist() == [1, 1] and ramp(2, torch.device("cpu")).tolist() == [0, 1]
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.Linear(4, 4).to(device)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 4, device=device)).sum().backward()
+    optimizer.step()
+
+
 programs = [
     a_mesh_sets_the_gpu,
     the_default_backend_is_nccl,
     fsdp_without_a_mesh_is_on_gpus,
     autocast_of_torch_cuda_amp,
     a_number_is_a_device,
+    scripts_and_zero,
 ]
 for program in programs:
     try:
