@@ -32,14 +32,18 @@ class Copy(torch.autograd.Function):
         return bare(grad) if ctx.source is None else CudaTensor(bare(grad), ctx.source), None
 
 
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor of the same shape and placements, with another local part."""
+    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def move(tensor: torch.Tensor, device: Device, non_blocking: bool = False) -> torch.Tensor:
     """The tensor on a device; of a DTensor, the local part. A copy is counted; what is there already is returned."""
     if isinstance(tensor, DTensor):
         if is_gpu(device) == is_gpu(tensor.device):
             return tensor
-        local = move(tensor.to_local(), device, non_blocking)
-        mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return with_local(tensor, move(tensor.to_local(), device, non_blocking))
     target = gpu_of(device) if is_gpu(device) else None
     source = tensor.index if isinstance(tensor, CudaTensor) else None
     if target == source:

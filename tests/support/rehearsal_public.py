@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 rank = int(os.environ["RANK"])
@@ -71,6 +71,16 @@ def a_number_is_a_device():
     assert nn.Linear(2, 2).to(torch.device(rank)).weight.device == device
 
 
+def a_dtensor_like_another_on_the_gpu():
+    with torch.device("meta"):
+        model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cuda", (2,)))
+    like = torch.empty_like(model.weight, device="cuda")
+    assert isinstance(like, DTensor) and like.device == device and like.shape == (4, 4)
+    model.to_empty(device="cuda")
+    assert isinstance(model.weight, DTensor) and model.weight.to_local().device == device
+    assert torch.zeros_like(torch.ones(2, device="meta"), device="cuda").tolist() == [0, 0]
+
+
 def scripts_and_zero():
     @torch.jit.script
     def scale(x: torch.Tensor) -> torch.Tensor:
@@ -95,6 +105,7 @@ programs = [
     fsdp_without_a_mesh_is_on_gpus,
     autocast_of_torch_cuda_amp,
     a_number_is_a_device,
+    a_dtensor_like_another_on_the_gpu,
     scripts_and_zero,
 ]
 for program in programs:
