@@ -49,6 +49,16 @@ def test_every_planted_mistake_is_seen_with_its_line(tmp_path):
     assert re.search(rf"\n{last}.*\(ranks \[0, 1\]\)\n$", done.stderr), done.stderr
 
 
+def test_what_public_programs_do_is_right_on_pretended_gpus():
+    script = HERE / "rehearsal_public.py"
+    done = rehearse_here(script, timeout=60)
+    names = re.findall(r"^    (\w+),$", script.read_text(), re.MULTILINE)
+    assert set(done.stdout.splitlines()) >= {f"right {name} on {rank}" for name in names for rank in (0, 1)}, (
+        done.stdout
+    )
+    assert names and done.returncode == 0, done.stderr
+
+
 ENDS = [("nccl", "os._exit"), ("cpu:gloo,cuda:nccl", "sys.exit")]  # the chapters' scripts end as others do
 
 

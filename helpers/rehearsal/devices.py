@@ -16,9 +16,52 @@ class Node:
 
     gpus = 1
     current = 0
+    initialized = False  # torch.cuda is, at the first use of a GPU; until then a mesh sets the current one
 
 
+ORIGINAL_DEVICE: Any = torch.device
+ORIGINAL_PARSE_TO: Any = torch._C._nn._parse_to
 GPU_GENERATORS: dict[int, torch.Generator] = {}  # by address: torch's C++ hands out a new Python object each time
+
+
+class AnyDevice(type):
+    """Makes torch's own devices instances of the class below, and the class equal to torch's own, say in a dict."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
+        if args and type(args[0]) is int:
+            args = ("cuda", *args)
+        elif type(kwargs.get("device")) is int:
+            kwargs = {"type": "cuda", "index": kwargs["device"]}
+        return ORIGINAL_DEVICE(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, ORIGINAL_DEVICE)
+
+    def __eq__(cls, other: Any) -> bool:
+        return other is cls or other is ORIGINAL_DEVICE
+
+    def __hash__(cls) -> int:
+        return hash(ORIGINAL_DEVICE)
+
+
+class device(metaclass=AnyDevice):
+    """torch.device, which also takes a number: torch asks C++ for the accelerator, and a CPU build has none."""
+
+    __module__ = "torch"  # where a pickle finds it
+
+
+def parse_to(*args: Any, **kwargs: Any) -> Any:
+    """The arguments of Module.to and Tensor.to as (device, dtype, non_blocking, memory_format); a number is a GPU."""
+    if args and type(args[0]) is int:
+        args = (ORIGINAL_DEVICE("cuda", args[0]), *args[1:])
+    elif type(kwargs.get("device")) is int:
+        kwargs["device"] = ORIGINAL_DEVICE("cuda", kwargs["device"])
+    return ORIGINAL_PARSE_TO(*args, **kwargs)
+
+
+def patch() -> None:
+    replace(torch, device=device)
+    replace(torch._C._nn, _parse_to=parse_to)
 
 
 def replace(owner: Any, **attributes: Any) -> None:
@@ -34,6 +77,7 @@ def is_gpu(device: Device) -> bool:
 
 def gpu_of(device: Device) -> int:
     """The number of the GPU that a device argument means. Raises CUDA's RuntimeError for one that the node lacks."""
+    Node.initialized = True
     index = device if device is None or isinstance(device, int) else torch.device(device).index
     if index is None:
         return Node.current

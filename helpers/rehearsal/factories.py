@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.overrides import _get_current_function_mode_stack
 from torch.types import Device
 from torch.utils._device import DeviceContext, _device_constructors
@@ -20,7 +22,7 @@ from helpers.rehearsal.devices import (
     mark_pinned,
     replace,
 )
-from helpers.rehearsal.moves import move
+from helpers.rehearsal.moves import move, with_local
 from helpers.rehearsal.tensor import LOADING, CudaTensor, bare
 
 FROM_HOST = {"tensor", "as_tensor", "asarray"}  # these copy values from the host; other factories compute on the GPU
@@ -81,6 +83,8 @@ def on_any_device(factory: Any, like: bool = False) -> Callable[..., torch.Tenso
             out = move(copy, device).to(kwargs.get("dtype") or source.dtype)
         elif like and device == source.device:
             out = factory(*args, **kwargs)
+        elif like and isinstance(source, DTensor):
+            out = with_local(source, make(source.to_local(), *args[1:], device=device, **kwargs))
         else:
             args = (bare(source), *args[1:]) if like else args
             out = factory(*args, device="cpu" if on_gpu else device, **kwargs)
@@ -92,6 +96,8 @@ def on_any_device(factory: Any, like: bool = False) -> Callable[..., torch.Tenso
             mark_pinned(out)
         return out.requires_grad_() if requires_grad else out
 
+    if builtin := _find_builtin(factory):
+        _register_builtin(make, builtin)  # torch.jit.script knows its operators by the function
     return make
 
 

@@ -17,10 +17,10 @@ from helpers.rehearsal.devices import Node, gpu_of, replace
 MEMORY = 80 << 30  # bytes of each pretended GPU
 
 # Functions of torch.cuda by their answer.
-TRUE = "is_available is_initialized is_bf16_supported can_device_access_peer".split()
+TRUE = "is_available is_bf16_supported can_device_access_peer".split()
 ZERO = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved utilization".split()
 NOTHING = (
-    "init _lazy_init _lazy_call set_stream empty_cache ipc_collect reset_peak_memory_stats "
+    "_lazy_call set_stream empty_cache ipc_collect reset_peak_memory_stats "
     "reset_accumulated_memory_stats reset_max_memory_allocated set_per_process_memory_fraction "
     "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all"
 ).split()
@@ -118,6 +118,10 @@ def set_device(device: Device) -> None:
     Node.current = gpu_of(device)
 
 
+def initialize() -> None:
+    Node.initialized = True
+
+
 def set_sync_debug_mode(debug_mode: int | str) -> None:
     modes = {"default": 0, "warn": 1, "error": 2}
     COUNTS.sync_debug_mode = modes[debug_mode] if isinstance(debug_mode, str) else debug_mode
@@ -132,7 +136,10 @@ def patch() -> None:
     current = Stream()
     stubs: dict[str, Any] = {
         "device_count": lambda: Node.gpus,
-        "current_device": lambda: Node.current,
+        "is_initialized": lambda: Node.initialized,
+        "init": initialize,
+        "_lazy_init": initialize,
+        "current_device": lambda: gpu_of(None),
         "set_device": set_device,
         "_get_device_index": lambda device=None, optional=False, allow_cpu=False: gpu_of(device),
         "device": current_device,
@@ -159,6 +166,7 @@ def patch() -> None:
     }
     stubs |= {name: returning(True) for name in TRUE} | {name: returning(0) for name in ZERO}
     stubs |= {name: returning(None) for name in NOTHING}
+    Node.initialized = False  # the stream above has set it
     replace(torch.cuda, **stubs)
     for module in (torch.cuda.memory, torch.cuda.random):
         replace(module, **{name: stub for name, stub in stubs.items() if hasattr(module, name)})
@@ -172,6 +180,8 @@ def patch() -> None:
         set_device_idx=set_device,
         device_index=current_device,
     )
+    # FSDP's mesh, a group's backend and the modules of torch ask C++.
+    replace(torch._C, _get_accelerator=lambda check=None: torch.device("cuda"))
     replace(torch._utils, _get_available_device_type=lambda: "cuda", _get_current_device_index=lambda: Node.current)
     replace(torch.cuda.nccl, version=lambda: (2, 29, 7), is_available=returning(True))
     replace(torch.version, cuda=torch.version.cuda or "pretended")
@@ -181,19 +191,18 @@ def patch() -> None:
 
 def patch_autocast() -> None:
     """Make autocast("cuda") the CPU's autocast, in bfloat16 or float16, with the CPU's lists of operators."""
-    enabled_for = torch.is_autocast_enabled
+    autocast: Any = torch.autocast  # changed in place: torch.cuda.amp has a subclass of it
+    start, enabled_for = autocast.__init__, torch.is_autocast_enabled
 
-    class autocast(torch.autocast):
-        def __init__(self, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-            if device_type == "cuda":
-                device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-            super().__init__(device_type, dtype, *args, **kwargs)
+    def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        start(self, device_type, dtype, *args, **kwargs)
 
-    def is_autocast_enabled(*device_types: str) -> bool:
-        return enabled_for(*("cpu" if kind == "cuda" else kind for kind in device_types))
+    def is_autocast_enabled(device_type: str = "cuda") -> bool:
+        return enabled_for("cpu" if device_type == "cuda" else device_type)
 
-    for module in (torch, torch.amp, torch.amp.autocast_mode):
-        replace(module, autocast=autocast)
+    replace(autocast, __init__=init)
     replace(torch, is_autocast_enabled=is_autocast_enabled)
 
 

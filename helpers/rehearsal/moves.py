@@ -32,14 +32,18 @@ class Copy(torch.autograd.Function):
         return bare(grad) if ctx.source is None else CudaTensor(bare(grad), ctx.source), None
 
 
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor of the same shape and placements, with another local part."""
+    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def move(tensor: torch.Tensor, device: Device, non_blocking: bool = False) -> torch.Tensor:
     """The tensor on a device; of a DTensor, the local part. A copy is counted; what is there already is returned."""
     if isinstance(tensor, DTensor):
         if is_gpu(device) == is_gpu(tensor.device):
             return tensor
-        local = move(tensor.to_local(), device, non_blocking)
-        mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return with_local(tensor, move(tensor.to_local(), device, non_blocking))
     target = gpu_of(device) if is_gpu(device) else None
     source = tensor.index if isinstance(tensor, CudaTensor) else None
     if target == source:
@@ -60,8 +64,6 @@ def to(self: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> tor
         args, copy = args[:-1], args[-1]
     if args and isinstance(args[0], torch.Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
-    elif args and type(args[0]) is int:  # without a GPU, torch takes no number for a device
-        args = (torch.device("cuda", args[0]), *args[1:])
     place, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     here = place is not None and place.type in ("cpu", "cuda")  # else it is "meta", say, or no device
     tensor = move(self, place, non_blocking) if here else self

@@ -180,7 +180,8 @@ def barrier(self: Any, opts: Any = None, **kwargs: Any) -> Any:
     opts = opts or dist.BarrierOptions()
     nccl = nccl_of(self)
     if nccl:
-        gpu = opts.device.index if opts.device is not None and opts.device.type == "cuda" else nccl.gpu
+        gpu = opts.device.index if opts.device is not None and opts.device.type == "cuda" else None
+        gpu = nccl.gpu if gpu is None else gpu
         nccl.connect(self.rank() % Node.gpus if gpu is None else gpu)  # ProcessGroupNCCL guesses the same GPU
         COUNTS.add(WAIT, "barrier")
     COUNTS.add(COLLECTIVE, f"barrier ({'NCCL' if nccl else 'gloo'})")

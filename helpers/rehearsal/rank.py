@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from helpers.rehearsal import factories, gpus, moves, nccl, report, wrappers
+from helpers.rehearsal import devices, factories, gpus, moves, nccl, report, wrappers
 from helpers.rehearsal.counts import COUNTS
 from helpers.rehearsal.devices import Node
 
@@ -23,7 +23,7 @@ EXIT = os._exit
 def pretend(count: int) -> None:
     """From now on this process has ``count`` pretended GPUs."""
     Node.gpus = count
-    for module in (gpus, moves, factories, nccl, wrappers):
+    for module in (devices, gpus, moves, factories, nccl, wrappers):
         module.patch()
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer
@@ -26,6 +27,7 @@ class Buckets:
     bytes: list[int]
 
 
+ORIGINAL_MOVE_STATES = _fsdp_init._move_states_to_device
 ORIGINAL_GROUPING = _foreach_utils._group_tensors_by_device_and_dtype
 BUCKETS: dict[int, Buckets] = {}  # by a model's number, for the report
 
@@ -34,6 +36,7 @@ def patch() -> None:
     patch_ddp()
     patch_dtensor()
     replace(_fsdp_collectives.DefaultAllocMixin, allocate=allocate)
+    replace(_fsdp_init, _move_states_to_device=move_states)
     for module in (_foreach_utils, torch.nn.utils.clip_grad, optimizer):
         replace(module, _group_tensors_by_device_and_dtype=group_tensors)
     optimizer.register_optimizer_step_post_hook(COUNTS.count_step)
@@ -95,6 +98,17 @@ def allocate(self: Any, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
     if is_gpu(device):
         return CudaTensor(torch.empty(*size, dtype=dtype), gpu_of(device))
     return torch.empty(*size, dtype=dtype, device=device)
+
+
+def move_states(params: list[nn.Parameter], buffers: list[torch.Tensor], device: torch.device) -> None:
+    """FSDP's move of a CPU model to the mesh's devices. Its assignment to ``.data`` leaves a parameter on the CPU."""
+    for tensor in (*params, *buffers) if is_gpu(device) else ():
+        if tensor.is_cpu and not isinstance(tensor, DTensor):
+            with torch.no_grad():
+                moved = tensor.to(device)
+            parameter = isinstance(tensor, nn.Parameter)
+            torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if parameter else moved)
+    ORIGINAL_MOVE_STATES(params, buffers, device)
 
 
 def patch_dtensor() -> None:
