@@ -125,13 +125,6 @@ PROMISES: dict[str, Callable[[str, Path], None]] = {
     "--matrix 8192 --message 268435456 --save cluster.toml": plan_of_the_cluster,
 }
 
-NOT_REHEARSED = {  # flags: why their line runs on ranks alone
-    "--tp 2 --save model.safetensors": (
-        "rank 1 may leave while rank 0 still gathers: torch's wait in get_model_state_dict looks for an "
-        "AsyncCollectiveTensor, and does not see it inside a pretended tensor"
-    ),
-}
-
 # Lines that end before the training does, or train longer than GOOD_ENOUGH says.
 PARTS = {"--state state.pt --stop-after 20", "--width 4096 --batch-size 480 --out traces", "--steps 300"}
 
@@ -185,7 +178,7 @@ def test_lines_of_one_node_in_their_order(chapter, alone, script):
                 ended = agent(line, path, launcher, environment).end(600)
             check(line, ended, path.parent)
             rehearsed = "--nproc-per-node=gpu" in line.launcher and "--max-restarts=3" not in line.launcher
-            if rehearsed and line.flags not in NOT_REHEARSED:
+            if rehearsed:
                 words = ["rehearse", path.name, "--gpus", str(line.ranks), "--timeout", "600", "--", *line.flags_here()]
                 status, out, errors, left = forked(Work("helpers.__main__", "main", words, str(path.parent)), HERE, 700)
                 assert status == 0 and not left, f"{' '.join(words)}\n{out}{errors}"

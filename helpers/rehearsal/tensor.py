@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.types import Device
 
 from helpers.rehearsal.counts import COLLECTIVE, COPY, COUNTS, NOT_PINNED, UPLOAD, WAIT, frame_outside
@@ -33,6 +34,8 @@ class CudaTensor(Base):
 
     @staticmethod
     def __new__(cls: Any, inner: torch.Tensor, index: int) -> "CudaTensor":
+        if isinstance(inner, AsyncCollectiveTensor):
+            inner = inner.wait()  # torch's own waits look for this class, and would not see it in a wrapper
         tensor = Base._make_wrapper_subclass(
             cls,
             inner.size(),
