@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from leftovers import soon
 from printed import printed
-from scripting import ROOT, export
+from scripting import CHAPTERS, ROOT, export
 from test_promises import ELSEWHERE as ON_TWO_NODES
 from test_promises import LINES, PLAN_OF_CHAPTER_15, SMALLER
 
@@ -79,7 +79,7 @@ WAYS = {
     "make run CHAPTER=04 NPROC=4": Way(('result .*"world_size": 4',)),
     "make run CHAPTER=NN NPROC=4": Way(('result .*"world_size": 4',)),
     "make soak CHAPTER=NN": Way(("2 ranks", "4 ranks"), typed="{} ARGS='--runs 1'"),
-    "make scripts": exports(*(f"{path.stem}.py" for path in sorted(ROOT.glob("notebooks/[0-9]*.ipynb")))),
+    "make scripts": exports(*(f"{path.stem}.py" for path in CHAPTERS)),
     "make gpu": dataclasses.replace(WITHOUT_A_GPU, status=2),
     "python -m helpers verify": WITHOUT_A_GPU,
     "python -m helpers verify --chapters 04 06 --again": Way(
@@ -268,7 +268,7 @@ def test_a_page_is_served(text, folders, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chapter", range(17))
+@pytest.mark.parametrize("chapter", range(len(CHAPTERS)))
 def test_a_rehearsal_of_defaults_ends_within_a_minute(chapter, folders, tmp_path):
     process, _ = started(f"python -m helpers rehearse {chapter} --timeout 60", folders, tmp_path / "output")
     status, out = process.wait(300), (tmp_path / "output").read_text()

@@ -1,16 +1,15 @@
 """The scripts of chapters 13 and 16: a slow step or save after SIGTERM ends with a checkpoint; the clock is true."""
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import cloudpickle
 import pytest
 import torch
 from forked import Forked, script_on_ranks
+from loading import Device, loaded
 from scripting import ROOT, export, stand_alone
 
 from helpers.ranks.launch import launch
@@ -63,33 +62,27 @@ def test_a_step_or_save_of_12_seconds_is_finished_after_sigterm(notebook, tmp_pa
 
 def times_by_a_slow_clock(path, flags):
     """What a run tells of its steps' seconds if a step takes a second, on a queue, and a save an hour."""
-    spec = importlib.util.spec_from_file_location("capstone", path)
-    capstone = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(capstone)
-    now, queue, seconds = [0.0], [0], []
-
-    def wait(*arguments):
-        now[0] += queue[0]
-        queue[0] = 0
-        return 1.0
+    capstone, device, seconds = loaded(path), Device(), []
 
     def step(*arguments):
-        queue[0] += 1  # the device has it to do; the host does not wait
-        return torch.ones(()), SimpleNamespace(item=wait)
+        device.step()
+        return torch.ones(()), device
 
     def save(*arguments):
-        wait()
-        now[0] += 3600
+        device.wait()
+        device.hour()
 
-    capstone.time = SimpleNamespace(perf_counter=lambda: now[0])
-    capstone.take_step, capstone.save_run, capstone.mean_loss = step, save, wait
+    def log(folder, begun):
+        return lambda step, values: seconds.append((values["seconds"], values["mfu"]))
+
+    capstone.time = device
+    capstone.take_step, capstone.save_run, capstone.mean_loss = step, save, device.wait
     with (
         mock.patch("sys.argv", ["capstone", *flags]),
-        mock.patch.object(torch, "get_device_module", lambda device: SimpleNamespace(synchronize=wait)),
+        mock.patch.object(torch, "get_device_module", lambda name: device),
     ):
-        args, device = capstone.parse_args(), torch.device("cpu")
-        log = lambda folder, begun: lambda step, values: seconds.append((values["seconds"], values["mfu"]))  # noqa: E731
-        capstone.train(args, capstone.load_data(device), device, log)
+        args, cpu = capstone.parse_args(), torch.device("cpu")
+        capstone.train(args, capstone.load_data(cpu), cpu, log)
     return seconds, capstone.mfu(1, args)
 
 

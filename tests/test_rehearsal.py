@@ -53,9 +53,8 @@ def test_what_public_programs_do_is_right_on_pretended_gpus():
     script = HERE / "rehearsal_public.py"
     done = rehearse_here(script, timeout=60)
     names = re.findall(r"^    (\w+),$", script.read_text(), re.MULTILINE)
-    assert set(done.stdout.splitlines()) >= {f"right {name} on {rank}" for name in names for rank in (0, 1)}, (
-        done.stdout
-    )
+    right = {f"right {name} on {rank}" for name in names for rank in (0, 1)}
+    assert set(done.stdout.splitlines()) >= right, done.stdout
     assert names and done.returncode == 0, done.stderr
 
 

@@ -14,11 +14,10 @@ import pytest
 import recorded
 from forked import forked, script_alone, script_on_ranks
 from ruff import find_ruff_bin
-from scripting import ROOT, TOLERANCE, export, rehearse_here, result, stand_alone, torchrun
+from scripting import CHAPTERS, ROOT, TOLERANCE, export, rehearse_here, result, stand_alone, torchrun
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
-CHAPTERS = sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))
 TEMPLATE = ROOT / "notebooks" / "template.ipynb"
 GPUS = {"11_trainer": 8}  # how many pretended GPUs; the other scripts have 2
 FRESH = ["10_checkpointing", "14_profiling_debugging"]  # one rank of them has an interpreter of its own

@@ -313,14 +313,7 @@ def test_doctor_under_srun(cluster):
     line = ["srun", "--nodes=2", "--nodelist=n[1,3]", "--time=5"]
     with pytest.raises(AssertionError, match="The host name n1 has no address here.* give an address in MASTER_ADDR"):
         cluster.run(*line, *doctor, cwd=ROOT, timeout=240)
-    line = [
-        "env",
-        "MASTER_ADDR=10.88.0.11",
-        f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}",
-        *line,
-        "--ntasks-per-node=2",
-        *doctor,
-    ]
-    report = cluster.run(*line, cwd=ROOT, timeout=240)
+    addressed = ["env", "MASTER_ADDR=10.88.0.11", f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}", *line]
+    report = cluster.run(*addressed, "--ntasks-per-node=2", *doctor, cwd=ROOT, timeout=240)
     nodes = re.findall(r"^[\d-]+ +[\d-]+ +(compute\d) ", report, re.MULTILINE)
     assert nodes == ["compute1", "compute3"] and "4 ranks on 2 hosts, gloo" in report, report

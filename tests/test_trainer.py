@@ -1,13 +1,11 @@
 """Chapter 11's script: what it refuses and keeps, its clock, its averages, a compiler, and one run in a logger."""
 
-import importlib.util
 import os
 import shutil
 import signal
 import sys
 import time
 from itertools import count
-from types import SimpleNamespace
 from unittest import mock
 
 import cloudpickle
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import forked, script_on_ranks
+from loading import Device, loaded
 from scripting import ROOT, export, result, stand_alone
 from torch import nn
 
@@ -36,14 +35,6 @@ def script(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     return stand_alone(tmp_path_factory.mktemp("path"))
-
-
-def loaded(path):
-    """The script as a module. ``path`` is text, which can be sent to ranks."""
-    spec = importlib.util.spec_from_file_location("trainer", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def settings(script, *flags):
@@ -198,24 +189,15 @@ def test_patience_is_how_long_a_rank_waits_for_another(script, signalled):
 
 def speeds_by_a_slow_clock(path, args):
     """The speeds that a run prints if a step takes a second, on a queue, and a validation or a save an hour."""
-    trainer, now, queue, records = loaded(path), [0], [0], []
-
-    class Norm:
-        def item(self):
-            now[0] += queue[0]
-            queue[0] = 0
-            return 1.0
+    trainer, device, records = loaded(path), Device(), []
 
     def step(*arguments):
-        queue[0] += 1  # the device has it to do; the host does not wait
-        return torch.ones(2, 2, dtype=torch.float64), Norm()
+        device.step()
+        return torch.ones(2, 2, dtype=torch.float64), device  # as the norm, for whose number the host waits
 
-    def hour(*arguments):
-        now[0] += 3600
-
-    trainer.time = SimpleNamespace(perf_counter=lambda: now[0])
-    trainer.take_step, trainer.save_run = step, hour
-    trainer.evaluate = lambda *arguments: hour() or {"val_loss": 1.0}
+    trainer.time = device
+    trainer.take_step, trainer.save_run = step, device.hour
+    trainer.evaluate = lambda *arguments: device.hour() or {"val_loss": 1.0}
     trainer.Step.means = lambda step, totals: {"loss": 1.0}
     trainer.train(args, torch.device("cpu"), lambda args: lambda *record: records.append(record))
     return [(step, values["samples/s"]) for step, values in records if "samples/s" in values]

@@ -139,12 +139,12 @@ def share_group() -> None:
 
     init, destroy = dist.init_process_group, dist.destroy_process_group
     actual = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    started, shared = True, False  # no name holds launch's group itself, so that its end closes its connections
+    state = "running"  # then shared or ended. No name holds launch's group itself: its end has to close its connections
 
     @functools.wraps(init)
     def init_process_group(*args: Any, **options: Any) -> None:
-        nonlocal shared
-        if shared or not started:  # a second start, or one after a real end: as torch has it
+        nonlocal state
+        if state != "running":  # a second start, or one after a real end: as torch has it
             return init(*args, **options)
         asked = inspect.signature(init).bind(*args, **options).arguments
         for name, value in actual.items():
@@ -152,17 +152,18 @@ def share_group() -> None:
             if given not in (None, -1) and str(value) not in re.split("[:,]", str(given)):  # "cpu:gloo,cuda:nccl"
                 what = f"init_process_group({name}={given!r}) in a rank of launch, whose group has {name}={value!r}"
                 raise ValueError(f"{what}: leave {name} out.")
-        shared = True
+        state = "shared"
 
     @functools.wraps(destroy)
     def destroy_process_group(group: Any = None) -> None:
-        nonlocal started, shared
-        is_default = group is None or group is dist.group.WORLD
-        if not (shared and is_default):
-            started = started and not is_default
+        nonlocal state
+        if group is not None and group is not dist.group.WORLD:
             destroy(group)
+        elif state == "shared":
+            state = "running"
         else:
-            shared = False
+            state = "ended"
+            destroy(group)
 
     for function in (init_process_group, destroy_process_group):
         for module in (dist, dist.distributed_c10d):  # a notebook's `from` import is read from the second

@@ -53,9 +53,9 @@ class device(metaclass=AnyDevice):
 def parse_to(*args: Any, **kwargs: Any) -> Any:
     """The arguments of Module.to and Tensor.to as (device, dtype, non_blocking, memory_format); a number is a GPU."""
     if args and type(args[0]) is int:
-        args = (ORIGINAL_DEVICE("cuda", args[0]), *args[1:])
+        args = (torch.device(args[0]), *args[1:])
     elif type(kwargs.get("device")) is int:
-        kwargs["device"] = ORIGINAL_DEVICE("cuda", kwargs["device"])
+        kwargs["device"] = torch.device(kwargs["device"])
     return ORIGINAL_PARSE_TO(*args, **kwargs)
 
 

@@ -180,9 +180,9 @@ def barrier(self: Any, opts: Any = None, **kwargs: Any) -> Any:
     opts = opts or dist.BarrierOptions()
     nccl = nccl_of(self)
     if nccl:
-        gpu = opts.device.index if opts.device is not None and opts.device.type == "cuda" else None
-        gpu = nccl.gpu if gpu is None else gpu
-        nccl.connect(self.rank() % Node.gpus if gpu is None else gpu)  # ProcessGroupNCCL guesses the same GPU
+        named = opts.device.index if opts.device is not None and opts.device.type == "cuda" else None
+        guess = self.rank() % Node.gpus  # as ProcessGroupNCCL guesses
+        nccl.connect(next(gpu for gpu in (named, nccl.gpu, guess) if gpu is not None))
         COUNTS.add(WAIT, "barrier")
     COUNTS.add(COLLECTIVE, f"barrier ({'NCCL' if nccl else 'gloo'})")
     opts.device = torch.device("cpu")

@@ -3,11 +3,10 @@
 import json
 import re
 
-from scripting import ROOT
+from scripting import CHAPTERS, ROOT
 
 from helpers.export.script import docstring
 
-CHAPTERS = sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))
 PROGRAMS = r"(?:LAB=all )?(?:make|python -m|pytest|jupyter|torchrun|srun|sbatch|scontrol)"
 
 
