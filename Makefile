@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE  # without bytecode each of the tests' processe
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help book pdf serve lab scripts run check test rehearse gpu sabotage soak bench outputs system lock
+.PHONY: help book pages pdf serve lab scripts run check test rehearse gpu sabotage soak bench outputs system lock
 
 help:
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -41,10 +41,10 @@ book: scripts  ## build the book, and every chapter's script
 	@$(BIN)/jupyter-book build . --warningiserror --keep-going -n --quiet >/dev/null
 	@test -f _build/html/index.html  # jupyter-book 2 would build nothing, and exit with 0
 	@echo "The book is in _build/html: open file://$(CURDIR)/_build/html/index.html, or run 'make serve'."
-
+pages: $(READY)  ## measure the built book's chapters: screens of code, text, output, pictures; run make book first
+	@$(BIN)/python tools/measure_pages.py
 pdf: book  ## build the book, and print all of it as one PDF, which its first page then links
 	@$(BIN)/python tools/print_pdf.py _build/html _build/world-size-one.pdf
-
 serve: $(READY)  ## show the built book on 127.0.0.1  (PORT=8000)
 	@test -f _build/html/index.html || { echo "The book is not built yet. Run 'make book' first." >&2; exit 1; }
 	@$(BIN)/python -c 'import socket; socket.create_server(("127.0.0.1", $(PORT))).close()' 2>/dev/null || { \

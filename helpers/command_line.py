@@ -30,6 +30,14 @@ def positive(text: str) -> float:
     return seconds
 
 
+def of_bytes(size: float) -> str:
+    """A number of bytes with three digits that say something: 512 B, 1.5 kB, 3 MB."""
+    for name, unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= unit:
+            return f"{float(f'{size / unit:.3g}'):g} {name}"
+    return f"{size:.0f} B"
+
+
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
     """Rows of text as lines with aligned columns: flush left if a column's number is in ``left``, else flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

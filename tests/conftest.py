@@ -12,6 +12,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import yaml
@@ -107,10 +108,11 @@ def helpers(capsys):
     from helpers.__main__ import main
 
     def call(*arguments):
-        try:
-            status = main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            status = end.code
+        with mock.patch.dict(os.environ):  # which a command sets for the ranks that it starts
+            try:
+                status = main([str(argument) for argument in arguments])
+            except SystemExit as end:
+                status = end.code
         return status, *capsys.readouterr()
 
     return call

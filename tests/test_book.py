@@ -106,7 +106,8 @@ def test_fonts_are_small_an_image_has_its_own_and_each_family_its_licence(book):
     sheet = (book.html / "_static" / "fonts.css").read_text(encoding="utf-8")
     for family in ["Inter", "JetBrainsMono"]:
         licence = (ROOT / "book" / "fonts" / f"{family}-OFL.txt").read_text(encoding="utf-8")
-        assert "SIL OPEN FONT LICENSE Version 1.1" in licence and licence in sheet
+        assert "SIL OPEN FONT LICENSE Version 1.1" in licence and f"{family}-OFL.txt" in sheet.splitlines()[0]
+        assert (book.html / "_static" / f"{family}-OFL.txt").read_text(encoding="utf-8") == licence
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
@@ -187,27 +188,32 @@ def test_every_page_has_a_card_the_mark_and_the_version(book):
         page = soup(book.html / f"{name}.html")
         card = card_of(page)
         assert card["og:title"] and len(card["og:description"]) > 60 and card["og:image"].endswith("_static/card.png")
+        text, description = " ".join(page.article.text.split()), card["og:description"]
+        end = " ".join(description.removesuffix(" …").split()[-2:])
+        assert not description.endswith("...") and re.search(rf"{re.escape(end)}(?!\w)", text), description
         assert f"Verified with PyTorch {torch}." in page.select_one(".extra_footer").text
         [brand] = page.select(".navbar-brand")
         assert brand.select("img[src$='favicon.svg']") and "World Size One" in brand.text
 
 
-@pytest.mark.parametrize("page, kinds", [("README.md", "python text text"), ("book/intro.md", "python text python")])
-def test_the_front_shows_what_a_notebook_holds(page, kinds):
+def test_the_readme_shows_what_a_notebook_holds():
     """Each block of text is an output of the first chapter; each block of Python is in one of its cells."""
     cells = [cell for cell in nbformat.read(ROOT / f"{CHAPTERS[0]}.ipynb", 4).cells if cell.cell_type == "code"]
     outputs = [output for cell in cells for output in cell.outputs]
     texts = [f"{output.get('text', '')}{output.get('ename', '')}: {output.get('evalue', '')}" for output in outputs]
     chapter = {"python": "\n".join(cell.source for cell in cells), "text": "".join(texts)}
-    blocks = re.findall(r"```(python|text)\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
-    assert [kind for kind, _ in blocks] == kinds.split()
+    blocks = re.findall(r"```(python|text)\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["python", "text", "text"]
     assert [block for kind, block in blocks if block.rstrip() not in chapter[kind]] == []
 
 
 def test_the_intro_lists_the_parts_as_the_toc_has_them():
-    """Its headings are the parts. Below each are the part's pages, in order, with the titles that the pages have."""
-    parts = re.split(r"(?m)^### ", (ROOT / "book" / "intro.md").read_text())[1:]
-    tables = {part.splitlines()[0]: re.findall(r"(?m)^\|(?: \d+ \|)? \[([^]]+)\]\(([^)]+)\)", part) for part in parts}
+    """Its list has the parts, and below each the part's pages, in order, with the titles that the pages have."""
+    chapters = (ROOT / "book" / "intro.md").read_text().partition("{.chapters}\n")[2].partition("{.pdf}")[0]
+    parts = re.split(r"(?m)^\* \*\*", chapters)[1:]
+    tables = {
+        part.partition("**")[0]: re.findall(r"(?m)^  (?:\d+\.|\*) \[([^]]+)\]\(([^)]+)\)", part) for part in parts
+    }
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text())["parts"]
     of_toc = {part["caption"]: [page["file"] for page in part["chapters"]] for part in toc if "caption" in part}
     files = {

@@ -11,7 +11,7 @@ from fontTools.ttLib.tables._g_l_y_f import Glyph
 from visits import PATIENCE, WIDE, open_page, seen_by_axe, too_wide, unfold
 
 OWN_FONTS = re.compile("Inter-|JetBrainsMono-")
-WITH_SLIDERS = "figure:has(input[type=range])"
+WITH_CONTROLS = "figure:has(.wso-controls)"
 
 VISIBLE_PICTURE = """figure => [...figure.querySelectorAll('.wso-view')]
     .filter(view => view.checkVisibility())
@@ -35,7 +35,7 @@ LOOKS = """() => {
     const looks = {}, texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
     while (texts.nextNode()) {
         const tag = texts.currentNode.parentElement;
-        if (tag.closest('script, style, noscript, mjx-container')) continue;
+        if (tag.closest('script, style, noscript')) continue;
         const {fontFamily, fontWeight, fontStyle} = getComputedStyle(tag);
         const look = `${fontStyle} ${fontWeight} 16px ${fontFamily}`;
         looks[look] = [...new Set((looks[look] ?? '') + texts.currentNode.data.replace(/\\s/g, ''))].join('');
@@ -96,46 +96,72 @@ def foreign_characters(page):
 
 
 def not_drawn(page):
-    """Yields formulas that MathJax has not set, and images that the browser cannot read."""
-    for formula in page.locator(".math:not(:has(mjx-container))").all():
+    """Yields formulas that are not set, and images that the browser cannot read."""
+    for formula in page.locator(".math:not(:has(math))").all():
         yield f"not set: {formula.inner_text()}"
     for address in page.evaluate("[...document.images].filter(image => !image.naturalWidth).map(image => image.src)"):
         yield f"no picture: {address}"
 
 
-def sliders_that_fail(page):
-    """Yields a problem for each slider without a label, or that does not move its figure by mouse and by keyboard."""
+PLACES = """figure => JSON.stringify([...figure.querySelectorAll('input')].map(input => {
+    const box = input.getBoundingClientRect();
+    return [Math.round(box.x), Math.round(box.y + scrollY)];
+}).concat([[Math.round(figure.getBoundingClientRect().height)]]))"""
+
+
+def controls_that_fail(page):
+    """Yields a problem for each control that has no label, does not move its figure, or moves while it is used.
+
+    A slider is dragged from end to end and moved by keyboard, and each button is pressed.
+    """
     # A locator would search the whole page for each of its uses.
-    for figure in page.locator(WITH_SLIDERS).element_handles():
+    for figure in page.locator(WITH_CONTROLS).element_handles():
+        figure.scroll_into_view_if_needed()
+        places = figure.evaluate(PLACES)
         for slider in figure.query_selector_all("input[type=range]"):
-            name = slider.evaluate("input => ((input.labels[0]?.innerText ?? '') + (input.ariaLabel ?? '')).trim()")
+            name = slider.evaluate("input => (input.labels[0]?.innerText ?? '').trim()")
             if not name:
                 yield "a slider without a label"
             slider.scroll_into_view_if_needed()
-            first, value = figure.evaluate(VISIBLE_PICTURE), slider.input_value()
-            if len(first) != 1:
-                yield f"slider {name!r}: {len(first)} pictures at once"
-
-            box = slider.bounding_box()
-            at_the_end = value == slider.get_attribute("max")  # then the other end is the one to click
-            page.mouse.click(box["x"] + (3 if at_the_end else box["width"] - 3), box["y"] + box["height"] / 2)
-            if slider.input_value() == value or figure.evaluate(VISIBLE_PICTURE) == first:
+            box, last, seen = slider.bounding_box(), int(slider.get_attribute("max")), set()
+            page.mouse.move(box["x"] + 10, box["y"] + box["height"] / 2)
+            page.mouse.down()
+            for step in range(last + 1):
+                across = 10 + (box["width"] - 20) * step / last
+                page.mouse.move(box["x"] + across, box["y"] + box["height"] / 2)
+                pictures = figure.evaluate(VISIBLE_PICTURE)
+                if len(pictures) != 1:
+                    yield f"slider {name!r}: {len(pictures)} pictures at once"
+                seen.add((slider.input_value(), pictures[0]))
+                if figure.evaluate(PLACES) != places:
+                    yield f"slider {name!r} moves a control or the page while it is dragged"
+            page.mouse.up()
+            if len(seen) <= last:
                 yield f"slider {name!r} does not follow the mouse"
-
             slider.focus()
             page.keyboard.press("Home")
             page.keyboard.press("ArrowRight")
-            moved, second = slider.input_value(), figure.evaluate(VISIBLE_PICTURE)
-            page.keyboard.press("ArrowLeft")
-            if moved != str(int(slider.get_attribute("min")) + 1) or figure.evaluate(VISIBLE_PICTURE) == second:
+            if (slider.input_value(), figure.evaluate(VISIBLE_PICTURE)[0]) not in seen or slider.input_value() != "1":
                 yield f"slider {name!r} does not follow the keyboard"
+        for group in figure.query_selector_all("fieldset"):
+            name, seen = group.query_selector("legend").inner_text().strip(), []
+            if not name:
+                yield "buttons without a label"
+            for button in group.query_selector_all("label"):
+                button.scroll_into_view_if_needed()
+                button.click()
+                seen.append(figure.evaluate(VISIBLE_PICTURE)[0])
+                if figure.evaluate(PLACES) != places:
+                    yield f"a button of {name!r} moves a control or the page"
+            if len(set(seen)) < len(seen):
+                yield f"two buttons of {name!r} show the same picture"
 
 
 @pytest.mark.parametrize("name", [*toc_files(), "search", "genindex", "404"])
 def test_page_has_no_problem(visit, name):
     page = visit(name)
     unfold(page)
-    checks = [too_wide, not_drawn, foreign_characters, *[sliders_that_fail] * (name in CHAPTERS), seen_by_axe]
+    checks = [too_wide, not_drawn, foreign_characters, *[controls_that_fail] * (name in CHAPTERS), seen_by_axe]
     problems = [problem for check in checks for problem in check(page)]
     assert not problems, "\n".join(problems)
 
@@ -160,12 +186,12 @@ SPOILED = [
         [f"not in the book's fonts: {letter!r}, drawn in " for letter in "\u2714\u6f22Title"],
     ),
     (
-        """for (const input of document.querySelectorAll('figure input[type=range]')) {
-            input.previousElementSibling.textContent = '';
-            input.replaceWith(input.cloneNode(true));  // without its listeners
+        """for (const control of document.querySelectorAll('figure .wso-controls')) {
+            for (const words of control.querySelectorAll('legend, div > label > span')) words.textContent = '';
+            control.replaceWith(control.cloneNode(true));  // without its listeners
         }""",
-        sliders_that_fail,
-        ["a slider without a label", "slider '' does not follow the mouse", "slider '' does not follow the keyboard"],
+        controls_that_fail,
+        ["buttons without a label", "two buttons of '' show the same picture"],
     ),
     (
         f"""const dull = `{DULL}`;
@@ -190,8 +216,8 @@ def test_the_check_sees_a_spoiled_page(visit, spoil, check, problems):
 def test_figures_show_their_first_frame_and_no_dead_slider_without_javascript(browser, book_url):
     page = browser.new_page(java_script_enabled=False)
     page.goto(f"{book_url}/notebooks/04_ddp.html", timeout=PATIENCE)
-    figures = page.locator(WITH_SLIDERS).all()
-    counts = [[figure.locator(f"{tag}:visible").count() for tag in ("svg", "input")] for figure in figures]
+    figures = page.locator(WITH_CONTROLS).all()
+    counts = [[figure.locator(f"{tag}:visible").count() for tag in ("svg", "label")] for figure in figures]
     page.close()
     assert counts and counts == [[1, 0]] * len(counts)
 

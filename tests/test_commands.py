@@ -52,12 +52,13 @@ PLACES = {  # what a reader replaces: what it is here
     "=gpu": "=2",
     "NN_topic": "00_first_run",
     "CHAPTER=NN": "CHAPTER=00",
+    "ADDRESS": str(ROOT),
     " ...": " --nproc-per-node=2 train.py",
 }
 WAYS = {
     "make help": Way(("make book", "make rehearse", "make lock")),
     "make check CHAPTER=04": Way(("what ran", r"\branks +[\d.]+ s +\d\d passed", "!failed")),
-    "make check CHAPTER=NN": collecting("00_first_run.ipynb", "test_scripts.py: 1", "test_notebooks.py: 1", "!04_"),
+    "make check CHAPTER=NN": collecting("00_first_run.ipynb", "test_scripts.py: 2", "test_notebooks.py: 1", "!04_"),
     "make check": collecting("test_house", "test_planner", "!test_scripts", "!test_browser", "!ipynb"),
     "make test": collecting(
         "00_first_run.ipynb::", "16_capstone.ipynb::", "test_chapter", "test_process_group", "!test_slurm", "!test_pdf"
@@ -103,19 +104,21 @@ WAYS = {
         ("on 16 pretended GPUs|2 nodes",), typed="{} --timeout 300 -- --layers 16 --micro-batches 16"
     ),
     "python -m helpers rehearse my_script.py --gpus 4 -- --lr 1": Way(("on 4 pretended GPUs",)),
+    "python -m helpers rehearse -m package.train --gpus 4": Way(("on 4 pretended GPUs",)),
     "python -m helpers rehearse train.py --gpus 8": Way((REHEARSED,)),
     "python -m helpers plan llama3-70b h100 --gpus 512 --layout batch=1024": Way(
         ("layouts of .* 512 x h100", "ranked")
     ),
     "python -m helpers plan llama3-8b h100 --gpus 64 --layout batch=512": Way(("layouts of .*64 x h100", "ranked")),
     "jupyter nbconvert --to torchrun notebooks/04_ddp.ipynb": Way(files=("notebooks/04_ddp.py",)),
+    "git clone ADDRESS world-size-one && cd world-size-one": Way(files=("world-size-one/Makefile",)),
     "mkdir -p runs/a": Way(files=("runs/a",)),
     "ip -br addr": Way(("lo .*127.0.0.1",)),
     "torchrun --nproc-per-node=gpu train.py": Way(('"world_size": 2',)),
     "TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun ...": Way(('"world_size": 2',)),
     "TORCH_CPP_LOG_LEVEL=INFO NCCL_DEBUG=INFO torchrun ...": Way((r"\[I.*TCPStore", '"world_size": 2')),
     "PYTHONWARNINGS=error::FutureWarning torchrun --nproc-per-node=2 train.py": Way(
-        ("FutureWarning: an old call", "old.py.*line 2"),
+        ("FutureWarning.*: an old call", "old.py.*line 2"),  # two ranks print at once
         typed="""printf 'import warnings\nwarnings.warn("an old call", FutureWarning)\n' >old.py
         set -- {}; PYTHONWARNINGS=error::FutureWarning torchrun --nproc-per-node=2 old.py""",
         status=1,
@@ -127,6 +130,7 @@ STATIC = "torchrun --nnodes=2 --node-rank={} --master-addr=HOST "
 C10D = "--rdzv-backend=c10d {}--rdzv-endpoint=HOST:29500"
 TESTS = {  # by which other test a line is run
     "make book": "../.ci/run::part make book",
+    "make pages": "test_pages.py::test_a_chapter_shows_more_than_code",
     "make pdf": "test_pdf.py::test_every_page_of_the_toc_is_there_under_its_title_and_number",
     "make rehearse": "../.ci/run::part make rehearse",
     "make sabotage": "../.ci/run::part make sabotage",
@@ -205,8 +209,10 @@ def folders(tmp_path_factory):
     (project / ".venv").symlink_to(Path(sys.prefix))
     for name in ("requirements.txt", "requirements.lock", "pyproject.toml"):
         os.utime(project / name, (0, 0))  # .venv is ready
+    (reader / "package").mkdir()
     for chapter, name in (("01_process_groups", "train.py"), ("00_first_run", "my_script.py")):
         export(ROOT / "notebooks" / f"{chapter}.ipynb", reader / name[:-3]).rename(reader / name)
+    shutil.copy(reader / "my_script.py", reader / "package" / "train.py")
     (reader / "notebooks").mkdir()
     shutil.copy(ROOT / "notebooks" / "04_ddp.ipynb", reader / "notebooks")
     return project, reader

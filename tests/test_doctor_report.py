@@ -230,18 +230,46 @@ def test_an_interface_that_is_not_there(monkeypatch):
 
 
 def test_facts_of_a_gpu(monkeypatch):
-    properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", uuid="1234", total_memory=84_000_000_000)
+    properties = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3", uuid="1234", total_memory=84_000_000_000, major=9, minor=0
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
     own = facts.facts_of_rank(Place(3, 4, 3, "127.0.0.1", 29500), 50000, None)
     assert (own.device, own.model, own.gpu_id, own.NCCL) == ("cuda:1", "H100 80GB HBM3", "1234", "2.28.3")
-    assert own.device_memory == properties.total_memory and not own.fault
+    assert own.device_memory == properties.total_memory and not own.fault and not own.no_code
     on_cpu = facts.facts_of_rank(Place(3, 4, 3, "127.0.0.1", 29500), 50000, "gloo")
     assert (on_cpu.device, on_cpu.model, on_cpu.gpu_id, on_cpu.NCCL) == ("cpu", "", "", "")
     monkeypatch.setattr(torch.cuda, "get_device_properties", mock.Mock(side_effect=RuntimeError("CUDA error: odd")))
     broken = facts.facts_of_rank(Place(3, 4, 3, "127.0.0.1", 29500), 50000, None)
     assert (broken.device, broken.gpu_id, broken.fault) == ("cuda:1", "", "CUDA error: odd")
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "runs"),
+    [
+        ((9, 0), "sm_80 sm_90", True),
+        ((8, 9), "sm_80 sm_90", True),  # a later minor version
+        ((8, 0), "sm_86", False),
+        ((12, 0), "sm_80 sm_90 sm_100", False),
+        ((12, 0), "sm_90 compute_90", True),
+        ((12, 0), "sm_90a compute_90a", False),
+        ((10, 3), "sm_100f", True),
+        ((10, 3), "sm_100a", False),
+    ],
+)
+def test_a_card_that_is_newer_than_the_build(capability, architectures, runs, monkeypatch):
+    properties = SimpleNamespace(name="NVIDIA X", uuid="1", total_memory=1, major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", architectures.split)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    own = facts.facts_of_rank(Place(0, 1, 0, "127.0.0.1", 29500), 50000, None)
+    assert (own.no_code == "") == runs
+    found = [text for text, _ in problems(Findings(1, 60, "node1:29500", "nccl", "cuda", {0: own}, [0]))]
+    assert any("has no code for its GPU, sm_" in text for text in found) == (not runs)
 
 
 # --- a plan -----------------------------------------------------------------------------------------------------------

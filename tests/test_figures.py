@@ -110,7 +110,9 @@ def plain(drawing):
     root = ElementTree.fromstring(drawing)
     assert root.tag == "svg" and root.get("viewBox").startswith("0 0 ")
     tags = {element.tag for element in root.iter()}
-    assert tags <= {"svg", "g", "path", "text", "defs", "clipPath", "rect", "use", "pattern"}
+    assert tags <= {"svg", "g", "path", "text", "tspan", "defs", "clipPath", "rect", "use", "pattern"}
+    assert all("".join(text.itertext()).strip() for text in root.iter("text")), "a text without words"
+    assert all(part.text for part in root.iter("tspan")), "a part of a text without words"
     assert "currentColor" in drawing and not re.search("#000|black|#ffffff|font-family|DejaVu|http", drawing)
     assert not re.search(r"\d\.\d{3}", drawing), "numbers are rounded"
     assert len(drawing) < 21_000
@@ -167,6 +169,26 @@ def test_a_wrong_figure_is_noticed(check, fig):
         check(figures.svg(fig))
 
 
+def test_a_log_axis_has_numbers():
+    """matplotlib writes a power as parts of a text, <tspan>: 10, and its exponent."""
+    fig, ax = pyplot.subplots()
+    ax.loglog([1, 1000], [1e-6, 1])
+    drawing = figures.svg(fig)
+    root = ElementTree.fromstring(drawing)
+    powers = {"".join(text.itertext()).replace("\u2212", "-") for text in root.iter("text")}
+    assert {"100", "103", "10-6"} <= powers and all(part.text for part in root.iter("tspan"))
+    with pytest.raises(AssertionError):
+        plain(re.sub(r"(<tspan[^>]*>)[^<]*", r"\1", drawing))
+
+
+def test_the_smallest_words_keep_nine_pixels_on_a_phone():
+    fig, ax = canvas(260, 40)
+    ax.text(10, 20, "large", fontsize=13)
+    assert "min-width:180px" in figures.svg(fig)
+    ax.text(90, 20, "small", fontsize=10)
+    assert "min-width:234px" in figures.svg(fig)
+
+
 def test_figures_of_one_page_share_no_id():
     fig = figures.lines({0: [3, 2, 1]}, [1, 2, 3], "step", "loss")
     pages = [show(fig, "a").page, show(fig, "a", "another caption").page, show(fig, "b").page]
@@ -181,11 +203,11 @@ def test_figures_of_one_page_share_no_id():
 def test_show_escapes_its_words_has_a_short_repr_and_closes_a_pyplot_figure_which_would_be_drawn_twice():
     fig, ax = pyplot.subplots()
     ax.set_xlabel("1.23456  two  spaces <b> d")
-    shown = show(fig, alt='two <ranks> & "one" model', caption="`no_sync` < all")
+    shown = show(fig, alt='two <ranks> & "one" model', caption="`no_sync` < *all* 2 * 3 * 4")
     assert not pyplot.fignum_exists(fig.number)
     assert ">1.23456  two  spaces &lt;b&gt; d</text>" in shown.page
     assert 'role="img" tabindex="0" aria-label="two &lt;ranks&gt; &amp; &quot;one&quot; model"' in shown.page
-    assert "<figcaption><code>no_sync</code> &lt; all</figcaption>" in shown.page
+    assert "<figcaption><code>no_sync</code> &lt; <em>all</em> 2 * 3 * 4</figcaption>" in shown.page
     assert repr(shown) == 'Figure: two <ranks> & "one" model'
     assert "<figcaption>" not in show(replicas(2), alt="a").page
 
@@ -245,18 +267,38 @@ def test_there_is_one_frame_for_each_combination_and_the_last_slider_runs_fastes
     assert page.count("<script>") == 1
 
 
-def test_a_slider_has_a_label_names_values_of_any_type_and_starts_at_the_default():
-    explorer = explore(functools.partial(word, size=0.5), alt="a", world_size=[None, "<two>"], size=[3, 0.5])
-    assert repr(explorer) == "explore(word, world_size=[None, '<two>'], size=[3, 0.5])"
+def test_a_control_has_a_label_names_values_of_any_type_and_starts_at_the_default():
+    """Up to five values are buttons, more are a slider."""
+    sliders = {"world_size": [None, "<two>"], "size": [0.5, 3], "step": range(6)}
+    explorer = explore(functools.partial(word, size=3), alt="a", **sliders)
+    assert repr(explorer) == "explore(word, world_size=[None, '<two>'], size=[0.5, 3], step=[0, 1, 2, 3, 4, 5])"
     page = explorer.page()
-    assert re.findall(r'wso-on" [^>]*aria-label="([^"]*)"', page) == ["a (world size None, size 0.5)"]
-    assert re.findall(r' value="(\d)"', page) == ["0", "1"]
-    assert '<label><span>world size</span><input type="range"' in page
-    for start in ("None", "0.5"):
-        assert f'aria-valuetext="{start}"' in page and f'<output aria-live="off">{start}</output>' in page
+    assert re.findall(r'wso-on" [^>]*aria-label="([^"]*)"', page) == ["a (world size None, size 3, step 0)"]
     labels = [json.loads(html.unescape(label)) for label in re.findall(r'data-labels="([^"]*)"', page)]
-    assert labels == [["None", "<two>"], ["3", "0.5"]]
-    assert [knob.value for knob in explorer.live().children[:2]] == [0, 1]
+    assert labels == [["None", "<two>"], ["0.5", "3"], ["0", "1", "2", "3", "4", "5"]]
+    assert re.findall(r"<legend>(.*?)</legend>", page) == ["world size", "size"]
+    assert re.findall(r" checked><span>(.*?)</span>", page) == ["None", "3"] and "<span>&lt;two&gt;</span>" in page
+    names = re.findall(r'type="radio" name="(.*?)"', page)
+    assert names[0] == names[1] != names[2] == names[3]
+    assert '<button type="button" aria-label="Play the steps"></button><label><span>step</span><input' in page
+    assert '<output aria-live="off" style="width:1ch">0</output>' in page
+    assert [knob.value for knob in explorer.live().children[:3]] == [0, 1, 0]
+
+
+def test_a_unit_stands_behind_the_number_and_a_short_name_is_said_in_words():
+    page = explore(word, alt="a", save_seconds=[1, 60], restart_minutes=[1, 5], tp=[1, 8]).page()
+    assert re.findall(r"<legend>(.*?)</legend>", page) == ["save", "restart", "tensor parallel"]
+    assert re.findall(r"<span>(.*?)</span>", page) == ["1 s", "60 s", "1 min", "5 min", "1", "8"]
+
+
+def test_all_frames_are_as_tall_as_the_tallest_so_that_the_page_below_stays_in_place():
+    def tall(height):
+        fig, ax = canvas(200, height)
+        ax.text(10, 20, "a")
+        return fig
+
+    page = explore(tall, alt="a", height=[40, 60, 90]).page()
+    assert re.findall(r'viewBox="0 0 200 (\d+)" width="200" height="(\d+)"', page) == [("90", "90")] * 3
 
 
 def test_a_live_slider_changes_the_drawing():
@@ -289,6 +331,8 @@ def test_the_widget_is_in_the_bundle_only_where_a_kernel_is_live(monkeypatch):
         (ValueError, "has no slider", word, {}),
         (ValueError, "no values", word, {"size": []}),
         (ValueError, "repeats a value", word, {"size": [1, "1"]}),
+        (ValueError, "does not ascend", word, {"size": [2, 1, 3]}),
+        (ValueError, "does not ascend", word, {"size": ["50 %", "0 %"]}),
         (ValueError, "at most 64 frames, not 66", word, {"size": range(11), "text": range(6)}),
         (TypeError, "Figure was expected, not Axes", lambda size: word().axes[0], {"size": [1]}),
         (ValueError, "alt text is empty", word, {"size": [1], "alt": ""}),
@@ -302,7 +346,7 @@ def test_what_cannot_be_explored_is_refused_in_one_line(error, match, fn, slider
 
 def two_explorers():
     first = explore(word, alt="first", text=["x", "y"], size=[1, 2, 3])
-    second = explore(word, alt="second", caption="c", size=[7, 8])
+    second = explore(word, alt="second", caption="c", step=range(6))
     return f"<!doctype html><title>t</title><main>{first.page()}{second.page()}</main>"
 
 
@@ -311,22 +355,55 @@ def shown(page):
     return [view.get_attribute("aria-label") for view in page.locator(".wso-view").all() if view.is_visible()]
 
 
-def test_a_slider_moves_its_own_figure_alone(browser):
-    """By keyboard; test_browser.py clicks the sliders of all pages."""
+def test_a_control_moves_its_own_figure_alone(browser):
+    """By keyboard; test_browser.py clicks the controls of all pages."""
     page = browser.new_page()
     page.set_content(two_explorers())
-    assert shown(page) == ["first (text x, size 1)", "second (size 7)"]
-    text = page.get_by_role("slider", name="text", exact=True)
-    text.focus()
+    assert shown(page) == ["first (text x, size 1)", "second (step 0)"]
+    page.get_by_role("radio", name="x", exact=True).focus()
     page.keyboard.press("ArrowRight")
-    assert shown(page) == ["first (text y, size 1)", "second (size 7)"]
-    assert text.get_attribute("aria-valuetext") == "y"
+    assert shown(page) == ["first (text y, size 1)", "second (step 0)"]
     page.keyboard.press("Tab")
-    page.keyboard.press("End")
-    assert shown(page) == ["first (text y, size 3)", "second (size 7)"]
-    assert page.locator("output").all_text_contents() == ["y", "3", "7"]
-    page.locator("figure").nth(1).get_by_role("slider").press("End")
-    assert shown(page) == ["first (text y, size 3)", "second (size 8)"]
+    page.keyboard.press("ArrowLeft")
+    assert shown(page) == ["first (text y, size 3)", "second (step 0)"]
+    step = page.get_by_role("slider", name="step")
+    step.press("End")
+    assert shown(page) == ["first (text y, size 3)", "second (step 5)"]
+    assert step.get_attribute("aria-valuetext") == page.locator("output").text_content() == "5"
+    page.locator(".wso-on").nth(1).press("ArrowLeft")
+    assert shown(page) == ["first (text y, size 3)", "second (step 4)"]
+    page.close()
+
+
+def parcel(step=0):
+    """A square that comes from the left in each step but the first."""
+    fig, ax = canvas(200, 40)
+    ax.text(10, 20, f"{step}")
+    figures.boxes(ax, [(60 + 20 * step, 10, 10, 10)], facecolor=figures.INK, gid="move -20 0" if step else None)
+    return fig
+
+
+@pytest.mark.parametrize("motion, moves", [("no-preference", 1), ("reduce", 0)])
+def test_steps_are_played_and_parcels_move_unless_a_reader_wants_no_motion(browser, motion, moves):
+    page = browser.new_page(reduced_motion=motion)
+    page.set_content(explore(parcel, alt="a", step=range(6)).page())
+    page.clock.install()
+    play, figure = page.get_by_role("button", name="Play the steps"), page.locator("figure")
+    play.click()
+    assert shown(page) == ["a (step 1)"] and "wso-playing" in figure.get_attribute("class")
+    assert page.evaluate("document.getAnimations().map(it => it.effect.getKeyframes()[0].transform)") == (
+        ["translate(-20px, 0px)"] * moves
+    )
+    page.clock.run_for(1300)
+    assert shown(page) == ["a (step 2)"]
+    play.click()
+    page.clock.run_for(5000)
+    assert shown(page) == ["a (step 2)"] and "wso-playing" not in figure.get_attribute("class")
+    play.click()
+    page.clock.run_for(10_000)
+    assert shown(page) == ["a (step 5)"] and "wso-playing" not in figure.get_attribute("class")
+    play.click()
+    assert shown(page) == ["a (step 0)"]
     page.close()
 
 

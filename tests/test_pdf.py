@@ -66,7 +66,7 @@ def test_links_lead_to_a_place_in_the_book_or_to_the_web(pdf):
     assert [address for address in outside if not address.startswith(("https://", "http://"))] == []
 
 
-# Fonts of book/fonts for text and code; the theme's for icons; MathJax's, whose glyphs are drawings and have no name.
+# Fonts of book/fonts for text, code and formulas; the theme's for icons.
 FONTS = r"/[A-Z]{6}\+(Inter-(Regular|Italic|SemiBold)|JetBrainsMono-(Regular|Bold)|FontAwesome6.*)"
 
 

@@ -89,6 +89,19 @@ REFUSED = [  # what is asked for, and the words of the refusal
     (checked(HEADS, tp=3), "8 kv_heads neither divide by tp = 3"),
     (checked(cp=3), "1024 tokens do not divide into 3 pieces"),
     (checked(cluster=("a100", 8), dp=8, dtype="float8"), "'float8' is not a type"),
+    (
+        checked("llama3-405b", pp=8, interleave=8, batch=8),
+        "64 stages (pp x interleave).\nGive a divisor of 126, or o",
+    ),
+    (
+        checked(pp=12, outer_layers=True, uneven_stages=True),
+        "12 stages (pp x interleave).\nGive at most 10",
+    ),
+    (
+        job_file(cluster={"preset": "h100", "power": 0, "power_limit": 500}),
+        "power_limit is 500, and power",
+    ),
+    (job_file(layout={"dp": 8, "recompute": "op"}), "recompute is 'op'.\nGive one of none, selective, sac, full."),
     (checked(dp=True), "dp is True"),
     (checked(dp=8, batch=-8), "batch is -8"),
     (checked(zero=7), "zero is 7.\nGive one of 0, 1, 2, 3."),
@@ -110,6 +123,8 @@ REFUSED = [  # what is asked for, and the words of the refusal
     (job_file(cluster={"preset": "h100", "peaks": {"bfloat16": 0}}), "the peak of bfloat16 is 0"),
     (job_file(cluster={"preset": "h100", "peaks": {}}), "h100: no peaks"),
     (job_file(cluster={"preset": "h100", "link_in_node": 1e-300}), "link_in_node is 1e-300.\nGive at least 1e-24."),
+    (job_file(cluster={"preset": "h100", "nodes": 2, "link_between": 0}), "2 nodes, and link_between is not known"),
+    (job_file(cluster={"preset": "h100", "link_in_node": 0}), "8 GPUs in a node, and link_in_node is not known"),
     (lambda: cluster_of("h100", 12), "12 GPUs are not full nodes of 8"),
     (job_file(conventions={"flops": "7N"}), "the conventions: flops is '7N'"),
     (job_file(job={"tokens": math.nan}), "tokens is nan"),

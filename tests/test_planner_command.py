@@ -70,6 +70,23 @@ def test_a_file_becomes_a_plan(helpers, job):
     assert low < plan["run"]["failures"] < high
 
 
+def test_help_names_each_field_and_its_values(helpers):
+    status, out, _ = helpers("plan", "--help")
+    words = "".join(out.split())  # argparse breaks lines where it likes
+    assert status == 0
+    for part in ("recompute=none|selective|sac|full", "outer_layers", "power_limit", "logits=eager|freed|stored"):
+        assert part in words
+
+
+def test_a_limit_of_power_is_reported(helpers, tmp_path):
+    cluster = tmp_path / "limited.toml"
+    cluster.write_text('[cluster]\npreset = "h100"\npower_limit = 500\n')
+    line = ("plan", "gpt2", cluster, "--layout", "dp=8,recompute=sac")
+    _, out, _ = helpers(*line)
+    assert "989 TFLOP/s each, 884.1 at 500 W" in out and "recompute sac" in out and "a limit of power" in out
+    assert json.loads(helpers(*line, "--json")[1])["cluster"]["power_limit"] == 500
+
+
 def test_names_and_a_search(helpers):
     status, out, _ = helpers("plan", "llama3-8b", "h100", "--gpus", 64, "--layout", "batch=512", "--json")
     search = json.loads(out)
@@ -149,3 +166,11 @@ def test_a_search_that_finds_none_fails_and_says_why(helpers, model, layout, par
     search = json.loads(out)
     assert (status, same) == (1, errors)
     assert (search["fits"], search["ranked"]) == (0, []) and search["tried"] > 0
+
+
+def test_sizes_win_over_a_preset_and_over_a_file(helpers, job):
+    status, out, _ = helpers("plan", "llama3-8b", "h100", "--gpus=8", "--sizes=layers=16,seq=4096", "--layout=dp=8")
+    assert status == 0 and out.startswith("llama3-8b: 4,540,469,248 parameters")
+    assert helpers("plan", job, "--sizes=layers=48")[1].startswith("gpt-175b: 87,635,091,456 parameters")
+    status, _, errors = helpers("plan", "llama3-8b", "h100", "--sizes=depth=3", "--layout=dp=8")
+    assert status == 1 and "the model has no field 'depth'" in errors

@@ -27,12 +27,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SMALLER = {  # flags as printed: (flags here, why)
     "--largest 268435456": ("--largest 4194304", "each of 54 checks would move a quarter of a gigabyte through gloo"),
     "--size 268435456": ("--size 1048576", "the same, for all-reduces that are timed"),
-    "--width 4096 --layers 48 --dtype bfloat16 --recompute": (
-        "--width 64 --layers 4 --dtype bfloat16 --recompute",
+    "--width 128 --layers 4 --save model.safetensors": (
+        "--width 64 --save model.safetensors",
+        "its rehearsal takes minutes where other work goes on",
+    ),
+    "--width 128 --layers 4 --load model.safetensors --offload": (
+        "--width 64 --load model.safetensors --offload",
+        "the same",
+    ),
+    "--width 4096 --layers 48 --dtype bfloat16 --recompute --meta": (
+        "--width 64 --dtype bfloat16 --recompute --meta",
         "9.7 billion parameters take 155 GB",
     ),
-    "--width 4096 --layers 48 --dtype bfloat16 --check 0": (
-        "--width 64 --layers 4 --dtype bfloat16 --check 0",
+    "--width 4096 --layers 48 --dtype bfloat16 --check 0 --recompute --offload": (
+        "--width 64 --layers 4 --dtype bfloat16 --check 0 --recompute --offload",
         "9.7 billion parameters take 155 GB",
     ),
     "--bench-width 4096": ("--bench-width 64 --bench-batch 64 --bench-steps 2", "two cores take minutes for a step"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import leftovers
 import psutil
 import pytest
+import recorded
 from scripting import ROOT, rehearse_here, torchrun
 
 pytestmark = pytest.mark.ranks
@@ -35,7 +36,11 @@ def test_every_planted_mistake_is_seen_with_its_line(tmp_path):
     done = rehearse_here(script, "--json", report, flags=[tmp_path])
     names = re.findall(r'^    \("(.*?)", ', script.read_text(), re.MULTILINE)
     assert len(names) >= 22
-    expected = {f"seen {name} on {rank}" for name in [*names, "objects without a set device"] for rank in (0, 1)}
+    expected = {
+        f"seen {name} on {rank}"
+        for name in [*names, "objects without a set device", "functional on one GPU"]
+        for rank in (0, 1)
+    }
     expected.add("seen a group that a rank does not make on 1")
     assert set(done.stdout.splitlines()) == expected, done.stderr
     refused = {row["line"] for row in json.loads(report.read_text())["refused"]}
@@ -47,6 +52,30 @@ def test_every_planted_mistake_is_seen_with_its_line(tmp_path):
     assert done.returncode == 1
     last = f"{script.name}:{len(lines)}: RuntimeError: No backend type associated with device type cpu"
     assert re.search(rf"\n{last}.*\(ranks \[0, 1\]\)\n$", done.stderr), done.stderr
+
+
+LOSS_ON_THE_CPU = """\
+import os
+
+import torch
+import torch.distributed as dist
+
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", device_id=device)
+loss = torch.tensor(1.0)
+dist.all_reduce(loss)
+"""
+
+
+def test_the_refusal_on_the_page(tmp_path):
+    script = tmp_path / "mean_loss.py"
+    script.write_text(LOSS_ON_THE_CPU)
+    done = rehearse_here(script, "--gpus", 2)
+    assert done.returncode == 1
+    text = f"$ cat {script.name}\n{LOSS_ON_THE_CPU}\n$ python -m helpers rehearse {script.name} --gpus 2\n"
+    text += done.stderr.splitlines()[-1]
+    recorded.compare("rehearsal_refused", text, "python -m pytest tests/test_rehearsal.py -k refusal")
 
 
 def test_what_public_programs_do_is_right_on_pretended_gpus():
@@ -115,7 +144,7 @@ def test_a_rank_is_as_new_as_one_of_torchrun(tmp_path):
     launcher.add("TORCHINDUCTOR_CACHE_DIR")  # torch._dynamo sets it where it is imported
     flags = ["--steps", "3"]
     command = [sys.executable, "-m", "helpers", "rehearse", script, "--", *flags]
-    rehearsal = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    rehearsal = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env={**os.environ})
     runs = [rehearsal.stdout, torchrun(script, 2, {**os.environ}, *flags)[1]]
     for number, out in enumerate(runs):
         runs[number] = ranks = sorted(map(json.loads, out.splitlines()), key=lambda facts: facts["variables"]["RANK"])
@@ -125,6 +154,45 @@ def test_a_rank_is_as_new_as_one_of_torchrun(tmp_path):
             for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
                 facts["variables"][name] = bool(facts["variables"][name])
     assert runs[0] == runs[1]
+
+
+OWN = """
+import torch
+from helpers{} import ANSWER
+
+x = torch.ones(ANSWER, device="cuda")
+torch.save(x, "x.pt")
+print("saved", torch.load("x.pt").shape, __name__, __spec__ and __spec__.name)
+"""
+
+
+@pytest.mark.parametrize("place", ["helpers.py", "helpers/__init__.py", "helpers/ranks.py"])
+@pytest.mark.parametrize("name", ["train", "package.train"])
+def test_a_script_has_its_own_helpers_and_may_be_a_module(place, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = Path(*name.split(".")).with_suffix(".py")
+    for path, text in ((script, OWN.format(".ranks" if "ranks" in place else "")), (Path(place), "ANSWER = 42\n")):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    done = rehearse_here(*([name, "-m"] if "." in name else [script]), "--gpus", "1", timeout=60)
+    assert done.stdout == f"saved torch.Size([42]) __main__ {name if '.' in name else None}\n", done.stderr
+
+
+REFUSED = {
+    "mp.spawn": ("torch.multiprocessing.spawn(print, nprocs=2)", "call the function itself, with int"),
+    "SyncBatchNorm": ("nn.SyncBatchNorm(2).cuda()(torch.ones(2, 2).cuda())", "rehearse without convert_sync_batchnorm"),
+}
+
+
+@pytest.mark.parametrize(("line", "advice"), REFUSED.values(), ids=REFUSED)
+def test_what_a_rehearsal_cannot_run_is_refused_with_advice(line, advice, tmp_path):
+    script = tmp_path / "refused.py"
+    start = 'import torch\nfrom torch import nn\n\ntorch.distributed.init_process_group("nccl")\n'
+    met = "torch.cuda.set_device(torch.distributed.get_rank()); torch.distributed.barrier()"  # connected before it ends
+    script.write_text(f"{start}{met}\n{line}\n")
+    done = rehearse_here(script, timeout=60)
+    last = rf"\nrefused.py:6: NotImplementedError: .*{advice}.* \(ranks \[0, 1\]\)\n$"
+    assert done.returncode == 1 and re.search(last, done.stderr), done.stderr
 
 
 LOST = [("sys.exit('rank 1 stops')", "exit status 1"), ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL")]
@@ -140,23 +208,71 @@ def test_a_rank_that_fails_ends_the_other_node(end, cause, tmp_path):
     assert (done.returncode, done.stderr.endswith(f"{stops}rank 1 failed: {cause}\n")) == (1, True), done.stderr
 
 
-def test_a_hang_is_told_with_each_ranks_line(tmp_path):
-    script = tmp_path / "hangs.py"
-    script.write_text("""\
-import torch, torch.distributed as dist
+APART = """\
+import time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 dist.init_process_group("nccl")
-x = torch.ones(1, device=f"cuda:{dist.get_rank()}")
-if dist.get_rank() == 0:
-    dist.all_reduce(x)
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+x = torch.ones(4, device="cuda")
+model = DDP(torch.nn.Linear(4, 4).cuda())
+dist.all_reduce(x)
+if rank == 0:
+    {}
 else:
-    dist.barrier()
-    dist.all_reduce(x)
-""")
+    {}
+"""
+DIFFER = r"apart.py:\d+: RuntimeError: NCCL would hang or mix up values here: rank . at apart.py:{} calls {}, but "
+DIFFER += r"rank . at apart.py:{} {} \(ranks \[.\]\)\n"
+SUM, MEAN = "all_reduce of 4 elements of float32", "all_reduce of 1 elements of float32"
+BACKWARD = r"DDP's all_reduce of 20 gradients"
+RUN = "import torch.distributed._functional_collectives as funcol; funcol."
+MEETINGS = {
+    "orders": ("dist.broadcast(x, 0)", "dist.all_reduce(x)", "broadcast of 4 elements of float32", SUM),
+    "sizes": ("dist.all_reduce(x.mean())", "dist.all_reduce(x)", MEAN, SUM),
+    "types": ("dist.all_reduce(x.long())", "dist.all_reduce(x)", "all_reduce of 4 elements of int64", SUM),
+    "a barrier": ("dist.barrier()", "dist.all_reduce(x)", "barrier", SUM),
+    "DDP's backward": ("dist.all_reduce(x.mean())", "model(x).sum().backward()", MEAN, BACKWARD),
+    "functional": (f"{RUN}all_reduce(x, 'sum', [0, 1])", "dist.all_reduce(x.mean())", SUM, MEAN),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "one", "other"), MEETINGS.values(), ids=MEETINGS)
+def test_ranks_that_do_not_meet_are_told_both_lines(first, second, one, other, tmp_path):
+    script = tmp_path / "apart.py"
+    script.write_text(APART.format(first, second))
+    done = rehearse_here(script, timeout=60)
+    either = "|".join([DIFFER.format(11, one, 13, other), DIFFER.format(13, other, 11, one)])
+    assert done.returncode == 1 and re.search(rf"\n({either})$", done.stderr), done.stderr
+    by_cplusplus = "funcol" in first or "backward" in second  # its traceback may have gloo's words, too
+    assert "Connection closed" not in done.stderr or by_cplusplus
+
+
+def test_a_rank_that_has_ended_is_missed_in_a_collective(tmp_path):
+    script = tmp_path / "apart.py"
+    script.write_text(APART.format("dist.all_reduce(x)", "pass"))
+    done = rehearse_here(script, timeout=60)
+    missed = "apart.py:11: RuntimeError: NCCL would hang here: ranks [1] of the group did not come (ranks [0])\n"
+    assert done.returncode == 1 and done.stderr.endswith(missed), done.stderr
+
+
+def test_an_error_on_one_rank_is_not_missed_for_a_peers_hang(tmp_path):
+    script = tmp_path / "apart.py"
+    script.write_text(APART.format("dist.all_reduce(x)", "raise ValueError('planted')"))
+    done = rehearse_here(script, timeout=60)
+    assert done.returncode == 1 and "ValueError: planted" in done.stderr and "did not come" not in done.stderr, (
+        done.stderr
+    )
+
+
+def test_a_hang_is_told_with_each_ranks_line(tmp_path):
+    script = tmp_path / "apart.py"
+    script.write_text(APART.format("dist.all_reduce(x)", "time.sleep(1000)"))
     done = rehearse_here(script, "--timeout", "6")
     assert done.returncode == 1
-    message = "ranks still ran after timeout=6 s:\n  rank 0: at line 6 in hangs.py: dist.all_reduce(x)\n"
-    assert message in done.stderr and "rank 1: at line 8 in hangs.py: dist.barrier()" in done.stderr, done.stderr
+    message = "ranks still ran after timeout=6 s:\n  rank 0: at line 11 in apart.py: dist.all_reduce(x)\n"
+    assert message in done.stderr and "rank 1: at line 13 in apart.py: time.sleep(1000)" in done.stderr, done.stderr
 
 
 def test_an_interrupted_rehearsal_leaves_nothing(tmp_path):
@@ -168,7 +284,9 @@ def test_an_interrupted_rehearsal_leaves_nothing(tmp_path):
         process = subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0, **pipes)
         assert [process.stdout.readline() for _ in range(2)] == ["training\n"] * 2
         assert len(psutil.Process(process.pid).children(recursive=True)) == 2
+        leftovers.soon(lambda: len(list(Path(environment["TMPDIR"]).glob("*/stack[01]"))) == 2, seconds=60)
         os.killpg(process.pid, signal.SIGINT)
         errors = process.communicate(timeout=60)[1]
         assert not leftovers.processes(environment[leftovers.MARK]) and not leftovers.listing(environment["TMPDIR"])
-    assert process.returncode == 130 and errors.endswith("Interrupted; all ranks are stopped.\n")
+    stood = "ranks 0-1: at line 4 in endless.py: time.sleep(1)\n"
+    assert process.returncode == 130 and errors == f"{stood}Interrupted; all ranks are stopped.\n"

@@ -1,6 +1,7 @@
 """The book's search: what is in its index, how it ranks and answers readers' questions, how it is used."""
 
 import base64
+import csv
 import gzip
 import json
 import re
@@ -8,7 +9,9 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+from asked import QUESTIONS
 from conftest import CHAPTERS, ROOT, toc_files
+from mdit_py_plugins.anchors.index import slugify
 from visits import NARROW, WIDE, open_page, seen_by_axe, too_wide
 
 FIRST = 3  # results that a reader looks at
@@ -26,9 +29,9 @@ ANSWER = """async queries => {
 
 @pytest.fixture(scope="module")
 def entries(book):
-    """The search's index: (page, anchor, headings, text, code) of each section."""
+    """The search's index: (page, anchor, headings, text, code, errors) of each section."""
     script = (book.html / "_static" / "search_entries.js").read_text(encoding="utf-8")
-    return json.loads(gzip.decompress(base64.b64decode(script.split('"')[1])))
+    return [*zip(*json.loads(gzip.decompress(base64.b64decode(script.split('"')[1]))), strict=True)]
 
 
 SECTION = re.compile(r'(?s)<section[^>]* id="([^"]+)"[^>]*>\s*(?:<span[^>]*></span>)*<h\d>(.*?)<a class="headerlink"')
@@ -42,7 +45,7 @@ def words(html):
 
 
 def test_every_heading_can_be_found(book, entries):
-    """Each result leads to its heading, or to its term in the glossary."""
+    """Each result leads to its heading, to its term in the glossary, or to its row in the table of lies."""
     pages = {page: (book.html / f"{page}.html").read_text(encoding="utf-8") for page in toc_files()}
     headings = {}
     for page, html in pages.items():
@@ -51,14 +54,14 @@ def test_every_heading_can_be_found(book, entries):
     names = {(page, anchor): words(above[-1]) for page, anchor, above, *_ in entries}
     assert len(names) == len(entries) and {key: names.get(key) for key in headings} == headings
     terms = names.keys() - headings
-    assert {page for page, _ in terms} == {"book/glossary", "book/references"}
+    assert {page for page, _ in terms} == {"book/glossary", "book/references", "book/sabotage"}
     assert not [(page, anchor) for page, anchor in terms if f'id="{anchor}"' not in pages[page]]
 
 
 def test_what_is_folded_can_be_found_but_no_script(book, entries):
     """Folded cells and answers are found. The listing of a script is not: the page's cells have the same lines."""
     for page in CHAPTERS:
-        texts = [text for name, _, _, *texts in entries if name == page for text in texts]
+        texts = [text for name, _, _, *texts, _ in entries if name == page for text in texts]
         index = " ".join(re.findall(r"\w+", " ".join(texts)))
         html = (book.html / f"{page}.html").read_text(encoding="utf-8")
         for fold in re.findall(r"<details>(.*?)</details>", html, flags=re.S):
@@ -116,29 +119,95 @@ def test_ranking(search):
 
 
 def test_questions_lead_to_every_page_and_are_answered(search, entries):
-    """For 70 % of the questions the right section is first, for 95 % among the first three. None finds nothing."""
+    """For 80 % of the questions the right section is first, for 97 % among the first three. None finds nothing."""
     text = re.sub(r"(?m)^#.*\n", "", Path(__file__).with_name("search_questions.txt").read_text(encoding="utf-8"))
     blocks = re.findall(r"(?m)^(\S.*)\n((?: {4}.*\n)+)", text)
     questions = {question: dict(re.findall(r" {4}(.*?): *(.*)", lines)) for question, lines in blocks}
     assert len(questions) >= 60
+    asked = {question.asked: (question.page, question.anchor) for question in QUESTIONS}
     assert {page for answers in questions.values() for page in answers} == {Path(page).name for page in toc_files()}
 
     misses, first = [], 0
-    headings_alone = {(page, anchor) for page, anchor, _, text, code in entries if not text and not code}
-    rankings = search.evaluate(ANSWER, list(questions))
-    for (question, answers), results in zip(questions.items(), rankings, strict=True):
+    headings_alone = {(page, anchor) for page, anchor, _, text, code, _ in entries if not text and not code}
+    typed = list(questions | asked)
+    for question, results in zip(typed, search.evaluate(ANSWER, typed), strict=True):
         assert results, question
         top = [(result["page"].split("/")[1], result["headings"][-1]) for result in results[:FIRST]]
-        right = [page in answers and bool(re.search(answers[page], heading, re.I)) for page, heading in top]
+        if answers := questions.get(question):
+            right = [page in answers and bool(re.search(answers[page], heading, re.I)) for page, heading in top]
+        else:
+            answers = asked[question]
+            right = [(r["page"], slugify(r["headings"][-1])) == answers for r in results[:FIRST]]
         first += right[0]
         if not any(right):
             misses.append(f"{question}\n    expected {answers}\n    not      {top}")
         for result in results:
             place = result["page"], result["anchor"]
             assert result["sentence"] or place in headings_alone, f"{question}: no sentence of {place}"
-    summary = "\n".join([f"first: {first} of {len(questions)}; not among the first {FIRST}: {len(misses)}", *misses])
+    summary = "\n".join([f"first: {first} of {len(typed)}; not among the first {FIRST}: {len(misses)}", *misses])
     print(summary)  # pytest -rP shows it
-    assert first >= 0.7 * len(questions) and len(misses) <= 0.05 * len(questions), summary
+    assert first >= 0.8 * len(typed) and len(misses) <= 0.03 * len(typed), summary
+
+
+def first(search, *queries, places=1):
+    """[(page, anchor) of the first results] of each query."""
+    return [
+        [(result["page"], result["anchor"]) for result in results[:places]]
+        for results in search.evaluate(ANSWER, list(queries))
+    ]
+
+
+def test_an_error_message_leads_to_the_section_that_cures_it(search):
+    """Alone, and inside what a terminal prints around it."""
+    cures, section = {}, ""
+    for line in (ROOT / "book" / "error_messages.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("    "):
+            cures[line.strip()] = tuple(section.split("#"))
+        elif not line.startswith("#"):
+            section = line
+    assert len(cures) > 20
+    around = "Traceback (most recent call last): File train.py, line 41, in <module> RuntimeError: {} [rank 3 of 8]"
+    for queries in (list(cures), [around.format(message) for message in cures]):
+        found = [top[0] for top in first(search, *queries)]
+        wrong = {query: place for query, place in zip(queries, found, strict=True) if place not in cures.values()}
+        assert not wrong
+        assert [top for top, right in zip(found, cures.values(), strict=True) if top != right] == []
+
+
+def test_a_comparison_leads_to_the_decision_guide(search):
+    guide = ("notebooks/decision_guide", "which-parallelism-do-i-need-and-in-which-order-do-i-apply-it")
+    for top in first(search, "FSDP vs DDP", "DDP or FSDP", "pipeline parallel versus tensor parallel"):
+        assert top == [guide]
+    [[(page, _)]] = first(search, "gloo vs NCCL")
+    assert page != guide[0]
+
+
+def test_an_abbreviation_is_one_word(search):
+    [lora, zero] = first(search, "LoRA", "ZeRO", places=20)
+    assert not [page for page, _ in lora if page in ("book/glossary", "notebooks/environment_variables")]
+    assert zero[0] == ("notebooks/06_fsdp", "zero-on-one-page")
+
+
+def test_a_heading_of_every_chapter_does_not_win_every_query(search):
+    queries = ["GPUs", "how many GPUs", "two GPUs slower than one", "run on all GPUs", "Adam on 8 GPUs"]
+    assert [top for top in first(search, *queries) if "take-it-to-your-gpus" in top[0][1]] == []
+
+
+def test_a_lie_is_an_entry_and_comes_after_what_chapters_say(search, entries):
+    lies = [headings[-1] for page, _, headings, *_ in entries if page == "book/sabotage" and len(headings) == 2]
+    with (ROOT / "book" / "recorded" / "sabotage.csv").open() as file:
+        rows = list(csv.reader(file))[1:]
+    assert len(lies) == len(rows)
+    assert max(len(text) for page, *_, text, _, _ in entries if page == "book/sabotage") < 2_500
+    queries = ["all-reduce", "gradient accumulation", "sampler epoch", "checkpoint resume", "hang timeout"]
+    assert not [page for top in first(search, *queries, places=3) for page, _ in top if page == "book/sabotage"]
+    assert first(search, f"sabotage: {rows[0][0]}") == [[("book/sabotage", "lie-1")]]
+
+
+def test_code_is_said_to_be_code(search):
+    [results] = search.evaluate(ANSWER, ["parallelize_module ColwiseParallel"])
+    texts = ["".join(text for text, _ in result["sentence"]) for result in results]
+    assert [text for text in texts if re.fullmatch("in code: ColwiseParallel, (.*, )?parallelize_module", text)]
 
 
 # --- how it is used ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 from forked import forked, script_on_ranks
 from scripting import ROOT, export, stand_alone, torchrun, write_notebook
 
-CHAPTER_1 = ROOT / "notebooks" / "01_process_groups.ipynb"
+CHAPTER_12 = ROOT / "notebooks" / "12_multi_node.ipynb"
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -126,7 +126,7 @@ def meet(word):
 
 meet("here")
 try:
-    runpy.run_path("01_process_groups.py", run_name="__main__")
+    runpy.run_path("12_multi_node.py", run_name="__main__")
 except SystemExit as end:
     print(end.code, file=sys.stderr, flush=True)  # as it would be printed after the end
     meet("reason")
@@ -134,8 +134,8 @@ except SystemExit as end:
 """
 
 
-def test_chapter_1_names_a_rank_that_is_missing_where_rank_0_serves_the_store(alone, tmp_path):
-    script = export(CHAPTER_1, tmp_path / "empty").with_name("missing.py")
+def test_chapter_12_names_a_rank_that_is_missing_where_rank_0_serves_the_store(alone, tmp_path):
+    script = export(CHAPTER_12, tmp_path / "empty").with_name("missing.py")
     script.write_text(MISSING)
     environment = {**alone, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     status, out, errors, left = forked(script_on_ranks(script, 3, "--patience", "5"), environment)
@@ -240,9 +240,9 @@ def test_run_passes_flags_and_status(tmp_path):
 
 
 def test_nbconvert_writes_the_same_script_and_refuses_with_the_reason_and_no_file(tmp_path):
-    script = export(CHAPTER_1, tmp_path / "ours")
+    script = export(CHAPTER_12, tmp_path / "ours")
     groupless = write_notebook(tmp_path, "rank = 0\nprint(rank)")
-    command = [sys.executable, "-m", "nbconvert", "--log-level=ERROR", "--to", "torchrun", CHAPTER_1, groupless]
+    command = [sys.executable, "-m", "nbconvert", "--log-level=ERROR", "--to", "torchrun", CHAPTER_12, groupless]
     process = subprocess.run(
         [*command, "--output-dir", tmp_path / "theirs"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

@@ -1,8 +1,11 @@
 """How chapter 14 reads a GPU's trace: on a trace made by hand, as the profiler writes it with CUDA."""
 
+import json
 import runpy
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from helpers.export import chapters
 
@@ -67,3 +70,15 @@ def test_ranks_are_merged_on_one_clock(chapter):
         assert first and first == pytest.approx(second)
     arrows = [event["id"] for event in merged if event["ph"] == "s"]
     assert len(arrows) == len(set(arrows)) == 4
+
+
+def test_a_checksum_needs_the_memory_of_a_few_chunks(chapter, tmp_path):
+    tensor, chunk = torch.rand(2**22), 2**18
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        total = chapter["checksum"](tensor, chunk)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    changes = sorted((e for e in events if e["name"] == "[memory]"), key=lambda event: event["ts"])
+    most = max(sum(e["args"]["Bytes"] for e in changes[: n + 1]) for n in range(len(changes)))
+    assert chunk <= most < 5 * chunk < tensor.nbytes
+    assert total == chapter["checksum"](tensor) != chapter["checksum"](tensor.flip(0))

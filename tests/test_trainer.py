@@ -187,8 +187,10 @@ def test_patience_is_how_long_a_rank_waits_for_another(script, signalled):
 # --- the speed, the log, a compiler -----------------------------------------------------------------------------------
 
 
-def speeds_by_a_slow_clock(path, args):
-    """The speeds that a run prints if a step takes a second, on a queue, and a validation or a save an hour."""
+def speeds_by_a_slow_clock(path, args, waits):
+    """The speeds that a run prints if a step takes a second, on a queue, and a validation or a save an hour. With
+    ``waits``, the host waits in each question for another rank, while the device works.
+    """
     trainer, device, records = loaded(path), Device(), []
 
     def step(*arguments):
@@ -199,15 +201,18 @@ def speeds_by_a_slow_clock(path, args):
     trainer.take_step, trainer.save_run = step, device.hour
     trainer.evaluate = lambda *arguments: device.hour() or {"val_loss": 1.0}
     trainer.Step.means = lambda step, totals: {"loss": 1.0}
+    if waits:
+        trainer.StopRequest.agreed = lambda stop: device.wait() and None
     trainer.train(args, torch.device("cpu"), lambda args: lambda *record: records.append(record))
     return [(step, values["samples/s"]) for step, values in records if "samples/s" in values]
 
 
-def test_the_speed_is_that_of_steps_alone(script, tmp_path):
-    """A clock that is read before the device is done counts the steps in its queue as a save's."""
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_speed_is_that_of_steps_alone(waits, script, tmp_path):
+    """A clock that is read before the device is done counts the steps in its queue as a save's, or as a wait's."""
     flags = ["--batch-size=10", "--max-steps=20", "--log-every=4", "--save-every=3", "--val-every=7"]
     args = settings(script, *flags, f"--checkpoint-dir={tmp_path}")
-    [speeds] = launch(speeds_by_a_slow_clock, str(script), args, nproc=1)
+    [speeds] = launch(speeds_by_a_slow_clock, str(script), args, waits, nproc=1)
     assert speeds == [(step, 10) for step in (4, 8, 12, 16, 20)]
 
 

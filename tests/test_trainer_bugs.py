@@ -2,7 +2,6 @@
 
 import pytest
 import test_trainer_workloads as table
-from scripting import stand_alone
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -70,8 +69,6 @@ BUGS = {
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_noticed(name, tmp_path):
     old, new, workload, check = BUGS[name]
-    (tmp_path / "path").mkdir()
-    (tmp_path / "run").mkdir()
-    project = table.Project(workload, tmp_path / "run", stand_alone(tmp_path / "path"), (old, new))
+    project = table.with_bug(table.Project, workload, tmp_path, old, new)
     with pytest.raises((AssertionError, ValueError)):
         check(project)

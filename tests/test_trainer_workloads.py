@@ -13,7 +13,7 @@ from workloads_run import WORKLOADS, Run, checkpoints, gap, newest, same_bits, w
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
-FLAGS = ["--epochs=2", "--batch-size=12", "--lr=0.05", "--warmup=2", "--log-every=1", "--save-every=3"]
+FLAGS = ["--epochs=2", "--batch-size=12", "--lr=0.05", "--warmup=2", "--log-every=1"]
 MORE = {
     "stream": ["--max-steps=10"],
     "two_inputs": ["--find-unused", "--max-norm=0"],
@@ -27,18 +27,18 @@ TARGETS = {"masked_language": 78, "lengths": 110, "contrastive": 24}  # of the v
 
 
 class Project:
-    """The script with a workload, and its runs, each made once."""
+    """A chapter's script with a workload, and its runs, each made once."""
 
-    def __init__(self, name, folder, environment, plant=("", "")):
+    def __init__(self, name, folder, environment, plant=("", ""), chapter="11_trainer", flags=("--save-every=3",)):
         self.name, self.folder, self.environment, self.runs = name, folder, environment, {}
-        self.script = folder / "train.py"
-        text = export(ROOT / "notebooks/11_trainer.ipynb", folder).read_text()
+        self.script, self.flags = folder / "train.py", [*FLAGS, *flags, *MORE.get(name, [])]
+        text = export(ROOT / f"notebooks/{chapter}.ipynb", folder).read_text()
         assert text.count(plant[0]) == 1 or not plant[0], plant
         text = text.replace(*plant) if plant[0] else text
         self.script.write_text(with_workload(text, (WORKLOADS / f"{name}.py").read_text()))
 
     def start(self, ranks, *flags, mischief=""):
-        return Run(self.script, ranks, self.environment, *FLAGS, *MORE.get(self.name, []), *flags, mischief=mischief)
+        return Run(self.script, ranks, self.environment, *self.flags, *flags, mischief=mischief)
 
     def run(self, ranks, *flags):
         if (ranks, flags) == (2, ()) and self.name not in DRAWS:
@@ -67,16 +67,28 @@ class Project:
         return self.runs["stopped"]
 
 
-PROJECTS = {}
+def each_made_once(kind):
+    """A fixture: the project of the parameter's name, of this kind."""
+    projects = {}
+
+    @pytest.fixture
+    def project(request, tmp_path_factory):
+        if request.param not in projects:
+            path = stand_alone(tmp_path_factory.mktemp("path"))
+            projects[request.param] = kind(request.param, tmp_path_factory.mktemp(request.param), path)
+        return projects[request.param]
+
+    return project
 
 
-@pytest.fixture
-def project(request, tmp_path_factory):
-    """The project of this name, made once."""
-    if request.param not in PROJECTS:
-        path = stand_alone(tmp_path_factory.mktemp("path"))
-        PROJECTS[request.param] = Project(request.param, tmp_path_factory.mktemp(request.param), path)
-    return PROJECTS[request.param]
+def with_bug(kind, workload, folder, old, new):
+    """A project of this kind with ``new`` in its script. Raises AssertionError where ``old`` is not in it once."""
+    (folder / "path").mkdir()
+    (folder / "run").mkdir()
+    return kind(workload, folder / "run", stand_alone(folder / "path"), (old, new))
+
+
+project = each_made_once(Project)
 
 
 def of(names):
@@ -93,9 +105,9 @@ def test_two_ranks_have_the_losses_of_one(project):
 
 @of([name for name in NAMES if name not in BY_MICRO_BATCH])
 def test_two_micro_batches_have_the_losses_of_one(project):
+    draws = DRAWS.get(project.name, [])  # dropout draws for each micro-batch of each rank
     assert gap(project.run(1, "--accumulate", "2").losses(), project.run(1).losses()) < 1e-4
-    if draws := DRAWS.get(project.name):  # dropout draws for each micro-batch of each rank
-        assert gap(project.run(1, "--accumulate", "2", *draws).losses(), project.whole().losses()) < 1e-4
+    assert gap(project.run(1, "--accumulate", "2", *draws).losses(), project.whole().losses()) < 1e-4
 
 
 @of(NAMES)

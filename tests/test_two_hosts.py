@@ -174,6 +174,16 @@ def test_a_name_that_means_the_loopback(place):
     recorded.compare("two_hosts_own_name", text, f"{RECORD} -k loopback")
 
 
+def test_both_hosts_are_node_0(place):
+    """Each gets its port; then both stand in the same wait, until the time of rendezvous is over."""
+    flags = both_flags(["--nnodes=2", "--master-addr=node0", "--node-rank=0", "--rdzv-conf=timeout=6"], RANKS)
+    with hosts.two_hosts() as both, contextlib.closing(Job(both, flags, [CHECK], place)) as job:
+        job.ends([1, 1])
+    for node in (0, 1):
+        assert "EADDRINUSE" not in job.err(node), job.outputs()
+        assert "wait timeout" in job.err(node) and "role_info/1" in job.err(node), job.outputs()
+
+
 LOSSES = """\
 rank 2, on node1, is killed
   node1's agent: its rank ended with -9 (SIGKILL); it ends, status 1

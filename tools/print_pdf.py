@@ -64,15 +64,16 @@ def article(html: Path, docname: str, docnames: Sequence[str]) -> Tag:
     for tag in content.select(ON_SCREEN_ONLY):
         tag.decompose()
     for controls in content.select(".wso-controls"):
-        pairs = zip(controls.select("label span"), controls("output"), strict=True)
-        settings = [f"{name.get_text()} {value.get_text()}" for name, value in pairs]
+        settings = []
+        for control in controls.select("[data-labels]"):
+            name, value = element(control, "legend, label > span"), element(control, ":checked + span, output")
+            settings.append(f"{name.get_text()} {value.get_text()}")
         controls.name, controls.attrs, controls.string = "p", {"class": "folded"}, f"Shown: {', '.join(settings)}."
     for fold in content("details"):
         listing, solution = fold.select_one(".sd-summary-text"), fold.find_parent(class_="tag_solution")
         title = page.new_tag("p", attrs={"class": "folded"})
         summary = element(fold, "summary")
-        own = summary.get_text() if not fold.get("class") else ""  # the theme's own folds have a class
-        title.string = listing.get_text() if listing else "Solution" if solution else own
+        title.string = listing.get_text() if listing else summary.get_text()
         summary.replace_with(title)
         fold.name, fold.attrs = "div", {"class": "fold solution" if solution else "fold"}
     for tag in content(id=True):
@@ -138,10 +139,12 @@ def front(parts: Parts, articles: Mapping[str, Tag], numbers: Mapping[str, int])
 
 def document(html: Path, body: str, articles: Mapping[str, Tag]) -> str:
     """The complete HTML document, with the style for paper. Its addresses count from the folder ``html``."""
-    first = BeautifulSoup((html / f"{INTRO}.html").read_text(encoding="utf-8"), "html.parser")
-    styles = [address_in_book(html, INTRO, str(tag["href"])) for tag in first("link", rel="stylesheet")]
-    mathjax = next(str(tag["src"]) for tag in first("script", src=True) if "mathjax" in tag["src"])
-    settings = next(tag.get_text() for tag in first("script") if "window.MathJax" in tag.get_text())
+    texts = {docname: (html / f"{docname}.html").read_text(encoding="utf-8") for docname in articles}
+    styles: dict[str, None] = {}  # of all pages: each loads those that it needs
+    for docname, text in texts.items():
+        head = BeautifulSoup(text.partition("</head>")[0], "html.parser")
+        links = [str(tag["href"]) for tag in head("link", rel="stylesheet")]
+        styles |= dict.fromkeys(address_in_book(html, docname, link) for link in links)
     running_heads = "\n".join(
         f"#{name_of(docname)} {{ page: {name_of(docname)}; }} @page {name_of(docname)} "
         f'{{ @top-left {{ content: "{title_of(article)}"; font: 8.5pt Inter; color: #555; }} }}'
@@ -150,8 +153,7 @@ def document(html: Path, body: str, articles: Mapping[str, Tag]) -> str:
     return (
         '<!DOCTYPE html><html lang="en" data-theme="light"><head><meta charset="utf-8"><title>World Size One</title>'
         + "".join(f'<link rel="stylesheet" href="{escape(style)}">' for style in styles)
-        + f"<style>{LOOK}{running_heads}</style><script>{settings}</script>"
-        + f'<script src="{address_in_book(html, INTRO, mathjax)}"></script></head>'
+        + f"<style>{LOOK}{running_heads}</style></head>"
         + f'<body><main class="bd-content">{body}</main></body></html>'
     )
 
@@ -193,7 +195,7 @@ def printer(html: Path) -> Iterator[Callable[[str], io.BytesIO]]:
             page.set_default_timeout(300_000)  # milliseconds, for a machine that is busy with other things
             page.emulate_media(media="print")
             page.goto(file.as_uri())
-            page.evaluate("MathJax.startup.promise.then(() => document.fonts.ready).then(() => null)")
+            page.evaluate("document.fonts.ready.then(() => null)")
             if page.evaluate("document.documentElement.scrollWidth") > PAPER_WIDTH:
                 raise SystemExit(
                     "An element is wider than the paper. Look at tools/print_pdf.css and your last change."

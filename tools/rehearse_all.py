@@ -8,9 +8,9 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from helpers.export import chapters
+from helpers.verify.compare import numbers
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,15 @@ TIMEOUT = 900  # seconds for one rehearsal: 16 ranks may share two cores
 OF_THE_LAUNCH = ("world_size", "nodes")  # keys of a result that depend on how the script was started
 
 
-def equal(numbers: dict[str, float], expected: dict[str, float]) -> bool:
-    """Whether two results have the same numbers, within TOLERANCE and without OF_THE_LAUNCH."""
-    names = (numbers.keys() | expected.keys()) - set(OF_THE_LAUNCH)
-    return all(name in numbers and abs(numbers[name] - expected.get(name, float("nan"))) <= TOLERANCE for name in names)
-
-
-def result(out: str) -> Any:
-    """The numbers of a script's last line, ``result {json}``."""
-    return json.loads(out.strip().splitlines()[-1].removeprefix("result "))
-
-
-def python(*words: object) -> subprocess.CompletedProcess[str]:
-    """A finished process of Python; alone, a script runs on one rank and gloo."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def result(*words: object) -> dict[str, float]:
+    """The numbers that Python prints last, as ``result {json}``; none, and all that it printed, where it fails."""
     command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    if done.returncode:
+        print(done.stdout, done.stderr, flush=True)
+        return {}
+    return json.loads(done.stdout.strip().splitlines()[-1].removeprefix("result "))
 
 
 def main() -> int:
@@ -68,18 +61,17 @@ def main() -> int:
         for run in RUNS:
             [script] = chapters.export(run.chapter, Path(folder) / "scripts")
             start = time.monotonic()
-            size = ["--nodes", run.nodes, "--gpus", run.gpus]
-            rehearsal = python("-m", "helpers", "rehearse", script, "--timeout", str(TIMEOUT), *size, "--", *run.flags)
+            size = ["--nodes", run.nodes, "--gpus", run.gpus, "--timeout", TIMEOUT]
+            rehearsed = result("-m", "helpers", "rehearse", script, *size, "--", *run.flags)
             seconds = time.monotonic() - start
-            alone = python(script, *run.flags)
-            right = not (rehearsal.returncode or alone.returncode) and equal(
-                result(rehearsal.stdout), result(alone.stdout)
-            )
-            failures += not right
+            differences = numbers(rehearsed, result(script, *run.flags), TOLERANCE)  # alone, a script runs on gloo
+            wrong = [line for line in differences if not line.startswith(OF_THE_LAUNCH)]
+            failures += bool(wrong)
             gpus = f"{run.nodes}x{run.gpus}" if run.nodes > 1 else str(run.gpus)
-            print(f"{script.stem:24} {gpus:>6} {seconds:8.1f}  {'yes' if right else 'NO'}", flush=True)
-            if not right:
-                print(rehearsal.stdout, rehearsal.stderr, alone.stderr, flush=True)
+            print(
+                f"{script.stem:24} {gpus:>6} {seconds:8.1f}  {'; '.join(['NO', *wrong]) if wrong else 'yes'}",
+                flush=True,
+            )
     return failures
 
 

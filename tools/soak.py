@@ -65,18 +65,19 @@ class Agent:
         self.lines.clear()
         if not self.forking:
             self.close()
-            self.open([*TORCHRUN, *words])
+            self.open([*TORCHRUN, *words], own_store=restarts > 0)
             return
         if not self.process:
-            self.open([*FORKING, "--serve", *IMPORTS])
+            self.open([*FORKING, "--serve", *IMPORTS], own_store=True)
         print(json.dumps(words), file=self.process.stdin, flush=True)
 
-    def open(self, command: list[str]) -> None:
+    def open(self, command: list[str], own_store: bool) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         environment |= {"TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1", leftovers.MARK: self.mark}
         environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-        # Ranks that start again may read dead ranks' addresses from a store that outlives them.
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        # Ranks that start again may read dead ranks' addresses from a store that outlives them. But another program may
+        # take the port of a store of their own before it starts.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(own_store))
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with self.errors.open("w") as errors:
             pipes |= {"stderr": errors}

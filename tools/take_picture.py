@@ -1,4 +1,4 @@
-"""Take the picture of a page that README.md and cards of links show, from the built book (``make book`` first)."""
+"""Take the first page's picture for README.md and cards of links, from the built book (``make book`` first)."""
 
 import sys
 from pathlib import Path
@@ -6,18 +6,29 @@ from pathlib import Path
 from chromium import Missing, chromium
 
 ROOT = Path(__file__).parents[1]
-PAGE = "notebooks/04_ddp.html"
+PAGE = "book/intro.html"
+ALONE = """
+  .bd-article > section > :not(h1, .hero), .bd-sidebar-primary, .bd-sidebar-secondary, .bd-header-article,
+  .hero-run, .hero-other, .headerlink { display: none !important; }
+  .bd-main .bd-content .bd-article-container { max-width: none; padding: 0; width: 100%; }
+  .bd-article-container .bd-article { padding: 14px 28px 0; }
+  .bd-article h1 { margin: 0 0 14px !important; }
+"""
 
 
 def take(html: Path, file: Path) -> None:
-    """Write the built book's first figure, with what stands above it, to a PNG file of 1200 x 630 pixels."""
+    """Write the picture, where its ranks have come to their end, to a PNG file of 1200 x 630 pixels."""
     with chromium() as browser:
-        page = browser.new_page(viewport={"width": 1600, "height": 840}, device_scale_factor=0.75, color_scheme="light")
+        page = browser.new_page(
+            viewport={"width": 900, "height": 473},
+            device_scale_factor=4 / 3,
+            color_scheme="light",
+            reduced_motion="reduce",
+        )
         page.goto((html / PAGE).resolve().as_uri())
         page.wait_for_load_state("networkidle")
-        page.evaluate("document.querySelector('article figure').scrollIntoView({block: 'end', behavior: 'instant'})")
-        page.evaluate("document.querySelector('.bd-sidebar-primary').scrollTop = 0")
-        page.screenshot(path=file)
+        page.add_style_tag(content=ALONE)
+        page.screenshot(path=file, clip={"x": 0, "y": 0, "width": 900, "height": 472.5})
 
 
 if __name__ == "__main__":

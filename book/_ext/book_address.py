@@ -35,6 +35,12 @@ def theme_options(url: str) -> dict[str, Any]:
     }
 
 
+def name_the_address(app: Sphinx, page: str, text: list[str]) -> None:
+    """Put the repository's address where the page says ADDRESS, and leave out the words on what ADDRESS means."""
+    if page == "book/how_to_run" and (url := app.config.html_theme_options.get("repository_url")):
+        text[0] = re.sub(r"(?m)^\{\.address\}\n.*\n\n", "", text[0]).replace("ADDRESS", url)
+
+
 def add_mark_and_version(app: Sphinx, config: Config) -> None:
     torch = version("torch").partition("+")[0]
     config.html_theme_options["extra_footer"] = f"<p>Verified with PyTorch {torch}.</p>"
@@ -55,9 +61,26 @@ def add_repository(app: Sphinx, config: Config) -> None:
     owner, name = options["repository_url"].split("/")[-2:]
     config.ogp_site_url = f"https://{owner.lower()}.github.io/{name}/"
     config.notfound_urls_prefix = f"/{name}/"
+    page = config.notfound_context["body"].replace('href="/', f'href="/{name}/')
+    config.notfound_context = {**config.notfound_context, "body": page}
+
+
+def end_descriptions(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object) -> None:
+    """A description of 200 letters may end inside a word, where a link to the page is shown elsewhere. End it after its
+    last whole sentence, or else after a word.
+    """
+
+    def whole(match: re.Match[str]) -> str:
+        sentences = re.match(r".{60,}[.?!](?= )", match[2])
+        return f'{match[1]}{sentences[0] if sentences else match[2].rpartition(" ")[0] + " …"}"'
+
+    cut = r'(escription" content=")([^"]*)\.\.\."'
+    context["metatags"] = re.sub(cut, whole, context.get("metatags") or "")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("config-inited", add_mark_and_version)
     app.connect("config-inited", add_repository)
+    app.connect("html-page-context", end_descriptions, priority=900)
+    app.connect("source-read", name_the_address)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shutil
 import socket
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ class Facts:
     gpu_id: str = ""
     NCCL: str = ""
     fault: str = ""  # why the GPU did not tell of itself
+    no_code: str = ""  # "sm_120, only for sm_80 sm_90" where this PyTorch has no code for the GPU
 
 
 def choose_interface(device: torch.device, master: str) -> tuple[str, str | None]:
@@ -59,6 +61,26 @@ def choose_interface(device: torch.device, master: str) -> tuple[str, str | None
     return next((name for name, own in addresses.items() if own == address), default), address
 
 
+def has_code_for(capability: tuple[int, int], architectures: list[str]) -> bool:
+    """Whether a build for these architectures (torch.cuda.get_arch_list()) runs on a
+    GPU of this capability (torch.cuda.get_device_capability()).
+    """
+    for architecture in architectures:
+        parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+        if not parts:
+            continue
+        built_for = int(parts[2]), int(parts[3])
+        if parts[4] == "a":  # for this one only
+            fits = built_for == capability
+        elif parts[1] == "compute" and not parts[4]:  # compiled at the start
+            fits = built_for <= capability
+        else:  # machine code: this major version, from this minor version on
+            fits = built_for[0] == capability[0] and built_for <= capability
+        if fits:
+            return True
+    return False
+
+
 def facts_of_rank(place: Place, port: int, backend: str | None) -> Facts:
     """What this rank, which listens at ``port``, knows about itself. ``backend`` is "gloo" to leave the GPUs out."""
     gpus = 0 if backend == "gloo" else torch.cuda.device_count()
@@ -84,4 +106,8 @@ def facts_of_rank(place: Place, port: int, backend: str | None) -> Facts:
         return replace(own, fault=plain(error))
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     model = gpu.name.removeprefix("NVIDIA ")
-    return replace(own, model=model, gpu_id=str(gpu.uuid), NCCL=nccl, device_memory=gpu.total_memory)
+    own = replace(own, model=model, gpu_id=str(gpu.uuid), NCCL=nccl, device_memory=gpu.total_memory)
+    architectures = torch.cuda.get_arch_list() if torch.version.cuda else []  # not with ROCm
+    if architectures and not has_code_for((gpu.major, gpu.minor), architectures):
+        return replace(own, no_code=f"sm_{gpu.major}{gpu.minor}, only for {' '.join(architectures)}")
+    return own

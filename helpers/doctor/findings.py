@@ -18,6 +18,7 @@ TRY = {  # the next thing to try, for each kind of problem and note
     "local ranks": "Set LOCAL_RANK to 0, 1, ... on each host, or let torchrun do it; give hosts different names.",
     "shared GPU": "Start one rank for each GPU: torchrun --nproc-per-node=gpu",
     "GPU": "Look there: nvidia-smi; CUDA_VISIBLE_DEVICES; python -c 'import torch; print(torch.cuda.is_available())'",
+    "build": "Install a PyTorch that is built for this GPU: https://pytorch.org/get-started/locally",
     "no address": "Put an interface that `ip -brief address` lists into GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.",
     "loopback": "Name the interface between the hosts: export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0",
     "closed": "Open all TCP ports between the nodes, or choose another interface in GLOO_SOCKET_IFNAME.",
@@ -134,6 +135,8 @@ def devices(findings: Findings) -> Iterator[Problem]:
     for rank, facts in findings.facts.items():
         if facts.fault:
             yield f"The GPU of rank {rank} on {facts.host} does not answer: {facts.fault}.", TRY["GPU"]
+        if facts.no_code:
+            yield f"The PyTorch of rank {rank} on {facts.host} has no code for its GPU, {facts.no_code}.", TRY["build"]
     gpus = by_answer({rank: facts.gpu_id for rank, facts in findings.facts.items()})
     without = gpus.pop("", [])
     for sharing in gpus.values():

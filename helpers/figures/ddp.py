@@ -59,12 +59,13 @@ def exposed(schedule: Sequence[Span]) -> float:
 
 
 @style()
-def ddp_overlap(world_size: int = 4, buckets: int = 4, **model: float) -> Figure:
+def ddp_overlap(world_size: int = 4, buckets: int = 4, gigabytes_per_second: float = 10, **model: float) -> Figure:
     """A Figure: a timeline of one DDP step on every rank, and how long it waits with each number of buckets.
 
-    ``model`` goes to ``overlap_schedule``, whose docstring has the assumptions. The time axis is the same for any
-    ``world_size`` and ``buckets``, so that a reader can compare frames.
+    All but the first two go to ``overlap_schedule``, whose docstring has the assumptions. The time axis is the same for
+    any ``world_size`` and ``buckets``, so that a reader can compare frames.
     """
+    model["gigabytes_per_second"] = gigabytes_per_second
     choices = sorted({1, 2, 4, 8, 16, buckets})
     slowest = max(end for n in choices for _, _, end, _ in overlap_schedule(10**6, n, **model))
     schedule = overlap_schedule(world_size, buckets, **model)

@@ -209,9 +209,9 @@ def show(fig: Figure, alt: str, caption: str = "", measured: bool = False) -> Sh
     """Put a Figure on the page. The call is the last line of a cell.
 
     ``alt`` says in words what the figure shows, for readers who cannot see it. ``caption`` is the message under the
-    figure; `backticks` make code. nbval compares the output, because equal figures have equal bytes. A figure of times
-    or of other numbers of this machine needs ``measured=True``: then nbval compares all but the drawing
-    (tests/nbval_sanitize.cfg).
+    figure; `backticks` make code, *asterisks* stress. nbval compares the output, because equal figures have equal
+    bytes. A figure of times or of other numbers of this machine needs ``measured=True``: then nbval compares all but
+    the drawing (tests/nbval_sanitize.cfg).
 
     Raises ValueError when ``alt`` is empty, and TypeError when ``fig`` is not a Figure.
     """
@@ -221,6 +221,7 @@ def show(fig: Figure, alt: str, caption: str = "", measured: bool = False) -> Sh
 def figure_html(views: str, caption: str = "", controls: str = "", script: str = "") -> str:
     """A ``<figure>`` around one view or several, as HTML, with the style that it needs outside of the book."""
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(caption, quote=False))
+    text = re.sub(r"\*(\w[^*]*\w)\*", r"<em>\1</em>", text)
     return (
         f'<figure class="wso"><style>{STYLE_SHEET}</style>{controls}{views}'
         '<p class="wso-note">Run this cell to draw the figure.</p>'
@@ -257,13 +258,15 @@ def svg(fig: Figure, salt: str = "", attributes: Mapping[str, str] | None = None
         sys.modules["matplotlib.pyplot"].close(fig)
     root = compact(buffer.getvalue())
     width, height = (float(number) for number in root.attrib["viewBox"].split()[2:])
+    sizes = re.findall(r"font-size:([\d.]+)px", " ".join(element.get("style", "") for element in root.iter()))
+    smallest = min(map(float, sizes), default=STYLE["font.size"])
     root.attrib = {
         **(attributes or {}),
         "viewBox": root.attrib["viewBox"],
         "width": f"{width:g}",
         "height": f"{height:g}",
-        # Below this width the text would be smaller than 9 pixels, so the view scrolls sideways.
-        "style": f"max-width:{width:g}px;min-width:{round(width * 9 / STYLE['font.size'])}px",
+        # Below this width the smallest text would have less than 9 pixels, so the view scrolls sideways.
+        "style": f"max-width:{width:g}px;min-width:{round(width * 9 / max(smallest, 9))}px",
         "fill": "currentColor",  # matplotlib leaves out a fill that is black
         "stroke-linejoin": "round",
     }

@@ -11,10 +11,12 @@ def compact(drawing: bytes) -> ElementTree.Element:
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
         element.tail = None
-        if element.tag != "text":
+        if element.tag not in ("text", "tspan") or len(element):  # a power is a text of parts, with blanks between them
             element.text = None
         attributes = [(name.rpartition("}")[2], value) for name, value in element.attrib.items()]
         element.attrib = {name: shorter for name, value in attributes if (shorter := tidy(name, value))}
+        if element.attrib.get("id", "").startswith("move "):  # an artist that travels: see sliders.py
+            element.attrib["data-move"] = element.attrib.pop("id").removeprefix("move ")
     clean(root)
     return root
 

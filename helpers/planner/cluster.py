@@ -8,7 +8,11 @@ from helpers.planner.records import LARGEST, SMALLEST, Record, correction, look_
 
 @dataclass(frozen=True)
 class Cluster(Record):
-    """Nodes of equal GPUs. Links are what one GPU sends in one direction, in bytes a second; latencies in seconds."""
+    """Nodes of equal GPUs.
+
+    Links are what one GPU sends in one direction while all others send, too, in bytes a second: nccl-tests' bus
+    bandwidth of the GPUs in a node, and of groups that have one GPU of each node. Latencies are in seconds.
+    """
 
     gpu: str = "gpu"
     peaks: dict[str, float] = field(default_factory=dict, hash=False)  # {dtype: FLOP/s of one GPU, dense}
@@ -16,19 +20,23 @@ class Cluster(Record):
     memory_speed: float = 0  # bytes a second that one GPU reads and writes there; 0: an A100's share of its peak
     gpus_per_node: int = 8
     nodes: int = 1
-    link_in_node: float = 0
+    link_in_node: float = 0  # 0: not known, where a node has one GPU
     latency_in_node: float = 0
-    link_between: float = 0
+    link_between: float = 0  # 0: not known, where there is one node
     latency_between: float = 0
     price_per_gpu_hour: float = 0  # in any currency; 0 for not known
     failures_per_node_day: float = 0
     reaches: float = 1.0  # the share of their peak that matrix products reach, beside an A100's
+    attention_reaches: float = 0  # the share that attention's kernel reaches; 0 for that of matrix products
+    power: float = 0  # watts for which the peaks are given
+    power_limit: float = 0  # watts that one GPU may draw; 0 for no limit
     measured: bool = False  # the speeds were reached, not read off a data sheet: nothing is taken off
 
     LIMITS: ClassVar[dict[str, tuple[float, float]]] = {
         **dict.fromkeys(("gpus_per_node", "nodes"), (1, LARGEST)),
-        **dict.fromkeys(("memory", "link_in_node", "link_between"), (SMALLEST, LARGEST)),
+        "memory": (SMALLEST, LARGEST),
         "reaches": (SMALLEST, 1),
+        "attention_reaches": (0, 1),
     }
 
     def __post_init__(self) -> None:
@@ -38,6 +46,14 @@ class Cluster(Record):
         for dtype, peak in self.peaks.items():
             if hint := correction(peak, float, SMALLEST, LARGEST):
                 refuse(f"{self.gpu}: the peak of {dtype} is {peak!r}", f"{hint}, in FLOP/s")
+        for name, ends, needed in (
+            ("link_in_node", f"{self.gpus_per_node} GPUs in a node", self.gpus_per_node > 1),
+            ("link_between", f"{self.nodes} nodes", self.nodes > 1),
+        ):
+            if needed and not getattr(self, name):
+                refuse(f"{self.gpu}: there are {ends}, and {name} is not known", f"{name}, in bytes a second")
+        if self.power_limit and not self.power:
+            refuse(f"{self.gpu}: power_limit is {self.power_limit:g}, and power is not known", "power, in watts, too")
 
     @property
     def gpus(self) -> int:
@@ -47,21 +63,33 @@ class Cluster(Record):
         """FLOP/s of one GPU in this type."""
         return look_up(self.peaks, dtype, f"type with a peak on {self.gpu}")
 
+    def limited_peak(self, dtype: str = "bfloat16") -> float:
+        """The peak at the clock that the limit of power leaves.
 
-# Peaks: NVIDIA's data sheets for A100 and H100 SXM (dense), Google's for TPU v4. Links: 300 and 450 GB/s of NVLink
-# in one direction, one 200 or 400 Gb/s adapter for each GPU, three of a TPU v4's six links of 50 GB/s.
+        Power is A·C·V²·f, and the voltage V follows the clock f (Mudge 2001, equations 1 and 2): so the clock goes with
+        the cube root of the power. The memory's clock stays.
+        """
+        share = self.power_limit / self.power if self.power_limit else 1
+        return self.peak(dtype) * min(share, 1) ** (1 / 3)
+
+
+# Peaks and watts: NVIDIA's data sheets for A100 and H100 SXM (dense), Google's for TPU v4. Links: 300 and 450 GB/s of
+# NVLink in one direction, one 200 or 400 Gb/s adapter for each GPU, three of a TPU v4's six links of 50 GB/s.
 # Latencies: the order of what nccl-tests show for small messages. Failures: Kokolis et al. 2025, 6.50 for each 1,000
 # node-days on A100s (RSC-1). Prices change every month, so none is set.
 A100: dict[str, Any] = {
     "gpu": "a100", "peaks": {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12},
     "memory": 80e9, "memory_speed": 2.039e12,
     "link_in_node": 300e9, "latency_in_node": 5e-6, "link_between": 25e9, "latency_between": 15e-6,
-    "failures_per_node_day": 6.5e-3,
+    "failures_per_node_day": 6.5e-3, "power": 400,
 }  # fmt: skip
+# Attention's kernels reach 35 % of an H100's peak with FlashAttention-2, up to 75 % with FlashAttention-3, counted by
+# half of the pairs of tokens (Shah et al. 2024). Not set: which one runs is not known.
 # What an H100 reaches: chosen by llm-foundry's table (scripts/train/benchmarking/README.md), eight rows of FSDP with
 # 2,048 tokens. They took 0.96 to 1.29 times the predicted seconds with it, 1.18 to 1.55 times without. A test has them.
 H100: dict[str, Any] = {
     **A100, "gpu": "h100", "reaches": 0.8, "memory_speed": 3.35e12, "link_in_node": 450e9, "link_between": 50e9,
+    "power": 700,
     "peaks": {"bfloat16": 989e12, "float16": 989e12, "float8": 1979e12, "tf32": 494.5e12, "float32": 67e12},
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
@@ -71,7 +99,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "h200": {**H100, "gpu": "h200", "memory": 141e9, "memory_speed": 4.8e12},
     "tpu-v4": {
         **A100, "gpu": "tpu-v4", "peaks": {"bfloat16": 275e12}, "memory": 32 * 2**30, "memory_speed": 1.228e12,
-        "gpus_per_node": 4, "link_in_node": 150e9, "link_between": 150e9,
+        "gpus_per_node": 4, "link_in_node": 150e9, "link_between": 150e9, "power": 192,
     },
 }  # fmt: skip
 

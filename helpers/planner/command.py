@@ -10,24 +10,27 @@ from typing import Any
 from helpers.command_line import whole
 from helpers.planner import cluster as clusters
 from helpers.planner import model as models
+from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
-from helpers.planner.plan import MESH, plan
-from helpers.planner.records import PlanError, refuse
+from helpers.planner.plan import MESH, Job, plan
+from helpers.planner.records import PlanError, Record, refuse
 from helpers.planner.report import lines, search_tables, tables
 from helpers.planner.search import search
 
-FIELDS = ("layout", "job", "conventions")
+FIELDS: dict[str, type[Record]] = {"layout": Layout, "job": Job, "conventions": Conventions}
 TABLES = ("model", "cluster", *FIELDS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan`` to its parser."""
     parser.add_argument("model", metavar="MODEL|FILE", help=f"a TOML file with {', '.join(TABLES)}; or a model's name")
-    names = ", ".join(clusters.PRESETS)
-    parser.add_argument("cluster", nargs="?", metavar="CLUSTER", help=f"one of {names}; or a TOML file")
+    names, described = ", ".join(clusters.PRESETS), clusters.Cluster.described()
+    parser.add_argument("cluster", nargs="?", metavar="CLUSTER", help=f"one of {names}; or a TOML file: {described}")
     parser.add_argument("--gpus", type=whole, metavar="N", help="how many GPUs: of a named cluster, or to search for")
-    for name in FIELDS:
-        parser.add_argument(f"--{name}", metavar="A=1,B=2", help=f"fields of the {name}; they win over the file's")
+    sizes = f"fields of the model that win over the preset's: {models.Model.described()}"
+    parser.add_argument("--sizes", metavar="A=1,B=2", help=sizes)
+    for name, record in FIELDS.items():
+        parser.add_argument(f"--{name}", metavar="A=1,B=2", help=f"they win over the file's: {record.described()}")
     parser.add_argument("--search", action="store_true", help="rank all layouts for these GPUs and this batch")
     parser.add_argument("--json", action="store_true", help="numbers in base units instead of words")
 
@@ -90,6 +93,10 @@ def read_job(arguments: argparse.Namespace) -> dict[str, Any]:
         if not isinstance(table, dict):
             raise PlanError(f"{name} is {table!r}.\nWrite it as a table: [{name}], then a line for each field.")
         job[name] = {**table, **fields_of(getattr(arguments, name) or "")}
+    sizes = fields_of(arguments.sizes or "")
+    if sizes and job.get("model"):
+        model = job["model"]
+        job["model"] = {**({"preset": model} if isinstance(model, str) else model), **sizes}
     for name in ("model", "cluster"):
         if job.get(name) is None:
             refuse(f"no {name} is given", 'a name, or write model = "llama3-8b", cluster = "h100", [layout] dp = 8')

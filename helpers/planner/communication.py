@@ -11,7 +11,7 @@ from typing import Self
 from helpers.planner.cluster import Cluster
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
-from helpers.planner.memory import OUTSIDE, VOCABULARY, Unit, units_of
+from helpers.planner.memory import OUTSIDE, VOCABULARY, Unit, reduced_bytes, units_of
 from helpers.planner.model import Model
 
 # Bytes that each rank sends, as a share of the size: nccl-tests, doc/PERFORMANCE.md, where busbw = size/time times it.
@@ -34,7 +34,8 @@ def link_seconds(kind: str, size: float, in_node: int, nodes: int, cluster: Clus
     GPU sends the ring's bytes of its part, n/g. There an all-reduce takes a tree's ⌈lg k⌉ steps, and the others take a
     ring's k-1, since NCCL has trees for all-reduces alone (NVIDIA/nccl#1473).
     """
-    ranks, near, far = in_node * nodes, cluster.link_in_node, cluster.link_between
+    ranks = in_node * nodes
+    near, far = cluster.link_in_node or math.inf, cluster.link_between or math.inf  # unknown where nothing uses it
     if kind == "send":
         return (cluster.latency_between, 0.0, size / far) if nodes > 1 else (cluster.latency_in_node, size / near, 0.0)
     if kind == "all_to_all":
@@ -135,7 +136,8 @@ def activations(
     first, last = stage == 0, stage == layout.pp - 1
     tokens, bytes_each = layout.tokens(model), layout.element_bytes
     block = tokens * model.width * bytes_each
-    forwards = ["forward"] + ["recompute"] * (layout.recompute == "full")
+    forwards = ["forward"] + ["recompute"] * (layout.recompute in ("full", "sac"))
+    kept = layout.recompute == "sac"  # what a reduce-scatter or an all-to-all put out
 
     def tensor_parallel(kind: str, phase: str, what: str, count: int, size: int = block) -> None:
         sent.append(Collective("tp", kind, phase, what, layout.tp, 1, count * m, size))
@@ -149,7 +151,8 @@ def activations(
         tensor_parallel("reduce_scatter" if layout.sequence_parallel else "all_reduce", phase, what, count)
 
     inputs = (2 if shared_input else 4) * layers
-    outputs = {"forward": 2 * layers, "recompute": (1 if early_stop else 2) * layers}
+    repeated = 0 if kept and layout.sequence_parallel else 1 if early_stop else 2
+    outputs = {"forward": 2 * layers, "recompute": repeated * layers}
     for phase in forwards:
         gather(phase, "inputs of attention and MLP", inputs)
         add(phase, "outputs of attention and MLP", outputs[phase])
@@ -180,7 +183,7 @@ def activations(
 
     # Lepikhin et al. 2021: tokens go to their experts and come back, and so do gradients.
     count = 2 * m * sum(map(model.has_experts, layout.layers_of(model, stage)))
-    for phase in [*forwards, "backward"]:
+    for phase in ["forward", "backward"] if kept else [*forwards, "backward"]:
         what, size = "tokens to experts and back", block * model.active_experts
         sent.append(Collective("ep", "all_to_all", phase, what, layout.ep, layout.tp, count, size))
 
@@ -216,14 +219,15 @@ def of_unit(unit: Unit, layout: Layout, conventions: Conventions) -> Iterator[Co
     parts = sharers if layout.zero == 3 else 1  # fully_shard fills each tensor's last rows up: all parts are equal
     numbers = sum(math.ceil(rows / parts) * parts * columns * copies for rows, columns, copies in unit.shapes)
     weights = numbers * layout.element_bytes
-    gradients = numbers * min(max(conventions.state_bytes[1], 2), 4)  # they are summed in the bytes they are kept in
+    gradients = numbers * reduced_bytes(conventions)
 
     def among_sharers(kind: str, phase: str, count: int, size: int) -> Collective:
         return Collective("dp", kind, phase, unit.what, sharers, stride, unit.times * count, size)
 
     if layout.zero == 3:
         yield among_sharers("all_gather", "forward", repeated, weights)
-        if unit.what != OUTSIDE:  # the root module keeps its parameters until its backward has ended
+        # The root module keeps its parameters until its backward has ended.
+        if unit.what != OUTSIDE and conventions.gather == "each":
             yield among_sharers("all_gather", "backward", repeated, weights)
     if layout.zero:
         yield among_sharers("reduce_scatter", "backward", repeated, gradients)

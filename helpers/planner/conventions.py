@@ -7,7 +7,9 @@ from helpers.planner.records import Record
 
 Flops = Literal["6N", "6N+A", "6(N-E)+A", "6(N-E)+A/2", "gemm"]
 FLOPS: tuple[str, ...] = get_args(Flops)
-States = Literal["zero", "float32-gradients", "two-gradients", "no-master", "float32", "scaling-book"]
+States = Literal[
+    "zero", "float32-gradients", "two-gradients", "no-master", "float32", "bfloat16-moments", "scaling-book"
+]
 # {name: bytes of (parameter, gradient, optimizer state) for one parameter}
 STATES: dict[States, tuple[int, int, int]] = {
     "zero": (2, 2, 12),  # Rajbhandari et al. 2020, section 3.1: float32 weights and two moments
@@ -15,6 +17,7 @@ STATES: dict[States, tuple[int, int, int]] = {
     "two-gradients": (2, 6, 12),  # 20: the Ultra-Scale Playbook's text with float32 gradients beside the others
     "no-master": (2, 2, 8),  # two moments, no float32 weights
     "float32": (4, 4, 8),  # FSDP's sharded float32 parameters, and everything without mixed precision
+    "bfloat16-moments": (4, 4, 4),  # as above, but for AdamW's two moments (torchtitan, fused_opt_states_bf16)
     "scaling-book": (2, 0, 8),  # 10: gradients do not last
 }
 GIGA = {"GB": 1e9, "GiB": 2**30}
@@ -30,12 +33,13 @@ class Conventions(Record):
     bubble: Literal["ideal", "total"] = "ideal"  # (p-1)/(vm), of the ideal time; of the total: (p-1)/(vm+p-1)
     memory: Literal["GB", "GiB"] = "GiB"  # 1e9 or 2^30 bytes
     states: States = "float32"  # which bytes for each parameter
-    gather: Literal["each", "once"] = "each"  # ZeRO-3 gathers and reduces for each micro-batch, or once a step
+    gather: Literal["each", "once"] = "each"  # ZeRO-3 gathers and reduces for each micro-batch; or once, and keeps all
     in_flight: Literal["schedule", "one"] = "schedule"  # the first stage holds p micro-batches; one: p divided them
     days: Literal["count", "8TP"] = "count"  # from the count of FLOPs; or by Narayanan et al. 2021, equation 4
     causal: Literal["full", "half"] = "full"  # seconds count all pairs of tokens; half: a kernel skips later tokens
     sequence_inputs: Literal["kept", "again"] = "kept"  # gathered once (PyTorch), or again in backward (Megatron)
-    logits: Literal["eager", "stored"] = "eager"  # four float32 copies, as PyTorch's cross_entropy makes; or one
+    # Float32 copies at once: four, as PyTorch's cross_entropy makes; three where the caller frees its own; or one.
+    logits: Literal["eager", "freed", "stored"] = "eager"
     overlap: Literal["none", "backward"] = "none"  # without FSDP, gradients follow the backward; or hide behind it
     shards: Literal["rows", "even"] = "rows"  # ZeRO-3 cuts each tensor between rows (fully_shard), or all evenly
 

@@ -8,6 +8,7 @@ from helpers.planner.model import Model
 from helpers.planner.records import LARGEST, Record, refuse
 
 BYTES = {"float32": 4, "tf32": 4}  # others 2: with float8, matrices are multiplied, not kept
+ENDS = 2  # the embedding and the head, where stages count them as a layer each
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,13 @@ class Layout(Record):
     batch: int = 0  # samples in a step, all ranks together; 0 for one micro-batch each
     interleave: int = 1  # pieces of the model on each stage: v
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "sac", "full"] = "none"  # attention's scores; whole operations; layers
     sequence_parallel: bool = False  # norms and dropout divided by tp, too
     attention: Literal["flash", "scores"] = "flash"  # "scores" stores the s · s matrix
-    dtype: str = "bfloat16"  # of matrix products
+    dtype: str = "bfloat16"  # of matrix products; with float8, of the layers' linear ones alone
     offload: bool = False  # optimizer's state in the host's memory
     uneven_stages: bool = False  # layers need not divide by stages
+    outer_layers: bool = False  # stages count the embedding and the head as a layer each
 
     LIMITS: ClassVar[dict[str, tuple[float, float]]] = dict.fromkeys(
         ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"), (1, LARGEST)
@@ -84,15 +86,27 @@ class Layout(Record):
         """Bytes of a number that is computed with."""
         return BYTES.get(self.dtype, 2)
 
+    @property
+    def other_dtype(self) -> str:
+        """That of attention and the head: torchtitan and Megatron-LM multiply the layers' linear ones in float8."""
+        return "bfloat16" if self.dtype == "float8" else self.dtype
+
     def tokens(self, model: Model) -> int:
         """Tokens in one forward of one rank."""
         return self.micro_batch * model.seq // self.cp
 
     def stage_layers(self, model: Model) -> list[int]:
-        """[layers of each pipeline stage]; where they do not divide, the middle stages have one more."""
-        each, rest = divmod(model.layers, self.pp)
+        """[layers of each pipeline stage]; where they do not divide, the middle stages have one more.
+
+        outer_layers: the first has one fewer, and so has the last (account_for_embedding_in_pipeline_split and
+        account_for_loss_in_pipeline_split of Megatron-LM).
+        """
+        each, rest = divmod(model.layers + ENDS * self.outer_layers, self.pp)
         first = (self.pp - rest) // 2
-        return [each + (first <= stage < first + rest) for stage in range(self.pp)]
+        sizes = [each + (first <= stage < first + rest) for stage in range(self.pp)]
+        for end in (0, -1):
+            sizes[end] -= self.outer_layers
+        return sizes
 
     def layers_of(self, model: Model, stage: int) -> range:
         """The numbers of a stage's layers."""
@@ -111,12 +125,15 @@ class Layout(Record):
         if model.ffn % tp:
             refuse(f"an MLP of {model.ffn} does not divide by tp = {tp}", "a divisor of ffn as tp")
         stages = self.pp * self.interleave
-        if stages > layers:
+        if stages > layers or 0 in self.stage_layers(model):
             what = f"{layers} layers cannot fill {stages} stages (pp x interleave)"
-            refuse(what, f"at most {layers} as pp x interleave")
-        if layers % stages and not (self.uneven_stages and self.interleave == 1):
-            what = f"{layers} layers do not divide into {stages} stages (pp x interleave)"
-            refuse(what, f"a divisor of {layers}, or uneven_stages = true with interleave = 1")
+            refuse(what, f"at most {layers - ENDS * self.outer_layers} as pp x interleave")
+        placed = layers + ENDS * self.outer_layers
+        if placed % stages and not (self.uneven_stages and self.interleave == 1):
+            ends_fit = (layers + ENDS) % stages == 0
+            other = "outer_layers = true" if ends_fit else "uneven_stages = true with interleave = 1"
+            what = f"{placed} layers do not divide into {stages} stages (pp x interleave)"
+            refuse(what, f"a divisor of {placed}, or {other}")
         pieces = self.cp * self.norm_sharers
         if model.seq % pieces:
             hint = f"a divisor of {model.seq} as cp, or a multiple of {pieces} as the model's seq"
@@ -126,7 +143,7 @@ class Layout(Record):
         if model.experts % ep:
             refuse(f"{model.experts} experts do not divide by ep = {ep}", f"one of {divisors(model.experts)} as ep")
         if cluster:
-            cluster.peak(self.dtype)
+            cluster.peak(self.dtype), cluster.peak(self.other_dtype)
         if cluster and self.gpus != cluster.gpus:
             product = f"dp x tp x pp x cp = {self.dp} x {tp} x {self.pp} x {self.cp} = {self.gpus}"
             refuse(f"{product} is not the cluster's {cluster.gpus} GPUs", f"sizes whose product is {cluster.gpus}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
-from helpers.planner.model import Model, Tensor, copies_of
+from helpers.planner.model import Model, Tensor, copies_of, products_of
 
 NOT_COUNTED = "the CUDA context, NCCL's buffers, the allocator's gaps, and what a kernel needs while it runs"
 VOCABULARY = ("embedding", "head")  # what has a row for each token
@@ -105,12 +105,19 @@ def activations_per_layer(
     sbh(34 + 5as/h)/t; selective recomputation drops 5as/h; full stores the layer's input, 2sbh (Korthikanti et al.
     2022, equations 1 to 4 and table 2). Here from its parts, so that it holds for other MLPs (18 + 4f/h; 18 + 6f/h
     where gated), for fewer heads of keys, without dropout and in 32 bits. Attention "flash" never stores s · s.
+    "sac", selective checkpointing of whole operations: the layer's input, and what attention, every second matrix
+    product and each reduce-scatter put out (torchtitan, distributed/activation_checkpoint.py).
     sequence_inputs: as the convention of that name; the formula is for "again".
     """
     t, size, outside, tokens = layout.tp, layout.element_bytes, layout.norm_sharers, layout.tokens(model)
     recompute = recompute or layout.recompute
-    if recompute == "full":
-        return tokens * model.width * size / outside
+    if recompute in ("full", "sac"):
+        stored = model.width / outside
+        if recompute == "sac":
+            stored += model.attention_width / t + 2 * model.width / t * layout.sequence_parallel
+            products = products_of(model, model.like(layer % model.layers))
+            stored += sum(local_shape(tensor, model, t)[0] for tensor in products[::2])
+        return tokens * stored * size
     divided = 2 * model.attention_width + 2 * model.head_width * model.kv_heads  # query, output; key, value
     whole, masks = model.norms * model.width, 2 * model.width * model.dropout  # the norms' inputs
     inputs = 2 * model.width / (outside if sequence_inputs == "again" else 1)  # of attention and MLP
@@ -142,18 +149,29 @@ def in_flight(layout: Layout, stage: int, convention: str = "schedule") -> float
     return min(2 * (p - stage - 1) + (v - 1) * p + 1, m * v) / v
 
 
-def gathered(model: Model, layout: Layout, stage: int, computed: int) -> tuple[float, float]:
+def gathered(model: Model, layout: Layout, stage: int, computed: int, conventions: Conventions) -> tuple[float, float]:
     """Bytes that fully_shard holds gathered: as the backward begins, and as the first layer's gradient is reduced.
 
     First the layer at work, the one that arrives, and what is outside the layers. Then, too, the layer's gradient, and
     the float32 memory from which the layer before is reduced (chapter 6 measures four times a block); of the last two
-    layers none arrives.
+    layers none arrives. Gathered once (reshard_after_forward=False), all parameters stay, and so do all gradients if
+    several micro-batches add to them (set_requires_gradient_sync).
     """
     size, layers = layout.element_bytes, layout.stage_layers(model)[stage]
     outer = sum(math.prod(local_shape(tensor, model, layout.tp)) for tensor in outer_tensors(model, layout, stage))
     layer = (computed - outer) / layers
+    if conventions.gather == "once":
+        summed = reduced_bytes(conventions)
+        several = layout.micro_batches > 1
+        whole = (size + summed * several) * computed
+        return whole, whole + (summed if several else 2 * size) * layer
     arriving = size * layer * (layers > 2)
     return 2 * size * layer + size * outer, arriving + (2 * size + 4) * layer + 2 * size * outer
+
+
+def reduced_bytes(conventions: Conventions) -> int:
+    """Bytes of a gradient that is summed over micro-batches and ranks: those it is kept in."""
+    return min(max(conventions.state_bytes[1], 2), 4)
 
 
 def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: int) -> dict[str, float]:
@@ -179,21 +197,25 @@ def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: 
         # The gradients of an MLP's inner width and of the layer's output.
         "working": tokens * size * (inner / layout.tp + model.width),
     }
-    if layout.recompute == "full":
-        kinds["recomputed layer"] = activations_per_layer(model, layout, layers[-1], "none", inputs)
+    if layout.recompute in ("full", "sac"):
+        whole = activations_per_layer(model, layout, layers[-1], "none", inputs)
+        kinds["recomputed layer"] = whole - stored[-1] * (layout.recompute == "sac")
     if stage == 0 and model.dropout:
         kinds["embedding's dropout"] = tokens * model.width * micro_batches / layout.norm_sharers  # sbhp/t, section 4.3
     if stage == layout.pp - 1:
         # The last norm's and the output layer's input, and float32 logits: 4sbh/t · (1 + v/h), section 4.3. PyTorch's
-        # cross_entropy has them four times at once: logits, log-softmax, and the gradient of each.
-        logits = {"eager": 16, "stored": 4}[conventions.logits] * tokens * model.vocab / layout.tp
+        # cross_entropy has them four times at once: logits, log-softmax, and the gradient of each. Where the caller
+        # frees the logits, three are left; divided by tensor parallelism, four, as loss_parallel adds two of them.
+        freed = 12 if layout.tp == 1 else 16
+        logits = {"eager": 16, "freed": freed, "stored": 4}[conventions.logits] * tokens * model.vocab / layout.tp
         kinds["output"] = 2 * tokens * model.width * size / layout.norm_sharers + logits
         kinds["working"] = max(kinds["working"] - logits, 0)  # the logits are freed before the layers work
     if layout.zero == 3:
-        first, reducing = gathered(model, layout, stage, computed)
+        first, reducing = gathered(model, layout, stage, computed, conventions)
         begins, reduces = {**kinds, "gathered": first}, {**kinds, "gathered": reducing, "output": 0, "working": 0}
         reduces["activations"] -= sum(stored[-2:])
-        if layout.micro_batches == 1:  # the optimizer's zero_grad has freed them; reduced ones come layer by layer
+        # The optimizer's zero_grad has freed them; reduced ones come layer by layer.
+        if layout.micro_batches == 1 or conventions.gather == "once":
             begins["gradients"], reduces["gradients"] = 0, gradients / len(stored)
         kinds = max(begins, reduces, key=lambda moment: sum(moment.values()))
     kinds["total"] = sum(kinds.values())

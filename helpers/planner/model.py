@@ -133,6 +133,13 @@ class Model(Record):
         back = [Tensor("down", width, ffn, "columns")] + [Tensor("down bias", width)] * self.biases
         return tensors + (into * (self.matrices - 1) + back) * copies
 
+    def recomputed_share(self, recompute: str) -> float:
+        """The share of the layers' matrix products in forward that backward repeats; "sac": every second one."""
+        if recompute != "sac":
+            return float(recompute == "full")
+        sizes = [tensor.rows * tensor.columns for tensor in products_of(self, self.layers - 1)]
+        return sum(sizes[1::2]) / sum(sizes)
+
     def gemm_weights(self) -> int:
         """Weights that multiply each token, in the layers; without biases, norms and the output layer."""
         return sum(size_of(self, self.like(layer), active=True, matrices=True) for layer in range(self.layers))
@@ -144,7 +151,8 @@ class Model(Record):
         and "6(N-E)+A/2" (one embedding left out; half of A, as no token sees later ones), "gemm" (Narayanan et al.
         2021, equation 2: 72BLsh²(1 + s/6h + V/12hL), here from the weights, so that it holds for every MLP).
         recompute: "full" repeats the layers' forward, 96Bslh²(1 + s/6h + V/16lh) (Narayanan, equation 3);
-        "selective" counts attention's A twice, 72BLsh²(1 + s/3h + V/12hL) (Korthikanti et al. 2022, appendix A).
+        "selective" counts attention's A twice, 72BLsh²(1 + s/3h + V/12hL) (Korthikanti et al. 2022, appendix A);
+        "sac" repeats every second matrix (see activations_per_layer).
         N counts the active parameters of a mixture of experts.
         """
         attention = 12.0 * self.layers * self.attention_width * self.seq  # A: every pair of tokens, there and back
@@ -160,13 +168,20 @@ class Model(Record):
         matrices, attention, rest = look_up(counts, count, "count of FLOPs")
         if recompute == "full":
             return (matrices + attention) * 4 / 3 + rest
-        return matrices + attention * (2 if recompute == "selective" else 1) + rest
+        again = 1 + self.recomputed_share(recompute) / 3
+        return matrices * again + attention * (2 if recompute == "selective" else 1) + rest
 
 
 @functools.cache
 def copies_of(model: Model, layer: int | None = None, active: bool = False) -> tuple[tuple[Tensor, int], ...]:
     """((Tensor, how many there are of it), …) of a model's tensors."""
     return tuple(Counter(model.tensors(layer, active)).items())
+
+
+@functools.cache
+def products_of(model: Model, layer: int) -> tuple[Tensor, ...]:
+    """The matrices that multiply a token in a layer, in order."""
+    return tuple(tensor for tensor in model.tensors(layer, active=True) if tensor.columns > 1)
 
 
 @functools.cache

@@ -209,14 +209,19 @@ class Plan:
         """The layout one step away that fits and is fastest, if it is faster; if none fits, what needs least memory."""
         options = list(self.neighbours())
         if fitting := [(words, other) for words, other in options if other.fits]:
-            words, best = min(fitting, key=lambda option: option[1].step.seconds)
-            if not self.fits or best.step.seconds < self.step.seconds:
+            words, best = min(fitting, key=lambda option: rounded(option[1].step.seconds))
+            if not self.fits or rounded(best.step.seconds) < rounded(self.step.seconds):
                 return Next(words, best.layout, best.step.seconds)
             return Next(f"stay: none of {len(fitting)} layouts one step away is faster")
         words, least = min(options, key=lambda option: option[1].bytes, default=("", self))
         if least.bytes < self.bytes:
             return Next(f"{words}: it does not fit either, but needs less", least.layout)
         return Next("more GPUs, or a smaller model: no layout one step away needs less memory")
+
+
+def rounded(seconds: float) -> float:
+    """Nine digits: layouts whose seconds differ by less are equally fast, on every machine."""
+    return float(f"{seconds:.9g}")
 
 
 def plan(

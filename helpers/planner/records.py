@@ -89,6 +89,13 @@ class Record:
                 text = repr(value)
                 refuse(f"{what}: {name} is {text if len(text) <= 60 else text[:60] + '…'}", hint)
 
+    @classmethod
+    def described(cls) -> str:
+        """Its fields; where only some values are possible, with these."""
+        types = {field.name: field.type for field in fields(cls)}
+        choices = {name: get_args(kind) if get_origin(kind) is Literal else () for name, kind in types.items()}
+        return ", ".join(name + "=" * bool(values) + "|".join(map(str, values)) for name, values in choices.items())
+
     def with_(self, **changes: Any) -> Self:
         """This record with other values."""
         return replace(self, **changes)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
-from helpers.command_line import aligned
+from helpers.command_line import aligned, of_bytes
 from helpers.planner.conventions import GIGA
 from helpers.planner.layout import Layout
 from helpers.planner.memory import NOT_COUNTED
@@ -24,13 +24,6 @@ def of_time(seconds: float) -> str:
 def of_days(days: float) -> str:
     """Days with three digits that say something."""
     return f"{float(f'{days:.3g}'):,g} days"
-
-
-def of_bytes(size: float) -> str:
-    for name, unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.0f} B"
 
 
 def memory_lines(plan: Plan) -> Iterator[str]:
@@ -100,7 +93,9 @@ def lines(plan: Plan) -> Iterator[str]:
     active = f" ({count:,} active)" if count != model.parameters() else ""
     flops = model.flops_per_token(plan.conventions.flops)
     yield f"{model.name}: {model.parameters():,} parameters{active}; {flops:.4g} FLOPs a token"
-    yield f"{cluster.gpus} x {cluster.gpu} in {cluster.nodes} nodes, {plan.peak / 1e12:.4g} TFLOP/s each"
+    limited = f", {cluster.limited_peak(plan.layout.dtype) / 1e12:.4g} at {cluster.power_limit:g} W"
+    peak = f"{plan.peak / 1e12:.4g} TFLOP/s each" + limited * (cluster.power_limit > 0)
+    yield f"{cluster.gpus} x {cluster.gpu} in {cluster.nodes} nodes, {peak}"
     yield "layout: " + ", ".join(f"{name} {str(value).lower()}" for name, value in settings(plan.layout).items())
     yield "conventions: " + ", ".join(f"{name} {value}" for name, value in asdict(plan.conventions).items())
     yield from memory_lines(plan)
@@ -135,7 +130,8 @@ def tables(plan: Plan) -> dict[str, Any]:
             "active": model.parameters(active=True),
             "flops_per_token": model.flops_per_token(plan.conventions.flops),
         },
-        "cluster": {**values_of(cluster, "gpu", "gpus", "nodes", "link_in_node", "link_between"), "peak": plan.peak},
+        "cluster": values_of(cluster, "gpu", "gpus", "nodes", "power_limit", "link_in_node", "link_between")
+        | {"peak": plan.peak},
         "layout": settings(plan.layout),
         "memory": {**values_of(plan, "stages", "fullest", "fits"), "limit": cluster.memory, "not_counted": NOT_COUNTED},
         "collectives": [

@@ -168,7 +168,7 @@ def choices(model: Model, cluster: Cluster, attention: str = "flash") -> dict[st
         "shard": [0, node],
         "micro_batch": [1, 2, 4, 8],
         "interleave": [1, 2, 4],
-        "recompute": ["none", "full"] + ["selective"] * (attention == "scores"),
+        "recompute": ["none", "selective" if attention == "scores" else "sac", "full"],
         "attention": [attention],
     }
 

@@ -36,8 +36,7 @@ class Constants:
 # What vtrain.fit(vtrain.measured()) gives, rounded. A test compares them, and FACTOR with vtrain.interval_factor().
 FITTED = Constants(matmul=0.733, memory=0.829, in_node=0.806, between=0.799, launch=0.00147)
 FACTOR = 1.18  # a step lies between prediction / FACTOR and prediction · FACTOR
-# Above it where it is extrapolated: torchtitan's steps with FSDP, not compiled, on 8 and 128 H100s took 1.51 and 1.57
-# times as long (benchmarks/llama3_h100_202412_torchtitan.md: 5,762 and 5,605 tokens a second and GPU). A test has them.
+# Above it where it is extrapolated: of 15 published steps (experiments/steps.py) one took longer, with 256k tokens.
 FACTOR_ELSEWHERE = 1.6
 # For a cluster whose speeds were measured: nothing is taken off them.
 REACHED = replace(FITTED, matmul=1.0, in_node=1.0, between=1.0)
@@ -47,16 +46,16 @@ REACHED = replace(FITTED, matmul=1.0, in_node=1.0, between=1.0)
 class LayerWork:
     """Computing on one rank in all passes over a layer, for one micro-batch: seconds at the data sheet's speed."""
 
-    passes: int  # forward, backward twice, and what is recomputed
-    products: float  # matrix products, attention's too
-    attention: float  # the part of them that hides context parallelism
+    passes: int  # forward, backward twice, and a recomputed forward, whole or not
+    products: float  # matrix products
+    attention: float  # its own, which hide context parallelism
     elementwise: float
 
 
 def memory_speed(layout: Layout, cluster: Cluster) -> float:
     """Bytes a second of the GPU's memory; where it is not given, an A100's for each FLOP/s."""
     a100 = PRESETS["a100"]
-    return cluster.memory_speed or cluster.peak(layout.dtype) * a100["memory_speed"] / a100["peaks"]["bfloat16"]
+    return cluster.memory_speed or cluster.peak(layout.other_dtype) * a100["memory_speed"] / a100["peaks"]["bfloat16"]
 
 
 def layer_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions) -> LayerWork:
@@ -68,20 +67,22 @@ def layer_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
     write, residuals read two and write one in 32 and 16 bits, an MLP's activation reads and writes its inner width, and
     scores that are stored pass 4 times, 6 and a mask with dropout: 22h + 16h/t + 13as/t bytes a token for GPT.
     """
-    t, tokens, peak = layout.tp, layout.tokens(model), cluster.peak(layout.dtype)
+    t, tokens = layout.tp, layout.tokens(model)
     stored = layout.attention == "scores"
-    passes = 4 if layout.recompute == "full" else 3
-    again = layout.recompute != "none"  # attention: selective recomputation repeats it alone
-    attention = 4 * tokens * model.seq * model.attention_width / t / peak * (1 + (2 if stored else 2.5) + again)
-    attention *= 0.5 if conventions.causal == "half" else 1
-    products = 2 * tokens * model.gemm_weights() / model.layers / t / peak * passes
+    passes = 4 if layout.recompute in ("full", "sac") else 3
+    # Attention: selective recomputation repeats it alone, that of whole operations only where it is not one of them.
+    again = layout.recompute in ("full", "selective") or (layout.recompute == "sac" and stored)
+    attention = 4 * tokens * model.seq * model.attention_width / t * (1 + (2 if stored else 2.5) + again)
+    attention *= (0.5 if conventions.causal == "half" else 1) / cluster.limited_peak(layout.other_dtype)
+    products = 2 * tokens * model.gemm_weights() / model.layers / t * (3 + model.recomputed_share(layout.recompute))
+    products /= cluster.limited_peak(layout.dtype)
 
     ffn = model.ffn * (model.active_experts + model.shared_experts) if model.experts else model.ffn
     outside = (4 + 6 + model.dropout) * model.norms * model.width / layout.norm_sharers
     inside = (6 if model.gated else 4) * ffn / t
     scores = (8 + 5 * model.dropout) * model.heads * model.seq / t * stored
     elementwise = tokens * ((outside + inside) * passes + scores * (3 + again)) * layout.element_bytes / 2
-    return LayerWork(passes, products + attention, attention, elementwise / memory_speed(layout, cluster))
+    return LayerWork(passes, products, attention, elementwise / memory_speed(layout, cluster))
 
 
 def parts_of(
@@ -101,7 +102,7 @@ def parts_of(
     visits = layers * m  # of micro-batches to the layers of the busiest stage
     work, speed = layer_work(model, layout, cluster, conventions), memory_speed(layout, cluster)
     logits = layout.tokens(model) * model.vocab / layout.tp
-    head = 6 * logits * model.width / cluster.peak(layout.dtype)
+    head = 6 * logits * model.width / cluster.limited_peak(layout.other_dtype)
     loss = PER_LOGIT_BYTES * logits * layout.element_bytes / 2 / speed
     states = 0 if layout.offload else stage_parameters(model, layout, sizes.index(layers)) / layout.sharers
 
@@ -121,8 +122,11 @@ def parts_of(
             return sum(group.seconds(constants.in_node, constants.between) for group in groups)
 
         tensor, expert, context = (seconds(groups) / visits for groups in in_layers)
-        context = max(context - work.attention / constants.matmul, 0)
-        computing = work.products / constants.matmul + work.elementwise / constants.memory
+        kernel = cluster.attention_reaches * (layout.attention == "flash")
+        attention = work.attention / (kernel or constants.matmul)
+        products, context = work.products / constants.matmul + attention, max(context - attention, 0)
+        computing = products + work.elementwise / constants.memory
+        output = head / constants.matmul + loss / constants.memory
         busy = computing + tensor + expert + context
         # A host that launches its kernels more slowly than the GPU runs them is what the GPU waits for.
         layer = (busy**2 + (constants.launch * work.passes) ** 2) ** 0.5
@@ -132,7 +136,7 @@ def parts_of(
             follows = follows / visits + max(follows * (1 - 1 / visits) - visits * layer, 0)
         behind = reducing * layers * layer * (work.passes - 1) / work.passes
         return {
-            "matrix products": visits * work.products / constants.matmul,
+            "matrix products": visits * products,
             "element by element": visits * work.elementwise / constants.memory,
             "tensor parallel": visits * tensor,
             "expert parallel": visits * expert,
@@ -140,7 +144,7 @@ def parts_of(
             "launching": visits * (layer - busy),
             "sending to stages": m * send,
             "waiting for stages": (layout.pp - 1) * (layers * layer + send) / layout.interleave,
-            "output layer": m * (head / constants.matmul + loss / constants.memory),
+            "output layer": m * max(output - (layers - sizes[-1]) * layer, 0),
             "data parallel": follows + reduced / layers + max(reduced * (1 - 1 / layers) - behind, 0),
             "optimizer": OPTIMIZER_BYTES * states / speed / constants.memory,
         }
@@ -180,5 +184,7 @@ def extrapolated(model: Model, layout: Layout, cluster: Cluster) -> str:
         "FSDP or ZeRO": layout.zero > 0,
         "FlashAttention": layout.attention == "flash",
         "gated MLPs": model.gated,
+        "checkpointed operations": layout.recompute == "sac",
+        "a limit of power": cluster.power_limit > 0,
     }
     return ", ".join(words for words, is_new in new.items() if is_new)

@@ -23,19 +23,15 @@ from typing import Any
 
 from helpers.ranks.collecting import Rank, collect, end, read, where_they_stand
 from helpers.ranks.messages import LaunchError, RankError, count_oom_kills, first_failure, fold, hang, tidy
+from helpers.ranks.pickler import dumps
 from helpers.ranks.ports import hold_port
-from helpers.ranks.rank import Call, dumps, rank_main
+from helpers.ranks.rank import TORCHRUNS, Call, rank_main
 
 __all__ = ["LaunchError", "RankError", "cannot_be_sent", "context", "launch", "warm", "without_main"]
 
 MAX_RANKS = 64
 MAX_SECONDS = 1_000_000
 OWN = ("rank", "world_size")  # what mp.spawn's functions take first
-TORCHRUNS = {  # what torchrun sets, if no agent serves the ranks' store; each rank adds its numbers
-    **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1"},
-    **{"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none"},
-    **{"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"},
-}
 context = multiprocessing.get_context("forkserver")
 launches = itertools.count()
 starting = threading.Lock()  # without_main changes sys.modules, so one thread at a time may be in it

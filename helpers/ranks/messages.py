@@ -61,12 +61,17 @@ def first_failure(failures: dict[int, Failure], out_of_memory: bool) -> RankErro
 def hang(stands: dict[int, str], finished: Collection[int], timeout: float) -> RankError:
     """The RankError that says in which line each rank was when the time was over. ``finished`` are ranks."""
     lines = {rank: "finished" if rank in finished else f"at {line}" for rank, line in sorted(stands.items())}
+    message = f"{len(lines) - len(finished)} of {len(lines)} ranks still ran after timeout={timeout:g} s:"
+    message += "".join(f"\n  {line}" for line in by_line(lines))
+    return RankError(message, None, {rank: line for rank, line in lines.items() if rank not in finished})
+
+
+def by_line(lines: dict[int, str]) -> list[str]:
+    """``ranks 0-1: at line 3 in f()`` for each line in {rank: line}."""
     groups: dict[str, list[int]] = {}
     for rank, line in lines.items():
         groups.setdefault(line, []).append(rank)
-    message = f"{len(lines) - len(finished)} of {len(lines)} ranks still ran after timeout={timeout:g} s:"
-    message += "".join(f"\n  {label(ranks)}: {line}" for line, ranks in groups.items())
-    return RankError(message, None, {rank: line for rank, line in lines.items() if rank not in finished})
+    return [f"{label(ranks)}: {line}" for line, ranks in groups.items()]
 
 
 def count_oom_kills() -> int:

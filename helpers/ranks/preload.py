@@ -26,7 +26,8 @@ os.setsid()  # Ctrl-C and a kernel's restart signal the kernel's process group, 
 gc.disable()  # the imports leave no garbage, and looking for some takes a fifth of the time
 for name in ("_dynamo", "distributed.checkpoint", "distributed.pipelining", "nn.parallel", "optim", "utils.data"):
     importlib.import_module(f"torch.{name}")
-importlib.import_module("helpers.ranks.rank")
+for name in ("rank", "pickler"):
+    importlib.import_module(f"helpers.ranks.{name}")
 gc.freeze()  # so that the ranks' garbage collection skips what is imported here
 gc.enable()
 atexit.register(tidy_up, os.environ["WORLD_SIZE_ONE_FOLDER"])

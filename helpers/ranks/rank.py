@@ -2,12 +2,9 @@
 
 import faulthandler
 import functools
-import importlib
 import inspect
-import io
 import linecache
 import multiprocessing
-import operator
 import os
 import pickle
 import re
@@ -23,10 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver, parent_process
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-
-import cloudpickle
 
 NOTEBOOK = "notebook cell"
 MET, RETURNED, RAISED = b"m", b"+", b"-"  # single bytes in the pipe: a rank that dies cannot leave half a message
@@ -34,7 +28,11 @@ LIBRARIES = sorted(  # folders of installed packages and of the standard library
     {*site.getsitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}, key=len, reverse=True
 )
 MEET_WITHIN = 60  # seconds that the ranks have to start and meet; they do not count for the call's timeout
-OPERATORS = ("_OpNamespace", "OpOverloadPacket", "OpOverload")  # torch.ops.aten, torch.ops.aten.add and its .Tensor
+TORCHRUNS = {  # what torchrun sets, if no agent serves the ranks' store; each rank adds its numbers
+    **{"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none"},
+    **{"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"},
+    **{"ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1"},
+}
 
 
 @dataclass(frozen=True)
@@ -95,13 +93,20 @@ def rank_main(pipe: connection.Connection, rank: int, call: Call) -> None:
     threading.Event().wait()  # peers may still need this rank's connections; the launcher ends the process later
 
 
+def numbers(rank: int, local_size: int, nodes: int = 1) -> dict[str, str]:
+    """The variables that torchrun sets to the numbers of a rank, on nodes of ``local_size`` ranks."""
+    node, local = divmod(rank, local_size)
+    values = {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": local_size, "GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes}
+    values |= dict.fromkeys(("RANK", "ROLE_RANK"), rank)
+    values |= dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), local_size * nodes)
+    return {name: str(value) for name, value in values.items()}
+
+
 def run(rank: int, call: Call, met: Callable[[], None]) -> bytes:
     """Start the process group, call ``met``, then the function that the folder holds; return its pickled result."""
     os.environ.clear()  # the forkserver has the variables of its own start, which may be old
     world_size = call.world_size
-    numbers = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank)
-    numbers |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), world_size)
-    os.environ.update(call.environment, **{name: str(number) for name, number in numbers.items()})
+    os.environ.update(call.environment, **numbers(rank, world_size))
     import torch
     import torch.distributed as dist
 
@@ -123,11 +128,13 @@ def run(rank: int, call: Call, met: Callable[[], None]) -> bytes:
     dist.barrier()  # from here on a rank that dies cannot disturb its peers' rendezvous
     met()
     share_group()  # before the function is read, which may hold the two that this replaces
+    from helpers.ranks import pickler  # here: whoever imports this file on a cluster does without cloudpickle
+
     fn, own, args, sources = pickle.loads((call.folder / "call").read_bytes())
     linecache.cache.update(sources)  # so that a traceback shows the notebook's lines
-    result = fn(*(numbers[name.upper()] for name in own), *args)
+    result = fn(*(int(os.environ[name.upper()]) for name in own), *args)
     try:
-        return dumps(result)
+        return pickler.dumps(result)
     except Exception as error:
         what = f"the result, a {type(result).__name__}, cannot be sent back ({error})"
         raise TypeError(f"{what}.\nReturn tensors, arrays or plain objects.") from None
@@ -221,31 +228,3 @@ def is_library(filename: str) -> bool:
     """Whether a file belongs to an installed package, to Python or to this package, and not to the reader."""
     package = os.path.dirname(os.path.dirname(__file__))
     return filename.startswith(("<frozen", *(folder + os.sep for folder in (*LIBRARIES, package))))
-
-
-# ---- How objects travel
-
-
-class Pickler(cloudpickle.Pickler):
-    """cloudpickle recognises modules by their type, but torch.ops, torch.backends and others have types of their own.
-
-    It adds every loaded submodule of torch whose name occurs in a function's code.
-    """
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
-            return importlib.import_module, (obj.__name__,)
-        if type(obj).__module__ == "torch._ops" and type(obj).__name__ in OPERATORS:
-            path = obj.__name__ if isinstance(obj, ModuleType) else str(obj)  # "torch.ops.aten", "aten.add.Tensor"
-            return operator.attrgetter(path.removeprefix("torch.ops.")), (sys.modules["torch.ops"],)
-        reduced = super().reducer_override(obj)
-        if isinstance(obj, type) and "__slots__" in vars(obj) and isinstance(reduced, tuple) and len(reduced[1]) > 3:
-            reduced[1][3]["__slots__"] = vars(obj)["__slots__"]  # cloudpickle's copy of the class would have none
-        return reduced
-
-
-def dumps(obj: Any) -> bytes:
-    """An object as bytes, for ``pickle.loads``. Raises what cloudpickle raises for objects that cannot be sent."""
-    with io.BytesIO() as file:
-        Pickler(file).dump(obj)
-        return file.getvalue()

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -17,9 +17,10 @@ STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 @contextlib.contextmanager
-def folder_until_a_signal() -> Iterator[str]:
+def folder_until_a_signal(last_words: Callable[[str], str] = lambda folder: "") -> Iterator[str]:
     """A temporary folder; meanwhile Ctrl-C, SIGTERM and SIGHUP end all that this process started, and this with 130.
 
+    ``last_words`` gives what is then printed, from the path of the folder.
     The handler does not raise: in some places of torchrun an exception would be lost, or a rank that has just started.
     """
     signals = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]  # as nohup sets SIGHUP
@@ -37,8 +38,9 @@ def folder_until_a_signal() -> Iterator[str]:
                     with contextlib.suppress(OSError):
                         os.killpg(process.pid, ending)  # torchrun gives each rank a group of its own
                 left = psutil.wait_procs(left, timeout=3)[1]
+            words = last_words(folder)
             shutil.rmtree(folder, ignore_errors=True)
-            os.write(2, b"Interrupted; all ranks are stopped.\n")  # the signal may have interrupted print
+            os.write(2, f"{words}Interrupted; all ranks are stopped.\n".encode())  # it may have interrupted print
         finally:
             os._exit(130)
 

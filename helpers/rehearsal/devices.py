@@ -3,12 +3,13 @@
 Also ``replace``, with which the other modules put their functions in torch's place.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.types import Device
 
-from helpers.rehearsal.counts import COUNTS
+from helpers.counts import COUNTS
 
 
 class Node:
@@ -16,52 +17,71 @@ class Node:
 
     gpus = 1
     current = 0
+    draws = [torch.initial_seed() % 2**63, 0]  # the seed of DTensors' random numbers, and how many have been drawn
     initialized = False  # torch.cuda is, at the first use of a GPU; until then a mesh sets the current one
 
 
-ORIGINAL_DEVICE: Any = torch.device
-ORIGINAL_PARSE_TO: Any = torch._C._nn._parse_to
-GPU_GENERATORS: dict[int, torch.Generator] = {}  # by address: torch's C++ hands out a new Python object each time
+ORIGINAL_GENERATOR: Any = torch.Generator
 
 
-class AnyDevice(type):
-    """Makes torch's own devices instances of the class below, and the class equal to torch's own, say in a dict."""
+class StandIn(type(ORIGINAL_GENERATOR)):  # type: ignore[misc]
+    """Makes a class stand for torch's ``original``: all of that class's objects are its own, and the two are equal."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
-        if args and type(args[0]) is int:
-            args = ("cuda", *args)
-        elif type(kwargs.get("device")) is int:
-            kwargs = {"type": "cuda", "index": kwargs["device"]}
-        return ORIGINAL_DEVICE(*args, **kwargs)
+    original: Any
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, ORIGINAL_DEVICE)
+        return isinstance(instance, cls.original)
 
     def __eq__(cls, other: Any) -> bool:
-        return other is cls or other is ORIGINAL_DEVICE
+        return other is cls or other is cls.original
 
     def __hash__(cls) -> int:
-        return hash(ORIGINAL_DEVICE)
+        return hash(cls.original)
 
 
-class device(metaclass=AnyDevice):
-    """torch.device, which also takes a number: torch asks C++ for the accelerator, and a CPU build has none."""
+def numbered(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch that also takes a GPU's number: C++ asks for the accelerator, and a CPU build has none."""
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) is int:
+            args = (f"cuda:{args[0]}", *args[1:])
+        elif type(kwargs.get("device")) is int:
+            kwargs["device"] = f"cuda:{kwargs['device']}"
+        return original(*args, **kwargs)
+
+    return call
+
+
+class device(metaclass=StandIn):
+    """torch.device, which also takes a number."""
+
+    original = torch.device
     __module__ = "torch"  # where a pickle finds it
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return numbered(cls.original)(*args, **kwargs)
 
-def parse_to(*args: Any, **kwargs: Any) -> Any:
-    """The arguments of Module.to and Tensor.to as (device, dtype, non_blocking, memory_format); a number is a GPU."""
-    if args and type(args[0]) is int:
-        args = (torch.device(args[0]), *args[1:])
-    elif type(kwargs.get("device")) is int:
-        kwargs["device"] = torch.device(kwargs["device"])
-    return ORIGINAL_PARSE_TO(*args, **kwargs)
+
+class Generator(ORIGINAL_GENERATOR, metaclass=StandIn):
+    """torch.Generator, also on pretended GPUs, where it draws the CPU's numbers."""
+
+    original = ORIGINAL_GENERATOR
+    on_gpus: dict[int, torch.Generator] = {}  # by address: torch's C++ hands out a new Python object each time
+
+    def __new__(cls, device: Device = "cpu") -> "Generator":
+        generator = super().__new__(cls, device="cpu")
+        generator.place = torch.device("cpu")
+        if is_gpu(device):
+            generator.place = torch.device("cuda", gpu_of(device))
+            cls.on_gpus[generator._cdata] = generator  # kept alive, so that its address stays its own
+        return generator
+
+    device: Any = property(lambda self: self.place)
 
 
 def patch() -> None:
-    replace(torch, device=device)
-    replace(torch._C._nn, _parse_to=parse_to)
+    replace(torch, device=device, Generator=Generator)
+    replace(torch._C._nn, _parse_to=numbered(torch._C._nn._parse_to))
 
 
 def replace(owner: Any, **attributes: Any) -> None:
@@ -72,26 +92,18 @@ def replace(owner: Any, **attributes: Any) -> None:
 
 def is_gpu(device: Device) -> bool:
     """Whether a device argument means a GPU."""
-    return isinstance(device, int) or device is not None and torch.device(device).type == "cuda"
+    return device is not None and torch.device(device).type == "cuda"
 
 
-def gpu_of(device: Device) -> int:
+def gpu_of(device: Device = None) -> int:
     """The number of the GPU that a device argument means. Raises CUDA's RuntimeError for one that the node lacks."""
     Node.initialized = True
-    index = device if device is None or isinstance(device, int) else torch.device(device).index
+    index = None if device is None else torch.device(device).index
     if index is None:
         return Node.current
     if not 0 <= index < Node.gpus:
-        message = f"CUDA error: invalid device ordinal (cuda:{index}; this node has {Node.gpus} GPUs)"
-        raise COUNTS.refuse(RuntimeError(message))
+        raise COUNTS.refuse(f"CUDA error: invalid device ordinal (cuda:{index}; this node has {Node.gpus} GPUs)")
     return index
-
-
-def check_generator(generator: Any, on_gpu: bool) -> None:
-    """Raise torch's RuntimeError for a CPU generator with a tensor on a GPU, and for the reverse."""
-    if generator is not None and (generator._cdata in GPU_GENERATORS) != on_gpu:
-        ours, other = ("cuda", "cpu") if on_gpu else ("cpu", "cuda")
-        raise COUNTS.refuse(RuntimeError(f"Expected a '{ours}' device type for generator but found '{other}'"))
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:

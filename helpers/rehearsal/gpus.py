@@ -1,41 +1,40 @@
 """torch.cuda for pretended GPUs: their number and names, streams and events, memory, random numbers, autocast."""
 
 import contextlib
+import functools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.types import Device
 
-from helpers.rehearsal.counts import COUNTS, WAIT
+from helpers.counts import COUNTS, WAIT
 from helpers.rehearsal.devices import Node, gpu_of, replace
 
 MEMORY = 80 << 30  # bytes of each pretended GPU
 
 # Functions of torch.cuda by their answer.
 TRUE = "is_available is_bf16_supported can_device_access_peer".split()
-ZERO = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved utilization".split()
 NOTHING = (
     "_lazy_call set_stream empty_cache ipc_collect reset_peak_memory_stats "
-    "reset_accumulated_memory_stats reset_max_memory_allocated set_per_process_memory_fraction "
-    "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all"
-).split()
-OF_ACCELERATORS = (  # also functions of torch.accelerator
-    "is_available device_count synchronize current_stream set_stream empty_cache reset_peak_memory_stats "
-    "memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
+    "reset_accumulated_memory_stats reset_max_memory_allocated set_per_process_memory_fraction seed seed_all"
 ).split()
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """What orders the work on a GPU has nothing to do here, where every operation runs when it is called."""
+def returning(value: Any) -> Callable[..., Any]:
+    """A new function that always returns this value. torch._dynamo wants a different function for each name."""
+    return lambda *args, **kwargs: value
 
 
 class Stream:
-    """A CUDA stream."""
+    """A CUDA stream. It has no work to order: every operation runs when it is called."""
+
+    query, is_capturing = returning(True), returning(False)
+    wait_event = wait_stream = __exit__ = returning(None)
 
     def __init__(self, device: Device = None, priority: int = 0, **kwargs: Any) -> None:
         self.device = torch.device("cuda", gpu_of(device))
@@ -47,23 +46,17 @@ class Stream:
         event.record(self)
         return event
 
-    def query(self) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
-
     def synchronize(self) -> None:
         COUNTS.add(WAIT, "stream.synchronize")
 
     def __enter__(self) -> "Stream":
         return self
 
-    wait_event = wait_stream = __exit__ = nothing
-
 
 class Event:
     """A CUDA event that notes the host's time."""
+
+    query, wait = returning(True), returning(None)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.time: float | None = None
@@ -71,29 +64,20 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         self.time = time.perf_counter()
 
-    def query(self) -> bool:
-        return True
-
     def synchronize(self) -> None:
         COUNTS.add(WAIT, "event.synchronize")
 
     def elapsed_time(self, end: "Event") -> float:
         """Milliseconds between two records by the host's clock: the CPU's work took them, not a GPU's."""
         if self.time is None or end.time is None:
-            raise COUNTS.refuse(ValueError("Both events must be recorded before calculating elapsed time"))
+            raise COUNTS.refuse("Both events must be recorded before calculating elapsed time", ValueError)
         return (end.time - self.time) * 1000
 
-    wait = nothing
 
-
-@contextlib.contextmanager
-def current_device(device: Device) -> Iterator[None]:
-    """``with torch.cuda.device(k)``."""
-    before, Node.current = Node.current, gpu_of(device)
-    try:
-        yield
-    finally:
-        Node.current = before
+def exchange(index: int) -> int:
+    """Make a GPU the current one, unless its number is below 0; return the number of the one before."""
+    before, Node.current = Node.current, gpu_of(index) if index >= 0 else Node.current
+    return before
 
 
 @dataclass(frozen=True)
@@ -114,12 +98,13 @@ def properties(device: Device = None) -> Properties:
     return Properties(index, f"GPU-{os.environ.get('GROUP_RANK', '0')}-{index}")
 
 
-def set_device(device: Device) -> None:
-    Node.current = gpu_of(device)
+def manual_seed(seed: int) -> None:
+    Node.draws = [seed % 2**63, 0]
 
 
-def initialize() -> None:
-    Node.initialized = True
+def set_rng_state(state: torch.Tensor, device: Device = None) -> None:
+    if state.numel() == 16:  # else a CPU's
+        Node.draws = state.cpu().view(torch.int64).tolist()
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
@@ -127,93 +112,87 @@ def set_sync_debug_mode(debug_mode: int | str) -> None:
     COUNTS.sync_debug_mode = modes[debug_mode] if isinstance(debug_mode, str) else debug_mode
 
 
-def returning(value: Any) -> Callable[..., Any]:
-    """A new function that always returns this value. torch._dynamo wants a different function for each name."""
-    return lambda *args, **kwargs: value
+def synchronize(device: Device = None) -> None:
+    COUNTS.add(WAIT, "cuda.synchronize")
+
+
+def current_stream(device: Device = None) -> Stream:
+    return stream_of(gpu_of(device))
+
+
+stream_of = functools.cache(Stream)
 
 
 def patch() -> None:
-    current = Stream()
+    """Replace what torch.cuda and torch.accelerator ask of CUDA. Their other functions are torch's own."""
     stubs: dict[str, Any] = {
         "device_count": lambda: Node.gpus,
         "is_initialized": lambda: Node.initialized,
-        "init": initialize,
-        "_lazy_init": initialize,
-        "current_device": lambda: gpu_of(None),
-        "set_device": set_device,
-        "_get_device_index": lambda device=None, optional=False, allow_cpu=False: gpu_of(device),
-        "device": current_device,
-        "device_of": lambda tensor: current_device(tensor.device.index if tensor.is_cuda else None),
-        "get_device_name": lambda device=None: properties(device).name,
-        "get_device_capability": lambda device=None: (9, 0),
+        "init": gpu_of,
+        "_lazy_init": gpu_of,
+        "_exchange_device": exchange,
+        "_maybe_exchange_device": exchange,
         "get_device_properties": properties,
         "set_sync_debug_mode": set_sync_debug_mode,
         "get_sync_debug_mode": lambda: COUNTS.sync_debug_mode,
-        "synchronize": lambda device=None: COUNTS.add(WAIT, "cuda.synchronize"),
+        "synchronize": synchronize,
         "Stream": Stream,
         "Event": Event,
-        "current_stream": lambda device=None: current,
-        "default_stream": lambda device=None: current,
+        "current_stream": current_stream,
+        "default_stream": current_stream,
         "stream": contextlib.nullcontext,
         "StreamContext": contextlib.nullcontext,
         "mem_get_info": lambda device=None: (MEMORY, MEMORY),
         "memory_stats": lambda device=None: defaultdict(int),
-        "memory_summary": lambda *args, **kwargs: "A rehearsal has no CUDA memory.",
-        # A pretended GPU draws the CPU's random numbers, so that results compare with gloo's. GPU seeds do nothing.
+        # A pretended GPU draws the CPU's random numbers, so that results compare with gloo's. GPU seeds are DTensors'.
         "initial_seed": torch.initial_seed,
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "get_rng_state_all": lambda: [torch.get_rng_state()] * Node.gpus,
+        "manual_seed": manual_seed,
+        "manual_seed_all": manual_seed,
+        "get_rng_state": lambda device=None: torch.tensor(Node.draws).view(torch.uint8),
+        "set_rng_state": set_rng_state,
+        "utilization": returning(0),
     }
-    stubs |= {name: returning(True) for name in TRUE} | {name: returning(0) for name in ZERO}
-    stubs |= {name: returning(None) for name in NOTHING}
-    Node.initialized = False  # the stream above has set it
-    replace(torch.cuda, **stubs)
-    for module in (torch.cuda.memory, torch.cuda.random):
+    stubs |= {name: returning(True) for name in TRUE} | {name: returning(None) for name in NOTHING}
+    for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
         replace(module, **{name: stub for name, stub in stubs.items() if hasattr(module, name)})
-    replace(
-        torch.accelerator,
-        **{name: stubs[name] for name in OF_ACCELERATORS},
-        current_accelerator=lambda check_available=False: torch.device("cuda"),
-        current_device_index=lambda: Node.current,
-        current_device_idx=lambda: Node.current,
-        set_device_index=set_device,
-        set_device_idx=set_device,
-        device_index=current_device,
-    )
-    # FSDP's mesh, a group's backend and the modules of torch ask C++.
-    replace(torch._C, _get_accelerator=lambda check=None: torch.device("cuda"))
-    replace(torch._utils, _get_available_device_type=lambda: "cuda", _get_current_device_index=lambda: Node.current)
+    gpu = torch.device("cuda")
+    accelerator: dict[str, Any] = {
+        "getAccelerator": lambda: gpu,
+        "getDeviceIndex": lambda: Node.current,
+        "setDeviceIndex": exchange,
+        "exchangeDevice": exchange,
+        "maybeExchangeDevice": exchange,
+        "getStream": current_stream,
+        "setStream": returning(None),
+        "synchronizeDevice": synchronize,
+        "isAllocatorInitialized": returning(False),
+    }
+    replace(torch._C, **{f"_accelerator_{name}": stub for name, stub in accelerator.items()})
+    # FSDP's mesh and a group's backend ask C++, too.
+    replace(torch._C, _get_accelerator=lambda check=None: gpu, _cuda_getDevice=lambda: Node.current)
+    replace(torch._C, _cuda_setDevice=exchange)
     replace(torch.cuda.nccl, version=lambda: (2, 29, 7), is_available=returning(True))
     replace(torch.version, cuda=torch.version.cuda or "pretended")
-    patch_autocast()
-    patch_profiler()
+    patch_contexts()
 
 
-def patch_autocast() -> None:
-    """Make autocast("cuda") the CPU's autocast, in bfloat16 or float16, with the CPU's lists of operators."""
-    autocast: Any = torch.autocast  # changed in place: torch.cuda.amp has a subclass of it
-    start, enabled_for = autocast.__init__, torch.is_autocast_enabled
+def patch_contexts() -> None:
+    """Make autocast("cuda") the CPU's autocast, with the CPU's lists of operators, and leave CUDA out of profiles."""
+    autocast, profile = torch.autocast, torch.profiler.profile  # changed in place, as other classes derive from them
+    start, start_profile, enabled_for = autocast.__init__, profile.__init__, torch.is_autocast_enabled
 
     def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         start(self, device_type, dtype, *args, **kwargs)
 
+    def init_profile(self: Any, *, activities: Any = None, **kwargs: Any) -> None:
+        hosts = activities and [item for item in activities if item != torch.profiler.ProfilerActivity.CUDA]
+        start_profile(self, activities=hosts, **kwargs)
+
     def is_autocast_enabled(device_type: str = "cuda") -> bool:
         return enabled_for("cpu" if device_type == "cuda" else device_type)
 
     replace(autocast, __init__=init)
+    replace(profile, __init__=init_profile)
     replace(torch, is_autocast_enabled=is_autocast_enabled)
-
-
-def patch_profiler() -> None:
-    """Make the profiler leave CUDA out of its activities."""
-
-    class profile(torch.profiler.profile):
-        def __init__(self, *, activities: Any = None, **kwargs: Any) -> None:
-            if activities is not None:
-                activities = [item for item in activities if item != torch.profiler.ProfilerActivity.CUDA]
-            super().__init__(activities=activities, **kwargs)
-
-    for module in (torch.profiler, torch.profiler.profiler):
-        replace(module, profile=profile)

@@ -1,6 +1,7 @@
 """NCCL for pretended GPUs: gloo does the work, and calls that NCCL or torch would refuse raise the same errors.
 
 The class stands where torch expects ProcessGroupNCCL. So everything above it, groups, meshes and DDP, is torch's own.
+NCCL counts elements where gloo compares shapes.
 """
 
 import os
@@ -15,9 +16,10 @@ import torch.distributed as dist
 import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as c10d
 
-from helpers.rehearsal.counts import COLLECTIVE, COUNTS, WAIT
+from helpers.counts import COLLECTIVE, COUNTS, WAIT
 from helpers.rehearsal.devices import Node, bytes_of, replace
-from helpers.rehearsal.tensor import CudaTensor, strip, tensors_in
+from helpers.rehearsal.meeting import Meetings, described, get_future, wait
+from helpers.rehearsal.tensor import CudaTensor, strip, tensors_in, with_tensors
 
 COLLECTIVES = (
     "allreduce allreduce_coalesced broadcast reduce scatter gather allgather allgather_coalesced _allgather_base "
@@ -25,16 +27,18 @@ COLLECTIVES = (
     "reduce_scatter_single reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced alltoall alltoall_base "
     "all_to_all_single"
 ).split()
+IN_ROWS = ("alltoall_base", "all_to_all_single")  # their splits count rows
+COMPARED = ("gather", "scatter")  # NCCL compares shapes here, too
 POINT_TO_POINT = "send recv recv_anysource".split()
 MISSING = [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
 
+GLOO: Any = c10d.ProcessGroupGloo
 GROUP: Any = dist.ProcessGroup
 ORIGINAL_BARRIER = GROUP.barrier
 ORIGINAL_DEVICE_TYPES = GROUP._device_types
 ORIGINAL_HELPER: Any = c10d._new_process_group_helper
 ORIGINAL_NEW_GROUP = c10d.new_group
 ORIGINAL_SPLIT_GROUP: Any = c10d.split_group
-ORIGINAL_MONITORED_BARRIER = c10d.monitored_barrier
 
 
 @dataclass(eq=False)
@@ -47,18 +51,21 @@ class Options:
     config: Any = field(default_factory=SimpleNamespace)
 
 
-class PretendedNCCL(c10d.ProcessGroupGloo):
+class PretendedNCCL(GLOO, Meetings):
     """A ProcessGroupNCCL on gloo. It is as strict as NCCL about duplicate GPUs, splits and devices."""
 
     Options: Any = Options
     instances: list["PretendedNCCL"] = []  # kept here, because torch keeps only the C++ half of a group alive
+    starts = 0  # of a default group, in this process
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, timeout=options._timeout)
-        self.store, self.place, self.world, self.pretended_options = store, rank, size, options
-        self.gpu: int | None = None  # of the communicator, once it is made
-        self.splits = 0
         self.instances.append(self)
+        PretendedNCCL.starts += c10d._world.default_pg is None
+        self.store = dist.PrefixStore(f"start{self.starts}", store)
+        self.place, self.world, self.pretended_options = rank, size, options
+        self.gpu: int | None = None  # of the communicator, once it is made
+        self.calls = self.splits = 0
 
     supports_splitting: Any = property(lambda self: True)
     supports_coalescing: Any = property(lambda self: False)
@@ -66,49 +73,31 @@ class PretendedNCCL(c10d.ProcessGroupGloo):
     def eager_connect_single_device(self, device: Any) -> None:
         """Make the communicator at once, as NCCL does for a group that is bound to a GPU."""
         if self.pretended_options.split_from:
-            self.pretended_options.split_from.split()
+            self.pretended_options.split_from.perform_nocolor_split(device)
         self.connect(device.index)
 
     def perform_nocolor_split(self, device: Any) -> None:
-        """Take part in a split as a rank that is not in the new group."""
-        self.split()
-
-    def split(self) -> None:
         """As ncclCommSplit: return when every rank of this group, the parent, has come to the same split."""
         self.splits += 1
-        self.store.set(f"split/{self.splits}/{self.place}", "")
-        self.await_all(f"split/{self.splits}", "call new_group, which splits the group that all ranks are in")
-
-    def await_all(self, key: str, duty: str) -> None:
-        """Wait until every rank has set its key. Raises RuntimeError after the group's timeout."""
-        keys = [f"{key}/{rank}" for rank in range(self.world)]
-        try:
-            self.store.wait(keys, self.pretended_options._timeout)
-        except dist.DistStoreError:
-            late = [rank for rank in range(self.world) if not self.store.check([keys[rank]])]
-            message = f"NCCL would hang here: ranks {late} of the group did not {duty}"
-            raise COUNTS.refuse(RuntimeError(message)) from None
+        duty = "call new_group, which splits the group that all ranks are in"
+        self.await_all(f"split/{self.splits}", "here", duty, self.pretended_options._timeout)
 
     def connect(self, gpu: int) -> None:
         """Make the communicator on this rank's GPU. Raises NCCL's error where two ranks of a node have one GPU."""
         if self.gpu == gpu:
             return
         self.check_bound(gpu)
-        node = os.environ.get("GROUP_RANK", "0")
-        self.store.set(f"gpu/{self.place}", f"{node}/{gpu}")
-        self.await_all("gpu", "come to this communicator's first use")
-        gpus = [self.store.get(f"gpu/{rank}").decode() for rank in range(self.world)]
-        twins = [rank for rank in range(self.world) if gpus[rank] == f"{node}/{gpu}"]
-        if len(twins) > 1:
-            message = f"NCCL error: Duplicate GPU detected: ranks {twins} of this group are all on cuda:{gpu}"
-            raise COUNTS.refuse(RuntimeError(message))
+        mine, duty = f"{os.environ['GROUP_RANK']}/{gpu}", "come to this communicator's first use"
+        gpus = self.await_all("gpu", mine, duty, self.pretended_options._timeout)
+        if gpus.count(mine) > 1:
+            twins = [rank for rank in range(self.world) if gpus[rank] == mine]
+            raise COUNTS.refuse(f"NCCL error: Duplicate GPU detected: ranks {twins} of a group are all on cuda:{gpu}")
         self.gpu = gpu
 
     def check_bound(self, gpu: int) -> None:
         """Raise NCCL's error for a tensor on another GPU than the communicator's."""
         if self.gpu not in (None, gpu):
-            message = f"Tensor found on device cuda:{gpu} but backend constrained to cuda:{self.gpu}"
-            raise COUNTS.refuse(RuntimeError(message))
+            raise COUNTS.refuse(f"Tensor found on device cuda:{gpu} but backend constrained to cuda:{self.gpu}")
 
 
 def backends_of(group: Any) -> Any:
@@ -123,32 +112,21 @@ def nccl_of(group: Any) -> Any:
     return group._get_backend(torch.device("cuda"))
 
 
-def splits(group: Any) -> bool:
-    """Whether groups beside this one are split off its communicator, as NCCL does where it is bound to a GPU."""
-    return bool(group.bound_device_id and nccl_of(group))
-
-
-HOOKS_OF_DDP = [0]  # how many comm hooks run now: their buckets are CPU tensors, which NCCL then has to accept
-
-
 def check_tensors(group: Any, name: str, tensors: list[torch.Tensor]) -> Any:
     """Raise what NCCL would raise for these tensors; make the communicator at the first call. Returns NCCL or None."""
     nccl = nccl_of(group)
     for tensor in tensors if nccl else ():
         if not isinstance(tensor, CudaTensor):
-            if "cpu" not in backends_of(group) and not HOOKS_OF_DDP[0]:
-                message = f"No backend type associated with device type cpu ({name} of a CPU tensor on NCCL)"
-                raise COUNTS.refuse(RuntimeError(message))
+            if "cpu" not in backends_of(group):
+                raise COUNTS.refuse(f"No backend type associated with device type cpu ({name} of a CPU tensor on NCCL)")
             continue
-        if tensor.is_sparse:
-            raise COUNTS.refuse(ValueError("Tensors must be CUDA and dense"))
         channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
         if not tensor.is_contiguous() and not channels_last:
             message = "Tensors must be contiguous"
             if name in POINT_TO_POINT:
                 # torch only warns. NCCL sends the memory in its order, which is right if both tensors have one layout.
                 message = f"{name} of a non-contiguous tensor: NCCL sends its memory as it lies; use .contiguous()"
-            raise COUNTS.refuse(ValueError(message))
+            raise COUNTS.refuse(message, ValueError)
         if name in POINT_TO_POINT:
             nccl.check_bound(tensor.index)
         else:
@@ -161,32 +139,76 @@ def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
-        tensors = list(tensors_in(values))
+        tensors = tensors_in(values)
         nccl = check_tensors(self, name, tensors)
         for operation in MISSING if nccl else ():
             if any(getattr(value, "reduceOp", None) == operation for value in values):
-                raise COUNTS.refuse(ValueError(f"Cannot use ReduceOp.{operation.name} with NCCL"))
+                raise COUNTS.refuse(f"Cannot use ReduceOp.{operation.name} with NCCL", ValueError)
         # Where an output comes first, the second argument is the input, whose bytes count.
-        inputs = next((value for value in (*args[1:], *args) if list(tensors_in([value]))), ())
+        inputs = next((value for value in (*args[1:], *args) if tensors_in([value])), ())
         on_gpu = nccl and any(isinstance(tensor, CudaTensor) for tensor in tensors)
         COUNTS.add(COLLECTIVE, f"{name} ({'NCCL' if on_gpu else 'gloo'})", sum(map(bytes_of, tensors_in([inputs]))))
-        return original(self, *strip(args), **{key: strip(value) for key, value in kwargs.items()})
+        if on_gpu and name in COLLECTIVES:
+            nccl.come(described(name, values, nccl.world))
+            return nccl.keep(perform(original, name, self, nccl, args, kwargs), tensors_in(values[:1]))
+        return original(self, *strip(args), **strip(kwargs))
 
     return call
 
 
+def perform(original: Callable[..., Any], name: str, group: Any, nccl: PretendedNCCL, args: Any, kwargs: Any) -> Any:
+    """Call a method of ProcessGroup with the CPU tensors inside pretended ones, flat; return its Work."""
+    args = strip(args)
+    if name not in COMPARED and not (name in IN_ROWS and any(args[2:4])):
+        args = with_tensors(args, lambda tensor: tensor.detach().as_strided((tensor.numel(),), (1,)))
+    outputs = tensors_in(args[:1])
+    if name == "alltoall":
+        return exchange(nccl, outputs, args[1])
+    if name == "allgather" and len({tensor.numel() for tensor in outputs}) > 1:
+        return exchange(nccl, outputs, args[1] * nccl.world)
+    return original(group, *args, **strip(kwargs))
+
+
+def exchange(nccl: PretendedNCCL, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+    """all_to_all of lists, whose tensors may have unequal sizes. An all_gather sends the same to all."""
+    sizes = [tensor.numel() for tensor in outputs]
+    received = torch.empty(sum(sizes), dtype=outputs[0].dtype)
+    options = dist.AllToAllOptions()
+    work = nccl.alltoall_base(received, torch.cat(inputs), sizes, [tensor.numel() for tensor in inputs], options)
+    work.wait()
+    for output, part in zip(outputs, received.split(sizes), strict=True):
+        output.copy_(part)
+    return work
+
+
 def barrier(self: Any, opts: Any = None, **kwargs: Any) -> Any:
-    """ProcessGroup.barrier: NCCL's makes a communicator and blocks the host until it has ended."""
+    """ProcessGroup.barrier: NCCL's makes a communicator, on a GPU that it guesses, and blocks the host to its end."""
     opts = opts or dist.BarrierOptions()
     nccl = nccl_of(self)
     if nccl:
         named = opts.device.index if opts.device is not None and opts.device.type == "cuda" else None
-        guess = self.rank() % Node.gpus  # as ProcessGroupNCCL guesses
-        nccl.connect(next(gpu for gpu in (named, nccl.gpu, guess) if gpu is not None))
+        nccl.connect(next(gpu for gpu in (named, nccl.gpu, self.rank() % Node.gpus) if gpu is not None))
         COUNTS.add(WAIT, "barrier")
+        nccl.come("barrier")
     COUNTS.add(COLLECTIVE, f"barrier ({'NCCL' if nccl else 'gloo'})")
     opts.device = torch.device("cpu")
-    return ORIGINAL_BARRIER(self, opts, **kwargs)
+    work = ORIGINAL_BARRIER(self, opts, **kwargs)
+    return nccl.keep(work) if nccl else work
+
+
+def check_operator(func: Any, args: Any) -> None:
+    """As ``checked``, for a functional collective or another operator by which C++ calls a group."""
+    name = func.__name__.partition(".")[0].rstrip("_")
+    if name not in ("wait_tensor", "_wrap_tensor_autograd"):
+        COUNTS.add(COLLECTIVE, f"{name} (C++)", sum(map(bytes_of, tensors_in(args[:1]))))
+    group = next((arg for arg in reversed(args) if isinstance(arg, (str, torch.ScriptObject, GROUP))), None)
+    if isinstance(group, str):
+        group = c10d._resolve_process_group(c10d.GroupName(group))
+    elif isinstance(group, torch.ScriptObject):
+        group = GROUP.unbox(group)
+    if (nccl := group and nccl_of(group)) and (call := described(name, args, nccl.world)):
+        nccl.connect(next(tensor.index for tensor in tensors_in(args) if isinstance(tensor, CudaTensor)))
+        nccl.come(call)
 
 
 def patch() -> None:
@@ -197,10 +219,10 @@ def patch() -> None:
     replace(GROUP, **{name: checked(name, getattr(GROUP, name)) for name in (*COLLECTIVES, *POINT_TO_POINT)})
     replace(GROUP, barrier=barrier, _device_types=property(device_types))
     replace(c10d, _new_process_group_helper=new_process_group)
-    for function in (new_group, split_group, monitored_barrier):
-        for module in (c10d, dist, device_mesh):
-            if hasattr(module, function.__name__):
-                replace(module, **{function.__name__: function})
+    replace(dist.Work, wait=wait, get_future=get_future)
+    replace(CudaTensor, at_collective=staticmethod(check_operator))
+    for module in (c10d, dist, device_mesh):
+        replace(module, new_group=new_group, split_group=split_group)
 
 
 def device_types(group: Any) -> list[torch.device]:
@@ -220,37 +242,24 @@ def new_process_group(*args: Any, **kwargs: Any) -> Any:
 def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
     """torch's new_group. It refuses what would leave ranks waiting in a split of the parent."""
     parent = c10d._get_default_group()
-    if ranks is not None and len(ranks) < parent.size() and splits(parent):
+    if ranks is not None and len(ranks) < parent.size() and parent.bound_device_id and nccl_of(parent):
+        beside = "beside an NCCL group that is bound to a GPU: the"
         if kwargs.get("use_local_synchronization", False):
-            message = (
-                "new_group(use_local_synchronization=True) beside an NCCL group that is bound to a GPU: the new "
-                "group is split off the parent, so every rank of the parent must call new_group (pytorch#129965)"
-            )
-            raise COUNTS.refuse(RuntimeError(message))
+            duty = "new group is split off the parent, so every rank of the parent must call new_group (pytorch#129965)"
+            raise COUNTS.refuse(f"new_group(use_local_synchronization=True) {beside} {duty}")
         if backend and "nccl" not in backend:
             # With any backend, torch makes the ranks outside split the parent; members split it with NCCL alone.
-            message = (
-                f"new_group({list(ranks)}, backend={backend!r}) beside an NCCL group that is bound to a GPU: the "
-                "ranks outside wait in ncclCommSplit for members that never come; make the group of all ranks"
-            )
-            raise COUNTS.refuse(RuntimeError(message))
+            why = "ranks outside wait in ncclCommSplit for members that never come; make the group of all ranks"
+            raise COUNTS.refuse(f"new_group({list(ranks)}, backend={backend!r}) {beside} {why}")
     return ORIGINAL_NEW_GROUP(ranks, timeout, backend, *args, **kwargs)
 
 
 def split_group(parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, *args: Any, **kwargs: Any) -> Any:
     """torch's split_group. Pretended NCCL makes each of the new groups by new_group, which splits as well."""
     parent = parent_pg or c10d._get_default_group()
-    if not splits(parent):
+    if not (parent.bound_device_id and nccl_of(parent)):
         return ORIGINAL_SPLIT_GROUP(parent_pg, split_ranks, timeout, *args, **kwargs)
     ranks = c10d.get_process_group_ranks(parent)
     names = {name: kwargs[name] for name in ("backend", "group_desc") if name in kwargs}
     groups = {tuple(split): c10d.new_group([ranks[rank] for rank in split], timeout, **names) for split in split_ranks}
     return next((group for split, group in groups.items() if parent.rank() in split), None)
-
-
-def monitored_barrier(*args: Any, **kwargs: Any) -> Any:
-    """torch's monitored_barrier. Its error for another backend than gloo is noted."""
-    try:
-        return ORIGINAL_MONITORED_BARRIER(*args, **kwargs)
-    except ValueError as error:
-        raise COUNTS.refuse(error) from None

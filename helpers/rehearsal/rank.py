@@ -1,29 +1,60 @@
 """One rank of a rehearsal: it gives its process pretended GPUs, then runs the script as ``__main__``."""
 
 import _thread
+import argparse
 import atexit
-import json
+import contextlib
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
 import warnings
-from dataclasses import asdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from helpers.rehearsal import devices, factories, gpus, moves, nccl, report, wrappers
-from helpers.rehearsal.counts import COUNTS
+from helpers.counts import COUNTS
+from helpers.ranks.rank import TORCHRUNS, numbers
+from helpers.rehearsal import devices, gpus, nccl, placement, report, wrappers
 from helpers.rehearsal.devices import Node
 
 EXIT = os._exit
+ROOT = str(Path(__file__).resolve().parents[2])
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by torchrun's agent
+
+
+def be_new(mask: Iterable[int]) -> None:
+    """Make this forked process as new as one that torchrun has started: its session, its signals, its numbers."""
+    os.setsid()
+    for number in HANDLED:  # some are ignored in a shell's background job
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.path.append(ROOT)  # last, as the script may have a module that is called helpers
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), ROOT]))
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # else all ranks would draw the same numbers
+
+
+def variables(rank: int, gpus: int, nodes: int, port: int, folder: Path) -> dict[str, str]:
+    """The environment variables that torchrun sets for a rank."""
+    return {
+        **TORCHRUNS,
+        **numbers(rank, gpus, nodes),
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "rehearsal",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": str(folder / f"error-{rank}.json"),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in HANDLED),
+    }
 
 
 def pretend(count: int) -> None:
     """From now on this process has ``count`` pretended GPUs."""
     Node.gpus = count
-    for module in (devices, gpus, moves, factories, nccl, wrappers):
+    for module in (devices, gpus, placement, nccl, wrappers):
         module.patch()
 
 
@@ -32,20 +63,20 @@ def write_stacks(path: Path, thread: int) -> None:
 
     faulthandler's timer would read the stack without the GIL, and now and then that ends the process by SIGSEGV.
     """
+    new = path.with_suffix(".new")
     while True:
         time.sleep(1)
-        if frame := sys._current_frames().get(thread):
-            calls = [(call.f_code.co_filename, line, call.f_code.co_name) for call, line in traceback.walk_stack(frame)]
-            path.with_suffix(".new").write_text(
-                "".join(f'File "{file}", line {n} in {name}\n' for file, n, name in calls)
-            )
-            path.with_suffix(".new").replace(path)
+        frame = sys._current_frames()[thread]
+        calls = [(call.f_code.co_filename, line, call.f_code.co_name) for call, line in traceback.walk_stack(frame)]
+        del frame  # it holds the tensors of the functions that run, and a tensor that is held cannot move
+        new.write_text("".join(f'File "{file}", line {line} in {name}\n' for file, line, name in calls))
+        new.replace(path)
 
 
-def main(script: str, flags: list[str], count: int, folder: Path, counts: Path | None) -> NoReturn:
-    """Run the script as ``__main__`` on ``count`` pretended GPUs of this node, and leave with its exit status.
+def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> NoReturn:
+    """Run the script as ``__main__`` on this node's pretended GPUs, and leave with its exit status.
 
-    ``folder`` takes the refusals, ``counts`` is the report's path, or None.
+    ``args`` are the command's. ``folder`` takes the last refusal.
     """
     process = os.getpid()
 
@@ -53,31 +84,37 @@ def main(script: str, flags: list[str], count: int, folder: Path, counts: Path |
         """The script's os._exit: it first writes the report and the refusals. A forked child leaves at once."""
         if os.getpid() == process:
             if COUNTS.refusals:
-                refusals = json.dumps([asdict(refusal) for refusal in COUNTS.refusals])
-                Path(folder, f"refused-{os.environ['RANK']}.json").write_text(refusals)
-            try:
-                report.write(counts)
+                last = COUNTS.refusals[-1]
+                (folder / f"refused-{os.environ['RANK']}").write_text(f"{last.line}: {last.error}")
+            with contextlib.suppress(BrokenPipeError):
+                report.write(args.json)
                 sys.stdout.flush()
                 sys.stderr.flush()
-            except BrokenPipeError:
-                pass
         EXIT(status)
 
     # Not a threading.Thread: the script may count those.
     _thread.start_new_thread(write_stacks, (folder / f"stack{os.environ['RANK']}", _thread.get_ident()))
     warnings.filterwarnings("ignore", message=".*wrapper subclass.*")
-    pretend(count)
+    pretend(args.gpus)
     os._exit = leave
     sys.argv = [script, *flags]
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    sys.path[0] = os.getcwd() if args.module else os.path.dirname(os.path.abspath(script))
+    for name in [name for name in sys.modules if name.split(".")[0] == "helpers" and not name.startswith(__package__)]:
+        del sys.modules[name]  # the script may have one of its own, also a folder, which anything else would precede
+    if os.path.isdir(os.path.join(sys.path[0], "helpers")):
+        sys.path[1:] = [folder for folder in sys.path[1:] if folder != ROOT]
     status = 0
     try:
-        runpy.run_path(script, run_name="__main__")
+        if args.module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if status and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
     except BaseException:
+        (folder / f"raised-{os.environ['RANK']}").touch()  # so that no peer takes its own error for the cause
         traceback.print_exc()
         status = 1
     atexit._run_exitfuncs()

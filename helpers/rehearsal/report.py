@@ -6,7 +6,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from helpers.rehearsal.counts import COLLECTIVE, COPY, COUNTS, UPLOAD, WAIT, Refusal, Row
+from helpers.command_line import of_bytes
+from helpers.counts import COLLECTIVE, COPY, COUNTS, UPLOAD, WAIT, Refusal, Row
 from helpers.rehearsal.wrappers import BUCKETS, Buckets
 
 TITLES = {
@@ -33,15 +34,6 @@ class Report:
     refused: list[Refusal]
 
 
-def in_units(size: float) -> str:
-    """A number of bytes as text: 512 B, 1.5 kB, 3.0 MB."""
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"
-
-
 def text(report: Report) -> str:
     """The report as text for the screen."""
     gpus = f"{report.world_size} pretended GPU" + ("s" if report.world_size > 1 else "")
@@ -52,11 +44,11 @@ def text(report: Report) -> str:
         if rows:
             lines.append(f"  {title}")
         for row in rows:
-            size = in_units(row.bytes) if row.bytes else ""
+            size = of_bytes(row.bytes) if row.bytes else ""
             often = f"{row.count:6} times {row.per_step:7.2f} a step {size:>10}"
             lines.append(f"    {row.line:{width}}  {row.what:29} {often}".rstrip())
     for buckets in report.ddp_buckets:
-        lines.append(f"  DDP's buckets ({buckets.line}): {' + '.join(map(in_units, buckets.bytes))}")
+        lines.append(f"  DDP's buckets ({buckets.line}): {' + '.join(map(of_bytes, buckets.bytes))}")
     return "\n".join([*lines, UNSEEN.rstrip()])
 
 

@@ -3,15 +3,15 @@
 It is a wrapper subclass. torch's C++ takes it for a CPU tensor, so a CPU build runs it; Python code sees a CUDA tensor.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.types import Device
 
-from helpers.rehearsal.counts import COLLECTIVE, COPY, COUNTS, NOT_PINNED, UPLOAD, WAIT, frame_outside
-from helpers.rehearsal.devices import bytes_of, check_generator, gpu_of, is_gpu, is_pinned
+from helpers.counts import COPY, COUNTS, NOT_PINNED, UPLOAD, WAIT, frame_outside
+from helpers.rehearsal.devices import Generator, bytes_of, gpu_of, is_gpu, is_pinned
 
 aten = torch.ops.aten
 COPIES = {aten.copy_.default, aten._to_copy.default}
@@ -31,6 +31,7 @@ class CudaTensor(Base):
 
     inner: torch.Tensor
     index: int
+    at_collective: Callable[[Any, Any], None]  # checks and counts an operator, and its arguments
 
     @staticmethod
     def __new__(cls: Any, inner: torch.Tensor, index: int) -> "CudaTensor":
@@ -53,19 +54,7 @@ class CudaTensor(Base):
     is_cuda = property(lambda self: True)
     is_cpu = property(lambda self: False)
 
-    @property
-    def data(self) -> "CudaTensor":
-        return CudaTensor(self.inner, self.index)
-
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
-        if not isinstance(values, CudaTensor):
-            raise COUNTS.refuse(TypeError("incompatible tensor type: .data of a CUDA tensor was given a CPU tensor"))
-        Base.data.__set__(self, values)
-        self.inner, self.index = values.inner, values.index
-
-    @property
-    def grad(self) -> torch.Tensor | None:
+    def get_grad(self) -> torch.Tensor | None:
         # Where a parameter has no gradient, DDP's C++ makes one, on the CPU. It is wrapped when it is read.
         grad = Base.grad.__get__(self)
         if type(grad) is torch.Tensor:
@@ -73,16 +62,13 @@ class CudaTensor(Base):
             Base.grad.__set__(self, grad)
         return grad
 
-    @grad.setter
-    def grad(self, grad: torch.Tensor | None) -> None:
+    def set_grad(self, grad: torch.Tensor | None) -> None:
         if grad is not None and not grad.is_cuda:
             message = f"assigned grad has data located on a different device: {self.device} and {grad.device}"
-            raise COUNTS.refuse(RuntimeError(message))
+            raise COUNTS.refuse(message)
         Base.grad.__set__(self, grad)
 
-    @grad.deleter
-    def grad(self) -> None:
-        Base.grad.__delete__(self)
+    grad = property(get_grad, set_grad, Base.grad.__delete__)
 
     def get_device(self) -> int:
         return self.index
@@ -93,11 +79,6 @@ class CudaTensor(Base):
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.inner.untyped_storage()
 
-    def type(self, dtype: Any = None, non_blocking: bool = False) -> Any:
-        if dtype is None:
-            return "torch.cuda." + self.inner.type().removeprefix("torch.")
-        return super().type(dtype, non_blocking)
-
     def record_stream(self, stream: Any) -> None:
         pass
 
@@ -105,7 +86,7 @@ class CudaTensor(Base):
         if force:
             return self.detach().cpu().numpy()
         message = "Use Tensor.cpu() to copy the tensor to host memory first."
-        raise COUNTS.refuse(TypeError(f"can't convert {self.device} device type tensor to numpy. {message}"))
+        raise COUNTS.refuse(f"can't convert {self.device} device type tensor to numpy. {message}", TypeError)
 
     def tolist(self) -> Any:
         COUNTS.add(WAIT, "tolist")
@@ -123,41 +104,35 @@ class CudaTensor(Base):
         return self.inner.detach().clone(), self.index, self.requires_grad, isinstance(self, torch.nn.Parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        memo[id(self)] = copy = rebuild(*self.parts())
-        return copy
+        return memo.setdefault(id(self), rebuild(*self.parts()))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         COUNTS.add(WAIT, "pickle")
         return rebuild, self.parts()
 
-    def __tensor_flatten__(self) -> tuple[list[str], int]:
-        return ["inner"], self.index
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], index: int, size: Any, stride: Any) -> "CudaTensor":
-        return CudaTensor(inner["inner"], index)
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = list(tensors_in((*args, *kwargs.values())))
+        tensors = tensors_in((*args, *kwargs.values()))
         wrappers = {id(tensor.inner): tensor for tensor in tensors if isinstance(tensor, CudaTensor)}
         gpus = {tensor.index for tensor in wrappers.values()}
         device = kwargs.pop("device", None)
         index = gpu_of(device) if is_gpu(device) else next(iter(wrappers.values())).index
-        check_generator(kwargs.get("generator"), on_gpu=True)
+        generator = kwargs.get("generator")
+        if generator is not None and generator._cdata not in Generator.on_gpus:
+            raise COUNTS.refuse("Expected a 'cuda' device type for generator but found 'cpu'")
         check_devices(func, args, tensors, gpus)
         count_waits(func, args, kwargs)
-        out = func(*strip(args), **{name: strip(value) for name, value in kwargs.items()})
-        if torch.Tag.inplace_view in func.tags:
-            with torch.utils._mode_utils.no_dispatch():  # only .data can change a wrapper's shape
-                Base.data.__set__(args[0], CudaTensor(args[0].inner, args[0].index))
-            return args[0]
+        if func.namespace in COLLECTIVES:
+            cls.at_collective(func, args)
+        out = func(*strip(args), **strip(kwargs))
+        for tensor in wrappers.values() if func._schema.is_mutable else ():
+            if (tensor.size(), tensor.stride()) != (tensor.inner.size(), tensor.inner.stride()):
+                with torch.utils._mode_utils.no_dispatch():  # only .data can change a wrapper's shape
+                    tensor.data = CudaTensor(tensor.inner, tensor.index)
         # In-place and out= variants return one of their arguments, so its wrapper has to come back.
         arguments = wrappers | {id(tensor): tensor for tensor in tensors if not isinstance(tensor, CudaTensor)}
-        return with_tensors(
-            out, lambda tensor: arguments[id(tensor)] if id(tensor) in arguments else CudaTensor(tensor, index)
-        )
+        return with_tensors(out, lambda t: arguments[id(t)] if id(t) in arguments else CudaTensor(t, index))
 
 
 def rebuild(inner: torch.Tensor, index: int, requires_grad: bool = False, parameter: bool = False) -> torch.Tensor:
@@ -170,23 +145,29 @@ def rebuild(inner: torch.Tensor, index: int, requires_grad: bool = False, parame
 torch.serialization.add_safe_globals([CudaTensor, rebuild])
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yields the tensors among an operator's arguments, also those in lists and tuples."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+def become(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """``tensor.data = values`` for a tensor on another kind of device: the tensor becomes one of the values' kind."""
+    grad, tensor.grad = tensor.grad, None
+    other = torch.nn.Parameter(values.detach(), False) if isinstance(tensor, torch.nn.Parameter) else values.detach()
+    torch.utils.swap_tensors(tensor, other.requires_grad_(tensor.requires_grad))
+    if grad is not None:
+        tensor.grad = CudaTensor(bare(grad), values.index) if isinstance(values, CudaTensor) else bare(grad)
 
 
-def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """An operator's argument or result, with each tensor changed, also those in lists and tuples."""
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments, also those in lists and tuples."""
+    tensors: list[Any] = []
+    with_tensors([*values], tensors.append)
+    return tensors
+
+
+def with_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """An operator's arguments or result, with each tensor changed. torch's tree_map takes longer than the operator."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):
-        items = [with_tensors(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+        return type(value)([with_tensors(item, change) for item in value])
+    return {name: with_tensors(item, change) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def bare(tensor: torch.Tensor) -> torch.Tensor:
@@ -226,17 +207,13 @@ def check_devices(func: Any, args: Any, tensors: list[torch.Tensor], gpus: set[i
     places = sorted({f"cuda:{index}" for index in gpus} | others)
     if len(places) > 1 and not called_by_torch_itself():
         message = "Expected all tensors to be on the same device, but found at least two devices"
-        error = RuntimeError(f"{message}, {' and '.join(places)}! (when checking arguments of {func})")
-        raise COUNTS.refuse(error)
+        raise COUNTS.refuse(f"{message}, {' and '.join(places)}! (when checking arguments of {func})")
 
 
 def count_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Count an operator at which the host waits for the GPU, a copy between the two, or a collective."""
+    """Count an operator at which the host waits for the GPU, or a copy between the two."""
     name = func.__name__.partition(".")[0]
-    if func.namespace in COLLECTIVES:
-        if name not in ("wait_tensor", "_wrap_tensor_autograd"):
-            COUNTS.add(COLLECTIVE, f"{name.rstrip('_')} (C++)", sum(map(bytes_of, tensors_in(args[:1]))))
-    elif func is aten.copy_.default:
+    if func is aten.copy_.default:
         target, source = args[:2]
         upload = isinstance(target, CudaTensor)
         if upload != isinstance(source, CudaTensor) and not called_by_torch_itself():

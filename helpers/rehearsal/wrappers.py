@@ -1,22 +1,30 @@
-"""DDP, FSDP and optimizers on pretended GPUs: patches for their C++ parts, which see only CPU tensors."""
+"""DDP, DTensor and optimizers on pretended GPUs: patches for their C++ parts, which see only CPU tensors."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._random import OffsetBasedRNGTracker
+from torch.distributed.tensor.experimental import register_sharding
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer
-from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_leaves
 
+from helpers.counts import COLLECTIVE, COUNTS, script_line
 from helpers.rehearsal import nccl
-from helpers.rehearsal.counts import COLLECTIVE, COUNTS, script_line
-from helpers.rehearsal.devices import bytes_of, gpu_of, is_gpu, replace
-from helpers.rehearsal.tensor import CudaTensor
+from helpers.rehearsal.devices import Node, bytes_of, is_gpu, replace
+from helpers.rehearsal.tensor import CudaTensor, with_tensors
+
+NUMBERS = 'int(os.environ["LOCAL_RANK"]) as its rank and int(os.environ["WORLD_SIZE"]) as the number of ranks'
+SPAWN = f"mp.spawn starts ranks, and they run already, as with torchrun: call the function itself, with {NUMBERS}"
+SYNC_BATCH_NORM = "SyncBatchNorm's kernels are for GPUs alone: rehearse without convert_sync_batchnorm"
 
 
 @dataclass(frozen=True)
@@ -27,88 +35,41 @@ class Buckets:
     bytes: list[int]
 
 
-ORIGINAL_MOVE_STATES = _fsdp_init._move_states_to_device
-ORIGINAL_GROUPING = _foreach_utils._group_tensors_by_device_and_dtype
-BUCKETS: dict[int, Buckets] = {}  # by a model's number, for the report
+ORIGINAL_APPLY: Any = nn.Module._apply
+ORIGINAL_GROUPING: Any = torch._C._group_tensors_by_device_and_dtype
+BUCKETS: dict[nn.Module, Buckets] = {}  # of each DDP model, for the report
 
 
 def patch() -> None:
     patch_ddp()
     patch_dtensor()
-    replace(_fsdp_collectives.DefaultAllocMixin, allocate=allocate)
-    replace(_fsdp_init, _move_states_to_device=move_states)
-    for module in (_foreach_utils, torch.nn.utils.clip_grad, optimizer):
-        replace(module, _group_tensors_by_device_and_dtype=group_tensors)
+    replace(nn.Module, _apply=apply)
+    replace(torch._C, _group_tensors_by_device_and_dtype=group_tensors)
+    for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+        replace(owner, **dict.fromkeys(("spawn", "start_processes"), refusing(SPAWN)))
+    replace(nn.modules.batchnorm, sync_batch_norm=SimpleNamespace(apply=refusing(SYNC_BATCH_NORM)))
     optimizer.register_optimizer_step_post_hook(COUNTS.count_step)
 
 
 def patch_ddp() -> None:
     ddp = DistributedDataParallel
-    start, register, forward, then = ddp.__init__, ddp.register_comm_hook, ddp.forward, torch._C.Future.then
+    start, forward = ddp.__init__, ddp.forward
 
     def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         # DDP's C++ makes buckets on the CPU. Gradients that are views of the buckets would be CPU tensors.
         kwargs["gradient_as_bucket_view"] = False
         start(self, module, *args, **kwargs)
 
-    def register_comm_hook(self: Any, state: Any, hook: Callable[..., Any]) -> None:
-        register(self, state, trusting()(hook))
-
     def count_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = forward(self, *args, **kwargs)
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            count_reduction(self)
+        group = nccl.nccl_of(self.process_group)
+        if group and torch.is_grad_enabled() and self.require_backward_grad_sync:
+            count_reduction(self, group, out)
         return out
 
-    def continue_with(self: Any, callback: Callable[..., Any]) -> Any:
-        return then(self, trusting()(callback) if nccl.HOOKS_OF_DDP[0] else callback)
-
-    replace(ddp, __init__=init, register_comm_hook=register_comm_hook, forward=count_forward)
-    replace(torch._C.Future, then=continue_with)
-
-
-@contextlib.contextmanager
-def trusting() -> Iterator[None]:
-    """A decorator of DDP's comm hooks: while one runs, NCCL accepts its buckets, which are CPU tensors.
-
-    It keeps a hook's annotations, which DDP checks.
-    """
-    nccl.HOOKS_OF_DDP[0] += 1
-    try:
-        yield
-    finally:
-        nccl.HOOKS_OF_DDP[0] -= 1
-
-
-def count_reduction(model: Any) -> None:
-    """Count, at the line of the forward pass, the all-reduce that DDP's C++ will start in backward."""
-    if not nccl.nccl_of(model.process_group):
-        return
-    size = sum(bytes_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
-    COUNTS.add(COLLECTIVE, "allreduce by DDP, in backward", size)
-    data = model._get_ddp_logging_data()
-    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-    number = model.__dict__.setdefault("rehearsal_number", len(BUCKETS))  # a later model may have the same id
-    line = BUCKETS[number].line if number in BUCKETS else script_line()
-    BUCKETS[number] = Buckets(line, [int(part) for part in str(sizes).split(",") if part.strip()])
-
-
-def allocate(self: Any, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
-    """FSDP's allocation of a buffer."""
-    if is_gpu(device):
-        return CudaTensor(torch.empty(*size, dtype=dtype), gpu_of(device))
-    return torch.empty(*size, dtype=dtype, device=device)
-
-
-def move_states(params: list[nn.Parameter], buffers: list[torch.Tensor], device: torch.device) -> None:
-    """FSDP's move of a CPU model to the mesh's devices. Its assignment to ``.data`` leaves a parameter on the CPU."""
-    for tensor in (*params, *buffers) if is_gpu(device) else ():
-        if tensor.is_cpu and not isinstance(tensor, DTensor):
-            with torch.no_grad():
-                moved = tensor.to(device)
-            parameter = isinstance(tensor, nn.Parameter)
-            torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if parameter else moved)
-    ORIGINAL_MOVE_STATES(params, buffers, device)
+    replace(ddp, __init__=init, forward=count_forward)
+    for name in ("buffer", "gradients"):  # what a comm hook takes from a bucket
+        replace(dist.GradBucket, **{name: of_this_gpu(getattr(dist.GradBucket, name))})
 
 
 def patch_dtensor() -> None:
@@ -121,12 +82,70 @@ def patch_dtensor() -> None:
     replace(torch.Tensor, _make_wrapper_subclass=staticmethod(on_cpu))
     replace(DTensor, device=property(lambda self: self._local_tensor.device))
     replace(DTensor, is_cuda=property(lambda self: self._local_tensor.is_cuda))
+    replace(OffsetBasedRNGTracker, _distribute_region=draw)
+    # The CPU's fused attention may be split as the GPU's is, by sequences or by heads: its results, then its arguments.
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    for name, results, tensors in ((attention, 2, 3), (f"{attention}_backward", 3, 6)):
+        parts = [([part] * results, [part] * tensors + [None] * 2) for part in (Replicate(), Shard(0), Shard(1))]
+        register_sharding(getattr(torch.ops.aten, name).default)(lambda *args, parts=parts, **kwargs: parts)
 
 
-def group_tensors(tensors: Any, with_indices: bool = False) -> dict[Any, Any]:
+def refusing(message: str) -> Callable[..., Any]:
+    """A function that a rehearsal cannot run: it says what to do."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise COUNTS.refuse(message, NotImplementedError)
+
+    return refuse
+
+
+def of_this_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that gives CPU tensors of DDP's C++, wrapped: it gives tensors on the current GPU with their values."""
+    return lambda self: with_tensors(original(self), lambda tensor: CudaTensor(tensor, Node.current))
+
+
+def count_reduction(model: Any, group: Any, out: Any) -> None:
+    """Count, at the line of the forward pass, the all-reduces that DDP's C++ will start in backward.
+
+    When backward reaches the model, the ranks compare whether all of them have come there.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    COUNTS.add(COLLECTIVE, "allreduce by DDP, in backward", sum(map(bytes_of, parameters)))
+    data = model._get_ddp_logging_data()
+    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+    line = BUCKETS[model].line if model in BUCKETS else script_line()
+    BUCKETS[model] = Buckets(line, [int(part) for part in str(sizes).split(",") if part.strip()])
+    outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    if outputs and not model._join_config.enable:  # a rank without inputs then comes as well, in C++
+        call = f"DDP's all_reduce of {sum(parameter.numel() for parameter in parameters)} gradients"
+        outputs[-1].register_hook(lambda grad: group.come(call))
+
+
+def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Module._apply, which moves a module. weight_norm's result would keep hold of the parameters that it came from."""
+    derived = [name for name, value in vars(self).items() if isinstance(value, torch.Tensor) and value.grad_fn]
+    vars(self).update({name: vars(self)[name].detach() for name in derived})
+    return ORIGINAL_APPLY(self, *args, **kwargs)
+
+
+def group_tensors(tensors: Any, with_indices: bool) -> dict[Any, Any]:
     """How clipping and optimizers group tensors by device and type. Their C++ takes all devices for the CPU."""
     groups = {}
     for (device, dtype), (lists, indices) in ORIGINAL_GROUPING(tensors, with_indices).items():
         first = next((tensor for tensor in lists[0] if tensor is not None), None)
         groups[device if first is None else first.device, dtype] = (lists, indices)
     return groups
+
+
+@contextlib.contextmanager
+def draw(self: Any, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
+    """Where a DTensor draws random numbers: each shard has numbers of its own, and equal parts have equal numbers."""
+    if generator is not None or not self.distribute_region_enabled:
+        yield
+        return
+    first, count = self._compute_rng_offsets(spec)
+    seed, drawn = Node.draws
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(hash((seed, drawn + first)) % 2**63)
+        yield
+    Node.draws = [seed, drawn + count]

@@ -10,7 +10,7 @@ def mlp(width: int = 256) -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 
 
-class Block(nn.Module):
+class PixelBlock(nn.Module):
     """A transformer's causal layer: [batch, pixels, width] to the same shape."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -47,7 +47,7 @@ class PixelTransformer(nn.Module):
         self.label = nn.Embedding(10, width)
         self.level = nn.Embedding(levels, width)
         self.position = nn.Parameter(torch.randn(64, width))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(PixelBlock(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, levels, bias=False)
 
     def forward(self, grey: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from helpers.rehearsal.counts import COLLECTIVE, NOT_PINNED, UPLOAD, WAIT
+from helpers.counts import COLLECTIVE, NOT_PINNED, UPLOAD, WAIT
 from helpers.verify.runs import Run
 
 TOLERANCE = 0.01  # of a result's numbers: an image of 357 that is judged in another way is 0.003

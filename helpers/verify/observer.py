@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.rehearsal import counts
-from helpers.rehearsal.counts import COLLECTIVE, SYNC, WAIT, Counts, frame_outside, script_line
+from helpers import counts
+from helpers.counts import COLLECTIVE, SYNC, WAIT, Counts, frame_outside, script_line
 from helpers.rehearsal.devices import replace
 from helpers.rehearsal.nccl import COLLECTIVES, GROUP, POINT_TO_POINT, nccl_of
 from helpers.rehearsal.tensor import CudaTensor, tensors_in

@@ -16,8 +16,9 @@ from typing import Any
 
 import psutil
 
-from helpers.rehearsal.command import ROOT, where_ranks_were
+from helpers.ranks.collecting import where
 
+ROOT = Path(__file__).resolve().parents[2]
 OBSERVER = Path(__file__).with_name("observer.py")
 TORCHRUN = ["torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
 GRACE = 60  # seconds more for a rehearsal: it begins to count when torch is imported, and says where ranks were
@@ -94,7 +95,7 @@ class Launcher:
             first["lines"] = json.loads((folder / "counts.json").read_text())["lines"]
         hang = re.search(r"still ran after timeout.*\n *(.*)", errors)  # as a rehearsal says it
         if hang or status is None:
-            place = hang[1] if hang else f"rank 0: at {where_ranks_were(folder, [0])[0]}"
+            place = hang[1] if hang else f"rank 0: at {where(folder, [0])[0]}"
             trouble = f"hung: {place}"
         else:
             trouble = f"failed: {cause(errors)}" if status else ""

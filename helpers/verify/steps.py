@@ -14,7 +14,7 @@ from helpers.verify.runs import Launcher
 FEWER = ["--batch-size", "144", "--width", "16"]
 FLAGS = {  # with which a chapter ends soon on CPUs, too; a repetition by time would not repeat its counts
     "02_collectives": ["--repeat", "0"],
-    "06_fsdp": ["--epochs", "2", *FEWER],
+    "06_fsdp": ["--epochs", "2", "--meta", *FEWER],
     "07_tensor_parallel": FEWER,
     "08_pipeline_parallel": FEWER,
     "09_long_sequences_experts": FEWER,

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -36,7 +37,6 @@ mistakes = [
     ("a CPU tensor in an expression", "same device", lambda: x + torch.ones(4)),
     ("numpy()", "to numpy", lambda: x.numpy()),
     ("a CPU generator", "generator", lambda: torch.randn(3, device=device, generator=torch.Generator())),
-    ("monitored_barrier", "GLOO", lambda: dist.monitored_barrier()),
     ("an absent GPU", "invalid device ordinal", lambda: torch.ones(3, device="cuda:9")),
     ("a non-contiguous tensor", "must be contiguous", lambda: dist.all_reduce(x.t()[:, 1:])),
     ("the peer's GPU", "constrained", lambda: dist.all_reduce(torch.ones(3, device=f"cuda:{1 - device.index}"))),
@@ -46,7 +46,6 @@ mistakes = [
     ("a group by its members alone", "129965", lambda: dist.new_group([rank], use_local_synchronization=True)),
     ("gloo for some ranks", "ranks outside", lambda: dist.new_group([0], backend="gloo")),
     ("pinning a GPU's memory", "cannot pin", lambda: x.pin_memory()),
-    ("a GPU's generator for the CPU", "generator", lambda: torch.randn(3, generator=torch.Generator("cuda"))),
     ("a CPU generator in place", "generator", lambda: labels.random_(generator=torch.Generator())),
     ("a GPU's values added on the CPU", "same device", lambda: torch.ones(4, 4).add_(x)),
     ("indices on the CPU", "same device", lambda: nn.Embedding(4, 2).to(device)(torch.zeros(2, dtype=torch.long))),
@@ -81,6 +80,8 @@ start["store"] = dist.PrefixStore("second", store)
 dist.init_process_group("nccl", timeout=timedelta(seconds=60), **start)  # not bound to a GPU
 torch.cuda.set_device(0)
 plant("objects without a set device", "Duplicate GPU", lambda: dist.all_gather_object([None, None], rank))
+x = torch.ones(3, device="cuda")
+plant("functional on one GPU", "Duplicate GPU", lambda: all_reduce(x, "sum", dist.group.WORLD))
 dist.destroy_process_group()
 
 start["store"] = dist.PrefixStore("third", store)

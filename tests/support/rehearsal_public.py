@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 rank = int(os.environ["RANK"])
@@ -97,6 +98,97 @@ def scripts_and_zero():
     optimizer.step()
 
 
+def nccl_counts_elements():
+    def zeros(*shape):
+        return torch.zeros(shape, device=device)
+
+    mine = zeros(1 + rank) + rank
+    scalars = [zeros(1), zeros(1)]
+    dist.all_gather(scalars, torch.tensor(float(rank), device=device))
+    assert torch.cat(scalars).tolist() == [0, 1]
+    stack = zeros(2, 3)
+    dist.all_gather_into_tensor(stack, zeros(3) + rank)
+    assert stack.tolist() == [[0] * 3, [1] * 3]
+    unequal = [zeros(1), zeros(2)]
+    dist.all_gather(unequal, mine)
+    assert [part.tolist() for part in unequal] == [[0], [1, 1]]
+    received = [torch.empty_like(mine), torch.empty_like(mine)]
+    dist.all_to_all(received, [zeros(1) + rank, zeros(2) + rank])
+    assert [part.tolist() for part in received] == [[0] * (1 + rank), [1] * (1 + rank)]
+    reshaped = zeros(2, 2)
+    dist.reduce_scatter_tensor(reshaped, zeros(8) + 1)
+    dist.broadcast(zeros(4) if rank else reshaped, 0)
+    assert reshaped.tolist() == [[2, 2], [2, 2]]
+
+
+def every_call_has_a_future():
+    part, whole = torch.zeros(2, device=device), torch.ones(4, device=device)
+    future = dist.reduce_scatter_tensor(part, whole, async_op=True).get_future()
+    assert future.wait() == [part] and part.tolist() == [2, 2]
+    doubled = dist.all_reduce(part, async_op=True).get_future().then(lambda done: done.value()[0] * 2).wait()
+    assert doubled.device == device and doubled.tolist() == [8, 8] and part.tolist() == [4, 4]
+
+
+def random_numbers_of_dtensors():
+    mesh = init_device_mesh("cuda", (2,))
+    torch.manual_seed(rank)  # DTensor makes the ranks' seeds on GPUs equal
+    before = torch.get_rng_state()
+    halves = nn.init.normal_(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])).full_tensor()
+    assert len(halves.unique()) == 16
+    copies = nn.functional.dropout(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])).to_local()
+    same = copies.clone()
+    dist.broadcast(same, 0)
+    assert torch.equal(same, copies) and torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(0)
+    first, state = nn.init.normal_(distribute_tensor(torch.zeros(4), mesh, [Shard(0)])), torch.cuda.get_rng_state()
+    second = nn.init.normal_(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+    torch.cuda.set_rng_state(state)
+    again = nn.init.normal_(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+    assert torch.equal(second.to_local(), again.to_local()) and not torch.equal(first.to_local(), again.to_local())
+
+
+def attention_of_dtensors():
+    mesh = init_device_mesh("cuda", (2,))
+    whole = [torch.randn(2, 4, 5, 8, generator=torch.Generator().manual_seed(part)) for part in range(3)]
+    whole = [part.to(device).requires_grad_() for part in whole]
+    plain = nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
+    plain.square().sum().backward()
+    for dim in (0, 1):  # sequences, then heads
+        parts = [distribute_tensor(part.detach(), mesh, [Shard(dim)]).requires_grad_() for part in whole]
+        out = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        out.square().sum().backward()
+        assert out.placements == (Shard(dim),) and torch.equal(out.full_tensor(), plain)
+        assert all(torch.equal(part.grad.full_tensor(), full.grad) for part, full in zip(parts, whole, strict=True))
+
+
+def flex_attention_with_a_mask():
+    mask = create_block_mask(lambda batch, head, row, column: row >= column, None, None, 128, 128, device="cuda")
+    parts = [torch.randn(1, 2, 128, 16, device=device, requires_grad=True) for _ in range(3)]
+    causal = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+    causal.sum().backward()
+    grads = [part.grad.clone() for part in parts]
+    for part in parts:
+        part.grad = None
+    masked = flex_attention(*parts, block_mask=mask)
+    masked.sum().backward()
+    assert masked.device == device and torch.allclose(masked, causal, atol=1e-5)
+    assert all(torch.allclose(part.grad, grad, atol=1e-4) for part, grad in zip(parts, grads, strict=True))
+
+
+def modules_move_there_and_back():
+    for norm in (nn.utils.weight_norm, nn.utils.spectral_norm, nn.utils.parametrizations.weight_norm):
+        layer = norm(nn.Linear(4, 4)).cuda()
+        layer(torch.ones(2, 4, device=device)).sum().backward()
+        assert layer.cpu()(torch.ones(2, 4)).device.type == "cpu"
+        assert layer.to(device)(torch.ones(2, 4, device=device)).device == device
+    layer = nn.Linear(4, 4)
+    layer.weight.data = layer.weight.data.cuda()
+    layer.bias.data = layer.bias.data.cuda()
+    layer(torch.ones(2, 4, device=device)).sum().backward()
+    layer.weight.data = layer.weight.data.cpu()
+    assert layer.weight.device.type == "cpu" and layer.bias.grad.device == device
+
+
 programs = [
     a_mesh_sets_the_gpu,
     the_default_backend_is_nccl,
@@ -105,6 +197,12 @@ programs = [
     a_number_is_a_device,
     a_dtensor_like_another_on_the_gpu,
     scripts_and_zero,
+    nccl_counts_elements,
+    every_call_has_a_future,
+    random_numbers_of_dtensors,
+    attention_of_dtensors,
+    flex_attention_with_a_mask,
+    modules_move_there_and_back,
 ]
 for program in programs:
     try:

@@ -31,7 +31,6 @@ def open_page(context, url, name, complaints):
     page.on("request", check)
     page.emulate_media(color_scheme="light")
     page.goto(f"{url}/{name}.html")
-    page.wait_for_function("window.MathJax ? MathJax.startup?.promise.then(() => true) : true")
     return page
 
 

@@ -43,12 +43,12 @@ def loss_sums(model, batch, args):
     return sums
 
 
-def probed_save(*arguments):
+def probed_save(*arguments, **options):
     kind, _, seconds = os.environ["MISCHIEF"].partition(" ")
     if kind == "stop_in_save":
         os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(float(seconds))
-    probe_save(*arguments)
+    probe_save(*arguments, **options)
 
 
 torch.save = probed_save

@@ -96,7 +96,7 @@ def copy_of_the_project(folder: Path) -> Path:
 
 
 def notebook_of(chapter: str) -> Path:
-    [path] = (ROOT / "notebooks").glob(f"{chapter}_*.ipynb")
+    [path] = (ROOT / "notebooks").glob(f"{chapter}*.ipynb")
     return path
 
 
@@ -107,13 +107,13 @@ def read(path: Path) -> nbformat.NotebookNode:
 
 def row(lie: Lie, chapter: str, failure: Failure | None) -> tuple[dict[str, str], str]:
     """What a lie came to in a chapter: (the row for the record, what is wrong with it or "")."""
-    cells = dict.fromkeys(COLUMNS, "") | {"The lie": lie.says, "Noticed in": f"chapter {int(chapter)}"}
+    cells = dict.fromkeys(COLUMNS, "") | {"The lie": lie.says, "Noticed in": f"chapter {label(chapter)}"}
     if failure is None:
         return cells, "no cell notices it"
     if failure.kind == "fault":
         return cells, f"the lie does not work: {failure.cell} {failure.text}"
     heading, anchor, words = place(read(notebook_of(chapter)), failure.cell)
-    cells["Noticed in"] = f"[{int(chapter)}, {heading}](../notebooks/{notebook_of(chapter).name}#{anchor})"
+    cells["Noticed in"] = f"[{label(chapter)}, {heading}](../notebooks/{notebook_of(chapter).name}#{anchor})"
     cells |= {"Cell": f"`{failure.cell}`", "By": failure.kind, "What the cell said": as_code(failure.text)}
     about = re.search(lie.words, words, re.IGNORECASE)
     return cells, "" if about else f"neither the cell nor the prose around it has the words {lie.words}"
@@ -136,7 +136,7 @@ def as_code(text: str, most: int = 160) -> str:
     ``most`` characters.
     """
     text = " ".join(text.replace("`", "'").replace(f"{Path(sys.executable).parent}/", "").split())
-    return f"`{text if len(text) <= most else text[: most - 2] + ' …'}`"
+    return f"`{text if len(text) <= most else text[: most - 2].rstrip() + ' …'}`"
 
 
 def read_record() -> list[dict[str, str]]:
@@ -145,15 +145,20 @@ def read_record() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def key(row: dict[str, str]) -> tuple[str, int]:
-    """(the lie, the chapter's number): no two rows have the same key."""
-    return row["The lie"], int(re.findall(r"\d+", row["Noticed in"])[0])
+def label(chapter: str) -> str:
+    """What the record calls a chapter: its number, or the name of a page of the appendix."""
+    return str(int(chapter)) if chapter.isdigit() else chapter.replace("_", " ")
+
+
+def key(row: dict[str, str]) -> tuple[str, str]:
+    """(the lie, the chapter's label): no two rows have the same key."""
+    return row["The lie"], re.findall(r"(?:chapter |\[)([\w ]+)", row["Noticed in"])[0]
 
 
 def record(row: dict[str, str]) -> None:
     """Write a row to the record, in the order of the lies, and remove rows of lies that no longer exist."""
     rows = {key(entry): entry for entry in [*read_record(), row]}
-    order = [(lie.says, int(chapter)) for lie, chapter in PAIRS]
+    order = [(lie.says, label(chapter)) for lie, chapter in PAIRS]
     with RECORD.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()

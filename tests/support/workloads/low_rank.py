@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 
-class Adapted(nn.Module):
+class Block(nn.Module):
     def __init__(self, inputs, outputs, rank):
         super().__init__()
         self.base = nn.Linear(inputs, outputs).requires_grad_(False)
@@ -29,7 +29,7 @@ def load_data(args):
 
 
 def build_model(args):
-    return nn.Sequential(Adapted(6, 12, args.rank), nn.ReLU(), nn.Linear(12, 2))
+    return nn.Sequential(Block(6, 12, args.rank), nn.ReLU(), nn.Linear(12, 2))
 
 
 def build_optimizer(model, args):

@@ -1,21 +1,19 @@
-"""What a rehearsal counts for each line of the script: waits for the GPU, copies and collectives; and its steps."""
+"""What is counted for each line of a script, on real and on pretended GPUs: waits, copies, collectives, and steps."""
 
 import os
-import site
 import sys
-import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
+from weakref import WeakKeyDictionary
 
-LIBRARIES = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    | {*site.getsitepackages(), str(Path(__file__).parents[1])}
-)
+from helpers.ranks.rank import LIBRARIES
+
+PACKAGE = str(Path(__file__).parent)
 
 # Kinds of events. At a wait, and at a blocking upload, the host stops until the GPU has done all its work.
 WAIT, UPLOAD, COPY, COLLECTIVE = "wait", "upload", "copy", "collective"
@@ -25,7 +23,6 @@ NOT_PINNED = "to the GPU, not pinned"  # a copy with non_blocking=True that wait
 SILENT = {"cuda.synchronize", "event.synchronize", NOT_PINNED}  # waits of which torch's mode says nothing
 
 Event = tuple[str, str, str]  # the line as name.py:LINE, a kind such as WAIT, and what the operation is called
-Refused = TypeVar("Refused", bound=Exception)
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Counts:
         self.sync_debug_mode = 0  # 1: warn, 2: raise
         self.events: Counter[Event] = Counter()
         self.bytes: Counter[Event] = Counter()
-        self.steps: Counter[int] = Counter()  # of each optimizer, by its id
+        self.steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of each optimizer
         self.marks: list[Counter[Event]] = []  # a copy of `events` at each optimizer step
         self.refusals: list[Refusal] = []
 
@@ -68,20 +65,20 @@ class Counts:
         self.bytes[event] += size
         if self.sync_debug_mode and kind in (WAIT, UPLOAD) and what not in SILENT:
             if self.sync_debug_mode == 2:
-                raise self.refuse(RuntimeError(SYNC))
+                raise self.refuse(SYNC)
             file, _, number = event[0].rpartition(":")
             warnings.warn_explicit(SYNC, UserWarning, file, int(number or 0))
 
     def count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """A hook that every optimizer calls at a step. With several optimizers, the steps of the busiest one count."""
-        self.steps[id(optimizer)] += 1
-        if self.steps[id(optimizer)] == len(self.marks) + 1:
+        self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
+        if self.steps[optimizer] > len(self.marks):
             self.marks.append(Counter(self.events))
 
-    def refuse(self, error: Refused) -> Refused:
+    def refuse(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
         """Note an error that a GPU or NCCL would raise, with the script's line; return the error, for ``raise``."""
-        self.refusals.append(Refusal(self.line(), f"{type(error).__name__}: {error}"))
-        return error
+        self.refusals.append(Refusal(self.line(), f"{kind.__name__}: {message}"))
+        return kind(message)
 
     def rows(self) -> list[Row]:
         """All events with their counts, sorted by line."""
@@ -104,7 +101,7 @@ def frame_outside(*places: str, start: FrameType | None = None) -> FrameType | N
 
 def script_line(start: FrameType | None = None) -> str:
     """``name.py:LINE`` of the innermost running line outside of libraries: in the script or in a module of its own."""
-    frame = frame_outside(*LIBRARIES, "<", start=start)
+    frame = frame_outside(*LIBRARIES, PACKAGE, "<", start=start)
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
 
 

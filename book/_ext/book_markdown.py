@@ -1,0 +1,39 @@
+"""Each page as Markdown beside its HTML, and llms.txt, which lists them: for readers that are programs."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+PROMISE = "Learn distributed PyTorch on your laptop. Each claim is a cell that fails if the claim is false."
+
+
+def markdown(source: Path) -> str:
+    """A page's text; of a notebook also its cells, with what they print."""
+    if source.suffix == ".md":
+        return re.sub(r"(?s)```\{hero\}.*?```\n\n", "", source.read_text(encoding="utf-8"))
+    parts = []
+    for cell in json.loads(source.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", []):
+            said = "".join(output.get("text", "")) or f"{output.get('ename', '')}: {output.get('evalue', '')}"
+            parts += [f"```text\n{said.rstrip()}\n```"] if said != ": " else []
+    return "\n\n".join(parts) + "\n"
+
+
+def write(app: Sphinx, exception: Exception | None) -> None:
+    if exception or app.builder.format != "html":
+        return
+    lines = [f"# {app.config.html_title}", "", f"> {PROMISE}", ""]
+    for page in [app.config.root_doc, *app.env.toctree_includes[app.config.root_doc]]:
+        Path(app.outdir, f"{page}.md").write_text(markdown(Path(app.env.doc2path(page))), encoding="utf-8")
+        lines.append(f"- [{app.env.titles[page].astext()}]({page}.md)")
+    Path(app.outdir, "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("build-finished", write)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,107 @@
+"""The planner's page: ``{planner}`` is its form, with the answer to the form's first values.
+
+In the browser helpers/planner answers, unchanged, in Pyodide (Python as WebAssembly). Pyodide comes from npm when the
+book is built, and then is one of the book's own files, so that no page asks an outside host.
+"""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective
+
+import helpers
+from helpers.planner import form
+
+HELPERS = Path(helpers.__file__).parent
+
+
+VERSION = "314.0.7"
+SHA256 = "66b7949e5a0cba2250b586d7e368bf12fb482800748d182c4618254b685ffaa0"
+NEEDED = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
+STORE = Path(sys.prefix, "share", f"pyodide-{VERSION}")  # kept, so that it is fetched once
+MISSING = "In this copy of the book the form is still: where it was built, npm did not give Pyodide."
+
+
+def fetch(store: Path) -> None:
+    """Fetch Pyodide's package with npm. Raises OSError or CalledProcessError where that fails."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = [shutil.which("npm") or "npm", "pack", f"pyodide@{VERSION}", "--silent"]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
+        package = next(folder.glob("*.tgz"))
+        if hashlib.sha256(package.read_bytes()).hexdigest() != SHA256:
+            raise OSError(f"{package.name} is not the file that was tried")
+        with tarfile.open(package) as archive:
+            archive.extractall(folder, filter="data")
+        shutil.rmtree(store, ignore_errors=True)
+        shutil.copytree(folder / "package", store, ignore=lambda _, names: set(names) - set(NEEDED))
+
+
+def has_pyodide() -> bool:
+    return all((STORE / name).exists() for name in NEEDED)
+
+
+def prepare(app: Sphinx) -> None:
+    if app.builder.format == "html" and not has_pyodide():
+        try:
+            fetch(STORE)
+        except (OSError, subprocess.SubprocessError) as error:
+            logging.getLogger(__name__).info(f"The planner's page stays still, for want of Pyodide: {error}")
+
+
+def control(entry: form.Input, sizes: dict[str, int]) -> str:
+    """An input with its label; ``sizes`` of the model stand in inputs that are empty."""
+    if not entry.choices:
+        shown = f'value="{entry.value}" placeholder="{sizes.get(entry.name, "")}"'
+        box = f'<input name="{entry.name}" {shown} inputmode="numeric" size="8">'
+    else:
+        options = (f"<option{' selected' * (text == entry.value)}>{text}</option>" for text in entry.choices)
+        box = f'<select name="{entry.name}">{"".join(options)}</select>'
+    return f"<label><span>{escape(entry.label)}</span>{box}</label>"
+
+
+class Planner(SphinxDirective):
+    """The form, and the answer to its first values."""
+
+    def run(self) -> list[nodes.Node]:
+        answer, groups = form.answer({}), ""
+        for name, entries in form.GROUPS.items():
+            controls = "".join(control(entry, answer.sizes) for entry in entries)
+            groups += f"<fieldset><legend>{name}</legend>{controls}</fieldset>"
+        status = "Change a value: the planner then starts in this page." if has_pyodide() else MISSING
+        html = f"""<form class="planner" data-live="{int(has_pyodide())}" autocomplete="off">{groups}
+<p class="planner-status" role="status">{status}</p></form>
+<div class="planner-answer" aria-live="polite">{answer.html}</div>
+<div class="planner-best">{form.best({}).html}</div>"""
+        return [nodes.raw("", html, format="html")]
+
+
+def ship(app: Sphinx, exception: Exception | None) -> None:
+    """Copy Pyodide, and the modules of the planner as an archive, into the built book."""
+    if exception is not None or app.builder.format != "html":
+        return
+    folder = Path(app.outdir, "_static", "planner")
+    if has_pyodide():
+        shutil.copytree(STORE, folder, dirs_exist_ok=True)
+    modules = [HELPERS / "__init__.py", HELPERS / "command_line.py", *sorted((HELPERS / "planner").glob("*.py"))]
+    with zipfile.ZipFile(folder / "helpers.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in modules:
+            archive.write(path, path.relative_to(HELPERS.parent))
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.add_directive("planner", Planner)
+    app.connect("builder-inited", prepare)
+    app.connect("build-finished", ship)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
