@@ -60,8 +60,8 @@ def train_on_the_cpu(path, args):
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (["--accumulate", "97"], "ValueError: --batch-size must be 97 to 1440. A stream needs --max-steps."),
-        (["--batch-size", "1441"], "ValueError: --batch-size must be 1 to 1440. A stream needs --max-steps."),
+        (["--accumulate", "97"], "ValueError: --batch-size: 97 to 1440; streams need --max-steps."),
+        (["--batch-size", "1441"], "ValueError: --batch-size: 1 to 1440; streams need --max-steps."),
         (["--resume"], "ValueError: --resume needs --checkpoint-dir."),
         (["--checkpoint-dir", "."], "ValueError: step_00000007.pt is there: add --resume, or take another folder."),
         (["--checkpoint-dir=.", "--resume", "--seed=8"], "ValueError: step_00000007 has seed = 0, not 8: keep 0."),

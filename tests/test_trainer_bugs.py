@@ -27,7 +27,7 @@ BUGS = {
     ),
     "samples draw what was left": ('seed_all("sample", self.seed, epoch, index)', "pass", "masked_language", RANKS),
     "dropout depends on the past": ('seed_all("step", args', '("step", args', "regression", WORKERS),
-    "a resumed run begins the data anew": ("if step >= self.skip:", "if True:", "low_rank", STOPPED),
+    "a resumed run begins the data anew": ("if step >= skip:", "if True:", "low_rank", STOPPED),
     "a stream is shuffled apart": ('seed_all("order", self.seed, epoch)', "random.seed(os.getpid())", "stream", RANKS),
     "what is between two samples of a stream disturbs it": (
         'seed_all("stream", self.seed, epoch, number)',
@@ -43,7 +43,7 @@ BUGS = {
     ),
     "the schedule begins anew": (
         "(step - 1 - args.warmup)",
-        "(steps.index(step) - args.warmup)",
+        '(next(train.__dict__.setdefault("steps", count())) - args.warmup)',
         "regression",
         STOPPED,
     ),
