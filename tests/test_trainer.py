@@ -135,6 +135,27 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_a_part_that_does_not_count(s
     assert names == ["step_00000001.pt", "unfinished.part"] and "No space left" in error and run == (1, 0.5)
 
 
+def events_of(path, args):
+    """What a run does, in order: forks, and calls that communicate."""
+    trainer, events = loaded(path), []
+    os.register_at_fork(before=lambda: events.append("fork"))
+
+    def noted(call):
+        return lambda *given, **named: events.append("collective") or call(*given, **named)
+
+    names = ("all_reduce", "broadcast", "broadcast_object_list", "new_group")
+    calls = {name: noted(getattr(dist, name)) for name in names}
+    with mock.patch.multiple(dist, **calls), mock.patch.object(trainer, "DDP", noted(trainer.DDP)):
+        trainer.train(args, torch.device("cpu"))
+    return events
+
+
+def test_no_worker_is_forked_beside_a_collective(script, tmp_path):
+    args = settings(script, "--max-steps=4", "--val-every=2", "--num-workers=2", f"--checkpoint-dir={tmp_path}")
+    for events in launch(events_of, str(script), args, nproc=2):
+        assert events[:4] == ["fork"] * 4 and len(events) > 20 and set(events[4:]) == {"collective"}
+
+
 def best_and_average(path, args):
     """What the files of a run with an average and a best checkpoint hold, and the metrics that it told."""
     trainer, told = loaded(path), []
