@@ -1,0 +1,16 @@
+"""The lies: each is a small patch of torch or of a helper, with the chapters whose cells have to notice it.
+
+A lie about torch gets a module that has just been imported, and changes it. A lie about a helper or a chapter gets the
+text of a file and returns a changed text. Every process of a sabotaged run imports this package, so it imports little.
+"""
+
+import importlib
+
+from sabotage.lies.telling import LIES, Lie
+
+__all__ = ["LIES", "Lie"]
+
+PARTS = "groups loaders ddp fsdp checkpoints trainers debugging parallel planning"
+
+for part in PARTS.split():  # in the order of the record
+    importlib.import_module(f"sabotage.lies.{part}")

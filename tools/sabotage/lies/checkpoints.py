@@ -1,0 +1,200 @@
+"""Checkpoints."""
+
+from typing import Any
+
+from sabotage.lies.telling import CHECKPOINT, SCALER, instead_of, lie, nothing, swap
+
+# --- Checkpoints
+
+
+@lie("10", "HSDP|write|slice", module="torch.distributed.checkpoint.default_planner")
+def the_lowest_rank_writes_every_copy(module: Any) -> None:
+    """Of the ranks that hold a slice, the lowest one writes it, however much that rank has to write already."""
+    true = module.dedup_save_plans
+    module.dedup_save_plans = lambda plans, _: true(plans, True)
+
+
+@lie("10 old_code", "load|resume|same bits", module="torch.distributed.checkpoint.state_dict_loader")
+def dcp_load_loads_nothing(module: Any) -> None:
+    """`dcp.load` returns, and the tensors hold what they held."""
+    module.load = nothing
+
+
+@lie("10 11", "optimizer|momentum|same bits|every bit", module="torch.optim.optimizer")
+def optimizer_is_not_restored(module: Any) -> None:
+    """A checkpoint without the optimizer: a resume begins with fresh momenta."""
+    module.Optimizer.load_state_dict = nothing
+
+
+@lie("checkpoints_in_practice", "scaler", module=SCALER)
+def scaler_is_not_restored(module: Any) -> None:
+    """A checkpoint without the gradient scaler: a resume begins with a scale of 65,536."""
+    module.GradScaler.load_state_dict = nothing
+
+
+@lie("10", "random|same bits", module="torch.random")
+def generator_is_not_restored(module: Any) -> None:
+    """A checkpoint without the random numbers: `set_rng_state` does nothing."""
+    module.set_rng_state = nothing
+
+
+@lie("10", "schedule|learning rate", module="torch.optim.lr_scheduler")
+def schedule_starts_again(module: Any) -> None:
+    """A checkpoint without the schedule: after a resume the learning rate starts again."""
+    module.LRScheduler.load_state_dict = nothing
+
+
+@lie("checkpoints_in_practice", "async_save|thread", module="torch.distributed.checkpoint.state_dict_saver")
+def async_save_copies_nothing(module: Any) -> None:
+    """`dcp.async_save` does not copy: its thread waits a little, and writes what training has changed."""
+    module.DefaultStager.stage = lambda self, state, **keywords: state
+
+    @instead_of(module._ThreadBasedAsyncCheckpointExecutor, "execute_save")
+    def execute_save(true: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
+        from concurrent.futures import ThreadPoolExecutor
+        from time import sleep
+
+        def later() -> Any:
+            sleep(1)
+            return true(self, *inputs, **keywords).result()
+
+        return ThreadPoolExecutor(1).submit(later)
+
+
+@lie("10", "half|killed|damage|whole", file=CHECKPOINT)
+def half_a_file_counts(text: str) -> str:
+    """A torn write: half of a file is written, and it counts as saved."""
+    line = "    replace_file(path, lambda file: torch.save(state, file))"
+    return swap(text, line, f"{line}\n    os.truncate(path, os.stat(path).st_size // 2)")
+
+
+@lie("10", "fail|disk|raise|finish", file=CHECKPOINT)
+def failed_save_counts(text: str) -> str:
+    """A checkpoint counts though one rank could not write its part."""
+    return swap(text, "            if failure:\n", "            if False:\n")
+
+
+@lie("10", "newest|keep|last", file=CHECKPOINT)
+def retention_deletes_the_newest(text: str) -> str:
+    """Of more than `keep` checkpoints the newest are deleted."""
+    return swap(text, "finished(path.parent)[: -max(keep, 1)]", "finished(path.parent)[max(keep, 1) :]")
+
+
+@lie("10", "flip|checksum|bit", file=CHECKPOINT)
+def digests_are_not_compared(text: str) -> str:
+    """`verify` accepts any bytes of the right length."""
+    return swap(text, "            if digest != manifest[name][1]:", "            if False:")
+
+
+@lie("10", "truncat|length|gone|damage", file=CHECKPOINT)
+def damaged_checkpoint_is_taken(text: str) -> str:
+    """`latest_good` takes the newest checkpoint, damaged or not."""
+    return swap(text, "        if not (problem := damage(path)):", "        if not (problem := None):")
+
+
+@lie("10", "execut|weights_only|hostile|program", file=CHECKPOINT)
+def load_file_executes_what_it_reads(text: str) -> str:
+    """`load_file` loads with `weights_only=False`, and so executes what a file says."""
+    return swap(text, "weights_only=True, mmap=True", "weights_only=False, mmap=True")
+
+
+@lie("10", "copy|background|start of the save", file=CHECKPOINT)
+def background_save_copies_nothing(text: str) -> str:
+    """A save in the background writes tensors that training goes on to change."""
+    return swap(text, "copy = BlockingAsyncStager().stage(state)  # on the CPU", "copy = state")
+
+
+@lie("10", "sync|disk", file=CHECKPOINT)
+def a_file_is_renamed_before_it_is_on_the_disk(text: str) -> str:
+    """A checkpoint's file is renamed without a wait for the disk."""
+    return swap(text, "            os.fsync(self.fileno())\n", "")
+
+
+@lie("10", "random|same bits", file="notebooks/{chapter}")
+def all_ranks_get_the_generators_of_rank_0(text: str) -> str:
+    """A resume gives all ranks the random states of rank 0 in Python and NumPy."""
+    states, mine = '[\\"random\\"]', "[dist.get_rank()]"
+    mixed = f'{{**plain{states}[0], \\"cpu\\": plain{states}{mine}[\\"cpu\\"]}}'
+    return swap(text, f"set_random_state(plain{states}{mine}", f"set_random_state({mixed}")
+
+
+@lie("10", "piece|forget", file="notebooks/{chapter}")
+def the_scheduler_is_forgotten_with_the_optimizer(text: str) -> str:
+    """Where the scheduler alone should be forgotten, the optimizer is."""
+    piece = '(\\"optimizer\\" if piece == \\"scheduler\\" else piece)'
+    old = "getattr(run, piece).load_state_dict(fresh[piece])"
+    return swap(text, old, f"getattr(run, {piece}).load_state_dict(fresh[{piece}])")
+
+
+# --- Checkpoints in real projects
+
+SAVED = "torch.distributed.checkpoint.state_dict"
+REAL = "notebooks/checkpoints_in_practice.ipynb"
+
+
+@lie("checkpoints_in_practice", "frozen|freeze", module=SAVED)
+def frozen_parameters_keep_their_state(module: Any) -> None:
+    """A load restores the optimizer's state of frozen parameters too."""
+
+    def thawed(true: Any, model: Any, *inputs: Any, **keywords: Any) -> Any:
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        result = true(model, *inputs, **keywords)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        return result
+
+    for name in ("get_state_dict", "set_state_dict"):
+        instead_of(module, name)(thawed)
+
+
+@lie("checkpoints_in_practice", "float|flatten", module=SAVED)
+def the_flattened_form_names_what_is_missing(module: Any) -> None:
+    """With `flatten_optimizer_state_dict=True` the error names the parameter whose state is missing."""
+
+    @instead_of(module, "_unflatten_optim_state_dict")
+    def unflatten(true: Any, optim: Any, state: Any, info: Any) -> Any:
+        for names in info.fqn_param_mapping.values():
+            for name in names if isinstance(names, set) else ():
+                if not any(key.startswith(f"state.{name}.") for key in state):
+                    raise RuntimeError(f"Missing optimizer state for parameter '{name}' in checkpoint.")
+        return true(optim, state, info)
+
+
+@lie("checkpoints_in_practice", "exactly|state", file=REAL)
+def load_exactly_keeps_the_state_that_torch_made(text: str) -> str:
+    """`load_exactly` keeps the optimizer's state of the zero step where the file has none."""
+    return swap(text, "optimizer.state.pop(parameter, None)", "pass")
+
+
+@lie("checkpoints_in_practice", "safetensors|slices", module="torch.distributed.checkpoint.hf_storage")
+def safetensors_are_not_read(module: Any) -> None:
+    """`HuggingFaceStorageReader` reads nothing: the tensors hold what they held."""
+    module.HuggingFaceStorageReader._process_read_request = nothing
+
+
+@lie("checkpoints_in_practice", "joins|joined", module="torch.distributed.checkpoint.hf_storage")
+def slices_are_not_joined(module: Any) -> None:
+    """`HuggingFaceStorageWriter` ignores `enable_consolidation`."""
+    module.consolidate_safetensors_files = nothing
+
+
+@lie("checkpoints_in_practice", "memory|copies", module="torch.distributed.checkpoint.staging")
+def copies_of_async_saves_are_kept(module: Any) -> None:
+    """`dcp.async_save` keeps its copy of the tensors after the save."""
+    kept = []
+
+    @instead_of(module.BlockingAsyncStager, "stage")  # which a FileSystemWriter is
+    def stage(true: Any, *inputs: Any, **keywords: Any) -> Any:
+        kept.append(true(*inputs, **keywords))
+        return kept[-1]
+
+
+@lie("checkpoints_in_practice", "prefix|_orig_mod", module="torch.distributed.checkpoint.state_dict")
+def names_keep_the_compilers_prefix(module: Any) -> None:
+    """`get_model_state_dict` leaves `_orig_mod.` in the names."""
+
+    @instead_of(module, "_get_fqns")
+    def _get_fqns(true: Any, *inputs: Any, **keywords: Any) -> Any:
+        return true(*inputs, **keywords | {"skip_compiler_prefix": False})

@@ -1,0 +1,198 @@
+"""DDP and automatic mixed precision."""
+
+import contextlib
+from typing import Any
+
+from sabotage.lies.telling import DDP, SCALER, build_with, instead_of, lie, nothing, swap
+
+# --- DDP
+
+
+@lie("04", "broadcast|equal at the start|copies rank 0|before DDP", module=DDP)
+def ddp_without_its_first_broadcast(module: Any) -> None:
+    """DDP does not broadcast rank 0's weights when it is built."""
+    module._sync_module_states = nothing
+
+
+@lie("04", "no_sync", module=DDP)
+def no_sync_that_syncs(module: Any) -> None:
+    """`no_sync` sends the gradients all the same."""
+
+    module.DistributedDataParallel.no_sync = lambda self: contextlib.nullcontext()
+
+
+@lie("00 04", "average|mean", module=DDP)
+def ddp_adds_up_gradients(module: Any) -> None:
+    """DDP adds the ranks' gradients up, and does not divide by the number of ranks."""
+
+    @instead_of(module.DistributedDataParallel, "forward")
+    def forward(true: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
+        output = true(self, *inputs, **keywords)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * module.dist.get_world_size())
+        return output
+
+
+@lie("04", "buffers|running", module=DDP)
+def ddp_never_copies_buffers(module: Any) -> None:
+    """DDP does not copy rank 0's buffers before a forward."""
+    module.DistributedDataParallel._sync_buffers = nothing
+
+
+@lie("04", "bucket", module=DDP)
+def ddp_takes_one_bucket(module: Any) -> None:
+    """DDP puts all gradients into one bucket, whatever `bucket_cap_mb` says."""
+    build_with(module.DistributedDataParallel, bucket_cap_mb=1000)
+
+
+@lie("04", "first bucket", module=DDP)
+def ddp_first_bucket_is_as_large_as_the_others(module: Any) -> None:
+    """DDP's first bucket closes at 25 MiB by default, like the others."""
+
+    @instead_of(module.DistributedDataParallel, "__init__")
+    def __init__(true: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
+        true(self, *inputs, **{"bucket_cap_mb": 25, **keywords})
+
+
+@lie("04", "order", file="notebooks/{chapter}")
+def ranks_keep_their_own_order_of_buckets(text: str) -> str:
+    """In DDP by hand each rank lays its buckets out in the order of its own gradients."""
+    return swap(text, "dist.broadcast(order, src=0)", "order.clone()")
+
+
+@lie("04", "buffers", module=DDP)
+def ddp_does_not_copy_buffers_when_built(module: Any) -> None:
+    """DDP does not copy rank 0's buffers when it is built."""
+
+    @instead_of(module, "_sync_module_states")
+    def sync(true: Any, *inputs: Any, **keywords: Any) -> Any:
+        return true(*inputs, **{**keywords, "broadcast_buffers": False})
+
+
+@lie("04", "clip", module="torch.nn.utils.clip_grad")
+def clip_grad_norm_clips_at_twice_the_norm(module: Any) -> None:
+    """`clip_grad_norm_` clips at twice the norm that it is given."""
+
+    @instead_of(module, "_clip_grads_with_norm_")
+    def clip(true: Any, parameters: Any, max_norm: Any, *inputs: Any, **keywords: Any) -> Any:
+        return true(parameters, 2 * max_norm, *inputs, **keywords)
+
+
+@lie("04", "Join|uneven", module="torch.distributed.algorithms.join")
+def join_does_not_shadow(module: Any) -> None:
+    """`Join` does not shadow the collectives of the ranks that still train."""
+    module.Join._get_num_nonjoined_procs = lambda self: 0
+
+
+@lie("04", "sampler|step count", file="notebooks/{chapter}")
+def ranks_without_a_sampler_see_other_images(text: str) -> str:
+    """Without a sampler, each rank takes other images than the others."""
+    return swap(text, "next(iter(DataLoader(train_set, 96)))", "next(iter(make_loader(train_set, 192, 0)))")
+
+
+@lie("04", "inplace|two forwards", file="notebooks/{chapter}")
+def two_batches_are_not_joined(text: str) -> str:
+    """Two batches that should be joined go through the DDP model one after the other."""
+    return swap(text, r"if how == \"joined\":", r"if how == \"never\":")
+
+
+@lie("04", "search|unused", file="notebooks/{chapter}")
+def the_gradient_to_compare_with_is_searched_for_too(text: str) -> str:
+    """The DDP without a search for unused parameters searches, too."""
+    return swap(text, "(everyone, {}, 3)", "(everyone, {name: True}, 3)")
+
+
+@lie("04", "reentrant", module="torch.utils.checkpoint")
+def checkpointing_is_always_reentrant(module: Any) -> None:
+    """`checkpoint` ignores `use_reentrant=False`."""
+
+    @instead_of(module, "checkpoint")
+    def checkpoint(true: Any, *inputs: Any, **keywords: Any) -> Any:
+        return true(*inputs, **keywords | {"use_reentrant": True})
+
+
+@lie("04", "float16|fp16", module="torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+def the_float16_hook_sends_float32(module: Any) -> None:
+    """`fp16_compress_hook` sends float32, as DDP does without a hook."""
+    module.fp16_compress_hook = module.allreduce_hook
+
+
+# --- Automatic mixed precision
+
+
+@lie("05", "skip|overflow|back", module=SCALER)
+def scaler_never_skips(module: Any) -> None:
+    """`GradScaler` takes the step though a gradient is infinite."""
+    module.GradScaler._maybe_opt_step = lambda self, optimizer, state, *inputs, **keywords: optimizer.step(
+        *inputs, **keywords
+    )
+
+
+@lie("05", "unscale|scale", module=SCALER)
+def unscale_does_nothing(module: Any) -> None:
+    """`unscale_` leaves the gradients multiplied by the scale."""
+
+    @instead_of(module.GradScaler, "_unscale_grads_")
+    def unscale(true: Any, self: Any, optimizer: Any, inverse: Any, *inputs: Any) -> Any:
+        return true(self, optimizer, inverse * 0 + 1, *inputs)
+
+
+@lie("05", "scale", module=SCALER)
+def scaler_does_not_scale_the_loss(module: Any) -> None:
+    """`GradScaler.scale` gives the loss back as it is, and `unscale_` divides all the same."""
+
+    def scale(self: Any, outputs: Any) -> Any:
+        if self._enabled and self._scale is None:
+            self._lazy_init_scale_growth_tracker(outputs.device)
+        return outputs
+
+    module.GradScaler.scale = scale
+
+
+@lie("05", "grow", module=SCALER)
+def scaler_never_grows(module: Any) -> None:
+    """`GradScaler` never doubles its scale."""
+    build_with(module.GradScaler, growth_interval=1_000_000)
+
+
+@lie("05", "autocast|format", module="torch.amp.autocast_mode")
+def autocast_is_off(module: Any) -> None:
+    """`autocast` casts nothing."""
+    build_with(module.autocast, enabled=False)
+
+
+@lie("05", "autocast|format|bfloat16", module="torch.amp.autocast_mode")
+def autocast_takes_the_other_format(module: Any) -> None:
+    """`autocast` to bfloat16 computes in float16."""
+
+    @instead_of(module.autocast, "__init__")
+    def __init__(true: Any, self: Any, device_type: Any, dtype: Any = None, *inputs: Any, **keywords: Any) -> None:
+        import torch
+
+        true(self, device_type, torch.float16 if dtype is torch.bfloat16 else dtype, *inputs, **keywords)
+
+
+@lie("05", "accumul|micro|share|divid", file="notebooks/05_amp.ipynb")
+def accumulation_is_not_divided(text: str) -> str:
+    """The training step adds up micro-batches without dividing by their number."""
+    return swap(
+        text, "loss = F.cross_entropy(model(part), targets) * share", "loss = F.cross_entropy(model(part), targets)"
+    )
+
+
+@lie("05", "transformer|saved|memory", file="notebooks/05_amp.ipynb")
+def the_transformer_is_counted_in_float32(text: str) -> str:
+    """The transformer's saved bytes under autocast are those in float32."""
+    return swap(text, "    for kind in (brain, single)\\n", "    for kind in (single, single)\\n")
+
+
+@lie("05", "float8|scale", file="notebooks/05_amp.ipynb")
+def each_block_has_the_scale_of_the_tensor(text: str) -> str:
+    """The blocks of MXFP8 share the scale of the whole tensor."""
+    return swap(text, r"\"32 numbers\": 32}", r"\"32 numbers\": numbers.numel()}")
+
+
+@lie("05 06", "clip|norm", module="torch.nn.utils.clip_grad")
+def clip_grad_norm_does_not_clip(module: Any) -> None:
+    """`clip_grad_norm_` returns the norm, and leaves the gradients as long as they were."""
+    module._clip_grads_with_norm_ = nothing

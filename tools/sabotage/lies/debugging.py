@@ -1,0 +1,109 @@
+"""Profiling, debugging, and what NCCL says."""
+
+from typing import Any
+
+from sabotage.lies.telling import C10D, instead_of, lie, swap
+
+# --- Profiling and debugging
+
+
+@lie("14", "all.?reduce|collective|communication", module="torch.profiler.profiler")
+def profiler_loses_collectives(module: Any) -> None:
+    """The profiler's trace has no collectives."""
+
+    @instead_of(module._KinetoProfile, "export_chrome_trace")
+    def export_chrome_trace(true: Any, self: Any, path: Any, *inputs: Any, **keywords: Any) -> Any:
+        import json
+        from pathlib import Path
+
+        true(self, path, *inputs, **keywords)
+        trace = json.loads(Path(path).read_text())
+        events = [event for event in trace["traceEvents"] if not event.get("name", "").startswith("gloo:")]
+        Path(path).write_text(json.dumps(trace | {"traceEvents": events}))
+
+
+@lie("14", "flight recorder|record", module=C10D)
+def flight_recorder_loses_the_last_call(c10d: Any) -> None:
+    """The flight recorder's dump lacks the collective that hangs."""
+    import pickle
+
+    from torch._C import _distributed_c10d
+
+    library: Any = _distributed_c10d
+
+    @instead_of(library, "_dump_fr_trace")
+    def dump(true: Any, *inputs: Any) -> Any:
+        log = pickle.loads(true(*inputs))
+        return pickle.dumps(log | {"entries": log["entries"][:-1]})
+
+
+@lie("14", "culprit|flight recorder|torchfrtrace|reader", module="torch.distributed.flight_recorder.components.types")
+def flight_recorder_blames_the_wrong_rank(module: Any) -> None:
+    """The flight recorder's reader names the other rank."""
+
+    @instead_of(module.EntryState, "log")
+    def log(true: Any, self: Any, *inputs: Any, errors: Any = None, **keywords: Any) -> Any:
+        true(self, *inputs, errors=errors and {(1 - rank, what) for rank, what in errors}, **keywords)
+
+
+@lie("14", "anomaly", module="torch.autograd.anomaly_mode")
+def detect_anomaly_sees_nothing(module: Any) -> None:
+    """`detect_anomaly` lets a gradient pass that is not a number."""
+    true = module.detect_anomaly.__init__
+    module.detect_anomaly.__init__ = lambda self, check_nan=True: true(self, check_nan=False)
+
+
+@lie("14", "checksum|replicas|drift", module=C10D)
+def replicas_compare_with_themselves(c10d: Any) -> None:
+    """`all_gather` gives a rank its own tensor for everybody's."""
+
+    def all_gather(tensors: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+        for part in tensors:
+            part.copy_(tensor)
+
+    c10d.all_gather = all_gather
+
+
+@lie("14", "merge|lane|rank", file="notebooks/14_profiling_debugging.ipynb")
+def lanes_of_a_merged_trace_lose_their_names(text: str) -> str:
+    """In the merged trace a rank's CPU and its GPU have the same name."""
+    return swap(text, "{lanes.get(pid, '')}", "")
+
+
+# --- What NCCL and the watchdog say
+
+READING = "notebooks/reading_nccl.ipynb"
+
+
+@lie("reading_nccl", "transport|way|via", file=READING)
+def a_transport_is_read_without_its_gpu_direct(text: str) -> str:
+    """The reader of NCCL's log stops at the adapter, so that `GDRDMA` and its absence look alike."""
+    return swap(text, r"via (\\S+)", r"via (\\w+/\\w+)")
+
+
+@lie("reading_nccl", "GDRDMA|adapter|advice", file=READING)
+def gpu_direct_is_blamed_too(text: str) -> str:
+    """The advice on NCCL's log blames connections with `GDRDMA` as well."""
+    return swap(text, r"(?!\\S*GDRDMA)", "", times=2)
+
+
+@lie("reading_nccl", "smallest|not called|last enqueued", file=READING)
+def who_called_most_is_behind(text: str) -> str:
+    """Of the watchdog's messages, the ranks that have called more are named as those that lag behind."""
+    return swap(text, "if number < first}", "if number > first}")
+
+
+@lie("reading_nccl", "count|RAS", file=READING)
+def ras_names_who_is_ahead(text: str) -> str:
+    """In NCCL's RAS report, the ranks that have launched the most collectives are named as late."""
+    return swap(text, "if count[kind] < most}", "if count[kind] == most}")
+
+
+@lie("reading_nccl", "stack|stands|server", module="torch.distributed.debug._frontend")
+def the_debug_server_shows_rank_0_for_all(module: Any) -> None:
+    """PyTorch's debug server shows rank 0's answer for every rank's."""
+
+    @instead_of(module, "fetch_all")
+    def fetch_all(true: Any, *inputs: Any, **keywords: Any) -> Any:
+        addresses, answers = true(*inputs, **keywords)
+        return addresses, answers[:1] * len(answers)

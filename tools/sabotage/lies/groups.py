@@ -1,0 +1,273 @@
+"""The first run, groups and launchers, and collectives."""
+
+import os
+from typing import Any
+
+from sabotage.lies.telling import AGENT, C10D, DDP, LAUNCH, give_ranks, instead_of, lie, swap
+
+# --- The first run
+
+
+@lie("00", "met|wrong", file="notebooks/{chapter}")
+def the_mistake_in_the_loop_is_not_made(text: str) -> str:
+    """In chapter 0's loop, every rank adds up its loss, also where only rank 0 should."""
+    return swap(text, r"place == \"in the loop\" and rank in callers", r"place == \"in the loop\"")
+
+
+@lie("00", "connection|left", module=C10D)
+def a_rank_waits_before_it_leaves(c10d: Any) -> None:
+    """`destroy_process_group` waits for the other ranks."""
+
+    @instead_of(c10d, "destroy_process_group")
+    def destroy_process_group(true: Any, *inputs: Any, **keywords: Any) -> None:
+        c10d.barrier()
+        true(*inputs, **keywords)
+
+
+@lie("00", "second.*forward", module=DDP)
+def ddp_does_not_agree_on_its_buckets(parallel: Any) -> None:
+    """The second `forward` of a DDP model broadcasts nothing."""
+
+    @instead_of(parallel.DistributedDataParallel, "__init__")
+    def __init__(true: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
+        true(self, *inputs, **keywords)
+        reducer = self.reducer
+
+        class Quiet:
+            def _rebuild_buckets(self) -> bool:
+                return False
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(reducer, name)
+
+        self.reducer = Quiet()
+
+
+# --- Groups, launchers, meshes
+
+
+@lie("00", "each of them its number|world of four|rank", file=LAUNCH)
+def launch_returns_results_backwards(text: str) -> str:
+    """`launch` returns the ranks' results in the wrong order."""
+    return swap(text, "read_bytes()) for rank in range(nproc)]", "read_bytes()) for rank in reversed(range(nproc))]")
+
+
+@lie("00 groups_and_meshes 02 loaders_in_practice 04", "hang|stands still|timeout|wait|never come", file=LAUNCH)
+def launch_forgives_a_hang(text: str) -> str:
+    """`launch` returns when a rank hangs, and says nothing."""
+    line = "            raise hang(where_they_stand(folder, nproc), returned, call.timeout)"
+    return swap(text, line, "            return [None] * nproc")
+
+
+@lie("04 06", "rank", file=LAUNCH)
+def launch_drops_a_ranks_output(text: str) -> str:
+    """`launch` does not show what the last rank printed."""
+    return swap(text, "in fold(outputs):", "in fold(outputs[:-1]):")
+
+
+@lie("01 12", "local.rank", module=AGENT)
+def local_rank_is_the_rank(agent: Any) -> None:
+    """`torchrun` sets `LOCAL_RANK` to the rank, so that a second node asks for devices that it does not have."""
+    give_ranks(agent, lambda env: {"LOCAL_RANK": env["RANK"]})
+
+
+@lie("01", "exported", module=AGENT)
+def an_exported_local_rank_wins(agent: Any) -> None:
+    """`torchrun` leaves `LOCAL_RANK` as it was exported."""
+    give_ranks(agent, lambda env: {"LOCAL_RANK": os.environ.get("LOCAL_RANK", env["LOCAL_RANK"])})
+
+
+@lie("12", "node", module=AGENT)
+def every_node_is_node_0(agent: Any) -> None:
+    """`torchrun` sets `GROUP_RANK` to 0 on every node."""
+    give_ranks(agent, lambda env: {"GROUP_RANK": "0"})
+
+
+@lie("01", "backend|sick|gloo", file="helpers/runtime/process_group.py")
+def backends_are_not_compared(text: str) -> str:
+    """`start_process_group` starts though one node takes gloo and the other NCCL."""
+    return swap(text, "    compare(store, rank, world_size, few or backend)\n", "")
+
+
+@lie("groups_and_meshes", "group", module=C10D)
+def new_group_takes_everybody(c10d: Any) -> None:
+    """`new_group` makes a group of all ranks, whichever ranks it is given."""
+    true = c10d.new_group
+    c10d.new_group = lambda ranks=None, *inputs, **keywords: true(None, *inputs, **keywords)
+
+
+@lie("12", "barrier", module=C10D)
+def barrier_does_not_wait(c10d: Any) -> None:
+    """`barrier` returns at once, and waits for nobody."""
+    calls = []
+
+    @instead_of(c10d, "barrier")
+    def barrier(true: Any, *inputs: Any, **keywords: Any) -> Any:
+        calls.append(inputs)
+        return true(*inputs, **keywords) if len(calls) == 1 else None  # the first call is launch's own
+
+
+@lie("12", "monitored.?barrier|roll call", module=C10D)
+def monitored_barrier_blames_another_rank(c10d: Any) -> None:
+    """`monitored_barrier` names the rank after the one that is missing."""
+    import re
+
+    @instead_of(c10d, "monitored_barrier")
+    def monitored_barrier(true: Any, *inputs: Any, **keywords: Any) -> Any:
+        try:
+            return true(*inputs, **keywords)
+        except RuntimeError as error:
+            text = re.sub(r"Ranks? (\d)", lambda match: f"Rank {int(match[1]) + 1}", str(error))
+            raise RuntimeError(text) from None
+
+
+@lie("groups_and_meshes", "mesh|axis|axes", module="torch.distributed.device_mesh")
+def mesh_counts_columns_first(module: Any) -> None:
+    """`init_device_mesh` numbers the ranks along the first axis, so that neighbours are far apart."""
+
+    def init_device_mesh(device_type: Any, mesh_shape: Any, *, mesh_dim_names: Any = None, **_: Any) -> Any:
+        import torch
+
+        size = torch.Size(mesh_shape).numel()
+        ranks = torch.arange(size).reshape(mesh_shape[::-1]).permute(*reversed(range(len(mesh_shape))))
+        return module.DeviceMesh(device_type, ranks.contiguous(), mesh_dim_names=mesh_dim_names)
+
+    module.init_device_mesh = init_device_mesh
+
+
+# --- Collectives
+
+
+@lie("02 03 04 12", "all.?reduce|collective|adds? up|count|average|links", module=C10D)
+def all_reduce_adds_nothing(c10d: Any) -> None:
+    """`all_reduce` returns, and every rank keeps its own numbers."""
+
+    def all_reduce(tensor: Any, op: Any = None, group: Any = None, async_op: Any = False) -> Any:
+        return c10d.barrier(group=group, async_op=async_op)
+
+    c10d.all_reduce = all_reduce
+
+
+@lie("02", "AVG|operation", module=C10D)
+def all_reduce_sums_where_it_should_average(c10d: Any) -> None:
+    """`all_reduce` with `AVG` gives the sum."""
+
+    @instead_of(c10d, "all_reduce")
+    def all_reduce(
+        true: Any, tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: Any = False
+    ) -> Any:
+        return true(tensor, c10d.ReduceOp.SUM if op == c10d.ReduceOp.AVG else op, group, async_op)
+
+
+@lie("02", "handle|async", module=C10D)
+def async_all_reduce_waits(c10d: Any) -> None:
+    """`all_reduce` with `async_op=True` returns when the exchange is over."""
+
+    @instead_of(c10d, "all_reduce")
+    def all_reduce(
+        true: Any, tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: Any = False
+    ) -> Any:
+        work = true(tensor, op, group, async_op)
+        if async_op:
+            work.wait()
+        return work
+
+
+@lie("02", "broadcast", module=C10D)
+def broadcast_from_the_wrong_rank(c10d: Any) -> None:
+    """`broadcast` sends the last rank's tensor, whichever rank is the source."""
+
+    @instead_of(c10d, "broadcast")
+    def broadcast(
+        true: Any, tensor: Any, src: Any = None, group: Any = None, async_op: Any = False, group_src: Any = None
+    ) -> Any:
+        return true(tensor, group=group, async_op=async_op, group_src=c10d.get_world_size(group) - 1)
+
+
+@lie("02", "scatter", module=C10D)
+def scatter_deals_backwards(c10d: Any) -> None:
+    """`scatter` gives the first part to the last rank."""
+
+    @instead_of(c10d, "scatter")
+    def scatter(true: Any, tensor: Any, scatter_list: Any = None, *inputs: Any, **keywords: Any) -> Any:
+        return true(tensor, scatter_list and scatter_list[::-1], *inputs, **keywords)
+
+
+@lie("02", "reduce", module=C10D)
+def reduce_gives_the_sum_to_all(c10d: Any) -> None:
+    """`reduce` leaves the sum on every rank."""
+
+    def reduce(tensor: Any, dst: Any = None, op: Any = c10d.ReduceOp.SUM, group: Any = None, **keywords: Any) -> Any:
+        return c10d.all_reduce(tensor, op, group, keywords.get("async_op", False))
+
+    c10d.reduce = reduce
+
+
+@lie("02", "gather", module=C10D)
+def all_gather_in_the_wrong_order(c10d: Any) -> None:
+    """`all_gather` puts the ranks' parts in the wrong order."""
+
+    @instead_of(c10d, "all_gather_single")
+    def all_gather_single(true: Any, output: Any, part: Any, *inputs: Any, **keywords: Any) -> Any:
+        work = true(output, part, *inputs, **keywords)
+        output.copy_(output.clone().view(-1, part.numel()).flip(0).view_as(output))
+        return work
+
+
+@lie("02", "reduce.scatter", module=C10D)
+def reduce_scatter_gives_all_the_first_part(c10d: Any) -> None:
+    """`reduce_scatter` gives every rank the first part of the sum."""
+
+    def reduce_scatter_single(output: Any, whole: Any, *inputs: Any, **keywords: Any) -> Any:
+        total = whole.clone()
+        c10d.all_reduce(total)
+        output.copy_(total.flatten()[: output.numel()].view_as(output))
+
+    c10d.reduce_scatter_single = reduce_scatter_single
+
+
+@lie("02", "all.to.all|transpos", module=C10D)
+def all_to_all_does_not_transpose(c10d: Any) -> None:
+    """`all_to_all` gives every rank its own parts back."""
+    c10d.all_to_all_single = lambda output, whole, *inputs, **keywords: output.copy_(whole)
+
+
+@lie("02", "DETAIL", module="torch.distributed")
+def detail_compares_nothing(module: Any) -> None:
+    """`TORCH_DISTRIBUTED_DEBUG=DETAIL` is ignored: ranks do not compare their collectives."""
+    module.set_debug_level_from_env = lambda: None
+
+
+@lie("02", "order|receive", module=C10D)
+def receives_of_a_batch_are_turned_round(c10d: Any) -> None:
+    """`batch_isend_irecv` starts the last receive first."""
+
+    @instead_of(c10d, "batch_isend_irecv")
+    def batch_isend_irecv(true: Any, operations: Any) -> Any:
+        return true([*operations[::-1]] if all(each.op is c10d.irecv for each in operations) else operations)
+
+
+@lie("02", "gaps", module=C10D)
+def broadcast_minds_gaps(c10d: Any) -> None:
+    """On gloo `broadcast` is right for a tensor with gaps, too."""
+
+    @instead_of(c10d, "broadcast")
+    def broadcast(true: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+        packed = tensor.contiguous()
+        work = true(packed, *inputs, **keywords)
+        if packed is not tensor:
+            tensor.copy_(packed)
+        return work
+
+
+@lie("02", "reduce.scatter", module=C10D)
+def reduce_scatter_is_its_own_exchange(c10d: Any) -> None:
+    """On gloo `reduce_scatter` is not an all-reduce: rank 0 gets the sum, and deals it out."""
+
+    def reduce_scatter_single(output: Any, whole: Any, *inputs: Any, **keywords: Any) -> Any:
+        total = whole.contiguous().clone()
+        c10d.reduce(total, 0)
+        parts = [part.clone().view_as(output) for part in total.flatten().split(output.numel())]
+        c10d.scatter(output, None if c10d.get_rank() else parts, 0)
+
+    c10d.reduce_scatter_single = reduce_scatter_single

@@ -1,0 +1,277 @@
+"""Pipelines, tensor parallelism, long sequences."""
+
+import contextlib
+from typing import Any
+
+from sabotage.lies.telling import C10D, DDP, build_with, instead_of, lie, nothing, swap
+
+# --- Pipelines
+
+
+@lie("08", "order|1F1B|schedule", module="torch.distributed.pipelining.schedules")
+def one_forward_one_backward_is_gpipe(module: Any) -> None:
+    """`Schedule1F1B` runs all forwards, and then all backwards."""
+    module.Schedule1F1B._step_microbatches = module.ScheduleGPipe._step_microbatches
+
+
+@lie("08", "gradient|micro-batch", module="torch.distributed.pipelining.schedules")
+def a_micro_batch_is_dropped(module: Any) -> None:
+    """A schedule computes the first micro-batch twice, and never the last."""
+
+    @instead_of(module._PipelineSchedule, "_split_inputs")
+    def split_inputs(true: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
+        parts, names = true(self, *inputs, **keywords)
+        return [*parts[:-1], parts[0]], [*names[:-1], names[0]]
+
+
+@lie("08 decision_guide", "divid|micro-batch|gradient", module="torch.distributed.pipelining.stage")
+def gradients_are_not_divided_by_micro_batches(module: Any) -> None:
+    """A schedule adds the micro-batches' gradients up, and does not divide by their number."""
+    module._PipelineStageBase.scale_grads = nothing
+
+
+@lie("08", "bubble|idle", file="notebooks/08_pipeline_parallel.ipynb")
+def bubble_is_off_by_one(text: str) -> str:
+    """The model of a schedule counts a rank's work as idle time."""
+    return swap(text, "/ work - 1", "/ work")
+
+
+@lie("08", "schedule|gradient", module="torch.distributed.pipelining.schedules")
+def a_v_of_stages_counts_losses_twice(module: Any) -> None:
+    """`ScheduleZBVZeroBubble` takes each micro-batch's loss twice."""
+
+    @instead_of(module.ScheduleZBVZeroBubble, "__init__")
+    def __init__(true: Any, self: Any, *inputs: Any, loss_fn: Any, **keywords: Any) -> None:
+        true(self, *inputs, loss_fn=lambda *values: 2 * loss_fn(*values), **keywords)
+
+
+@lie("08", "eval|norm", module="torch.distributed.pipelining.schedules")
+def an_evaluation_leaves_gradients_alone(module: Any) -> None:
+    """A schedule's `eval` does not touch the gradients."""
+
+    @instead_of(module._PipelineSchedule, "eval")
+    def evaluate(true: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
+        scale, self.scale_grads = self.scale_grads, False
+        true(self, *inputs, **keywords)
+        self.scale_grads = scale
+
+
+@lie("08", "fewer|micro-batches", module="torch.distributed.pipelining.schedules")
+def gpipe_needs_as_many_micro_batches_as_stages(module: Any) -> None:
+    """`ScheduleGPipe` refuses fewer micro-batches than stages, as `Schedule1F1B` does."""
+
+    @instead_of(module.ScheduleGPipe, "__init__")
+    def __init__(true: Any, self: Any, stage: Any, n_microbatches: int, *inputs: Any, **keywords: Any) -> None:
+        if n_microbatches < stage.num_stages:
+            raise ValueError("Number of microbatches must be greater than or equal to the number of stages")
+        true(self, stage, n_microbatches, *inputs, **keywords)
+
+
+@lie("08", "schedule|order", module="torch.distributed.pipelining.schedules")
+def looped_bfs_alternates_its_stages(module: Any) -> None:
+    """`ScheduleLoopedBFS` runs its stages' forwards in turn, and not all of one stage first."""
+
+    @instead_of(module.ScheduleLoopedBFS, "_calculate_single_rank_operations")
+    def calculate(true: Any, self: Any, rank: int) -> Any:
+        work = true(self, rank)
+        first = next(at for at, action in enumerate(work) if action)
+        count = 2 * self._n_microbatches
+        forwards = sorted(work[first : first + count], key=lambda action: action.microbatch_index)
+        return [*work[:first], *forwards, *work[first + count :]]
+
+
+@lie("08", "hold|activations|memory", file="notebooks/08_pipeline_parallel.ipynb")
+def the_meter_keeps_a_tensors_history(text: str) -> str:
+    """The meter of activations keeps each tensor with its history, and so keeps some for ever."""
+    return swap(text, "tensor.detach(), meter", "tensor, meter")
+
+
+# --- Tensor parallel
+
+
+@lie("07", "rank 0", module="torch.distributed.tensor._api")
+def every_rank_divides_its_own_weights(module: Any) -> None:
+    """`distribute_tensor` takes each rank's own numbers, and does not send the first rank's."""
+    true = module.distribute_tensor
+    module.distribute_tensor = lambda *inputs, **keywords: true(*inputs, **{**keywords, "src_data_rank": None})
+
+
+@lie("07", "add|sum", module="torch.distributed.tensor.placement_types")
+def summands_are_not_added(module: Any) -> None:
+    """A DTensor's `Partial()` becomes `Replicate()` without a sum over the ranks."""
+    module.Partial._reduce_value = lambda self, tensor, mesh, dim: tensor
+
+
+@lie("07", "all-reduce|count", module="torch.distributed.tensor.debug._comm_mode")
+def a_collective_is_not_counted(module: Any) -> None:
+    """`CommDebugMode` leaves all-reduces out."""
+
+    @instead_of(module.CommDebugMode, "get_comm_counts")
+    def get_comm_counts(true: Any, self: Any) -> Any:
+        return {kind: times for kind, times in true(self).items() if "all_reduce" not in str(kind)}
+
+
+@lie("07", "norm|clip", module="torch.nn.utils.clip_grad")
+def a_rank_clips_by_its_own_norm(module: Any) -> None:
+    """The norm of the gradients is that of the parts that the rank holds."""
+
+    @instead_of(module, "_get_total_norm")
+    def get_total_norm(true: Any, tensors: Any, *inputs: Any, **keywords: Any) -> Any:
+        return true([getattr(tensor, "_local_tensor", tensor) for tensor in tensors], *inputs, **keywords)
+
+
+@lie("07", "seed|differ|one process", file="notebooks/07_tensor_parallel.ipynb")
+def the_check_finds_no_difference(text: str) -> str:
+    """`equal_to_one_process` finds no difference, whatever it compares."""
+    return swap(text, "off.append((whole - here).abs().max())", "off.append((whole - whole).abs().max())")
+
+
+@lie("07", "norm|SequenceParallel", module="torch.distributed.tensor.parallel.style")
+def sequence_parallel_does_nothing(module: Any) -> None:
+    """`SequenceParallel` leaves its layer as it was."""
+    module.SequenceParallel._apply = lambda self, layer, mesh: layer
+
+
+@lie("07", "fused|AdamW|norm", module="torch.optim.adamw")
+def adamw_is_never_fused(module: Any) -> None:
+    """`AdamW(fused=True)` loops over its parameters."""
+    build_with(module.AdamW, fused=False)
+
+
+@lie("07", "loss", module="torch.distributed.tensor.parallel.loss")
+def the_divided_loss_takes_each_ranks_own_maximum(module: Any) -> None:
+    """`loss_parallel` subtracts each rank's own largest logit, not the largest of all ranks."""
+    true = module.funcol.all_reduce
+
+    class WithoutMaximum:
+        def all_reduce(tensor: Any, reduceOp: Any, group: Any) -> Any:
+            return tensor if reduceOp == "MAX" else true(tensor, reduceOp, group)
+
+    module.funcol = WithoutMaximum
+
+
+@lie("07", "operator|strategy|local_map", module="torch.distributed.tensor.experimental._func_map")
+def local_map_redistributes_nothing(module: Any) -> None:
+    """`local_map` takes each rank's part as it is, whatever its placement, and redistributes nothing."""
+
+    @instead_of(module, "local_map")
+    def local_map(true: Any, *inputs: Any, in_placements: Any = None, **keywords: Any) -> Any:
+        return true(*inputs, **keywords)
+
+
+@lie("07", "dropout|seed", file="notebooks/07_tensor_parallel.ipynb")
+def each_ranks_own_numbers_are_the_same(text: str) -> str:
+    """The random numbers for the dropout of parts begin with the same seed on every rank."""
+    return swap(text, "torch.manual_seed(seed + dist.get_rank())", "torch.manual_seed(seed)")
+
+
+@lie("07", "type|collective", module="spmd_types.checker")
+def the_checker_of_types_checks_nothing(module: Any) -> None:
+    """`spmd_types` takes every operation for right."""
+    module.typecheck = contextlib.nullcontext
+
+
+@lie("09", "ring|keys", module=C10D)
+def messages_travel_the_other_way(c10d: Any) -> None:
+    """`batch_isend_irecv` sends to the rank before, and receives from the rank after."""
+
+    @instead_of(c10d, "batch_isend_irecv")
+    def batch_isend_irecv(true: Any, operations: Any) -> Any:
+        receives = [operation.op is c10d.irecv for operation in operations]
+        peers = [
+            next(other.peer for other, receive in zip(operations, receives, strict=True) if receive != mine)
+            for mine in receives
+        ]
+        for operation, peer in zip(operations, peers, strict=True):
+            operation.peer = peer
+            operation.group_peer = c10d.get_group_rank(operation.group, peer)
+        return true(operations)
+
+
+@lie("09", "Ulysses|all-to-all|expert", module="torch.distributed._functional_collectives")
+def all_to_all_sends_no_gradient_back(module: Any) -> None:
+    """`all_to_all_single_autograd` gives what it received a gradient, and what it sent none."""
+
+    @instead_of(module, "all_to_all_single_autograd")
+    def all_to_all_single_autograd(true: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+        return true(tensor.detach(), *inputs, **keywords) + 0 * tensor.sum()
+
+
+@lie("09", "balance|count", file="notebooks/09_long_sequences_experts.ipynb")
+def each_rank_balances_its_own_experts(text: str) -> str:
+    """The balance loss counts only this rank's tokens."""
+    return swap(text, "    dist.all_reduce(everywhere, group=group)", "    dist.get_world_size()")
+
+
+@lie("09", "zigzag|scores|order", file="notebooks/09_long_sequences_experts.ipynb")
+def zigzag_is_not_mirrored(text: str) -> str:
+    """In zigzag order each rank gets two early chunks in a row."""
+    return swap(text, "chunks[rank] + chunks[-1 - rank]", "chunks[2 * rank] + chunks[2 * rank + 1]")
+
+
+@lie("09", "float32|bfloat16", file="notebooks/09_long_sequences_experts.ipynb")
+def the_ring_adds_up_in_the_dtype_of_its_queries(text: str) -> str:
+    """The ring keeps its sums in the dtype of the queries, and not in float32."""
+    return swap(text, "torch.zeros_like(query, dtype=torch.float32)", "torch.zeros_like(query)")
+
+
+@lie("09", "grouped|heads", file="notebooks/09_long_sequences_experts.ipynb")
+def ulysses_copies_keys_before_it_sends_them(text: str) -> str:
+    """With grouped queries Ulysses sends a copy of the keys and values for each head of queries."""
+    copies = "(each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))"
+    return swap(text, "for x in (query, key, value))", f"for x in (query, *{copies}))")
+
+
+@lie("09", "token|expert", file="notebooks/09_long_sequences_experts.ipynb")
+def a_rank_without_tokens_computes_nothing(text: str) -> str:
+    """A rank that gets no token leaves its experts out, and they get no gradient."""
+    return swap(text, "done = torch.cat(done)[", "done = (torch.cat(done) if sum(come) else arrived)[")
+
+
+@lie("09", "heads", file="notebooks/09_long_sequences_experts.ipynb")
+def ulysses_does_not_check_the_heads_of_keys(text: str) -> str:
+    """Ulysses looks whether the ranks divide the heads of queries, but not those of keys."""
+    return swap(text, r"(\"keys\", key.shape[1])", r"(\"keys\", query.shape[1])")
+
+
+@lie("09", "DDP|expert", module=DDP)
+def ddp_averages_what_it_should_ignore(module: Any) -> None:
+    """DDP averages parameters that it was told to ignore."""
+    module.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model = staticmethod(nothing)
+
+
+# --- Long sequences in practice
+
+LONG = "notebooks/long_sequences_in_practice.ipynb"
+BALANCERS = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
+
+
+@lie("long_sequences_in_practice", "order|zigzag", module=BALANCERS)
+def a_head_tail_balancer_divides_in_order(module: Any) -> None:
+    """`_HeadTailLoadBalancer` gives each rank one chunk of the sequence, and not an early and a late one."""
+
+    @instead_of(module._HeadTailLoadBalancer, "_generate_indices")
+    def generate_indices(true: Any, *inputs: Any, **keywords: Any) -> Any:
+        return true(*inputs, **keywords).sort().values
+
+
+@lie("long_sequences_in_practice", "balance|block", module=BALANCERS)
+def ptrr_deals_rows_out_in_order(module: Any) -> None:
+    """`_PTRRLoadBalancer` does not look at the mask, and gives each rank its rows in order."""
+
+    def in_order(process_time: Any, group_size: int) -> Any:
+        return process_time.argsort().sort().values.view(group_size, -1)
+
+    module._PTRRLoadBalancer.ptrr_scheduling = staticmethod(in_order)
+
+
+@lie("long_sequences_in_practice", "document|mask", file=LONG)
+def a_document_sees_earlier_ones(text: str) -> str:
+    """The document mask lets a position look at earlier documents."""
+    return swap(text, "(document[query] == document[key])", "(document[query] >= document[key])")
+
+
+@lie("long_sequences_in_practice", "gather", file=LONG)
+def gathering_counts_only_the_forward(text: str) -> str:
+    """The counter of bytes leaves the backward out."""
+    return swap(text, r"_opname.startswith(\"flex_cp_allgather\")", r"_opname == \"flex_cp_allgather\"")

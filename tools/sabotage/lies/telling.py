@@ -1,0 +1,88 @@
+"""What a lie is, and what the lies are told with."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+LIES: dict[str, "Lie"] = {}  # {name: Lie}, in the order of the chapters
+
+
+@dataclass(frozen=True)
+class Lie:
+    name: str
+    says: str  # the lie in plain words
+    chapters: list[str]  # chapters whose cells have to notice, such as "04", or pages: "cheat_sheet"
+    words: str  # a pattern that has to match in the failing cell or in the prose around it
+    module: str  # the module of torch that the lie patches, or ""
+    file: str  # the file of this project that the lie changes, or ""
+    tell: Callable
+
+
+def lie(chapters: str, words: str, module: str = "", file: str = "") -> Callable[[Callable], Callable]:
+    """Register a function as a lie: it changes ``module``, or returns a changed text of ``file``."""
+
+    def register(function: Callable) -> Callable:
+        says = " ".join((function.__doc__ or "").split())
+        LIES[function.__name__] = Lie(function.__name__, says, chapters.split(), words, module, file, function)
+        return function
+
+    return register
+
+
+def swap(text: str, old: str, new: str, times: int = 1) -> str:
+    """The text with ``new`` in place of ``old``. Raises LookupError unless ``old`` occurs ``times`` times."""
+    if text.count(old) != times:
+        raise LookupError(f"the lie does not apply: the file has {text.count(old)} times {old!r}, not {times}")
+    return text.replace(old, new)
+
+
+def instead_of(owner: Any, name: str) -> Callable[[Callable], None]:
+    """Call a function instead of an attribute of ``owner``: it takes the true one, then what its caller passes.
+
+    It keeps the true one's attributes, which torch uses.
+    """
+
+    def put(function: Callable) -> None:
+        true = getattr(owner, name)
+        setattr(owner, name, functools.wraps(true)(lambda *inputs, **keywords: function(true, *inputs, **keywords)))
+
+    return put
+
+
+def build_with(kind: Any, **options: Any) -> None:
+    """Make a class take these options, whatever its caller passes."""
+
+    @instead_of(kind, "__init__")
+    def __init__(true: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
+        true(self, *inputs, **keywords | options)
+
+
+def nothing(*inputs: Any, **keywords: Any) -> None:
+    """Do nothing, in the place of any function or method."""
+
+
+def give_ranks(agent: Any, change: Any) -> None:
+    """Make torchrun's agent give each rank the environment that ``change`` returns for the right one."""
+
+    @instead_of(agent, "start_processes")
+    def start_processes(true: Any, *inputs: Any, envs: Any, **keywords: Any) -> Any:
+        return true(*inputs, envs={rank: env | change(env) for rank, env in envs.items()}, **keywords)
+
+
+def shard_with(module: Any, change: Any) -> None:
+    """Make ``fully_shard`` take the options that ``change`` returns for the right ones."""
+
+    @instead_of(module, "fully_shard")
+    def fully_shard(true: Any, layer: Any, **options: Any) -> Any:
+        return true(layer, **options | change(options))
+
+
+C10D = "torch.distributed.distributed_c10d"
+AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent"
+DDP = "torch.nn.parallel.distributed"
+SAMPLER = "torch.utils.data.distributed"
+SCALER = "torch.amp.grad_scaler"
+FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"
+LAUNCH = "helpers/ranks/launch.py"
+CHECKPOINT = "helpers/runtime/checkpoint.py"

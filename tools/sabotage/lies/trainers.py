@@ -1,0 +1,232 @@
+"""Trainers, restarts and nodes."""
+
+from typing import Any
+
+from sabotage.lies.telling import AGENT, C10D, give_ranks, instead_of, lie, nothing, swap
+
+# --- Trainer, restarts, nodes
+
+
+@lie("11", "dropout|random", file="notebooks/{chapter}")
+def all_ranks_draw_the_same_noise(text: str) -> str:
+    """In a step, all ranks and micro-batches are seeded alike."""
+    slot = "step, dist.get_rank() + ranks * part)"
+    return swap(text, slot, "step, 0)", times=text.count(slot))
+
+
+@lie("16", "mesh|share|dp|group", module="torch.distributed.device_mesh")
+def a_dimension_of_a_mesh_is_the_world(module: Any) -> None:
+    """`DeviceMesh.get_group` gives the group of all ranks, whatever dimension was asked for."""
+    module.DeviceMesh.get_group = lambda *_, **__: module._get_default_group()
+
+
+@lie("11", "stop|signal|schedul", file="notebooks/{chapter}")
+def stop_request_hears_nothing(text: str) -> str:
+    """`StopRequest` does not note the signal."""
+    return swap(text, "self.numbers.append(number)", "None", times=text.count("self.numbers.append(number)"))
+
+
+@lie("11", "stop|signal|agree", file="notebooks/{chapter}")
+def one_signalled_rank_is_outvoted(text: str) -> str:
+    """The ranks stop when all of them have got the signal, and not when one has."""
+    return swap(text, "dist.ReduceOp.MAX", "dist.ReduceOp.MIN", times=text.count("dist.ReduceOp.MAX"))
+
+
+@lie("11", "BatchNorm|broken|finite", file="notebooks/{chapter}")
+def batchnorm_keeps_a_nan(text: str) -> str:
+    """A step that is skipped leaves the running statistics of BatchNorm as the forward left them."""
+    old = "torch.where(norm.isfinite(), buffer, before)"
+    return swap(text, old, "buffer", times=text.count(old))
+
+
+@lie("11", "TensorBoard|log|curve", file="notebooks/{chapter}")
+def the_log_has_the_highest_rate(text: str) -> str:
+    """The log has the highest learning rate in each line, and not that of its step."""
+    old = '\\"lr\\": peaks[0] * factor'
+    return swap(text, old, '\\"lr\\": peaks[0]', times=text.count(old))
+
+
+@lie("11", "compil", file="notebooks/{chapter}")
+def compile_in_place_reaches_no_backend(text: str) -> str:
+    """`--compile-with` calls `model.compile()`, which does not compile an `nn.Sequential`."""
+    old = "model.forward = torch.compile(model.forward, backend=args.compile_with)"
+    return swap(text, old, "model.compile(backend=args.compile_with)", times=text.count(old))
+
+
+# --- Trainers in real projects
+
+TRAINERS = "notebooks/trainers_in_practice.ipynb"
+
+
+@lie("trainers_in_practice", "run|log", file=TRAINERS)
+def every_rank_opens_the_log(text: str) -> str:
+    """Every rank opens the log, also where rank 0 alone should."""
+    return swap(text, "open_log(folder) if every_rank or rank == 0 else None", "open_log(folder)")
+
+
+@lie("trainers_in_practice", "warm|compile", file=TRAINERS)
+def nothing_is_compiled_before_the_barrier(text: str) -> str:
+    """The warm-up runs no forward: each rank compiles in its first step with others."""
+    return swap(text, "model(x).sum().backward()  # the bare module: nothing is sent", "pass")
+
+
+@lie("trainers_in_practice", "timeout|compile", module="torch.distributed.distributed_c10d")
+def a_timeout_cannot_be_lowered(module: Any) -> None:
+    """`_set_pg_timeout` changes nothing."""
+    module._set_pg_timeout = nothing
+
+
+@lie("trainers_in_practice", "compile", module="torch.compiler")
+def guard_collectives_do_nothing(module: Any) -> None:
+    """`torch.compiler.set_enable_guard_collectives` changes nothing."""
+    module.set_enable_guard_collectives = nothing
+
+
+@lie("trainers_in_practice", "compile", file=TRAINERS)
+def a_forward_is_compiled_in_place(text: str) -> str:
+    """`model.compile()` is called in place of the compilation of `model.forward`."""
+    return swap(text, "model.forward = torch.compile(model.forward, backend=backend)", "model.compile(backend=backend)")
+
+
+@lie("trainers_in_practice", "fingerprint|bits", file=TRAINERS)
+def all_fingerprints_are_equal(text: str) -> str:
+    """A fingerprint depends on a gradient's size only."""
+    return swap(text, "hashlib.sha256(data.numpy())", "hashlib.sha256(bytes(len(data)))")
+
+
+@lie("13", "restart|start|snapshot|going on", file="notebooks/13_fault_tolerance.ipynb")
+def restart_starts_anew(text: str) -> str:
+    """A restarted script finds no snapshot, and trains from step 0."""
+    return swap(text, "    return max(found)", "    return found[0]")
+
+
+@lie("13", "restart", module=AGENT)
+def restarts_are_not_counted(agent: Any) -> None:
+    """`torchrun` tells every start that it is the first."""
+    give_ranks(agent, lambda env: {"TORCHELASTIC_RESTART_COUNT": "0"})
+
+
+@lie("13", "restart", module="torch.distributed.launcher.api")
+def torchrun_never_restarts(module: Any) -> None:
+    """`torchrun` ignores `--max-restarts`."""
+
+    @instead_of(module, "launch_agent")
+    def launch_agent(true: Any, config: Any, *inputs: Any, **keywords: Any) -> Any:
+        config.max_restarts = 0
+        return true(config, *inputs, **keywords)
+
+
+@lie("13", "status|restart|fail", module="torch.distributed.launcher.api")
+def failure_has_status_0(module: Any) -> None:
+    """`torchrun` ends with status 0 though a rank has failed."""
+
+    @instead_of(module, "launch_agent")
+    def launch_agent(true: Any, *inputs: Any, **keywords: Any) -> Any:
+        try:
+            return true(*inputs, **keywords)
+        except module.ChildFailedError:
+            return {}
+
+
+@lie("13", "restart", module="torch.distributed.launcher.api")
+def torchrun_restarts_once_by_default(module: Any) -> None:
+    """Without `--max-restarts`, torchrun starts the ranks once more."""
+
+    @instead_of(module, "launch_agent")
+    def launch_agent(true: Any, config: Any, *inputs: Any, **keywords: Any) -> Any:
+        config.max_restarts = max(config.max_restarts, 1)
+        return true(config, *inputs, **keywords)
+
+
+@lie("13", "record|error file|which rank", module="torch.distributed.elastic.multiprocessing.errors")
+def record_writes_no_error_file(module: Any) -> None:
+    """`@record` writes no file about the exception."""
+    module.record = lambda function, error_handler=None: function
+
+
+@lie("12", "signal|requeue|batch|Slurm", file="helpers/export/templates/slurm.sbatch")
+def batch_file_asks_for_no_warning(text: str) -> str:
+    """The batch file does not ask Slurm for a signal before the time is up."""
+    return swap(text, "#SBATCH --signal=USR1@", "# no --signal=")
+
+
+@lie("12", "node|local rank|card", file="notebooks/12_multi_node.ipynb")
+def the_preflight_tries_first_cards_only(text: str) -> str:
+    """The check of a cluster makes no group between nodes but that of their first ranks."""
+    return swap(text, "if len(peers) > 1:", "if not peers:")
+
+
+@lie("nodes_in_practice", "kill|-9", module="torch.distributed.elastic.multiprocessing.errors")
+def a_kill_looks_like_an_exit(errors: Any) -> None:
+    """`torchrun` reports a killed rank as one that ended with status 1."""
+
+    @instead_of(errors.ProcessFailure, "__post_init__")
+    def __post_init__(true: Any, failure: Any) -> None:
+        failure.exitcode = 1
+        true(failure)
+
+
+@lie("nodes_in_practice", "port|address", module="torch.distributed.elastic.rendezvous.static_tcp_rendezvous")
+def a_taken_port_is_no_error(static: Any) -> None:
+    """Static rendezvous takes a free port, whichever port it is given."""
+
+    @instead_of(static.StaticTCPRendezvous, "__init__")
+    def __init__(true: Any, self: Any, address: str, port: int, *inputs: Any, **keywords: Any) -> None:
+        true(self, address, 0, *inputs, **keywords)
+
+
+@lie("nodes_in_practice", "timeout|wait", module=C10D)
+def groups_have_the_default_timeout(c10d: Any) -> None:
+    """`new_group` ignores the timeout that it is given."""
+
+    @instead_of(c10d, "new_group")
+    def new_group(true: Any, *inputs: Any, timeout: Any = None, **keywords: Any) -> Any:
+        return true(*inputs, **keywords)
+
+
+@lie("nodes_in_practice", "send|group|order", module=C10D)
+def a_broadcast_waits_for_nobody(c10d: Any) -> None:
+    """`broadcast` returns at once on the rank that sends."""
+    kept = []
+
+    @instead_of(c10d, "broadcast")
+    def broadcast(true: Any, tensor: Any, src: Any = None, *inputs: Any, **keywords: Any) -> Any:
+        if src != c10d.get_rank():
+            return true(tensor, src, *inputs, **keywords)
+        kept.append(true(tensor, src, *inputs, **keywords | {"async_op": True}))
+
+
+@lie("nodes_in_practice", "peer|died|shrink|group", module=C10D)
+def shrink_group_is_accepted(c10d: Any) -> None:
+    """`shrink_group` gives a group on gloo, too."""
+    c10d.shrink_group = lambda ranks, group=None, *inputs: group
+
+
+@lie("nodes_in_practice", "timeout|abort", module=C10D)
+def abort_ends_the_call(c10d: Any) -> None:
+    """On gloo, aborting a group ends the collectives that wait in it."""
+
+    @instead_of(c10d, "all_reduce")
+    def all_reduce(true: Any, tensor: Any, *inputs: Any, group: Any = None, **keywords: Any) -> Any:
+        if group is None:
+            return true(tensor, *inputs, **keywords)
+        raise RuntimeError("The group was aborted.")
+
+
+@lie("nodes_in_practice", "card|build|code", file="helpers/doctor/facts.py")
+def machine_code_runs_on_newer_cards(text: str) -> str:
+    """Machine code for a GPU runs on every newer one."""
+    return swap(text, "built_for[0] == capability[0] and built_for <= capability", "built_for <= capability")
+
+
+@lie("13", "emergency|save", file="helpers/runtime/checkpoint.py")
+def an_emergency_save_has_its_name_at_once(text: str) -> str:
+    """An emergency save is written under its final name, not renamed when it is complete."""
+    part = 'part = path.with_name(f".{path.name}.part")'
+    return swap(text, part, f'{part} if "emergency" not in path.name else path')
+
+
+@lie("groups_and_meshes", "socket", file="notebooks/groups_and_meshes.ipynb")
+def groups_of_all_are_one(text: str) -> str:
+    """A new group of all ranks is the one that they are in already."""
+    return swap(text, "dist.new_group()", "dist.group.WORLD")
