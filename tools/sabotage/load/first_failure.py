@@ -81,4 +81,6 @@ def shown(outputs: list | None) -> list[str]:
 def difference(stored: list[str], now: list[str]) -> str:
     """The first line that is not among the stored lines, and the first stored line that is missing, as text."""
     new, gone = [line for line in now if line not in stored], [line for line in stored if line not in now]
+    if not new and not gone:
+        return "another picture"
     return f"{(new or ['nothing'])[0].strip()}; stored is: {(gone or ['nothing'])[0].strip()}"
