@@ -43,7 +43,7 @@ BUGS = {
     ),
     "the schedule begins anew": (
         "(step - 1 - args.warmup)",
-        '(next(train.__dict__.setdefault("steps", count())) - args.warmup)',
+        "(steps.index(step) - args.warmup)",
         "regression",
         STOPPED,
     ),
