@@ -9,6 +9,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from sabotage import run
 from sabotage.lies import LIES
+from sabotage.lies.telling_lies import instead_of
 
 # One lie in the kernel, one in the ranks of launch, one in the processes of a torchrun that a cell starts.
 EXAMPLES = {"autocast_is_off": "05", "all_reduce_sums_where_it_should_average": "02", "local_rank_is_the_rank": "01"}
@@ -41,6 +42,12 @@ def test_a_row_quotes_a_cell_about_the_lie(lie, chapter):
         with contextlib.suppress(SyntaxError):  # for a cell that begins with %%
             source += "\n" + ast.unparse(ast.parse(source))  # a statement of several lines is quoted as one
         assert failure.text.removesuffix(" …") in run.as_code(source, len(source))
+
+
+def test_a_lies_own_error_is_known_by_its_file():
+    """first_failure.py looks for this name in what a cell or a rank says."""
+    functions = [instead_of, *(lie.tell for lie in LIES.values())]
+    assert [f.__name__ for f in functions if not f.__code__.co_filename.endswith("lies.py")] == []
 
 
 @pytest.mark.slow

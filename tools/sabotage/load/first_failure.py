@@ -45,7 +45,7 @@ def describe(item: Any, error: Exception) -> tuple[str, str]:
         return "fault", str(error)  # launch ends a hang much earlier: here the machine was too busy
     if raised and not str(error).startswith("Cell outputs differ"):
         name, value = raised[-1].ename, " ".join(raised[-1].evalue.split())
-        own = "sabotage/lies/" in text + value or f"{os.environ['WORLD_SIZE_ONE_LIE'] or None}." in value
+        own = "lies.py" in text + value or f"{os.environ['WORLD_SIZE_ONE_LIE'] or None}." in value
         if name in ("ImportError", "NameError") or own and re.search(FAULT, f"{name}: {value}"):
             return "fault", f"{name}: {value}"
         if name == "AssertionError":

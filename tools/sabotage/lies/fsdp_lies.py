@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sabotage.lies.telling import FSDP, build_with, instead_of, lie, nothing, shard_with, swap
+from sabotage.lies.telling_lies import FSDP, build_with, instead_of, lie, nothing, shard_with, swap
 
 # --- Fully sharded data parallel
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sabotage.lies.telling import CHECKPOINT, SCALER, instead_of, lie, nothing, swap
+from sabotage.lies.telling_lies import CHECKPOINT, SCALER, instead_of, lie, nothing, swap
 
 # --- Checkpoints
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sabotage.lies.telling import C10D, instead_of, lie, swap
+from sabotage.lies.telling_lies import C10D, instead_of, lie, swap
 
 # --- Profiling and debugging
 

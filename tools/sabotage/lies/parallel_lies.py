@@ -3,7 +3,7 @@
 import contextlib
 from typing import Any
 
-from sabotage.lies.telling import C10D, DDP, build_with, instead_of, lie, nothing, swap
+from sabotage.lies.telling_lies import C10D, DDP, build_with, instead_of, lie, nothing, swap
 
 # --- Pipelines
 

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from sabotage.lies.telling import AGENT, C10D, DDP, LAUNCH, give_ranks, instead_of, lie, swap
+from sabotage.lies.telling_lies import AGENT, C10D, DDP, LAUNCH, give_ranks, instead_of, lie, swap
 
 # --- The first run
 

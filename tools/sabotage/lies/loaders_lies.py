@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sabotage.lies.telling import C10D, SAMPLER, build_with, instead_of, lie, nothing, swap
+from sabotage.lies.telling_lies import C10D, SAMPLER, build_with, instead_of, lie, nothing, swap
 
 # --- Samplers and loaders
 

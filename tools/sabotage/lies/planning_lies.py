@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sabotage.lies.telling import FSDP, lie, shard_with, swap
+from sabotage.lies.telling_lies import FSDP, lie, shard_with, swap
 
 
 @lie("15", "rows|planned", module=FSDP)

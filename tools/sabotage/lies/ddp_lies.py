@@ -3,7 +3,7 @@
 import contextlib
 from typing import Any
 
-from sabotage.lies.telling import DDP, SCALER, build_with, instead_of, lie, nothing, swap
+from sabotage.lies.telling_lies import DDP, SCALER, build_with, instead_of, lie, nothing, swap
 
 # --- DDP
 
