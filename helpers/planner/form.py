@@ -7,6 +7,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from html import escape
 from typing import Any, get_args
 
@@ -150,11 +151,16 @@ def best(values: Values) -> Answer:
     """The fastest layouts for a model, its GPUs and its batch, whatever the layout's inputs are."""
     try:
         question = ask({**values, **{name: INPUTS[name].value for name in LAYOUT if name not in ("batch", "dtype")}})
-        batch, dtype = question.layout["batch"], question.layout["dtype"]
-        result = search(models.model_of(question.model), question.cluster, batch, dtype=dtype)
-        return Answer(search_html(result), search_tables(result))
+        model, batch, dtype = models.model_of(question.model), question.layout["batch"], question.layout["dtype"]
+        return ranked(model, question.cluster, batch, dtype)
     except (PlanError, ArithmeticError) as error:
         return Answer(error_html(error))
+
+
+@lru_cache(8)  # the page asks again after each change, also of a layout, which changes nothing here
+def ranked(model: models.Model, cluster: clusters.Cluster, batch: int, dtype: str) -> Answer:
+    result = search(model, cluster, batch, dtype=dtype)
+    return Answer(search_html(result), search_tables(result))
 
 
 def error_html(error: Exception) -> str:
