@@ -54,7 +54,7 @@ serve: $(READY)  ## show the built book on 127.0.0.1  (PORT=8000)
 
 lab: $(READY)  ## open the notebooks in JupyterLab
 	@$(BIN)/jupyter trust notebooks/*.ipynb >/dev/null  # or JupyterLab strips the stored figures
-	@$(BIN)/jupyter lab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks $(ARGS)
+	@$(BIN)/jupyter lab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 
 scripts: $(READY)  ## write every chapter's torchrun script to scripts/
 	@$(BIN)/python -m helpers export --all --out scripts --force
@@ -62,6 +62,7 @@ run: $(READY)  ## export one chapter and run it under torchrun  (CHAPTER=04 NPRO
 	@$(BIN)/python -m helpers run $(or $(CHAPTER_NN),04) --nproc $(NPROC) -- $(ARGS)
 
 check: $(READY)  ## ruff, mypy, tests that start no ranks; CHAPTER=04: one chapter's cells, script and rehearsal
+	@ls notebooks/$(CHAPTER_NN)*.ipynb >/dev/null 2>&1 || { echo "There is no chapter $(CHAPTER). Give a number: 04" >&2; exit 1; }
 	@$(STATIC)
 	@$(if $(CHAPTER),notebook=$$(ls notebooks/$(CHAPTER_NN)*.ipynb) && $(PYTEST) -n 3 -q -k "$$(basename $$notebook .ipynb)" \
 	  "$$notebook" tests/test_scripts.py tests/test_notebooks.py,$(PYTEST) -n 3 -q -m "not ranks and not slow and not system" tests) $(ARGS)

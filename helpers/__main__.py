@@ -1,14 +1,19 @@
 """The command line, ``python -m helpers``. What a command takes and does is in its room's ``command`` module."""
 
 import argparse
+import os
 import sys
 
 from helpers.command_line import Parser
-from helpers.doctor import command as doctor
-from helpers.export import command as chapters
-from helpers.planner import command as planner
-from helpers.rehearsal import command as rehearsal
-from helpers.verify import command as verify
+
+try:
+    from helpers.doctor import command as doctor
+    from helpers.export import command as chapters
+    from helpers.planner import command as planner
+    from helpers.rehearsal import command as rehearsal
+    from helpers.verify import command as verify
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error.name} is not installed in this Python.\nTake the one that make sets up: .venv/bin/python")
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -42,9 +47,11 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     flags: list[str] = []
     if arguments[:1] in (["run"], ["rehearse"]) and "--" in arguments:
         arguments, flags = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
-    args = parser.parse_args(arguments)
-    if getattr(args, "flags", None):
-        parser.error(f"put two dashes before the script's flags: -- {' '.join(args.flags)}")
+    args, unknown = parser.parse_known_args(arguments)
+    if stray := " ".join(unknown + getattr(args, "flags", [])):
+        takes_flags = args.command in ("run", "rehearse")
+        advice = f"put two dashes before the script's flags: -- {stray}"
+        commands.choices[args.command].error(advice if takes_flags else f"unrecognized arguments: {stray}")
     return args, flags
 
 
@@ -52,7 +59,12 @@ def main(arguments: list[str]) -> int:
     """Run a command line, without the program's name; return its exit status. Wrong usage raises SystemExit(2)."""
     args, flags = parse(arguments)
     try:
-        return args.main(args, flags)
+        status = args.main(args, flags)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as in `list | head`; Python would flush again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130

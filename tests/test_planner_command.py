@@ -113,7 +113,7 @@ def test_a_name_is_never_a_file_and_a_file_has_any_name(helpers, job, tmp_path, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("gpt2 h100", "a search needs the samples"),
+        ("gpt2 h100", "a search needs batch, the samples"),
         ("gpt2", "no cluster is given"),
         ("gpt2 h100 --layout =8", "'=8' has no name"),
         ("gpt2 h100 --layout dp8", "'dp8' has no value"),

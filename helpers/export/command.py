@@ -24,7 +24,9 @@ def add_commands(commands: "argparse._SubParsersAction") -> None:
     command.add_argument(
         "--slurm", action="store_true", help="write what starts it on many nodes too: for Slurm, by hand, on Kubernetes"
     )
-    command.add_argument("--nodes", type=whole, metavar="N", help="of the files of --slurm (default: 2)")
+    command.add_argument(
+        "--nodes", type=whole, metavar="N", help="of the files of --slurm, which it implies (default: 2)"
+    )
     command.add_argument("--gpus-per-node", type=whole, metavar="N", help="of the files of --slurm (default: 8)")
     command.add_argument("--time", metavar="LIMIT", help="of the files of --slurm (default: 04:00:00)")
 
@@ -32,7 +34,7 @@ def add_commands(commands: "argparse._SubParsersAction") -> None:
     command.set_defaults(main=main)
     command.add_argument("chapter", metavar="CHAPTER", help=CHAPTER)
     command.add_argument("--nproc", type=whole, default=2, metavar="N", help="how many ranks (default: 2)")
-    command.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the script, after two dashes")
+    command.add_argument("flags", nargs="*", default=[], metavar="-- FLAGS", help="the script's, after two dashes")
 
 
 def main(args: argparse.Namespace, flags: list[str]) -> int:

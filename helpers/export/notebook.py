@@ -38,7 +38,8 @@ def read_notebook(path: str | Path) -> NotebookNode:
         return notebook
     except Exception as error:  # on a damaged file nbformat raises errors of any type
         reason = first_line(str(error)) or type(error).__name__
-        raise ExportError(f"{path} is not a notebook that can be read: {reason}") from None
+        what = f"{path} is not a notebook that can be read: {reason}"
+        raise ExportError(f"{what}\nGive an .ipynb that JupyterLab opens.") from None
 
 
 def first_line(text: str) -> str:

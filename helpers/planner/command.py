@@ -99,7 +99,8 @@ def read_job(arguments: argparse.Namespace) -> dict[str, Any]:
         job["model"] = {**({"preset": model} if isinstance(model, str) else model), **sizes}
     for name in ("model", "cluster"):
         if job.get(name) is None:
-            refuse(f"no {name} is given", 'a name, or write model = "llama3-8b", cluster = "h100", [layout] dp = 8')
+            file = 'or a file with model = "llama3-8b", cluster = "h100", [layout] dp = 8'
+            refuse(f"no {name} is given", f"both, as in plan llama3-8b h100, {file}")
     return job
 
 
@@ -121,7 +122,7 @@ def show_search(arguments: argparse.Namespace, job: dict[str, Any]) -> None:
     constraints = dict(job["layout"])
     batch = constraints.pop("batch", 0)
     if not batch:
-        refuse("a search needs the samples of a step", "--layout batch=1024, and sizes that are to stay")
+        refuse("a search needs batch, the samples of a step", "--layout batch=1024, and sizes that are to stay")
     result = search(model, cluster, batch, job["conventions"], **constraints)
     if arguments.json:
         print(json.dumps(search_tables(result), indent=1))

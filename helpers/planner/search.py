@@ -115,7 +115,7 @@ class Search:
         """Why no layout fits, and what to try: only what the smallest layout does not do already."""
         if not self.too_large:
             why = "; ".join(reason for reason, _ in self.refusals.most_common(3))
-            return f"None can be: {why}. Give other sizes, or leave some out."
+            return f"None can be: {why}. Give other sizes or another --gpus, or leave some out."
         least, tries = self.too_large[0], ["more GPUs"]
         if least.layout.recompute != "full":
             tries.append("recompute = full")

@@ -75,6 +75,8 @@ def run(script: Path, nproc: int, flags: Sequence[str]) -> int:
     try:
         torchrun([*options, str(script), *flags])
     except ChildFailedError as error:
-        print(error, file=sys.stderr)
+        rank, failure = error.get_first_failure()
+        ended = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with status {failure.exitcode}"
+        print(f"error: rank {rank} ended {ended}; what the ranks said is above.", file=sys.stderr)
         return 1
     return 0

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from helpers.command_line import positive, whole
@@ -27,11 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=whole, default=1, metavar="N", help="pretended nodes (default: 1)")
     parser.add_argument("--timeout", type=positive, default=120, metavar="S", help="seconds to run (default: 120)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rank 0's counts there too")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the script, after two dashes")
+    parser.add_argument("flags", nargs="*", default=[], metavar="-- FLAGS", help="the script's, after two dashes")
 
 
 def main(args: argparse.Namespace, flags: list[str]) -> int:
     """Rehearse a chapter, a notebook or a script; leave with the exit status 0 or 1, or return 1 without a script."""
+    if args.json and not args.json.absolute().parent.is_dir():
+        print(f"error: {args.json}: there is no such folder.\nMake it, or name another file.", file=sys.stderr)
+        return 1
+    package = args.chapter.partition(".")[0]  # to look for a module in it would import it
+    if args.module and not PathFinder.find_spec(package, [os.getcwd(), *sys.path]):
+        print(f"error: there is no module {args.chapter} here.\nStart in the folder that holds it.", file=sys.stderr)
+        return 1
     with folder_until_a_signal(last_words) as name:
         folder, script = Path(name), Path(args.chapter)
         if not args.module and (script.suffix != ".py" or not script.is_file()):

@@ -53,11 +53,11 @@ def text(report: Report) -> str:
 
 
 def write(path: Path | None) -> None:
-    """On rank 0 alone: print the report to stderr and write it as JSON to the path, unless that is None."""
+    """On rank 0 alone: print the report to stderr and then write it as JSON to the path, unless that is None."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank != 0:
         return
     report = Report(rank, world_size, len(COUNTS.marks), [*BUCKETS.values()], COUNTS.rows(), COUNTS.refusals)
+    print(text(report), file=sys.stderr, flush=True)
     if path:
         path.write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
-    print(text(report), file=sys.stderr, flush=True)

@@ -93,6 +93,12 @@ def who_called_most_is_behind(text: str) -> str:
     return swap(text, "if number < first}", "if number > first}")
 
 
+@lie("reading_nccl", "smallest|not called|last enqueued", file=READING)
+def every_group_counts(text: str) -> str:
+    """Of the watchdog's messages, those of every group count, and not of the group that is asked for."""
+    return swap(text, "in re.findall(at, log) if name == group", "in re.findall(at, log)")
+
+
 @lie("reading_nccl", "count|RAS", file=READING)
 def ras_names_who_is_ahead(text: str) -> str:
     """In NCCL's RAS report, the ranks that have launched the most collectives are named as late."""
