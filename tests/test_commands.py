@@ -110,7 +110,7 @@ WAYS = {
         ("layouts of .* 512 x h100", "ranked")
     ),
     "python -m helpers plan llama3-8b h100 --gpus 64 --layout batch=512": Way(("layouts of .*64 x h100", "ranked")),
-    "jupyter nbconvert --to torchrun notebooks/04_ddp.ipynb": Way(files=("notebooks/04_ddp.py",)),
+    "jupyter nbconvert --to torchrun notebooks/04_ddp.ipynb --output-dir jobs": Way(files=("jobs/04_ddp.py",)),
     "git clone ADDRESS world-size-one && cd world-size-one": Way(files=("world-size-one/Makefile",)),
     "mkdir -p runs/a": Way(files=("runs/a",)),
     "ip -br addr": Way(("lo .*127.0.0.1",)),
@@ -155,7 +155,7 @@ TESTS = {  # by which other test a line is run
         for text in ON_TWO_NODES
     },
     "srun python -m helpers doctor": f"{SLURM}doctor_under_srun",
-    "sbatch 11_trainer.sbatch --epochs 50": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
+    "cd scripts && sbatch 11_trainer.sbatch --epochs 50": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     "scontrol requeue": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     "scontrol show hostnames": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     "sbatch --test-only FILE": f"{SLURM}slurm_reads_the_lines_that_a_reader_may_complete",

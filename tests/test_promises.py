@@ -8,6 +8,7 @@ here in place of its own, with the reason. What test_scripts.py runs (the defaul
 import os
 import re
 import shlex
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ ELSEWHERE = {  # lines with c10d on each of two nodes: test_two_hosts.py runs bo
 }
 
 
-PLAN_OF_CHAPTER_15 = "python -m helpers plan llama3-8b cluster.toml --layout dp=8,zero=3,batch=128 --job tokens=1e11"
+PLAN_OF_CHAPTER_15 = "python -m helpers plan llama3-8b cluster.toml --layout dp=16,zero=3,batch=128 --job tokens=1e11"
 
 
 def straggler(out: str, folder: Path) -> None:
@@ -118,8 +119,10 @@ def weights(name: str) -> Callable[[str, Path], None]:
 
 def plan_of_the_cluster(out: str, folder: Path) -> None:
     """The next line of chapter 15 plans for the cluster that this one has measured."""
-    two_ranks = PLAN_OF_CHAPTER_15.replace("dp=8", "dp=2,dtype=float32")  # the only type that a CPU is timed in
-    words = two_ranks.split()[3:]
+    cluster = tomllib.loads((folder / "cluster.toml").read_text())["cluster"]
+    ranks = cluster["gpus_per_node"] * cluster["nodes"]
+    here = PLAN_OF_CHAPTER_15.replace("dp=16", f"dp={ranks},dtype=float32")  # the only type that a CPU is timed in
+    words = here.split()[3:]
     status, out, errors, _ = forked(Work("helpers.__main__", "main", words, str(folder)), HERE)
     assert status == 0 and re.search(r"(?m)^run: 1e\+11 tokens, .* days", out), out + errors
 

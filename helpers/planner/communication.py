@@ -31,8 +31,10 @@ def link_seconds(kind: str, size: float, in_node: int, nodes: int, cluster: Clus
 
     Rings in a node: an all-gather or a reduce-scatter takes (g-1)α + (g-1)/g · nβ, an all-reduce both (Thakur et al.
     2005, sections 4.1 and 4.5); an all-to-all sends pairwise, (p-1)α + (p-1)/p · nβ (section 4.4). Between k nodes each
-    GPU sends the ring's bytes of its part, n/g. There an all-reduce takes a tree's ⌈lg k⌉ steps, and the others take a
-    ring's k-1, since NCCL has trees for all-reduces alone (NVIDIA/nccl#1473).
+    GPU sends the ring's bytes of its part, n/g. That is the least that is possible: in a gather NCCL's ring of W = gk
+    ranks sends (W-1)/W · n/g over each link between nodes, on two nodes of eight nearly twice as much, but sends in the
+    node at the same time (src/graph/tuning.cc), where a plan adds both. Between nodes an all-reduce takes a tree's
+    ⌈lg k⌉ steps, and the others take a ring's k-1, since NCCL has trees for all-reduces alone (NVIDIA/nccl#1473).
     """
     ranks = in_node * nodes
     near, far = cluster.link_in_node or math.inf, cluster.link_between or math.inf  # unknown where nothing uses it
