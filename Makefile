@@ -3,6 +3,7 @@ PYTHON ?= python3
 NPROC ?= 4
 PORT ?= 8000
 CHAPTER_NN := $(if $(filter 0 1 2 3 4 5 6 7 8 9,$(CHAPTER)),0)$(CHAPTER)
+NOTEBOOK = $(firstword $(wildcard notebooks/$(CHAPTER_NN)*.ipynb))
 VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
@@ -62,10 +63,10 @@ run: $(READY)  ## export one chapter and run it under torchrun  (CHAPTER=04 NPRO
 	@$(BIN)/python -m helpers run $(or $(CHAPTER_NN),04) --nproc $(NPROC) -- $(ARGS)
 
 check: $(READY)  ## ruff, mypy, tests that start no ranks; CHAPTER=04: one chapter's cells, script and rehearsal
-	@ls notebooks/$(CHAPTER_NN)*.ipynb >/dev/null 2>&1 || { echo "There is no chapter $(CHAPTER). Give a number: 04" >&2; exit 1; }
+	@$(if $(NOTEBOOK),,echo "There is no chapter $(CHAPTER). Give a number: 04" >&2; exit 1)
 	@$(STATIC)
-	@$(if $(CHAPTER),notebook=$$(ls notebooks/$(CHAPTER_NN)*.ipynb) && $(PYTEST) -n 3 -q -k "$$(basename $$notebook .ipynb)" \
-	  "$$notebook" tests/test_scripts.py tests/test_notebooks.py,$(PYTEST) -n 3 -q -m "not ranks and not slow and not system" tests) $(ARGS)
+	@$(if $(CHAPTER),$(PYTEST) -n 3 -q -k "$(basename $(notdir $(NOTEBOOK)))" \
+	  "$(NOTEBOOK)" tests/test_scripts.py tests/test_notebooks.py,$(PYTEST) -n 3 -q -m "not ranks and not slow and not system" tests) $(ARGS)
 
 # ALL=1, and CI's own variable, run everything. Who names tests in ARGS wants to run them.
 test: $(READY)  ## every cell, script and process group; ALL=1: also built pages, browsers, hosts, Slurm, kills; TORCH=2.15.0

@@ -19,14 +19,14 @@ def chapters() -> list[Path]:
 
 def find_notebook(chapter: str | Path) -> Path:
     """The notebook of a chapter's number or name, or at a path. Raises ExportError for what does not exist."""
-    if os.path.isfile(chapter) and Path(chapter).suffix != ".py":
+    if os.path.isfile(chapter):
+        if Path(chapter).suffix == ".py":
+            raise ExportError(f"{chapter} is a script already.\nStart it: torchrun --nproc-per-node=2 {chapter}")
         return Path(chapter)
     for path in chapters():
         number, _, topic = path.stem.partition("_")
         if chapter in (path.stem, topic, number, str(int(number))):
             return path
-    if Path(chapter).suffix == ".py" and os.path.isfile(chapter):
-        raise ExportError(f"{chapter} is a script already.\nStart it: torchrun --nproc-per-node=2 {chapter}")
     if Path(chapter).suffix or os.sep in str(chapter):
         raise ExportError(f"There is no file {chapter}.\nCheck the path, or see python -m helpers list.")
     names = ", ".join(path.stem for path in chapters())
