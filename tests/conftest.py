@@ -32,7 +32,7 @@ def toc_files():
     return [toc["root"]] + [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
 
 
-CHAPTERS = [name for name in toc_files() if re.match(r"notebooks/\d", name)]
+CHAPTERS = [name for name in toc_files() if re.match(r"notebooks/\d\d_", name)]
 
 
 def build(folder, **env):

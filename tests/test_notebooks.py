@@ -12,7 +12,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from store_outputs import normalised, text_of
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-CHAPTERS = [path for path in NOTEBOOKS if re.match(r"\d", path.stem)]
+CHAPTERS = [path for path in NOTEBOOKS if re.match(r"\d\d_", path.stem)]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -119,7 +119,7 @@ def contents(parts: Parts, articles: Mapping[str, Tag], numbers: Mapping[str, in
             yield f'<p class="part">{escape(caption)}</p>'
         for docname in docnames:
             yield line("of-page", name_of(docname), title_of(articles[docname]))
-            if re.match(r"notebooks/\d", docname):
+            if re.match(r"notebooks/\d\d_", docname):
                 for section in articles[docname].select("section > section"):
                     if section.h2 and section.h2.parent is section:
                         yield line("of-section", str(section["id"]), section.h2.get_text())

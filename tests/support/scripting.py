@@ -18,7 +18,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from helpers.export import chapters
 
 ROOT = Path(__file__).parents[2]
-CHAPTERS = sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))
+CHAPTERS = sorted(ROOT.glob("notebooks/[0-9][0-9]_*.ipynb"))
 TOLERANCE = 0.002  # for numbers in a result, which are rounded to three digits
 
 

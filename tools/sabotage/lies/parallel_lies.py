@@ -242,11 +242,11 @@ def ddp_averages_what_it_should_ignore(module: Any) -> None:
 
 # --- Long sequences in practice
 
-LONG = "notebooks/long_sequences_in_practice.ipynb"
+LONG = "notebooks/09b_long_sequences_in_practice.ipynb"
 BALANCERS = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
 
 
-@lie("long_sequences_in_practice", "order|zigzag", module=BALANCERS)
+@lie("09b_long_sequences_in_practice", "order|zigzag", module=BALANCERS)
 def a_head_tail_balancer_divides_in_order(module: Any) -> None:
     """`_HeadTailLoadBalancer` gives each rank one chunk of the sequence, and not an early and a late one."""
 
@@ -255,7 +255,7 @@ def a_head_tail_balancer_divides_in_order(module: Any) -> None:
         return true(*inputs, **keywords).sort().values
 
 
-@lie("long_sequences_in_practice", "balance|block", module=BALANCERS)
+@lie("09b_long_sequences_in_practice", "balance|block", module=BALANCERS)
 def ptrr_deals_rows_out_in_order(module: Any) -> None:
     """`_PTRRLoadBalancer` does not look at the mask, and gives each rank its rows in order."""
 
@@ -265,13 +265,13 @@ def ptrr_deals_rows_out_in_order(module: Any) -> None:
     module._PTRRLoadBalancer.ptrr_scheduling = staticmethod(in_order)
 
 
-@lie("long_sequences_in_practice", "document|mask", file=LONG)
+@lie("09b_long_sequences_in_practice", "document|mask", file=LONG)
 def a_document_sees_earlier_ones(text: str) -> str:
     """The document mask lets a position look at earlier documents."""
     return swap(text, "(document[query] == document[key])", "(document[query] >= document[key])")
 
 
-@lie("long_sequences_in_practice", "gather", file=LONG)
+@lie("09b_long_sequences_in_practice", "gather", file=LONG)
 def gathering_counts_only_the_forward(text: str) -> str:
     """The counter of bytes leaves the backward out."""
     return swap(text, r"_opname.startswith(\"flex_cp_allgather\")", r"_opname == \"flex_cp_allgather\"")

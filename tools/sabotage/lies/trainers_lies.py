@@ -55,40 +55,40 @@ def compile_in_place_reaches_no_backend(text: str) -> str:
 
 # --- Trainers in real projects
 
-TRAINERS = "notebooks/trainers_in_practice.ipynb"
+TRAINERS = "notebooks/11b_trainers_in_practice.ipynb"
 
 
-@lie("trainers_in_practice", "run|log", file=TRAINERS)
+@lie("11b_trainers_in_practice", "run|log", file=TRAINERS)
 def every_rank_opens_the_log(text: str) -> str:
     """Every rank opens the log, also where rank 0 alone should."""
     return swap(text, "open_log(folder) if every_rank or rank == 0 else None", "open_log(folder)")
 
 
-@lie("trainers_in_practice", "warm|compile", file=TRAINERS)
+@lie("11b_trainers_in_practice", "warm|compile", file=TRAINERS)
 def nothing_is_compiled_before_the_barrier(text: str) -> str:
     """The warm-up runs no forward: each rank compiles in its first step with others."""
     return swap(text, "model(x).sum().backward()  # the bare module: nothing is sent", "pass")
 
 
-@lie("trainers_in_practice", "timeout|compile", module=C10D)
+@lie("11b_trainers_in_practice", "timeout|compile", module=C10D)
 def a_timeout_cannot_be_lowered(module: Any) -> None:
     """`_set_pg_timeout` changes nothing."""
     module._set_pg_timeout = nothing
 
 
-@lie("trainers_in_practice", "compile", module="torch.compiler")
+@lie("11b_trainers_in_practice", "compile", module="torch.compiler")
 def guard_collectives_do_nothing(module: Any) -> None:
     """`torch.compiler.set_enable_guard_collectives` changes nothing."""
     module.set_enable_guard_collectives = nothing
 
 
-@lie("trainers_in_practice", "compile", file=TRAINERS)
+@lie("11b_trainers_in_practice", "compile", file=TRAINERS)
 def a_forward_is_compiled_in_place(text: str) -> str:
     """`model.compile()` is called in place of the compilation of `model.forward`."""
     return swap(text, "model.forward = torch.compile(model.forward, backend=backend)", "model.compile(backend=backend)")
 
 
-@lie("trainers_in_practice", "fingerprint|bits", file=TRAINERS)
+@lie("11b_trainers_in_practice", "fingerprint|bits", file=TRAINERS)
 def all_fingerprints_are_equal(text: str) -> str:
     """A fingerprint depends on a gradient's size only."""
     return swap(text, "hashlib.sha256(data.numpy())", "hashlib.sha256(bytes(len(data)))")
@@ -156,7 +156,7 @@ def the_preflight_tries_first_cards_only(text: str) -> str:
     return swap(text, "if len(peers) > 1:", "if not peers:")
 
 
-@lie("nodes_in_practice", "kill|-9", module="torch.distributed.elastic.multiprocessing.errors")
+@lie("12b_nodes_in_practice", "kill|-9", module="torch.distributed.elastic.multiprocessing.errors")
 def a_kill_looks_like_an_exit(errors: Any) -> None:
     """`torchrun` reports a killed rank as one that ended with status 1."""
 
@@ -166,7 +166,7 @@ def a_kill_looks_like_an_exit(errors: Any) -> None:
         true(failure)
 
 
-@lie("nodes_in_practice", "port|address", module="torch.distributed.elastic.rendezvous.static_tcp_rendezvous")
+@lie("12b_nodes_in_practice", "port|address", module="torch.distributed.elastic.rendezvous.static_tcp_rendezvous")
 def a_taken_port_is_no_error(static: Any) -> None:
     """Static rendezvous takes a free port, whichever port it is given."""
 
@@ -175,7 +175,7 @@ def a_taken_port_is_no_error(static: Any) -> None:
         true(self, address, 0, *inputs, **keywords)
 
 
-@lie("nodes_in_practice", "timeout|wait", module=C10D)
+@lie("12b_nodes_in_practice", "timeout|wait", module=C10D)
 def groups_have_the_default_timeout(c10d: Any) -> None:
     """`new_group` ignores the timeout that it is given."""
 
@@ -184,7 +184,7 @@ def groups_have_the_default_timeout(c10d: Any) -> None:
         return true(*inputs, **keywords)
 
 
-@lie("nodes_in_practice", "send|group|order", module=C10D)
+@lie("12b_nodes_in_practice", "send|group|order", module=C10D)
 def a_broadcast_waits_for_nobody(c10d: Any) -> None:
     """`broadcast` returns at once on the rank that sends."""
     kept = []
@@ -196,13 +196,13 @@ def a_broadcast_waits_for_nobody(c10d: Any) -> None:
         kept.append(true(tensor, src, *inputs, **keywords | {"async_op": True}))
 
 
-@lie("nodes_in_practice", "peer|died|shrink|group", module=C10D)
+@lie("12b_nodes_in_practice", "peer|died|shrink|group", module=C10D)
 def shrink_group_is_accepted(c10d: Any) -> None:
     """`shrink_group` gives a group on gloo, too."""
     c10d.shrink_group = lambda ranks, group=None, *inputs: group
 
 
-@lie("nodes_in_practice", "timeout|abort", module=C10D)
+@lie("12b_nodes_in_practice", "timeout|abort", module=C10D)
 def abort_ends_the_call(c10d: Any) -> None:
     """On gloo, aborting a group ends the collectives that wait in it."""
 
@@ -213,7 +213,7 @@ def abort_ends_the_call(c10d: Any) -> None:
         raise RuntimeError("The group was aborted.")
 
 
-@lie("nodes_in_practice", "card|build|code", file="helpers/doctor/facts.py")
+@lie("12b_nodes_in_practice", "card|build|code", file="helpers/doctor/facts.py")
 def machine_code_runs_on_newer_cards(text: str) -> str:
     """Machine code for a GPU runs on every newer one."""
     return swap(text, "built_for[0] == capability[0] and built_for <= capability", "built_for <= capability")
@@ -226,7 +226,7 @@ def an_emergency_save_has_its_name_at_once(text: str) -> str:
     return swap(text, part, f'{part} if "emergency" not in path.name else path')
 
 
-@lie("groups_and_meshes", "socket", file="notebooks/groups_and_meshes.ipynb")
+@lie("06c_groups_and_meshes", "socket", file="notebooks/06c_groups_and_meshes.ipynb")
 def groups_of_all_are_one(text: str) -> str:
     """A new group of all ranks is the one that they are in already."""
     return swap(text, "dist.new_group()", "dist.group.WORLD")
