@@ -34,7 +34,8 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"  # it names a widget of
 def normalised(nb: NotebookNode) -> NotebookNode:
     """A copy of the notebook without widget state, timings, version numbers and this machine's paths."""
     nb = deepcopy(nb)
-    nb.metadata = nbformat.from_dict(METADATA)
+    own = {"book": nb.metadata.book} if "book" in nb.metadata else {}  # what a chapter says of itself
+    nb.metadata = nbformat.from_dict(METADATA | own)
     nb.nbformat_minor = 5
     for cell in nb.cells:
         cell.metadata = nbformat.from_dict({key: value for key, value in cell.metadata.items() if key in CELL_METADATA})
