@@ -66,12 +66,13 @@ check: $(READY)  ## ruff, mypy, tests that start no ranks; CHAPTER=04: one chapt
 	@$(if $(NOTEBOOK),,echo "There is no chapter $(CHAPTER). Give a number: 04" >&2; exit 1)
 	@$(STATIC)
 	@$(if $(CHAPTER),$(PYTEST) -n 3 -q -k "$(basename $(notdir $(NOTEBOOK)))" \
-	  "$(NOTEBOOK)" tests/test_scripts.py tests/test_notebooks.py,$(PYTEST) -n 3 -q -m "not ranks and not slow and not system" tests) $(ARGS)
+	  "$(NOTEBOOK)" tests/test_scripts.py tests/test_notebooks.py,$(PYTEST) -n 3 -q -m "not ranks and not slow and not system and not daily" tests) $(ARGS)
 
-# ALL=1, and CI's own variable, run everything. Who names tests in ARGS wants to run them.
-test: $(READY)  ## every cell, script and process group; ALL=1: also built pages, browsers, hosts, Slurm, kills; TORCH=2.15.0
+# CI's own variable means ALL=1. Who names tests in ARGS wants to run them, whatever they need.
+SELECTED = $(if $(ARGS)$(DAILY),,$(if $(ALL)$(CI),-m "not daily",-m "not slow and not system and not daily"))
+test: $(READY)  ## every cell, script and process group; ALL=1: also built pages, hosts, Slurm; DAILY=1: all; TORCH=2.15.0
 	@status=0; { $(STATIC); } || status=1; \
-	$(PYTEST) -n 4 $(if $(ALL)$(CI)$(ARGS),,-m "not slow and not system") $(ARGS) || status=1; exit $$status
+	$(PYTEST) -n 4 $(SELECTED) $(ARGS) || status=1; exit $$status
 rehearse: $(READY)  ## run the GPU path of eleven chapters on 8 or 2 x 8 pretended GPUs
 	@$(BIN)/python tools/rehearse_all.py
 gpu: $(READY)  ## verify the whole book on this machine's GPUs  (ARGS='--chapters 04 06')

@@ -18,6 +18,7 @@ MARKS = {
     "ranks": "starts ranks: the notebooks' cells, process groups, scripts under torchrun, rehearsals",
     "slow": "builds the book, or tells lies and kills ranks many times; make test ALL=1 runs it",
     "system": "needs chromium, Slurm, or root for several hosts; make test ALL=1 runs it",
+    "daily": "takes long, and seldom fails unless a shorter one fails too; .ci/run daily runs it",
 }
 UNMARKED = "no ranks"
 BOOKS_SECONDS = 900  # for a test of the built book: it may build it, or wait until another worker has built it
@@ -69,7 +70,7 @@ def pytest_collection_finish():
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
     report = yield
-    if report.skipped and os.environ.get("CI") and mark_of(item) == "system":
+    if report.skipped and os.environ.get("CI") and item.get_closest_marker("system"):
         report.outcome, report.longrepr = "failed", f"Under CI: {report.longrepr[2]}"
     if report.failed and mark_of(item) == UNMARKED and "unsupported gloo device" in str(report.longrepr):
         report.sections.append(("A process group in a test without a mark", "Give it one: @pytest.mark.ranks"))

@@ -32,6 +32,7 @@ class Way:
     files: tuple[str, ...] = ()
     typed: str = "{}"
     status: int = 0
+    daily: bool = False  # what it starts is long, and tested on each push in another way
 
 
 def collecting(*says):
@@ -57,7 +58,7 @@ PLACES = {  # what a reader replaces: what it is here
 }
 WAYS = {
     "make help": Way(("make book", "make rehearse", "make lock")),
-    "make check CHAPTER=04": Way(("what ran", r"\branks +[\d.]+ s +\d\d passed", "!failed")),
+    "make check CHAPTER=04": Way(("what ran", r"\branks +[\d.]+ s +\d\d passed", "!failed"), daily=True),
     "make check CHAPTER=NN": collecting("00_first_run.ipynb", "test_scripts.py: 2", "test_notebooks.py: 1", "!04_"),
     "make check": collecting("test_house", "test_planner", "!test_scripts", "!test_browser", "!ipynb"),
     "make test": collecting(
@@ -75,16 +76,17 @@ WAYS = {
         status=2,
     ),
     "make outputs ARGS=notebooks/NN_topic.ipynb": Way(
-        typed="cp notebooks/00_first_run.ipynb before && {} && cmp before notebooks/00_first_run.ipynb"
+        typed="cp notebooks/00_first_run.ipynb before && {} && cmp before notebooks/00_first_run.ipynb",
+        daily=True,
     ),
     "make run CHAPTER=04 NPROC=4": Way(('result .*"world_size": 4',)),
     "make run CHAPTER=NN NPROC=4": Way(('result .*"world_size": 4',)),
-    "make soak CHAPTER=NN": Way(("2 ranks", "4 ranks"), typed="{} ARGS='--runs 1'"),
+    "make soak CHAPTER=NN": Way(("2 ranks", "4 ranks"), typed="{} ARGS='--runs 1'", daily=True),
     "make scripts": exports(*(f"{path.stem}.py" for path in CHAPTERS)),
     "make gpu": dataclasses.replace(WITHOUT_A_GPU, status=2),
     "python -m helpers verify": WITHOUT_A_GPU,
     "python -m helpers verify --chapters 04 06 --again": Way(
-        ("04_ddp .*result as on gloo", "06_fsdp .*result as on gloo"), ("verify/page.md",), "{} --rehearsal"
+        ("04_ddp .*result as on gloo", "06_fsdp .*result as on gloo"), ("verify/page.md",), "{} --rehearsal", daily=True
     ),
     "python -m helpers verify --rehearsal": Way(
         ("01_process_groups .*result as on gloo",), ("verify/page.md",), "{} --chapters 01"
@@ -101,7 +103,7 @@ WAYS = {
     "python -m helpers doctor": Way(("2 ranks on 1 host", "Nothing is wrong here|note|WRONG")),
     "python -m helpers rehearse 11 --gpus 8": Way((REHEARSED, "the host waits for the GPU", "!Traceback")),
     "python -m helpers rehearse 08 --gpus 8 --nodes 2": Way(
-        ("on 16 pretended GPUs|2 nodes",), typed="{} --timeout 300 -- --layers 16 --micro-batches 16"
+        ("on 16 pretended GPUs|2 nodes",), typed="{} --timeout 300 -- --layers 16 --micro-batches 16", daily=True
     ),
     "python -m helpers rehearse my_script.py --gpus 4 -- --lr 1": Way(("on 4 pretended GPUs",)),
     "python -m helpers rehearse -m package.train --gpus 4": Way(("on 4 pretended GPUs",)),
@@ -231,7 +233,9 @@ def started(command, folders, output):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", WAYS)
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, marks=[pytest.mark.daily] if way.daily else []) for text, way in WAYS.items()]
+)
 def test_a_line_keeps_its_word(text, folders, tmp_path):
     way, words = WAYS[text], text
     for place, other in PLACES.items():
@@ -273,7 +277,7 @@ def test_a_page_is_served(text, folders, tmp_path):
         process.wait(60)
 
 
-@pytest.mark.slow
+@pytest.mark.daily
 @pytest.mark.parametrize("chapter", range(len(CHAPTERS)))
 def test_a_rehearsal_of_defaults_ends_within_a_minute(chapter, folders, tmp_path):
     process, _ = started(f"python -m helpers rehearse {chapter} --timeout 60", folders, tmp_path / "output")

@@ -18,6 +18,7 @@ def agent(tmp_path_factory):
         yield agent
 
 
+@pytest.mark.daily
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("flags", ["--chapter 13 --seed 9 --forked", "--chapter 16 --seed 53"])  # 53 draws all meshes
 def test_25_kills_change_no_bit_and_lose_no_step(flags, capsys):
@@ -25,6 +26,7 @@ def test_25_kills_change_no_bit_and_lose_no_step(flags, capsys):
     assert re.search(r"^25 kills .* 0 jobs differ or failed", capsys.readouterr().out, re.MULTILINE)
 
 
+@pytest.mark.daily
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "true", "false", "says"),

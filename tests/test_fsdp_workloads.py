@@ -100,7 +100,7 @@ BUGS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.daily
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_noticed(name, tmp_path):
     old, new, workload, check = BUGS[name]

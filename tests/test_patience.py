@@ -45,7 +45,7 @@ def start(text, name, folder, environment):
     return Forked(script_on_ranks(path, 2, "--save-every=2", "--checkpoint-dir=kept"), environment)
 
 
-@pytest.mark.slow
+@pytest.mark.daily
 @pytest.mark.parametrize("notebook", SAVES)
 def test_a_step_or_save_of_12_seconds_is_finished_after_sigterm(notebook, tmp_path):
     (tmp_path / "path").mkdir()

@@ -23,7 +23,7 @@ from helpers.ranks.ports import hold_port
 
 HERE = {**os.environ, "OMP_NUM_THREADS": "1"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 SMALLER = {  # flags as printed: (flags here, why)
     "--largest 268435456": ("--largest 4194304", "each of 54 checks would move a quarter of a gigabyte through gloo"),
@@ -174,6 +174,7 @@ def test_tables_name_printed_lines():
     }
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("chapter", CHAPTERS_WITH_LINES)
 def test_lines_of_one_node_in_their_order(chapter, alone, script):
     """In one folder, as a reader types them: a line may go on from what an earlier line wrote."""
@@ -195,6 +196,7 @@ def test_lines_of_one_node_in_their_order(chapter, alone, script):
                 assert status == 0 and not left, f"{' '.join(words)}\n{out}{errors}"
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("line", FIRST_OF_TWO, ids=lambda line: line.chapter)
 def test_a_line_on_each_of_two_nodes(line, alone, script):
     path = script(line.chapter)

@@ -50,7 +50,7 @@ def test_a_lies_own_error_is_known_by_its_file():
     assert [f.__name__ for f in functions if not f.__code__.co_filename.endswith("lies.py")] == []
 
 
-@pytest.mark.slow
+@pytest.mark.daily
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_lie_is_noticed_as_recorded(name):
     lie, chapter = LIES[name], EXAMPLES[name]

@@ -184,6 +184,7 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
     job.record("slurm_node_lost", 2)
 
 
+@pytest.mark.daily
 def test_the_capstone_goes_on_from_shards_of_two_nodes(cluster, folder):
     flags = "--steps 60 --warmup 5 --log-every 5 --save-every 10 --pp 2 --backend gloo".split()
     job = Job(cluster, folder, flags=flags, script="16_capstone.sbatch")
@@ -239,6 +240,7 @@ def test_a_job_that_its_user_ends_does_not_come_back(cluster, submit):
     assert len(job.starts()) == 1
 
 
+@pytest.mark.daily
 def test_a_rank_that_does_not_train_yet_outlives_the_signal_and_the_job_comes_back(cluster, submit):
     job = submit(WAITING.format(handled=[], save=0), "--nodes=1", "--nodelist=n1")
     job.wait_for_training(0)
@@ -253,6 +255,7 @@ def test_a_rank_that_does_not_train_yet_outlives_the_signal_and_the_job_comes_ba
     assert "Restarts=1 " in job.wait_for_end()
 
 
+@pytest.mark.daily
 def test_a_job_whose_saves_take_long_is_told_earlier(cluster, submit):
     """With three minutes, the signal comes 60 s + 3 x 35 s before the end, though Slurm was asked for one second."""
     job = submit(WAITING.format(handled=["SIGUSR1"], save=35), "--nodes=1", "--time=3", "--signal=USR1@1")
@@ -284,6 +287,7 @@ def test_the_preflight_of_chapter_12(submit, tmp_path):
     assert "Wrong sums: node 0, node 1, between nodes, all ranks" in start and "trained" not in start, start
 
 
+@pytest.mark.daily
 def test_a_job_whose_first_node_comes_too_late_starts_again(cluster, submit, tmp_path):
     """At its first start node 0 is later than the agents wait, here for some seconds: no rank begins."""
     batch = tmp_path / "11_trainer.sbatch"

@@ -3,7 +3,7 @@
 import pytest
 import test_trainer_workloads as table
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ranks, pytest.mark.daily, pytest.mark.timeout(600)]
 
 RANKS = table.test_two_ranks_have_the_losses_of_one
 MICRO = table.test_two_micro_batches_have_the_losses_of_one

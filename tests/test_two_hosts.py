@@ -199,6 +199,7 @@ the link between them is cut
 """
 
 
+@pytest.mark.daily
 def test_a_worker_an_agent_a_link_are_lost(place):
     with hosts.two_hosts() as both:
         with contextlib.closing(Job(both, STATIC, ["beating.py", "60"], place)) as job:
@@ -232,6 +233,7 @@ def test_a_worker_an_agent_a_link_are_lost(place):
     recorded.compare("two_hosts_losses", LOSSES, f"{RECORD} -k lost")
 
 
+@pytest.mark.daily
 def test_elastic_goes_on_with_one_host(place):
     """With --nnodes=1:2, the job goes on when the node that does not serve the store is switched off."""
     fast = "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
