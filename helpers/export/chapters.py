@@ -1,8 +1,10 @@
-"""The chapters' notebooks: where they are, and their scripts as files."""
+"""The chapters' notebooks: where they are, what they say of themselves, and their scripts as files."""
 
 import os
+import re
 from pathlib import Path
 
+from helpers.export.facts import facts_at
 from helpers.export.launch_files import Allocation, launch_files
 from helpers.export.notebook import ExportError, read_notebook, script_name
 from helpers.export.script import script_from_notebook
@@ -13,24 +15,38 @@ NOTEBOOKS = HELPERS / "chapters" if (HELPERS / "chapters").is_dir() else HELPERS
 
 
 def chapters() -> list[Path]:
-    """The paths of the chapters' notebooks, in order, without the template."""
+    """The paths of the chapters' notebooks, in order, without practice pages and the template."""
     return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 
 
+def numbered() -> list[Path]:
+    """The paths of the chapters' notebooks, and of the practice pages beside them, such as 10b, in order."""
+    return sorted(NOTEBOOKS.glob("[0-9][0-9]*_*.ipynb"))
+
+
 def find_notebook(chapter: str | Path) -> Path:
-    """The notebook of a chapter's number or name, or at a path. Raises ExportError for what does not exist."""
+    """The notebook of a number, such as 4, 04 or 10b, or of a name, or at a path.
+
+    Raises ExportError for what does not exist.
+    """
     if os.path.isfile(chapter):
         if Path(chapter).suffix == ".py":
             raise ExportError(f"{chapter} is a script already.\nStart it: torchrun --nproc-per-node=2 {chapter}")
         return Path(chapter)
-    for path in chapters():
+    for path in numbered():
         number, _, topic = path.stem.partition("_")
-        if chapter in (path.stem, topic, number, str(int(number))):
+        if chapter in (path.stem, topic, number, number.removeprefix("0")):
             return path
     if Path(chapter).suffix or os.sep in str(chapter):
         raise ExportError(f"There is no file {chapter}.\nCheck the path, or see python -m helpers list.")
-    names = ", ".join(path.stem for path in chapters())
+    names = ", ".join(path.stem for path in numbered())
     raise ExportError(f"There is no chapter or notebook {chapter!r}.\nChapters: {names}. Or the path of a notebook.")
+
+
+def preflight() -> str:
+    """The name of the chapter whose script checks a cluster's links before other scripts run."""
+    [path] = [path for path in chapters() if facts_at(path).script.preflight]
+    return path.stem
 
 
 def export(
@@ -42,10 +58,13 @@ def export(
     """
     texts: dict[Path, str] = {}
     for path in chapters() if chapter is None else [find_notebook(chapter)]:
+        refuse_practice_page(path)
         notebook = read_notebook(path)
         name = script_name(notebook, path.stem)
         script = script_from_notebook(notebook, name)
-        files = {f"{name}.py": script} | (launch_files(name, script, allocation) if allocation else {})
+        files = {f"{name}.py": script}
+        if allocation:
+            files |= launch_files(name, script, allocation, preflight())
         texts |= {Path(folder) / file: text for file, text in files.items()}
     try:
         for path, text in texts.items():
@@ -58,3 +77,10 @@ def export(
         what = f"{error.filename} cannot be written: {error.strerror}"
         raise ExportError(f"{what}.\nChoose a folder: --out DIR") from None
     return list(texts)
+
+
+def refuse_practice_page(path: Path) -> None:
+    """Raise ExportError for the notebook of a practice page, such as 10b: it has no script, and its chapter has one."""
+    beside = re.match(r"(\d\d)[a-z]_", path.name)
+    if beside and path.resolve() in [page.resolve() for page in numbered()]:
+        raise ExportError(f"{path.stem} has no script: it is a page beside chapter {beside[1]}.\nTake that: {beside[1]}")

@@ -15,7 +15,6 @@ STOP_BEFORE = 180  # seconds before the time limit at which Slurm warns the rank
 LATE = 900  # seconds that agents wait at a store for others; by default 60 for the store itself (read_timeout)
 SHORTEST = 10  # minutes: the least time limit for a script that is warned
 CPUS_PER_GPU = 4  # for a rank and the processes that load its data
-CHECK = "12_multi_node"  # the chapter whose script checks every link
 
 TEMPLATES = Path(__file__).parent / "templates"
 ENVIRONMENT = Environment(
@@ -38,9 +37,10 @@ class Allocation:
     time: str = "04:00:00"  # Slurm's limit
 
 
-def launch_files(name: str, script: str, allocation: Allocation) -> dict[str, str]:
+def launch_files(name: str, script: str, allocation: Allocation, preflight: str) -> dict[str, str]:
     """{file name: text} of what starts a script, the text of NAME.py, on the nodes of an allocation.
 
+    ``preflight`` is the name of the script that checks every link first, if it is in the job's folder.
     Raises ExportError for a name that a shell would split, and for a limit that is too short to stop in.
     """
     if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
@@ -61,7 +61,8 @@ def launch_files(name: str, script: str, allocation: Allocation) -> dict[str, st
         "late": LATE,
         "stops": stops,
         "resumes": resumes,
-        "is_check": name == CHECK,
+        "is_check": name == preflight,
+        "preflight": f"{preflight}.py",
         # With this flag a node without its GPUs fails at once. A later flag wins, so the reader can add --backend gloo.
         "backend": " --backend nccl" if '"--backend"' in script else "",
     }

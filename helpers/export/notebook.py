@@ -10,13 +10,10 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
+from helpers.export.error import ExportError
 from helpers.source import Statement, in_strings, split
 
 LIBRARIES = {"torch", "torchvision", "numpy", "safetensors", "sklearn", "matplotlib"}  # in any order
-
-
-class ExportError(Exception):
-    """A notebook that cannot become a script, or a file that cannot be written: where, why, and what to change."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from helpers.command_line import positive, whole
+from helpers.export.facts import Script as Facts
+from helpers.export.facts import facts_at
 from helpers.ranks.torchrun import folder_until_a_signal, set_defaults
 from helpers.verify import steps
 from helpers.verify.machine import Machine, obstacle
@@ -68,9 +70,13 @@ def verify(args: argparse.Namespace, end: float) -> int:
     say("machine", None, f"{machine}; scripts on {launcher.ranks}")
 
     tasks: dict[str, Callable[[float], Step]] = {"doctor": partial(steps.doctor, launcher, gpus)}
-    tasks |= {script.stem: partial(steps.chapter, launcher, script) for script in scripts}
-    benchmarks = [script for script in scripts if script.stem in steps.SPEEDS]
-    tasks |= {f"{script.stem}, speed": partial(steps.speed, launcher, script) for script in benchmarks}
+    of_chapters = facts_of_chapters()
+    of_scripts = {script: of_chapters.get(script.stem, Facts()) for script in scripts}
+    for script, own in of_scripts.items():
+        tasks[script.stem] = partial(steps.chapter, launcher, script, own)
+    for script, own in of_scripts.items():
+        if own.speed_flags:
+            tasks[f"{script.stem}, speed"] = partial(steps.speed, launcher, script, own)
     results, records = args.out / "results.json", dict[str, Step]()
     if results.exists():
         earlier = json.loads(results.read_text("utf-8"))
@@ -96,8 +102,9 @@ def verify(args: argparse.Namespace, end: float) -> int:
         say("left", None, f"{len(rest)} steps after {args.minutes:g} minutes; the same command goes on with them")
     facts["command"] = f"`{shlex.join(['python', '-m', 'helpers', *sys.argv[1:]])}`"
     facts["date"] = f"{datetime.now(UTC):%Y-%m-%d}"
+    tolerances = {name: own.tolerance for name, own in of_chapters.items()}
     for path in [args.out / "page.md", *[library / f"{facts['date']}-{gpus}-gpus.md"] * args.record]:
-        path.write_text(page(facts, args.rehearsal, records, rest), "utf-8")
+        path.write_text(page(facts, args.rehearsal, records, rest, tolerances), "utf-8")
         say("page", None, str(path))
     return int(bool(rest or any(step.differences for step in records.values())))
 
@@ -119,6 +126,13 @@ def scripts_of(names: list[str | None], out: Path) -> list[Path]:
     except chapters.ExportError as error:
         raise ValueError(str(error)) from None
     return [script.absolute() for script in scripts]
+
+
+def facts_of_chapters() -> dict[str, Facts]:
+    """{name: what the chapter says of its script}, in the chapters' order."""
+    from helpers.export.chapters import chapters  # here, because it takes a second
+
+    return {path.stem: facts_at(path).script for path in chapters()}
 
 
 def machine_of(launcher: Launcher) -> Machine:

@@ -7,12 +7,6 @@ from typing import Any
 from helpers.counts import COLLECTIVE, NOT_PINNED, UPLOAD, WAIT
 from helpers.verify.runs import Run
 
-TOLERANCE = 0.01  # of a result's numbers: an image of 357 that is judged in another way is 0.003
-TOLERANCES = {
-    "05_amp": 0.05,  # on a GPU, bfloat16 is for other operators
-    "06_fsdp": 0.2,  # a GPU draws other first weights
-    "10_checkpointing": 0.05,  # and other noise
-}
 UNCOMPARED = """\
 Not compared: copies with `non_blocking=True` from memory that is not pinned, of which torch's mode says nothing; \
 the buckets of DDP and what else C++ does there; collectives on gloo beside NCCL, because a stop request's depend on \
@@ -20,8 +14,8 @@ time; ranks other than rank 0. Calls of `synchronize` and barriers are counted b
 """
 
 
-def differences(chapter: str, on_gpus: Run, gloo: Run, rehearsed: Run) -> list[str]:
-    """A line for each difference between a chapter's runs."""
+def differences(on_gpus: Run, gloo: Run, rehearsed: Run, tolerance: float) -> list[str]:
+    """A line for each difference between a chapter's runs; ``tolerance`` is that of its result's numbers."""
     lines = []
     if on_gpus.trouble:
         lines.append(f"on GPUs it {on_gpus.trouble}; the rehearsal {rehearsed.trouble or 'accepted it'}")
@@ -32,7 +26,7 @@ def differences(chapter: str, on_gpus: Run, gloo: Run, rehearsed: Run) -> list[s
     if gloo.trouble:
         lines.append(f"on gloo it {gloo.trouble}")
     elif not on_gpus.trouble:
-        lines += numbers(on_gpus.result, gloo.result, TOLERANCES.get(chapter, TOLERANCE))
+        lines += numbers(on_gpus.result, gloo.result, tolerance)
     return lines
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from helpers.verify.compare import TOLERANCE, TOLERANCES, UNCOMPARED
+from helpers.export.facts import Script
+from helpers.verify.compare import UNCOMPARED
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,17 @@ class Step:
     printed: str = ""  # where a script measures speed
 
 
-def page(facts: Mapping[str, str], rehearsal: bool, steps: Mapping[str, Step], missing: Sequence[str]) -> str:
-    """The page. ``facts`` are rows of its first table, ``missing`` are names of steps that have not run."""
+def page(
+    facts: Mapping[str, str],
+    rehearsal: bool,
+    steps: Mapping[str, Step],
+    missing: Sequence[str],
+    tolerances: Mapping[str, float],
+) -> str:
+    """The page. ``facts`` are rows of its first table, ``missing`` are names of steps that have not run.
+
+    ``tolerances`` has the tolerance of each chapter's result.
+    """
     text = [f"# The book on GPUs: {'rehearsed, not run on a GPU' if rehearsal else facts['machine'].split(';')[0]}", ""]
     text += ["| what | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
     text += ["", "## What differed from gloo, the pages' backend, and from the rehearsal", ""]
@@ -29,8 +39,7 @@ def page(facts: Mapping[str, str], rehearsal: bool, steps: Mapping[str, Step], m
     text += lines or ["Nothing."]
     if missing:
         text += ["", f"Not run yet: {', '.join(missing)}."]
-    loose = ", ".join(f"{tolerance:g} in {name}" for name, tolerance in TOLERANCES.items())
-    text += ["", f"The tolerance of results is {TOLERANCE:g}, and {loose}. {UNCOMPARED}", "## Scripts", ""]
+    text += ["", f"{about(tolerances)} {UNCOMPARED}", "## Scripts", ""]
     text += ["The observer's counting takes some of the seconds.", ""]
     text += ["| command | result on GPUs | seconds on GPUs, on gloo | peak MB of the ranks |", "|---|---|---|---|"]
     for step in steps.values():
@@ -44,3 +53,12 @@ def page(facts: Mapping[str, str], rehearsal: bool, steps: Mapping[str, Step], m
         if step.printed:
             text += ["", f"## {name}", "", f"`{step.command}`", "", "```text", step.printed.strip(), "```"]
     return "\n".join(text) + "\n"
+
+
+def about(tolerances: Mapping[str, float]) -> str:
+    """A sentence: the tolerance of results, and which chapters have another."""
+    usual = Script.tolerance
+    others = [f"{tolerance:g} in {name}" for name, tolerance in tolerances.items() if tolerance != usual]
+    if not others:
+        return f"The tolerance of results is {usual:g}."
+    return f"The tolerance of results is {usual:g}, and {', '.join(others)}."

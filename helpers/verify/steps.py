@@ -7,26 +7,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from helpers.export.facts import Script as Facts
 from helpers.verify.compare import differences, times
 from helpers.verify.page import Step
 from helpers.verify.runs import Launcher
 
-FEWER = ["--batch-size", "144", "--width", "16"]
-FLAGS = {  # with which a chapter ends soon on CPUs, too; a repetition by time would not repeat its counts
-    "02_collectives": ["--repeat", "0"],
-    "06_fsdp": ["--epochs", "2", "--meta", *FEWER],
-    "07_tensor_parallel": FEWER,
-    "08_pipeline_parallel": FEWER,
-    "09_long_sequences_experts": FEWER,
-    "12_multi_node": ["--repeat", "0"],
-    "16_capstone": ["--steps", "12", "--log-every", "5"],
-}
-SPEEDS = {  # with which the pages measure GPUs; a rehearsal takes FLAGS
-    "02_collectives": ["--largest", "268435456"],
-    "05_amp": ["--bench-width", "4096"],
-    "12_multi_node": ["--size", "268435456"],
-    "15_planning": ["--matrix", "8192", "--message", "268435456"],
-}
 AT_ONCE = 3  # cores for each rank with which a chapter's three runs go on together
 
 
@@ -42,13 +27,15 @@ def doctor(launcher: Launcher, gpus: int, timeout: float) -> Step:
     return Step(time.monotonic() - start, lines, "nothing is wrong", shlex.join(["python", *words]))
 
 
-def chapter(launcher: Launcher, script: Path, timeout: float) -> Step:
+def chapter(launcher: Launcher, script: Path, facts: Facts, timeout: float) -> Step:
     """A script on GPUs, on gloo and rehearsed, and what differed."""
-    start, flags = time.monotonic(), FLAGS.get(script.stem, [])
+    start = time.monotonic()
+    flags = facts.quick_flags.split()
     with ThreadPoolExecutor(3 if (os.cpu_count() or 1) >= AT_ONCE * launcher.ranks else 1) as pool:
         kinds = [pool.submit(launcher.run, kind, script, flags, timeout) for kind in ("GPUs", "gloo", "rehearsed")]
     gpus, gloo, rehearsed = (kind.result() for kind in kinds)
-    lines, totals = differences(script.stem, gpus, gloo, rehearsed), times(gpus.lines)[0]
+    lines = differences(gpus, gloo, rehearsed, facts.tolerance)
+    totals, _ = times(gpus.lines)
     waits = sum(count for event, count in totals.items() if event.endswith(" waits"))
     collectives = sum(count for event, count in totals.items() if event) - waits
     summary = f"result as on gloo; {waits} waits and {collectives} collectives as rehearsed"
@@ -58,9 +45,13 @@ def chapter(launcher: Launcher, script: Path, timeout: float) -> Step:
     )
 
 
-def speed(launcher: Launcher, script: Path, timeout: float) -> Step:
+def speed(launcher: Launcher, script: Path, facts: Facts, timeout: float) -> Step:
     """What a script that measures prints on GPUs, without the observer."""
-    start, flags = time.monotonic(), FLAGS.get(script.stem, []) if launcher.rehearsal else SPEEDS[script.stem]
+    start = time.monotonic()
+    if launcher.rehearsal:
+        flags = facts.quick_flags.split()
+    else:
+        flags = facts.speed_flags.split()
     run = launcher.run("speed", script, flags, timeout)
     lines = [f"on GPUs it {run.trouble}"] if run.trouble else []
     return Step(time.monotonic() - start, lines, "measured", launcher.command(script, flags), printed=run.printed)

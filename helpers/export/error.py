@@ -1,0 +1,5 @@
+"""The error of this folder, in a file of its own: what only reads facts need not load nbformat, which takes a second."""
+
+
+class ExportError(Exception):
+    """A notebook that cannot become a script, or a file that cannot be written: where, why, and what to change."""

@@ -1,0 +1,165 @@
+"""What a notebook says of itself: the entry ``book`` of its metadata, for the commands, the tests and the book's pages.
+
+In JupyterLab it stands under Property Inspector, Advanced Tools, Notebook Metadata. Its entries have the names of the
+fields below, and an entry that is left out has the default.
+"""
+
+import dataclasses
+import json
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_origin
+
+from helpers.export.error import ExportError
+
+RELATIONS = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+CONDITION = re.compile(r"(<=|>=|==|<|>) ([-+.\w]+)")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A torchrun line that the page prints, by its flags: how a test starts it on two cores, and what it promises."""
+
+    flags: str
+    here: str = ""  # flags that take their place on two cores; empty keeps those of the line
+    why: str = ""  # they do
+    prints: str = ""  # a regular expression of a line of its output
+    writes: str = ""  # a file, or a folder with files
+    trains: bool = True  # to a result that meets the script's conditions
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A run of the script on many pretended GPUs, for ``make rehearse``."""
+
+    nodes: int = 1
+    gpus: int = 8
+    flags: str = ""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a chapter says of its script. Flags are written as one types them."""
+
+    result: dict[str, str] = field(default_factory=dict)  # what its numbers must be: {"val_accuracy": "> 0.95"}
+    quick_flags: str = ""  # with which it ends soon on CPUs, and repeats its counts
+    rehearsal_flags: str = ""  # which a rehearsal by the tests adds to these
+    speed_flags: str = ""  # with which it measures the speed of GPUs
+    gpus: int = 2  # that the tests pretend
+    tolerance: float = 0.01  # of a result on GPUs beside gloo's: one of 357 images judged otherwise is 0.003
+    tolerance_why: str = ""  # it is another
+    fresh_interpreter: bool = False  # one rank of it cannot be tested in a fork
+    preflight: bool = False  # it checks all links of a cluster, so it runs before other scripts
+    saves_with: str = ""  # the function that a test makes slow, while the job is told to stop
+    rehearsals: list[Rehearsal] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """What a notebook says of itself: a chapter, a practice page, or a page of the appendix."""
+
+    question: str = ""  # the first page prints it behind the title
+    formerly: list[str] = field(default_factory=list)  # names of the notebook's file in older editions
+    searches: dict[str, str] = field(default_factory=dict)  # {what readers type: a pattern of the heading to be found}
+    search_weight: float = 1.0  # what the search multiplies its scores by
+    longest: bool = False  # its cells take so long that the tests start with them
+    script: Script = field(default_factory=Script)
+
+    def line(self, flags: str) -> Line:
+        """What is said of the torchrun line with these flags."""
+        for line in self.script.lines:
+            if line.flags == flags:
+                return line
+        return Line(flags)
+
+
+def facts_at(path: Path) -> Chapter:
+    """What the notebook at a path says of itself. Raises ExportError where it cannot be read."""
+    try:
+        metadata = json.loads(path.read_text(encoding="utf-8"))["metadata"]
+    except (OSError, ValueError, KeyError) as error:
+        what = f"{path} is not a notebook that can be read: {type(error).__name__}"
+        raise ExportError(f"{what}\nGive an .ipynb that JupyterLab opens.") from None
+    return facts_in(metadata, path.name)
+
+
+def facts_in(metadata: Mapping[str, Any], name: str) -> Chapter:
+    """What a notebook's metadata says, under ``book``. Raises ExportError for an entry that no field reads.
+
+    ``name`` is the notebook's, for messages.
+    """
+    place = f"{name}: metadata.book"
+    book = dict(metadata.get("book", {}))
+    script = dict(book.get("script", {}))
+    if "lines" in script:
+        script["lines"] = [record(Line, entry, f"{place}.script.lines") for entry in script["lines"]]
+    if "rehearsals" in script:
+        script["rehearsals"] = [record(Rehearsal, entry, f"{place}.script.rehearsals") for entry in script["rehearsals"]]
+    book["script"] = record(Script, script, f"{place}.script")
+    chapter = record(Chapter, book, place)
+    for number, condition in chapter.script.result.items():
+        try:
+            parts_of(condition)
+        except ValueError as error:
+            raise ExportError(f"{place}.script.result.{number} {error}") from None
+    return chapter
+
+
+def record(kind: Any, entries: Mapping[str, Any], place: str) -> Any:
+    """A record of a dataclass from a dict. Raises ExportError for unknown or missing entries, and for other types."""
+    fields = {each.name: each for each in dataclasses.fields(kind)}
+    for name, value in entries.items():
+        if name not in fields:
+            raise ExportError(f"{place} has an unknown entry: {name}.\nIt may have: {', '.join(fields)}.")
+        if not has_type(value, fields[name].type):
+            expected = getattr(fields[name].type, "__name__", fields[name].type)
+            raise ExportError(f"{place}.{name} is {value!r}.\nIts type must be {expected}.")
+    for name, each in fields.items():
+        is_required = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+        if is_required and name not in entries:
+            raise ExportError(f"{place}: an entry of it has no {name}.\nAdd it: {name} says which one is meant.")
+    return kind(**entries)
+
+
+def has_type(value: object, kind: Any) -> bool:
+    """Whether a value from JSON may stand in a field of this type. There, true is no number, and 1 may be a float."""
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is float:
+        return isinstance(value, int | float)
+    return isinstance(value, get_origin(kind) or kind)
+
+
+def parts_of(condition: str) -> list[tuple[str, str]]:
+    """(relation, bound) of each part: ``"> 15.9 and < 16.1"`` has two. Raises ValueError for any other text."""
+    parts = []
+    for part in condition.split(" and "):
+        match = CONDITION.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"is {condition!r}.\nWrite a relation and a number, or a name of the result: > 0.95")
+        parts.append((match[1], match[2]))
+    return parts
+
+
+def unmet(conditions: Mapping[str, str], result: Mapping[str, float]) -> list[str]:
+    """A line for each number of a result that does not meet its condition, such as ``loss is 2.1, and not < 1.5``."""
+    lines = []
+    for name, condition in conditions.items():
+        if name not in result:
+            lines.append(f"the result has no {name}, only {', '.join(result)}")
+            continue
+        for relation, bound in parts_of(condition):
+            limit = result[bound] if bound in result else float(bound)
+            if not RELATIONS[relation](result[name], limit):
+                lines.append(f"{name} is {result[name]}, and not {relation} {bound}")
+    return lines
