@@ -10,8 +10,9 @@ import pytest
 import torch
 from forked import Forked, script_on_ranks
 from loading import Device, loaded
-from scripting import ROOT, export, rehearse_here, stand_alone
+from scripting import CHAPTERS, export, rehearse_here, stand_alone
 
+from helpers.export.facts import facts_at
 from helpers.ranks.launch import launch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
@@ -34,7 +35,7 @@ def slow(*arguments, **keywords):
 {name} = slow
 """
 LEAVE = "    os._exit(0)\n"  # an agent that forks its ranks, and was signalled, waits for their end
-SAVES = {"13_fault_tolerance": "torch.save", "16_capstone": "dcp.save"}
+SAVES = {path: facts_at(path).script.saves_with for path in CHAPTERS if facts_at(path).script.saves_with}
 
 
 def start(text, name, folder, environment):
@@ -46,10 +47,10 @@ def start(text, name, folder, environment):
 
 
 @pytest.mark.daily
-@pytest.mark.parametrize("notebook", SAVES)
+@pytest.mark.parametrize("notebook", SAVES, ids=lambda path: path.stem)
 def test_a_step_or_save_of_12_seconds_is_finished_after_sigterm(notebook, tmp_path):
     (tmp_path / "path").mkdir()
-    alone, text = stand_alone(tmp_path / "path"), export(ROOT / f"notebooks/{notebook}.ipynb", tmp_path).read_text()
+    alone, text = stand_alone(tmp_path / "path"), export(notebook, tmp_path).read_text()
     runs = {name: start(text, name, tmp_path / name, alone) for name in ("take_step", SAVES[notebook])}
     for name, run in runs.items():
         _, out, errors, left = run.end(120)
@@ -89,7 +90,7 @@ def times_by_a_slow_clock(path, flags):
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_step_lasts_until_the_device_has_done_it(every, tmp_path):
     """A clock that is read before makes a step as short as its launch, or a save as long as the steps in its queue."""
-    script = export(ROOT / "notebooks/16_capstone.ipynb", tmp_path)
+    script = export("16", tmp_path)
     flags = ["--steps=12", f"--log-every={every}", "--save-every=3", f"--checkpoint-dir={tmp_path / 'kept'}"]
     [(seconds, mfu)] = launch(times_by_a_slow_clock, str(script), flags, nproc=1)
     assert seconds == [(1, mfu)] * (12 // every)
@@ -113,7 +114,7 @@ capstone.stop_process_group()
 
 def test_all_groups_of_a_mesh_of_gpus_have_the_patience(tmp_path):
     """By themselves they have NCCL's ten minutes."""
-    export(ROOT / "notebooks/16_capstone.ipynb", tmp_path).rename(tmp_path / "capstone.py")
+    export("16", tmp_path).rename(tmp_path / "capstone.py")
     script = tmp_path / "timeouts.py"
     script.write_text(TIMEOUTS)
     done = rehearse_here(script, "--gpus", "8", flags=["--patience=7"], timeout=120)

@@ -1,60 +1,31 @@
 """Each printed torchrun line of a chapter's script is run: ranks for GPUs, local agents for nodes, and a rehearsal.
 
-A GPU is a rank here, HOST is 127.0.0.1, a folder that all nodes see is this test's. What a line's comment promises is
-in PROMISES; every other line has to train as well as the script's defaults do. In SMALLER are the flags that a line has
-here in place of its own, with the reason. What test_scripts.py runs (the defaults on a node) is not run again.
+A GPU is a rank here, HOST is 127.0.0.1, a folder that all nodes see is this test's. What a line promises, and with
+which flags it is run on two cores, its notebook says under ``script.lines`` (helpers/export/facts.py). Every line has
+to train as well as the script's defaults do, unless it is said there that it does not. What test_scripts.py runs (the
+defaults on a node) is not run again.
 """
 
 import os
 import re
 import shlex
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from forked import AT_ADDRESS, Forked, Work, forked
 from printed import printed
-from scripting import ROOT, export, result, stand_alone, torchrun
-from test_scripts import GOOD_ENOUGH
+from scripting import CHAPTERS, export, result, stand_alone, torchrun
 
+from helpers.export.facts import facts_at, unmet
 from helpers.ranks.ports import hold_port
 
 HERE = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 pytestmark = pytest.mark.timeout(900)
 
-SMALLER = {  # flags as printed: (flags here, why)
-    "--largest 268435456": ("--largest 4194304", "each of 54 checks would move a quarter of a gigabyte through gloo"),
-    "--size 268435456": ("--size 1048576", "the same, for all-reduces that are timed"),
-    "--width 128 --layers 4 --save model.safetensors": (
-        "--width 64 --save model.safetensors",
-        "its rehearsal takes minutes where other work goes on",
-    ),
-    "--width 128 --layers 4 --load model.safetensors --offload": (
-        "--width 64 --load model.safetensors --offload",
-        "the same",
-    ),
-    "--width 4096 --layers 48 --dtype bfloat16 --recompute --meta": (
-        "--width 64 --dtype bfloat16 --recompute --meta",
-        "9.7 billion parameters take 155 GB",
-    ),
-    "--width 4096 --layers 48 --dtype bfloat16 --check 0 --recompute --offload": (
-        "--width 64 --layers 4 --dtype bfloat16 --check 0 --recompute --offload",
-        "9.7 billion parameters take 155 GB",
-    ),
-    "--bench-width 4096": ("--bench-width 64 --bench-batch 64 --bench-steps 2", "two cores take minutes for a step"),
-    "--width 4096 --batch-size 480 --out traces": (
-        "--width 512 --batch-size 480 --out traces",
-        "two cores take a minute for a step",
-    ),
-    "--matrix 8192 --message 268435456 --save cluster.toml": (
-        "--matrix 512 --message 1048576 --save cluster.toml",
-        "two cores take a minute for a product of such matrices",
-    ),
-    "--steps 300": ("--steps 60", "three hundred steps take minutes"),
-}
+FACTS = {path.stem: facts_at(path) for path in CHAPTERS}
 
 
 @dataclass(frozen=True)
@@ -75,8 +46,13 @@ class Line:
         [number] = [word.partition("=")[2] for word in self.launcher if word.startswith("--nproc-per-node")]
         return 2 if number == "gpu" else int(number)
 
+    @property
+    def facts(self):
+        """What the chapter says of this line."""
+        return FACTS[self.chapter].line(self.flags)
+
     def flags_here(self) -> list[str]:
-        return shlex.split(SMALLER.get(self.flags, (self.flags,))[0])
+        return shlex.split(self.facts.here or self.flags)
 
 
 def printed_lines() -> list[Line]:
@@ -102,42 +78,14 @@ ELSEWHERE = {  # lines with c10d on each of two nodes: test_two_hosts.py runs bo
 PLAN_OF_CHAPTER_15 = "python -m helpers plan llama3-8b cluster.toml --layout dp=16,zero=3,batch=128 --job tokens=1e11"
 
 
-def straggler(out: str, folder: Path) -> None:
-    assert re.search(r"(?m)^slowest: rank 2, by [\d.]+ ms in each step \(a straggler\)$", out), out
-
-
-def traces(out: str, folder: Path) -> None:
-    assert list((folder / "traces").iterdir())
-
-
-def weights(name: str) -> Callable[[str, Path], None]:
-    def check(out: str, folder: Path) -> None:
-        assert (folder / name).stat().st_size > 100
-
-    return check
-
-
-def plan_of_the_cluster(out: str, folder: Path) -> None:
-    """The next line of chapter 15 plans for the cluster that this one has measured."""
+def plan_of_the_cluster(folder: Path) -> None:
+    """Chapter 15 prints this line behind one that measures a cluster: it plans for what was measured."""
     cluster = tomllib.loads((folder / "cluster.toml").read_text())["cluster"]
     ranks = cluster["gpus_per_node"] * cluster["nodes"]
     here = PLAN_OF_CHAPTER_15.replace("dp=16", f"dp={ranks},dtype=float32")  # the only type that a CPU is timed in
     words = here.split()[3:]
     status, out, errors, _ = forked(Work("helpers.__main__", "main", words, str(folder)), HERE)
     assert status == 0 and re.search(r"(?m)^run: 1e\+11 tokens, .* days", out), out + errors
-
-
-PROMISES: dict[str, Callable[[str, Path], None]] = {
-    "--slow-rank 2": straggler,
-    "--width 4096 --batch-size 480 --out traces": traces,
-    "--batch-size 384 --lr 0.4 --epochs 32 --save digits.pt": weights("digits.pt"),
-    "--width 128 --layers 4 --save model.safetensors": weights("model.safetensors"),
-    "--tp 2 --save model.safetensors": weights("model.safetensors"),
-    "--matrix 8192 --message 268435456 --save cluster.toml": plan_of_the_cluster,
-}
-
-# Lines that end before the training does, or train longer than GOOD_ENOUGH says.
-PARTS = {"--state state.pt --stop-after 20", "--width 4096 --batch-size 480 --out traces", "--steps 300"}
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +96,7 @@ def alone(tmp_path_factory):
 @pytest.fixture
 def script(tmp_path):
     """A function that writes a chapter's script into this test's empty folder."""
-    return lambda chapter: export(ROOT / "notebooks" / f"{chapter}.ipynb", tmp_path / "empty")
+    return lambda chapter: export(chapter, tmp_path / "empty")
 
 
 def agent(line, script, launcher, environment):
@@ -160,15 +108,27 @@ def agent(line, script, launcher, environment):
 
 
 def check(line, ended, folder):
-    """Check that a line left nothing and did what its comment says, and trained as well as the script's defaults."""
+    """Check that a line left no process, did what its chapter says of it, and trained as well as the defaults."""
     status, out, errors, left = ended
     assert status == 0 and not left, f"{line.text}\n{out}{errors}"
-    PROMISES.get(line.flags, lambda *_: None)(out, folder)
-    assert line.flags in PARTS or GOOD_ENOUGH[line.chapter](result(out)), f"{line.text}\n{out}"
+    if line.facts.prints:
+        assert re.search(line.facts.prints, out, re.MULTILINE), f"{line.text}\n{out}"
+    if line.facts.writes:
+        assert size(folder / line.facts.writes) > 100, f"{line.text} left no {line.facts.writes}"
+    if line.facts.trains:
+        assert unmet(FACTS[line.chapter].script.result, result(out)) == [], f"{line.text}\n{out}"
 
 
-def test_tables_name_printed_lines():
-    assert SMALLER.keys() | PROMISES.keys() | PARTS <= {line.flags for line in LINES}
+def size(path):
+    """The bytes of a file, or of all files in a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def test_chapters_say_something_of_printed_lines_alone():
+    said = {(chapter, line.flags) for chapter, facts in FACTS.items() for line in facts.script.lines}
+    assert said - {(line.chapter, line.flags) for line in LINES} == set()
+    assert [line.flags for facts in FACTS.values() for line in facts.script.lines if line.here and not line.why] == []
     assert {line.text for line in LINES if line.nodes == 2} - ELSEWHERE <= {
         text for line in FIRST_OF_TWO for text in (line.text, line.text.replace("--node-rank=0", "--node-rank=1"))
     }
@@ -189,6 +149,8 @@ def test_lines_of_one_node_in_their_order(chapter, alone, script):
             else:
                 ended = agent(line, path, launcher, environment).end(600)
             check(line, ended, path.parent)
+            if line.facts.writes == "cluster.toml":
+                plan_of_the_cluster(path.parent)
             rehearsed = "--nproc-per-node=gpu" in line.launcher and "--max-restarts=3" not in line.launcher
             if rehearsed:
                 words = ["rehearse", path.name, "--gpus", str(line.ranks), "--timeout", "600", "--", *line.flags_here()]

@@ -17,38 +17,16 @@ from forked import forked, script_alone, script_on_ranks
 from ruff import find_ruff_bin
 from scripting import CHAPTERS, ROOT, TOLERANCE, export, rehearse_here, result, stand_alone, torchrun
 
-from helpers.verify.steps import FLAGS
+from helpers.export.chapters import find_notebook
+from helpers.export.facts import facts_at, unmet
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 TEMPLATE = ROOT / "notebooks" / "template.ipynb"
 SHEET = ROOT / "notebooks" / "cheat_sheet.ipynb"
-GPUS = {"11_trainer": 8}  # how many pretended GPUs; the other scripts have 2
-FRESH = ["10_checkpointing", "14_profiling_debugging"]  # one rank of them has an interpreter of its own
-REHEARSAL_FLAGS = {"05_amp": ["--bench-width", "64", "--bench-batch", "64", "--bench-steps", "2"]}
-GOOD_ENOUGH = {
-    "00_first_run": lambda result: result["val_accuracy"] > 0.94,
-    "01_process_groups": lambda result: result["sum_over_expected"] == 1,
-    "02_collectives": lambda result: result["correct"] == result["checked"] >= 54,
-    "03_samplers": lambda result: result["val_accuracy"] > 0.9,
-    "04_ddp": lambda result: result["val_accuracy"] > 0.95,
-    "05_amp": lambda result: result["learned"] > 0.9,
-    "06_fsdp": lambda result: result["val_loss"] < 0.85 and result["bytes_per_parameter"] == pytest.approx(16, abs=0.1),
-    "10_checkpointing": lambda result: result["val_accuracy"] > 0.94 and result["step"] == 120,
-    "11_trainer": lambda result: result["val_accuracy"] > 0.94 and result["step"] == 90,
-    "13_fault_tolerance": lambda result: result["val_accuracy"] > 0.95 and result["step"] == 120,
-    "12_multi_node": lambda result: result["checks"] == result["right"] == 3,
-    "15_planning": lambda result: result["as_planned"] == 1 and result["train_loss"] < 1.1,
-    "14_profiling_debugging": lambda result: (
-        result["steps"] == 8
-        and result["ranks_without_trace"] == result["tensors_that_differ"] == 0
-        and result["loss"] < 1.2
-    ),
-    "07_tensor_parallel": lambda result: result["train_loss"] < 1.3 and result["off_by"] == 0,
-    "08_pipeline_parallel": lambda result: result["val_loss"] < 1.0,
-    "09_long_sequences_experts": lambda result: result["train_loss"] < 1.0 and result["gradient_off"] < 0.001,
-    "16_capstone": lambda result: result["val_loss"] < 1.6 and result["step"] == 40,
-}
+FACTS = {path.stem: facts_at(path).script for path in CHAPTERS}
+RECORDED = find_notebook("04")  # its rehearsal is on the first page
+TRAINER = find_notebook("11")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +47,7 @@ def written(notebook, folder):
 
 def on_one(script, environment, *flags):
     """The result of a script that runs by itself; some in an interpreter of their own, to its end."""
-    if script.stem in FRESH:
+    if FACTS[script.stem].fresh_interpreter:
         command = [sys.executable, script, *flags]
         done = subprocess.run(command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=240)
         return on_ranks(1, (done.returncode, done.stdout, done.stderr, []))
@@ -103,18 +81,20 @@ def test_the_ranks_cannot_import_helpers(alone, tmp_path):
 
 @pytest.mark.parametrize("notebook", CHAPTERS, ids=lambda path: path.stem)
 def test_chapter(notebook, alone, tmp_path):
-    chapter, folder = notebook.stem, tmp_path / "empty"
+    facts, folder = FACTS[notebook.stem], tmp_path / "empty"
     script = written(notebook, folder)
     expected = on_one(script, alone)
-    assert GOOD_ENOUGH[chapter](expected), expected
-    if flags := FLAGS.get(chapter, []):
+    assert facts.result, "metadata.book.script.result does not say what the script's numbers must be"
+    assert unmet(facts.result, expected) == []
+    flags = facts.quick_flags.split()
+    if flags:
         expected = on_one(script, alone, *flags)
     assert on_ranks(4, forked(script_on_ranks(script, 4, *flags), alone)) == pytest.approx(expected, abs=TOLERANCE)
     assert set(os.listdir(folder)) <= {script.name, "__pycache__"}
 
-    gpus, report = GPUS.get(chapter, 2), folder / "report.json"
-    flags = [*flags, *REHEARSAL_FLAGS.get(chapter, [])]
-    command = "04" if chapter == "04_ddp" else script  # by its number, as its user writes it
+    gpus, report = facts.gpus, folder / "report.json"
+    flags += facts.rehearsal_flags.split()
+    command = "04" if notebook == RECORDED else script  # by its number, as its user writes it
     done = rehearse_here(command, "--gpus", gpus, "--json", report, flags=flags)
     out = done.stdout + done.stderr
     assert done.returncode == 0, out
@@ -122,10 +102,10 @@ def test_chapter(notebook, alone, tmp_path):
     assert out.count(f"Rehearsal on {gpus} pretended GPUs") == 1
     # All collectives of the default group used the GPUs, so they are NCCL's.
     assert re.search(r"\((NCCL|C\+\+)\)|by DDP", out)
-    if chapter == "04_ddp":
+    if notebook == RECORDED:
         text = out[out.index("Rehearsal on") :]
-        recorded.compare("rehearsal", text, "python -m pytest tests/test_scripts.py -k 04_ddp")
-    if chapter == "11_trainer":  # a step waits for no GPU; logging, evaluation and checkpoints may, and come rarely
+        recorded.compare("rehearsal", text, f"python -m pytest tests/test_scripts.py -k {notebook.stem}")
+    if notebook == TRAINER:  # a step waits for no GPU; logging, evaluation and checkpoints may, and come rarely
         counts = json.loads(report.read_text())
         often = [row for row in counts["lines"] if row["kind"] in ("wait", "upload") and row["per_step"] > 1 / 3]
         assert counts["steps"] > 10 and not often, often

@@ -34,9 +34,10 @@ class Lies(SphinxDirective):
         ]
 
 
-def in_order(place: str) -> tuple[bool, str]:
-    """Chapters by their numbers, then pages of the appendix by their names."""
-    return not place.isdigit(), place.zfill(2)
+def in_order(place: str) -> tuple[float, str]:
+    """Chapters and practice pages by their numbers, such as 9 and 10b, then pages of the appendix by their names."""
+    number = re.match(r"\d+", place)
+    return float(number[0] if number else "inf"), place
 
 
 def table(head: list[str], rows: list[list[str]]) -> nodes.table:

@@ -83,4 +83,5 @@ def refuse_practice_page(path: Path) -> None:
     """Raise ExportError for the notebook of a practice page, such as 10b: it has no script, and its chapter has one."""
     beside = re.match(r"(\d\d)[a-z]_", path.name)
     if beside and path.resolve() in [page.resolve() for page in numbered()]:
-        raise ExportError(f"{path.stem} has no script: it is a page beside chapter {beside[1]}.\nTake that: {beside[1]}")
+        what = f"{path.stem} has no script: it is a page beside chapter {beside[1]}"
+        raise ExportError(f"{what}.\nGive the chapter's number: {beside[1]}")

@@ -1,4 +1,4 @@
-"""The error of this folder, in a file of its own: what only reads facts need not load nbformat, which takes a second."""
+"""The error of this folder, in a file of its own: who only reads facts need not load nbformat, which takes long."""
 
 
 class ExportError(Exception):

@@ -42,8 +42,9 @@ class Rehearsal:
     """A run of the script on many pretended GPUs, for ``make rehearse``."""
 
     nodes: int = 1
-    gpus: int = 8
+    gpus: int = 8  # of each node
     flags: str = ""
+    why: str = ""  # with these
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,9 @@ def facts_in(metadata: Mapping[str, Any], name: str) -> Chapter:
     place = f"{name}: metadata.book"
     book = dict(metadata.get("book", {}))
     script = dict(book.get("script", {}))
-    if "lines" in script:
-        script["lines"] = [record(Line, entry, f"{place}.script.lines") for entry in script["lines"]]
-    if "rehearsals" in script:
-        script["rehearsals"] = [record(Rehearsal, entry, f"{place}.script.rehearsals") for entry in script["rehearsals"]]
+    for name, kind in (("lines", Line), ("rehearsals", Rehearsal)):
+        entries = script.get(name, [])
+        script[name] = [record(kind, entry, f"{place}.script.{name}") for entry in entries]
     book["script"] = record(Script, script, f"{place}.script")
     chapter = record(Chapter, book, place)
     for number, condition in chapter.script.result.items():

@@ -18,7 +18,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from helpers.export import chapters
 
 ROOT = Path(__file__).parents[2]
-CHAPTERS = sorted(ROOT.glob("notebooks/[0-9][0-9]_*.ipynb"))
+CHAPTERS = chapters.chapters()
 TOLERANCE = 0.002  # for numbers in a result, which are rounded to three digits
 
 
@@ -44,7 +44,7 @@ def stand_alone(folder):
 
 
 def export(notebook, folder):
-    """Write a notebook's script into the folder; return its path."""
+    """Write the script of a notebook, or of a chapter's number, into the folder; return its path."""
     [script] = chapters.export(notebook, folder)
     return script
 

@@ -56,8 +56,8 @@ def run(lie: Lie | None, chapter: str, until: str | None = None) -> Failure | No
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_of_the_project(Path(folder, "book"))
         notebook = copy / "notebooks" / notebook_of(chapter).name
-        if lie and lie.file:
-            file = copy / lie.file.format(chapter=notebook.name)
+        if lie and (lie.file or lie.notebook):
+            file = copy / file_of(lie, chapter)
             file.write_text(lie.tell(file.read_text()))
         failure, proof = Path(folder, "failure.json"), Path(folder, "told")
         environment = {
@@ -96,8 +96,17 @@ def copy_of_the_project(folder: Path) -> Path:
 
 
 def notebook_of(chapter: str) -> Path:
-    [path] = (ROOT / "notebooks").glob(f"{chapter}*.ipynb")
+    """The notebook of a chapter's number, such as 04 or 10b, or of how its name begins."""
+    has_number = chapter[0].isdigit()
+    [path] = (ROOT / "notebooks").glob(f"{chapter}_*.ipynb" if has_number else f"{chapter}*.ipynb")
     return path
+
+
+def file_of(lie: Lie, chapter: str) -> str:
+    """The path in the project of the file that a lie changes, told in this chapter."""
+    if lie.notebook:
+        return f"notebooks/{notebook_of(chapter).name}"
+    return lie.file
 
 
 @cache
@@ -146,8 +155,10 @@ def read_record() -> list[dict[str, str]]:
 
 
 def label(chapter: str) -> str:
-    """What the record calls a chapter: its number, or the name of a page of the appendix."""
-    return str(int(chapter)) if chapter.isdigit() else chapter.replace("_", " ")
+    """What the record calls a chapter: its number, such as 4 or 10b, or the name of a page of the appendix."""
+    if chapter[0].isdigit():
+        return re.sub(r"^0(?=\d)", "", chapter)
+    return chapter.replace("_", " ")
 
 
 def key(row: dict[str, str]) -> tuple[str, str]:

@@ -26,7 +26,7 @@ def optimizer_is_not_restored(module: Any) -> None:
     module.Optimizer.load_state_dict = nothing
 
 
-@lie("10b_checkpoints_in_practice", "scaler", module=SCALER)
+@lie("10b", "scaler", module=SCALER)
 def scaler_is_not_restored(module: Any) -> None:
     """A checkpoint without the gradient scaler: a resume begins with a scale of 65,536."""
     module.GradScaler.load_state_dict = nothing
@@ -44,7 +44,7 @@ def schedule_starts_again(module: Any) -> None:
     module.LRScheduler.load_state_dict = nothing
 
 
-@lie("10b_checkpoints_in_practice", "async_save|thread", module="torch.distributed.checkpoint.state_dict_saver")
+@lie("10b", "async_save|thread", module="torch.distributed.checkpoint.state_dict_saver")
 def async_save_copies_nothing(module: Any) -> None:
     """`dcp.async_save` does not copy: its thread waits a little, and writes what training has changed."""
     module.DefaultStager.stage = lambda self, state, **keywords: state
@@ -110,7 +110,7 @@ def a_file_is_renamed_before_it_is_on_the_disk(text: str) -> str:
     return swap(text, "            os.fsync(self.fileno())\n", "")
 
 
-@lie("10", "random|same bits", file="notebooks/{chapter}")
+@lie("10", "random|same bits", notebook=True)
 def all_ranks_get_the_generators_of_rank_0(text: str) -> str:
     """A resume gives all ranks the random states of rank 0 in Python and NumPy."""
     states, mine = '[\\"random\\"]', "[dist.get_rank()]"
@@ -118,7 +118,7 @@ def all_ranks_get_the_generators_of_rank_0(text: str) -> str:
     return swap(text, f"set_random_state(plain{states}{mine}", f"set_random_state({mixed}")
 
 
-@lie("10", "piece|forget", file="notebooks/{chapter}")
+@lie("10", "piece|forget", notebook=True)
 def the_scheduler_is_forgotten_with_the_optimizer(text: str) -> str:
     """Where the scheduler alone should be forgotten, the optimizer is."""
     piece = '(\\"optimizer\\" if piece == \\"scheduler\\" else piece)'
@@ -129,10 +129,9 @@ def the_scheduler_is_forgotten_with_the_optimizer(text: str) -> str:
 # --- Checkpoints in real projects
 
 SAVED = "torch.distributed.checkpoint.state_dict"
-REAL = "notebooks/10b_checkpoints_in_practice.ipynb"
 
 
-@lie("10b_checkpoints_in_practice", "frozen|freeze", module=SAVED)
+@lie("10b", "frozen|freeze", module=SAVED)
 def frozen_parameters_keep_their_state(module: Any) -> None:
     """A load restores the optimizer's state of frozen parameters too."""
 
@@ -149,7 +148,7 @@ def frozen_parameters_keep_their_state(module: Any) -> None:
         instead_of(module, name)(thawed)
 
 
-@lie("10b_checkpoints_in_practice", "float|flatten", module=SAVED)
+@lie("10b", "float|flatten", module=SAVED)
 def the_flattened_form_names_what_is_missing(module: Any) -> None:
     """With `flatten_optimizer_state_dict=True` the error names the parameter whose state is missing."""
 
@@ -162,25 +161,25 @@ def the_flattened_form_names_what_is_missing(module: Any) -> None:
         return true(optim, state, info)
 
 
-@lie("10b_checkpoints_in_practice", "exactly|state", file=REAL)
+@lie("10b", "exactly|state", notebook=True)
 def load_exactly_keeps_the_state_that_torch_made(text: str) -> str:
     """`load_exactly` keeps the optimizer's state of the zero step where the file has none."""
     return swap(text, "optimizer.state.pop(parameter, None)", "pass")
 
 
-@lie("10b_checkpoints_in_practice", "safetensors|slices", module="torch.distributed.checkpoint.hf_storage")
+@lie("10b", "safetensors|slices", module="torch.distributed.checkpoint.hf_storage")
 def safetensors_are_not_read(module: Any) -> None:
     """`HuggingFaceStorageReader` reads nothing: the tensors hold what they held."""
     module.HuggingFaceStorageReader._process_read_request = nothing
 
 
-@lie("10b_checkpoints_in_practice", "joins|joined", module="torch.distributed.checkpoint.hf_storage")
+@lie("10b", "joins|joined", module="torch.distributed.checkpoint.hf_storage")
 def slices_are_not_joined(module: Any) -> None:
     """`HuggingFaceStorageWriter` ignores `enable_consolidation`."""
     module.consolidate_safetensors_files = nothing
 
 
-@lie("10b_checkpoints_in_practice", "memory|copies", module="torch.distributed.checkpoint.staging")
+@lie("10b", "memory|copies", module="torch.distributed.checkpoint.staging")
 def copies_of_async_saves_are_kept(module: Any) -> None:
     """`dcp.async_save` keeps its copy of the tensors after the save."""
     kept = []
@@ -191,7 +190,7 @@ def copies_of_async_saves_are_kept(module: Any) -> None:
         return kept[-1]
 
 
-@lie("10b_checkpoints_in_practice", "prefix|_orig_mod", module="torch.distributed.checkpoint.state_dict")
+@lie("10b", "prefix|_orig_mod", module="torch.distributed.checkpoint.state_dict")
 def names_keep_the_compilers_prefix(module: Any) -> None:
     """`get_model_state_dict` leaves `_orig_mod.` in the names."""
 

@@ -54,7 +54,7 @@ def ddp_first_bucket_is_as_large_as_the_others(module: Any) -> None:
         true(self, *inputs, **{"bucket_cap_mb": 25, **keywords})
 
 
-@lie("04", "order", file="notebooks/{chapter}")
+@lie("04", "order", notebook=True)
 def ranks_keep_their_own_order_of_buckets(text: str) -> str:
     """In DDP by hand each rank lays its buckets out in the order of its own gradients."""
     return swap(text, "dist.broadcast(order, src=0)", "order.clone()")
@@ -84,19 +84,19 @@ def join_does_not_shadow(module: Any) -> None:
     module.Join._get_num_nonjoined_procs = lambda self: 0
 
 
-@lie("04", "sampler|step count", file="notebooks/{chapter}")
+@lie("04", "sampler|step count", notebook=True)
 def ranks_without_a_sampler_see_other_images(text: str) -> str:
     """Without a sampler, each rank takes other images than the others."""
     return swap(text, "next(iter(DataLoader(train_set, 96)))", "next(iter(make_loader(train_set, 192, 0)))")
 
 
-@lie("04", "inplace|two forwards", file="notebooks/{chapter}")
+@lie("04", "inplace|two forwards", notebook=True)
 def two_batches_are_not_joined(text: str) -> str:
     """Two batches that should be joined go through the DDP model one after the other."""
     return swap(text, r"if how == \"joined\":", r"if how == \"never\":")
 
 
-@lie("04", "search|unused", file="notebooks/{chapter}")
+@lie("04", "search|unused", notebook=True)
 def the_gradient_to_compare_with_is_searched_for_too(text: str) -> str:
     """The DDP without a search for unused parameters searches, too."""
     return swap(text, "(everyone, {}, 3)", "(everyone, {name: True}, 3)")
@@ -172,7 +172,7 @@ def autocast_takes_the_other_format(module: Any) -> None:
         true(self, device_type, torch.float16 if dtype is torch.bfloat16 else dtype, *inputs, **keywords)
 
 
-@lie("05", "accumul|micro|share|divid", file="notebooks/05_amp.ipynb")
+@lie("05", "accumul|micro|share|divid", notebook=True)
 def accumulation_is_not_divided(text: str) -> str:
     """The training step adds up micro-batches without dividing by their number."""
     return swap(
@@ -180,13 +180,13 @@ def accumulation_is_not_divided(text: str) -> str:
     )
 
 
-@lie("05", "transformer|saved|memory", file="notebooks/05_amp.ipynb")
+@lie("05", "transformer|saved|memory", notebook=True)
 def the_transformer_is_counted_in_float32(text: str) -> str:
     """The transformer's saved bytes under autocast are those in float32."""
     return swap(text, "    for kind in (brain, single)\\n", "    for kind in (single, single)\\n")
 
 
-@lie("05", "float8|scale", file="notebooks/05_amp.ipynb")
+@lie("05", "float8|scale", notebook=True)
 def each_block_has_the_scale_of_the_tensor(text: str) -> str:
     """The blocks of MXFP8 share the scale of the whole tensor."""
     return swap(text, r"\"32 numbers\": 32}", r"\"32 numbers\": numbers.numel()}")

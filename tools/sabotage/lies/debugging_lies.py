@@ -64,7 +64,7 @@ def replicas_compare_with_themselves(c10d: Any) -> None:
     c10d.all_gather = all_gather
 
 
-@lie("14", "merge|lane|rank", file="notebooks/14_profiling_debugging.ipynb")
+@lie("14", "merge|lane|rank", notebook=True)
 def lanes_of_a_merged_trace_lose_their_names(text: str) -> str:
     """In the merged trace a rank's CPU and its GPU have the same name."""
     return swap(text, "{lanes.get(pid, '')}", "")
@@ -72,40 +72,38 @@ def lanes_of_a_merged_trace_lose_their_names(text: str) -> str:
 
 # --- What NCCL and the watchdog say
 
-READING = "notebooks/14b_reading_nccl.ipynb"
 
-
-@lie("14b_reading_nccl", "transport|way|via", file=READING)
+@lie("14b", "transport|way|via", notebook=True)
 def a_transport_is_read_without_its_gpu_direct(text: str) -> str:
     """The reader of NCCL's log stops at the adapter, so that `GDRDMA` and its absence look alike."""
     return swap(text, r"via (\\S+)", r"via (\\w+/\\w+)")
 
 
-@lie("14b_reading_nccl", "GDRDMA|adapter|advice", file=READING)
+@lie("14b", "GDRDMA|adapter|advice", notebook=True)
 def gpu_direct_is_blamed_too(text: str) -> str:
     """The advice on NCCL's log blames connections with `GDRDMA` as well."""
     return swap(text, r"(?!\\S*GDRDMA)", "", times=2)
 
 
-@lie("14b_reading_nccl", "smallest|not called|last enqueued", file=READING)
+@lie("14b", "smallest|not called|last enqueued", notebook=True)
 def who_called_most_is_behind(text: str) -> str:
     """Of the watchdog's messages, the ranks that have called more are named as those that lag behind."""
     return swap(text, "if number < first}", "if number > first}")
 
 
-@lie("14b_reading_nccl", "smallest|not called|last enqueued", file=READING)
+@lie("14b", "smallest|not called|last enqueued", notebook=True)
 def every_group_counts(text: str) -> str:
     """Of the watchdog's messages, those of every group count, and not of the group that is asked for."""
     return swap(text, "in re.findall(at, log) if name == group", "in re.findall(at, log)")
 
 
-@lie("14b_reading_nccl", "count|RAS", file=READING)
+@lie("14b", "count|RAS", notebook=True)
 def ras_names_who_is_ahead(text: str) -> str:
     """In NCCL's RAS report, the ranks that have launched the most collectives are named as late."""
     return swap(text, "if count[kind] < most}", "if count[kind] == most}")
 
 
-@lie("14b_reading_nccl", "stack|stands|server", module="torch.distributed.debug._frontend")
+@lie("14b", "stack|stands|server", module="torch.distributed.debug._frontend")
 def the_debug_server_shows_rank_0_for_all(module: Any) -> None:
     """PyTorch's debug server shows rank 0's answer for every rank's."""
 

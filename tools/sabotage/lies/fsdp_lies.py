@@ -74,7 +74,7 @@ def checkpoint_keeps_all_activations(module: Any) -> None:
     module.checkpoint = lambda function, *inputs, use_reentrant=None, **_: function(*inputs)
 
 
-@lie("06", "optimizer|train", file="notebooks/06_fsdp.ipynb")
+@lie("06", "optimizer|train", notebook=True)
 def the_early_optimizer_is_built_late(text: str) -> str:
     """The optimizer that comes before `fully_shard` is built after it."""
     return swap(text, "    if optimizer_first:\\n", "    if False:\\n")
@@ -91,76 +91,74 @@ def the_peak_is_what_is_left(module: Any) -> None:
 
 # --- FSDP2 in a real project
 
-PRACTICE = "notebooks/06b_fsdp_in_practice.ipynb"
 
-
-@lie("06b_fsdp_in_practice", "equal|bit", file=PRACTICE)
+@lie("06b", "equal|bit", notebook=True)
 def slices_by_hand_are_summed_not_averaged(text: str) -> str:
     """FSDP by hand adds the gradients up, and does not divide by the number of ranks."""
     return swap(text, "return mine / dist.get_world_size()", "return mine")
 
 
-@lie("06b_fsdp_in_practice", "free|alive|whole", file=PRACTICE)
+@lie("06b", "free|alive|whole", notebook=True)
 def gathered_weights_by_hand_are_kept(text: str) -> str:
     """FSDP by hand keeps the gathered weights of each block until backward."""
     return swap(text, "!= storage:", "!= 0:")
 
 
-@lie("06b_fsdp_in_practice", "tie|shared", module="torch.distributed.fsdp._fully_shard._fsdp_state")
+@lie("06b", "tie|shared", module="torch.distributed.fsdp._fully_shard._fsdp_state")
 def a_parameter_may_be_in_two_groups(module: Any) -> None:
     """FSDP does not look whether two groups share a parameter."""
     module.FSDPState._validate_no_duplicate_params = nothing
 
 
-@lie("06b_fsdp_in_practice", "unused|branch|group", module=FSDP)
+@lie("06b", "unused|branch|group", module=FSDP)
 def unused_parameters_are_left_out(module: Any) -> None:
     """`set_reduce_scatter_unused_params` changes nothing."""
     module.FSDPModule.set_reduce_scatter_unused_params = nothing
 
 
-@lie("06b_fsdp_in_practice", "regist|method", module=FSDP)
+@lie("06b", "regist|method", module=FSDP)
 def no_method_can_be_registered(module: Any) -> None:
     """`register_fsdp_forward_method` changes nothing."""
     module.register_fsdp_forward_method = nothing
 
 
-@lie("06b_fsdp_in_practice", "divi|token", module=FSDP)
+@lie("06b", "divi|token", module=FSDP)
 def the_divide_factor_is_ignored(module: Any) -> None:
     """`set_gradient_divide_factor` changes nothing."""
     module.FSDPModule.set_gradient_divide_factor = nothing
 
 
-@lie("06b_fsdp_in_practice", "all-reduce|node", module=FSDP)
+@lie("06b", "all-reduce|node", module=FSDP)
 def each_micro_batch_is_reduced_between_nodes(module: Any) -> None:
     """`set_requires_all_reduce(False)` reduces between replicas all the same."""
     module.FSDPModule.set_requires_all_reduce = nothing
 
 
-@lie("06b_fsdp_in_practice", "Muon|matri", module="torch.optim._muon")
+@lie("06b", "Muon|matri", module="torch.optim._muon")
 def muon_iterates_four_times(module: Any) -> None:
     """Muon multiplies its momentum four times, not five."""
     build_with(module.Muon, ns_steps=4)
 
 
-@lie("06b_fsdp_in_practice", "recomput|keep|kept", module="torch.utils.checkpoint")
+@lie("06b", "recomput|keep|kept", module="torch.utils.checkpoint")
 def the_policy_of_a_checkpoint_is_ignored(module: Any) -> None:
     """`create_selective_checkpoint_contexts` ignores its policy, and all is computed again."""
     module.create_selective_checkpoint_contexts = lambda *inputs, **keywords: module.noop_context_fn()
 
 
-@lie("06b_fsdp_in_practice", "token|text", file=PRACTICE)
+@lie("06b", "token|text", notebook=True)
 def ranks_do_not_ask_before_a_token(text: str) -> str:
     """A rank whose text is done leaves, and does not ask the others."""
     return swap(text, "dist.all_reduce(going)  # is any rank still going?", "pass")
 
 
-@lie("06b_fsdp_in_practice", "token", file=PRACTICE)
+@lie("06b", "token", notebook=True)
 def the_loss_of_all_tokens_is_not_multiplied(text: str) -> str:
     """The loss that is divided by all tokens is not multiplied by the number of ranks."""
     return swap(text, "loss = loss / total * dist.get_world_size()", "loss = loss / total")
 
 
-@lie("06b_fsdp_in_practice", "dtype", module="torch.distributed.fsdp._fully_shard._fsdp_param_group")
+@lie("06b", "dtype", module="torch.distributed.fsdp._fully_shard._fsdp_param_group")
 def a_group_may_train_two_dtypes(module: Any) -> None:
     """FSDP does not look whether the trained parameters of a group have one dtype."""
 
@@ -172,7 +170,7 @@ def a_group_may_train_two_dtypes(module: Any) -> None:
             self._orig_dtype = self._reduce_dtype = None
 
 
-@lie("06b_fsdp_in_practice", "nan|norm", module="torch.nn.utils.clip_grad")
+@lie("06b", "nan|norm", module="torch.nn.utils.clip_grad")
 def a_norm_of_nan_is_accepted(module: Any) -> None:
     """`clip_grad_norm_` ignores `error_if_nonfinite`."""
 

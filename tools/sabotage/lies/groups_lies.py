@@ -8,7 +8,7 @@ from sabotage.lies.telling_lies import AGENT, C10D, DDP, LAUNCH, give_ranks, ins
 # --- The first run
 
 
-@lie("00", "met|wrong", file="notebooks/{chapter}")
+@lie("00", "met|wrong", notebook=True)
 def the_mistake_in_the_loop_is_not_made(text: str) -> str:
     """In chapter 0's loop, every rank adds up its loss, also where only rank 0 should."""
     return swap(text, r"place == \"in the loop\" and rank in callers", r"place == \"in the loop\"")
@@ -52,7 +52,7 @@ def launch_returns_results_backwards(text: str) -> str:
     return swap(text, "read_bytes()) for rank in range(nproc)]", "read_bytes()) for rank in reversed(range(nproc))]")
 
 
-@lie("00 06c_groups_and_meshes 02 03b_loaders_in_practice 04", "hang|stands still|timeout|wait|never come", file=LAUNCH)
+@lie("00 06c 02 03b 04", "hang|stands still|timeout|wait|never come", file=LAUNCH)
 def launch_forgives_a_hang(text: str) -> str:
     """`launch` returns when a rank hangs, and says nothing."""
     line = "            raise hang(where_they_stand(folder, nproc), returned, call.timeout)"
@@ -89,7 +89,7 @@ def backends_are_not_compared(text: str) -> str:
     return swap(text, "    compare(store, rank, world_size, few or backend)\n", "")
 
 
-@lie("06c_groups_and_meshes", "group", module=C10D)
+@lie("06c", "group", module=C10D)
 def new_group_takes_everybody(c10d: Any) -> None:
     """`new_group` makes a group of all ranks, whichever ranks it is given."""
     true = c10d.new_group
@@ -121,7 +121,7 @@ def monitored_barrier_blames_another_rank(c10d: Any) -> None:
             raise RuntimeError(text) from None
 
 
-@lie("06c_groups_and_meshes", "mesh|axis|axes", module="torch.distributed.device_mesh")
+@lie("06c", "mesh|axis|axes", module="torch.distributed.device_mesh")
 def mesh_counts_columns_first(module: Any) -> None:
     """`init_device_mesh` numbers the ranks along the first axis, so that neighbours are far apart."""
 

@@ -44,7 +44,7 @@ def workers_draw_the_same_numbers(module: Any) -> None:
         true(*arguments)
 
 
-@lie("03 10", "position|resume", file="notebooks/{chapter}")
+@lie("03 10", "position|resume", notebook=True)
 def sampler_forgets_its_position(text: str) -> str:
     """A checkpoint without the sampler: its position is saved and not restored."""
     old = r"self.epoch, self.position = state[\"epoch\"], state[\"position\"]"
@@ -53,17 +53,16 @@ def sampler_forgets_its_position(text: str) -> str:
 
 # --- Data loaders in real projects
 
-LOADERS = "notebooks/03b_loaders_in_practice.ipynb"
 LOADER = "torch.utils.data.dataloader"
 
 
-@lie("03b_loaders_in_practice", "agree|stop", file=LOADERS)
+@lie("03b", "agree|stop", notebook=True)
 def all_stop_with_the_last(text: str) -> str:
     """The generator stops all ranks with the last one, where it should stop them with the first."""
     return swap(text, r"MIN if at_end == \"stop\" else", r"MAX if at_end == \"stop\" else")
 
 
-@lie("03b_loaders_in_practice", "worker.*batch", module=LOADER)
+@lie("03b", "worker.*batch", module=LOADER)
 def workers_leave_out_a_batch_that_is_not_full(module: Any) -> None:
     """A loader drops each worker's last batch if it is not full."""
 
@@ -72,7 +71,7 @@ def workers_leave_out_a_batch_that_is_not_full(module: Any) -> None:
         true(self, *inputs, **keywords | {"drop_last": keywords.get("num_workers", 0) > 1})
 
 
-@lie("03b_loaders_in_practice", "skip", module=C10D)
+@lie("03b", "skip", module=C10D)
 def ranks_gather_only_their_own_objects(c10d: Any) -> None:
     """`all_gather_object` gives each rank its own object, again and again."""
 
@@ -82,7 +81,7 @@ def ranks_gather_only_their_own_objects(c10d: Any) -> None:
     c10d.all_gather_object = all_gather_object
 
 
-@lie("03b_loaders_in_practice", "forkserver", module=LOADER)
+@lie("03b", "forkserver", module=LOADER)
 def workers_are_always_forked(module: Any) -> None:
     """A loader forks its workers, whatever its `multiprocessing_context`."""
 
@@ -91,43 +90,43 @@ def workers_are_always_forked(module: Any) -> None:
         true(self, *inputs, **keywords | ({"multiprocessing_context": "fork"} if keywords.get("num_workers") else {}))
 
 
-@lie("03b_loaders_in_practice", "persistent", module=LOADER)
+@lie("03b", "persistent", module=LOADER)
 def workers_do_not_persist(module: Any) -> None:
     """`persistent_workers` is ignored: each epoch starts new workers."""
     build_with(module.DataLoader, persistent_workers=False)
 
 
-@lie("03b_loaders_in_practice", "list|memory", file=LOADERS)
+@lie("03b", "list|memory", notebook=True)
 def reading_a_list_copies_nothing(text: str) -> str:
     """The list's texts are not read, so that no page of them is copied."""
     return swap(text, "            self.dataset[place]", "            self.dataset[0]")
 
 
-@lie("03b_loaders_in_practice", "tensor", file=LOADERS)
+@lie("03b", "tensor", notebook=True)
 def the_two_tensors_are_a_list(text: str) -> str:
     """A worker reads the texts of a list, also where the page says two tensors."""
     return swap(text, "launch(weigh, Packed", "launch(weigh, Listed")
 
 
-@lie("03b_loaders_in_practice", "handle|pickle", module="torch.multiprocessing.reductions")
+@lie("03b", "handle|pickle", module="torch.multiprocessing.reductions")
 def tensors_are_pickled_whole(module: Any) -> None:
     """A tensor is not moved to shared memory when it is sent to a process: all of it is pickled."""
     module.init_reductions = nothing
 
 
-@lie("03b_loaders_in_practice", "length|longest", file=LOADERS)
+@lie("03b", "length|longest", notebook=True)
 def the_pool_is_not_sorted(text: str) -> str:
     """The sampler by length does not sort its pool."""
     return swap(text, "batched(sorted(pool, key=self.lengths.__getitem__), step)", "batched(pool, step)")
 
 
-@lie("03b_loaders_in_practice", "fewest tokens", file=LOADERS)
+@lie("03b", "fewest tokens", notebook=True)
 def samples_are_dealt_by_their_number(text: str) -> str:
     """Each sample goes to the rank that has the fewest samples, not the fewest tokens."""
     return swap(text, "tokens[rank] += lengths[sample]", "tokens[rank] += 1")
 
 
-@lie("03b_loaders_in_practice", "prefetch_factor", module=LOADER)
+@lie("03b", "prefetch_factor", module=LOADER)
 def workers_load_one_batch_ahead(module: Any) -> None:
     """`prefetch_factor` is ignored: each worker loads one batch ahead."""
 
@@ -137,7 +136,7 @@ def workers_load_one_batch_ahead(module: Any) -> None:
         self.prefetch_factor = self.prefetch_factor and 1
 
 
-@lie("03b_loaders_in_practice", "larger than", file=LOADERS)
+@lie("03b", "larger than", notebook=True)
 def the_batch_fits_into_shared_memory(text: str) -> str:
     """The batch that should be larger than `/dev/shm` has a megabyte."""
     return swap(text, ".expand(size + 2**20)", ".expand(2**20)")

@@ -30,7 +30,7 @@ def gradients_are_not_divided_by_micro_batches(module: Any) -> None:
     module._PipelineStageBase.scale_grads = nothing
 
 
-@lie("08", "bubble|idle", file="notebooks/08_pipeline_parallel.ipynb")
+@lie("08", "bubble|idle", notebook=True)
 def bubble_is_off_by_one(text: str) -> str:
     """The model of a schedule counts a rank's work as idle time."""
     return swap(text, "/ work - 1", "/ work")
@@ -80,7 +80,7 @@ def looped_bfs_alternates_its_stages(module: Any) -> None:
         return [*work[:first], *forwards, *work[first + count :]]
 
 
-@lie("08", "hold|activations|memory", file="notebooks/08_pipeline_parallel.ipynb")
+@lie("08", "hold|activations|memory", notebook=True)
 def the_meter_keeps_a_tensors_history(text: str) -> str:
     """The meter of activations keeps each tensor with its history, and so keeps some for ever."""
     return swap(text, "tensor.detach(), meter", "tensor, meter")
@@ -120,7 +120,7 @@ def a_rank_clips_by_its_own_norm(module: Any) -> None:
         return true([getattr(tensor, "_local_tensor", tensor) for tensor in tensors], *inputs, **keywords)
 
 
-@lie("07", "seed|differ|one process", file="notebooks/07_tensor_parallel.ipynb")
+@lie("07", "seed|differ|one process", notebook=True)
 def the_check_finds_no_difference(text: str) -> str:
     """`equal_to_one_process` finds no difference, whatever it compares."""
     return swap(text, "off.append((whole - here).abs().max())", "off.append((whole - whole).abs().max())")
@@ -159,7 +159,7 @@ def local_map_redistributes_nothing(module: Any) -> None:
         return true(*inputs, **keywords)
 
 
-@lie("07", "dropout|seed", file="notebooks/07_tensor_parallel.ipynb")
+@lie("07", "dropout|seed", notebook=True)
 def each_ranks_own_numbers_are_the_same(text: str) -> str:
     """The random numbers for the dropout of parts begin with the same seed on every rank."""
     return swap(text, "torch.manual_seed(seed + dist.get_rank())", "torch.manual_seed(seed)")
@@ -197,38 +197,38 @@ def all_to_all_sends_no_gradient_back(module: Any) -> None:
         return true(tensor.detach(), *inputs, **keywords) + 0 * tensor.sum()
 
 
-@lie("09", "balance|count", file="notebooks/09_long_sequences_experts.ipynb")
+@lie("09", "balance|count", notebook=True)
 def each_rank_balances_its_own_experts(text: str) -> str:
     """The balance loss counts only this rank's tokens."""
     return swap(text, "    dist.all_reduce(everywhere, group=group)", "    dist.get_world_size()")
 
 
-@lie("09", "zigzag|scores|order", file="notebooks/09_long_sequences_experts.ipynb")
+@lie("09", "zigzag|scores|order", notebook=True)
 def zigzag_is_not_mirrored(text: str) -> str:
     """In zigzag order each rank gets two early chunks in a row."""
     return swap(text, "chunks[rank] + chunks[-1 - rank]", "chunks[2 * rank] + chunks[2 * rank + 1]")
 
 
-@lie("09", "float32|bfloat16", file="notebooks/09_long_sequences_experts.ipynb")
+@lie("09", "float32|bfloat16", notebook=True)
 def the_ring_adds_up_in_the_dtype_of_its_queries(text: str) -> str:
     """The ring keeps its sums in the dtype of the queries, and not in float32."""
     return swap(text, "torch.zeros_like(query, dtype=torch.float32)", "torch.zeros_like(query)")
 
 
-@lie("09", "grouped|heads", file="notebooks/09_long_sequences_experts.ipynb")
+@lie("09", "grouped|heads", notebook=True)
 def ulysses_copies_keys_before_it_sends_them(text: str) -> str:
     """With grouped queries Ulysses sends a copy of the keys and values for each head of queries."""
     copies = "(each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))"
     return swap(text, "for x in (query, key, value))", f"for x in (query, *{copies}))")
 
 
-@lie("09", "token|expert", file="notebooks/09_long_sequences_experts.ipynb")
+@lie("09", "token|expert", notebook=True)
 def a_rank_without_tokens_computes_nothing(text: str) -> str:
     """A rank that gets no token leaves its experts out, and they get no gradient."""
     return swap(text, "done = torch.cat(done)[", "done = (torch.cat(done) if sum(come) else arrived)[")
 
 
-@lie("09", "heads", file="notebooks/09_long_sequences_experts.ipynb")
+@lie("09", "heads", notebook=True)
 def ulysses_does_not_check_the_heads_of_keys(text: str) -> str:
     """Ulysses looks whether the ranks divide the heads of queries, but not those of keys."""
     return swap(text, r"(\"keys\", key.shape[1])", r"(\"keys\", query.shape[1])")
@@ -242,11 +242,10 @@ def ddp_averages_what_it_should_ignore(module: Any) -> None:
 
 # --- Long sequences in practice
 
-LONG = "notebooks/09b_long_sequences_in_practice.ipynb"
 BALANCERS = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
 
 
-@lie("09b_long_sequences_in_practice", "order|zigzag", module=BALANCERS)
+@lie("09b", "order|zigzag", module=BALANCERS)
 def a_head_tail_balancer_divides_in_order(module: Any) -> None:
     """`_HeadTailLoadBalancer` gives each rank one chunk of the sequence, and not an early and a late one."""
 
@@ -255,7 +254,7 @@ def a_head_tail_balancer_divides_in_order(module: Any) -> None:
         return true(*inputs, **keywords).sort().values
 
 
-@lie("09b_long_sequences_in_practice", "balance|block", module=BALANCERS)
+@lie("09b", "balance|block", module=BALANCERS)
 def ptrr_deals_rows_out_in_order(module: Any) -> None:
     """`_PTRRLoadBalancer` does not look at the mask, and gives each rank its rows in order."""
 
@@ -265,13 +264,13 @@ def ptrr_deals_rows_out_in_order(module: Any) -> None:
     module._PTRRLoadBalancer.ptrr_scheduling = staticmethod(in_order)
 
 
-@lie("09b_long_sequences_in_practice", "document|mask", file=LONG)
+@lie("09b", "document|mask", notebook=True)
 def a_document_sees_earlier_ones(text: str) -> str:
     """The document mask lets a position look at earlier documents."""
     return swap(text, "(document[query] == document[key])", "(document[query] >= document[key])")
 
 
-@lie("09b_long_sequences_in_practice", "gather", file=LONG)
+@lie("09b", "gather", notebook=True)
 def gathering_counts_only_the_forward(text: str) -> str:
     """The counter of bytes leaves the backward out."""
     return swap(text, r"_opname.startswith(\"flex_cp_allgather\")", r"_opname == \"flex_cp_allgather\"")

@@ -23,13 +23,13 @@ def the_planner_divides(text: str) -> str:
     return swap(text, 'math.ceil(rows / sharers) if shards == "rows" else rows / sharers', "rows / sharers")
 
 
-@lie("15", "file|speed|planner", file="notebooks/15_planning.ipynb")
+@lie("15", "file|speed|planner", notebook=True)
 def the_cluster_file_gives_seconds_for_a_speed(text: str) -> str:
     """The file about the cluster gives a message's seconds as the memory's speed."""
     return swap(text, "{memory_speed:.4g}", "{links['in_node'][1]:.4g}")
 
 
-@lie("15", "link|file|bandwidth", file="notebooks/15_planning.ipynb")
+@lie("15", "link|file|bandwidth", notebook=True)
 def a_link_is_as_fast_as_an_all_reduce(text: str) -> str:
     """The speed of a measured link is the bytes of an all-reduce in a second."""
     return swap(text, "sent = 2 * (ranks - 1) / ranks * message", "sent = message")
@@ -101,37 +101,37 @@ def a_row_is_never_refused(text: str) -> str:
     return swap(text, 'if wrong := contradictions(tomllib.loads(text, parse_float=Decimal)["row"]):', "if wrong := []:")
 
 
-@lie("16", "image|replica", file="notebooks/16_capstone.ipynb")
+@lie("16", "image|replica", notebook=True)
 def replicas_see_the_same_images(text: str) -> str:
     """On a mesh, all replicas train on the first part of the batch."""
     return swap(text, '[mesh.get_local_rank(\\"dp\\")]', "[0]")
 
 
-@lie("16", "norm|clip|equal|plain", file="notebooks/16_capstone.ipynb")
+@lie("16", "norm|clip|equal|plain", notebook=True)
 def what_all_slices_hold_counts_for_each(text: str) -> str:
     """The norm over a mesh counts a gradient once for each slice that holds it."""
     return swap(text, "1 if sliced else slices", "1")
 
 
-@lie("16", "bfloat16|precision", file="notebooks/16_capstone.ipynb")
+@lie("16", "bfloat16|precision", notebook=True)
 def the_mesh_computes_in_float32(text: str) -> str:
     """The capstone computes in float32, whatever its flag says."""
     return swap(text, "getattr(torch, args.dtype)", "torch.float32")
 
 
-@lie("16", "patience|timeout|wait", file="notebooks/16_capstone.ipynb")
+@lie("16", "patience|timeout|wait", notebook=True)
 def only_the_default_group_has_patience(text: str) -> str:
     """`--patience` does not reach the groups of the mesh."""
     return swap(text, "for group in mesh.get_all_groups():", "for group in ():")
 
 
-@lie("16", "collective|norm", file="notebooks/16_capstone.ipynb")
+@lie("16", "collective|norm", notebook=True)
 def the_norm_is_summed_twice(text: str) -> str:
     """The norm over a mesh takes two all-reduces."""
     return swap(text, "dist.all_reduce(square)", "[dist.all_reduce(x) for x in (square.clone(), square)]")
 
 
-@lie("16", "draw|digit|classifier", file="notebooks/16_capstone.ipynb")
+@lie("16", "draw|digit|classifier", notebook=True)
 def another_digit_is_drawn(text: str) -> str:
     """The model draws another digit than the one that was asked for."""
     return swap(text, "stage(grey[:, : pixel + 1], labels)", "stage(grey[:, : pixel + 1], labels.roll(1))")

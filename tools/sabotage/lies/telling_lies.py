@@ -12,19 +12,31 @@ LIES: dict[str, "Lie"] = {}  # {name: Lie}, in the order of the chapters
 class Lie:
     name: str
     says: str  # the lie in plain words
-    chapters: list[str]  # chapters whose cells have to notice, such as "04", or pages: "cheat_sheet"
+    chapters: list[str]  # numbers of chapters whose cells have to notice, such as "04" or "10b", or "cheat_sheet"
     words: str  # a pattern that has to match in the failing cell or in the prose around it
     module: str  # the module of torch that the lie patches, or ""
     file: str  # the file of this project that the lie changes, or ""
+    notebook: bool  # whether the lie changes the notebook of the chapter that is to notice it
     tell: Callable
 
 
-def lie(chapters: str, words: str, module: str = "", file: str = "") -> Callable[[Callable], Callable]:
-    """Register a function as a lie: it changes ``module``, or returns a changed text of ``file``."""
+def lie(
+    chapters: str, words: str, module: str = "", file: str = "", notebook: bool = False
+) -> Callable[[Callable], Callable]:
+    """Register a function as a lie: it changes ``module``, or returns a changed text of ``file`` or of the notebook."""
 
     def register(function: Callable) -> Callable:
         says = " ".join((function.__doc__ or "").split())
-        LIES[function.__name__] = Lie(function.__name__, says, chapters.split(), words, module, file, function)
+        LIES[function.__name__] = Lie(
+            name=function.__name__,
+            says=says,
+            chapters=chapters.split(),
+            words=words,
+            module=module,
+            file=file,
+            notebook=notebook,
+            tell=function,
+        )
         return function
 
     return register

@@ -7,7 +7,7 @@ from sabotage.lies.telling_lies import AGENT, C10D, CHECKPOINT, give_ranks, inst
 # --- Trainer, restarts, nodes
 
 
-@lie("11", "dropout|random", file="notebooks/{chapter}")
+@lie("11", "dropout|random", notebook=True)
 def all_ranks_draw_the_same_noise(text: str) -> str:
     """In a step, all ranks and micro-batches are seeded alike."""
     slot = "step, dist.get_rank() + ranks * part)"
@@ -20,33 +20,33 @@ def a_dimension_of_a_mesh_is_the_world(module: Any) -> None:
     module.DeviceMesh.get_group = lambda *_, **__: module._get_default_group()
 
 
-@lie("11", "stop|signal|schedul", file="notebooks/{chapter}")
+@lie("11", "stop|signal|schedul", notebook=True)
 def stop_request_hears_nothing(text: str) -> str:
     """`StopRequest` does not note the signal."""
     return swap(text, "self.numbers.append(number)", "None", times=text.count("self.numbers.append(number)"))
 
 
-@lie("11", "stop|signal|agree", file="notebooks/{chapter}")
+@lie("11", "stop|signal|agree", notebook=True)
 def one_signalled_rank_is_outvoted(text: str) -> str:
     """The ranks stop when all of them have got the signal, and not when one has."""
     return swap(text, "dist.ReduceOp.MAX", "dist.ReduceOp.MIN", times=text.count("dist.ReduceOp.MAX"))
 
 
-@lie("11", "BatchNorm|broken|finite", file="notebooks/{chapter}")
+@lie("11", "BatchNorm|broken|finite", notebook=True)
 def batchnorm_keeps_a_nan(text: str) -> str:
     """A step that is skipped leaves the running statistics of BatchNorm as the forward left them."""
     old = "torch.where(norm.isfinite(), buffer, before)"
     return swap(text, old, "buffer", times=text.count(old))
 
 
-@lie("11", "TensorBoard|log|curve", file="notebooks/{chapter}")
+@lie("11", "TensorBoard|log|curve", notebook=True)
 def the_log_has_the_highest_rate(text: str) -> str:
     """The log has the highest learning rate in each line, and not that of its step."""
     old = '\\"lr\\": peaks[0] * factor'
     return swap(text, old, '\\"lr\\": peaks[0]', times=text.count(old))
 
 
-@lie("11", "compil", file="notebooks/{chapter}")
+@lie("11", "compil", notebook=True)
 def compile_in_place_reaches_no_backend(text: str) -> str:
     """`--compile-with` calls `model.compile()`, which does not compile an `nn.Sequential`."""
     old = "model.forward = torch.compile(model.forward, backend=args.compile_with)"
@@ -55,46 +55,44 @@ def compile_in_place_reaches_no_backend(text: str) -> str:
 
 # --- Trainers in real projects
 
-TRAINERS = "notebooks/11b_trainers_in_practice.ipynb"
 
-
-@lie("11b_trainers_in_practice", "run|log", file=TRAINERS)
+@lie("11b", "run|log", notebook=True)
 def every_rank_opens_the_log(text: str) -> str:
     """Every rank opens the log, also where rank 0 alone should."""
     return swap(text, "open_log(folder) if every_rank or rank == 0 else None", "open_log(folder)")
 
 
-@lie("11b_trainers_in_practice", "warm|compile", file=TRAINERS)
+@lie("11b", "warm|compile", notebook=True)
 def nothing_is_compiled_before_the_barrier(text: str) -> str:
     """The warm-up runs no forward: each rank compiles in its first step with others."""
     return swap(text, "model(x).sum().backward()  # the bare module: nothing is sent", "pass")
 
 
-@lie("11b_trainers_in_practice", "timeout|compile", module=C10D)
+@lie("11b", "timeout|compile", module=C10D)
 def a_timeout_cannot_be_lowered(module: Any) -> None:
     """`_set_pg_timeout` changes nothing."""
     module._set_pg_timeout = nothing
 
 
-@lie("11b_trainers_in_practice", "compile", module="torch.compiler")
+@lie("11b", "compile", module="torch.compiler")
 def guard_collectives_do_nothing(module: Any) -> None:
     """`torch.compiler.set_enable_guard_collectives` changes nothing."""
     module.set_enable_guard_collectives = nothing
 
 
-@lie("11b_trainers_in_practice", "compile", file=TRAINERS)
+@lie("11b", "compile", notebook=True)
 def a_forward_is_compiled_in_place(text: str) -> str:
     """`model.compile()` is called in place of the compilation of `model.forward`."""
     return swap(text, "model.forward = torch.compile(model.forward, backend=backend)", "model.compile(backend=backend)")
 
 
-@lie("11b_trainers_in_practice", "fingerprint|bits", file=TRAINERS)
+@lie("11b", "fingerprint|bits", notebook=True)
 def all_fingerprints_are_equal(text: str) -> str:
     """A fingerprint depends on a gradient's size only."""
     return swap(text, "hashlib.sha256(data.numpy())", "hashlib.sha256(bytes(len(data)))")
 
 
-@lie("13", "restart|start|snapshot|going on", file="notebooks/13_fault_tolerance.ipynb")
+@lie("13", "restart|start|snapshot|going on", notebook=True)
 def restart_starts_anew(text: str) -> str:
     """A restarted script finds no snapshot, and trains from step 0."""
     return swap(text, "    return max(found)", "    return found[0]")
@@ -150,13 +148,13 @@ def batch_file_asks_for_no_warning(text: str) -> str:
     return swap(text, "#SBATCH --signal=USR1@", "# no --signal=")
 
 
-@lie("12", "node|local rank|card", file="notebooks/12_multi_node.ipynb")
+@lie("12", "node|local rank|card", notebook=True)
 def the_preflight_tries_first_cards_only(text: str) -> str:
     """The check of a cluster makes no group between nodes but that of their first ranks."""
     return swap(text, "if len(peers) > 1:", "if not peers:")
 
 
-@lie("12b_nodes_in_practice", "kill|-9", module="torch.distributed.elastic.multiprocessing.errors")
+@lie("12b", "kill|-9", module="torch.distributed.elastic.multiprocessing.errors")
 def a_kill_looks_like_an_exit(errors: Any) -> None:
     """`torchrun` reports a killed rank as one that ended with status 1."""
 
@@ -166,7 +164,7 @@ def a_kill_looks_like_an_exit(errors: Any) -> None:
         true(failure)
 
 
-@lie("12b_nodes_in_practice", "port|address", module="torch.distributed.elastic.rendezvous.static_tcp_rendezvous")
+@lie("12b", "port|address", module="torch.distributed.elastic.rendezvous.static_tcp_rendezvous")
 def a_taken_port_is_no_error(static: Any) -> None:
     """Static rendezvous takes a free port, whichever port it is given."""
 
@@ -175,7 +173,7 @@ def a_taken_port_is_no_error(static: Any) -> None:
         true(self, address, 0, *inputs, **keywords)
 
 
-@lie("12b_nodes_in_practice", "timeout|wait", module=C10D)
+@lie("12b", "timeout|wait", module=C10D)
 def groups_have_the_default_timeout(c10d: Any) -> None:
     """`new_group` ignores the timeout that it is given."""
 
@@ -184,7 +182,7 @@ def groups_have_the_default_timeout(c10d: Any) -> None:
         return true(*inputs, **keywords)
 
 
-@lie("12b_nodes_in_practice", "send|group|order", module=C10D)
+@lie("12b", "send|group|order", module=C10D)
 def a_broadcast_waits_for_nobody(c10d: Any) -> None:
     """`broadcast` returns at once on the rank that sends."""
     kept = []
@@ -196,13 +194,13 @@ def a_broadcast_waits_for_nobody(c10d: Any) -> None:
         kept.append(true(tensor, src, *inputs, **keywords | {"async_op": True}))
 
 
-@lie("12b_nodes_in_practice", "peer|died|shrink|group", module=C10D)
+@lie("12b", "peer|died|shrink|group", module=C10D)
 def shrink_group_is_accepted(c10d: Any) -> None:
     """`shrink_group` gives a group on gloo, too."""
     c10d.shrink_group = lambda ranks, group=None, *inputs: group
 
 
-@lie("12b_nodes_in_practice", "timeout|abort", module=C10D)
+@lie("12b", "timeout|abort", module=C10D)
 def abort_ends_the_call(c10d: Any) -> None:
     """On gloo, aborting a group ends the collectives that wait in it."""
 
@@ -213,7 +211,7 @@ def abort_ends_the_call(c10d: Any) -> None:
         raise RuntimeError("The group was aborted.")
 
 
-@lie("12b_nodes_in_practice", "card|build|code", file="helpers/doctor/facts.py")
+@lie("12b", "card|build|code", file="helpers/doctor/facts.py")
 def machine_code_runs_on_newer_cards(text: str) -> str:
     """Machine code for a GPU runs on every newer one."""
     return swap(text, "built_for[0] == capability[0] and built_for <= capability", "built_for <= capability")
@@ -226,7 +224,7 @@ def an_emergency_save_has_its_name_at_once(text: str) -> str:
     return swap(text, part, f'{part} if "emergency" not in path.name else path')
 
 
-@lie("06c_groups_and_meshes", "socket", file="notebooks/06c_groups_and_meshes.ipynb")
+@lie("06c", "socket", notebook=True)
 def groups_of_all_are_one(text: str) -> str:
     """A new group of all ranks is the one that they are in already."""
     return swap(text, "dist.new_group()", "dist.group.WORLD")
