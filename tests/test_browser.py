@@ -10,7 +10,10 @@ from fontTools.fontBuilder import FontBuilder
 from fontTools.ttLib.tables._g_l_y_f import Glyph
 from visits import PATIENCE, WIDE, open_page, seen_by_axe, too_wide, unfold
 
+from helpers.export.chapters import find_notebook
+
 OWN_FONTS = re.compile("Inter-|JetBrainsMono-")
+PAGE = f"notebooks/{find_notebook('04').stem}"  # it has figures, tables, errors and shell lines
 WITH_CONTROLS = "figure:has(.wso-controls)"
 
 VISIBLE_PICTURE = """figure => [...figure.querySelectorAll('.wso-view')]
@@ -205,7 +208,7 @@ SPOILED = [
 
 @pytest.mark.parametrize(("spoil", "check", "problems"), SPOILED, ids=[check.__name__ for _, check, _ in SPOILED])
 def test_the_check_sees_a_spoiled_page(visit, spoil, check, problems):
-    page = visit("notebooks/04_ddp")
+    page = visit(PAGE)
     unfold(page)
     page.evaluate(f"() => {{ {spoil} }}")
     lines = list(check(page))
@@ -215,7 +218,7 @@ def test_the_check_sees_a_spoiled_page(visit, spoil, check, problems):
 
 def test_figures_show_their_first_frame_and_no_dead_slider_without_javascript(browser, book_url):
     page = browser.new_page(java_script_enabled=False)
-    page.goto(f"{book_url}/notebooks/04_ddp.html", timeout=PATIENCE)
+    page.goto(f"{book_url}/{PAGE}.html", timeout=PATIENCE)
     figures = page.locator(WITH_CONTROLS).all()
     counts = [[figure.locator(f"{tag}:visible").count() for tag in ("svg", "label")] for figure in figures]
     page.close()

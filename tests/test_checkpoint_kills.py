@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import step_of, write
 from forked import Forked, forked, script_on_ranks
-from scripting import ROOT, export, result, stand_alone
+from scripting import export, result, stand_alone
 
 from helpers.ranks.launch import launch
 from helpers.runtime.checkpoint import (
@@ -177,7 +177,7 @@ def test_a_full_disk_leaves_the_last_good_one_and_no_half_file(tmp_path, save, v
 def test_the_script_is_killed_and_goes_on(tmp_path):
     (tmp_path / "path").mkdir()
     alone = stand_alone(tmp_path / "path")
-    script = export(ROOT / "notebooks" / "10_checkpointing.ipynb", tmp_path / "empty")
+    script = export("10", tmp_path / "empty")
     runs = script.parent / "runs" / "a"
     settings = ["--noise", "0.3", "--save-every", "4"]
 

@@ -19,7 +19,9 @@ from leftovers import soon
 from printed import printed
 from scripting import CHAPTERS, ROOT, export
 from test_promises import ELSEWHERE as ON_TWO_NODES
-from test_promises import LINES, PLAN_OF_CHAPTER_15, SMALLER
+from test_promises import LINES, PLAN_OF_CHAPTER_15
+
+from helpers.export.chapters import find_notebook, preflight
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -48,10 +50,14 @@ def launch_files(chapter, folder="scripts"):
 
 
 WITHOUT_A_GPU = Way(("error: .*GPU.*\n.+", "!Traceback"), status=1)
+FIRST, GROUPS, DDP, FSDP, TRAINER, CAPSTONE = (
+    find_notebook(number).stem for number in ("00", "01", "04", "06", "11", "16")
+)
+PREFLIGHT = preflight()
 REHEARSED = "on 8 pretended GPUs"
 PLACES = {  # what a reader replaces: what it is here
     "=gpu": "=2",
-    "NN_topic": "00_first_run",
+    "NN_topic": FIRST,
     "CHAPTER=NN": "CHAPTER=00",
     "ADDRESS": str(ROOT),
     " ...": " --nproc-per-node=2 train.py",
@@ -59,16 +65,16 @@ PLACES = {  # what a reader replaces: what it is here
 WAYS = {
     "make help": Way(("make book", "make rehearse", "make lock")),
     "make check CHAPTER=04": Way(("what ran", r"\branks +[\d.]+ s +\d\d passed", "!failed"), daily=True),
-    "make check CHAPTER=NN": collecting("00_first_run.ipynb", "test_scripts.py: 2", "test_notebooks.py: 1", "!04_"),
+    "make check CHAPTER=NN": collecting(f"{FIRST}.ipynb", "test_scripts.py: 2", "test_notebooks.py: 1", "!04_"),
     "make check": collecting("test_house", "test_planner", "!test_scripts", "!test_browser", "!ipynb"),
     "make test": collecting(
-        "00_first_run.ipynb::", "16_capstone.ipynb::", "test_chapter", "test_process_group", "!test_slurm", "!test_pdf"
+        f"{FIRST}.ipynb::", f"{CAPSTONE}.ipynb::", "test_chapter", "test_process_group", "!test_slurm", "!test_pdf"
     ),
     "make test ALL=1": collecting(
-        "16_capstone.ipynb::", "test_browser", "test_two_hosts", "test_slurm", "test_a_lie_is_noticed", "test_a_kill_at"
+        f"{CAPSTONE}.ipynb::", "test_browser", "test_two_hosts", "test_slurm", "test_a_lie_is_noticed", "test_a_kill_at"
     ),
     "LAB=all make test ARGS=tests/test_lab.py": collecting(r"lab\[notebooks/00", r"lab\[notebooks/16"),
-    "pytest --nbval notebooks": collecting("00_first_run.ipynb::", "16_capstone.ipynb::", "template.ipynb::"),
+    "pytest --nbval notebooks": collecting(f"{FIRST}.ipynb::", f"{CAPSTONE}.ipynb::", "template.ipynb::"),
     "make system": Way(
         ("This installs, with .*apt-get: .*chromium.* slurmctld", "nothing was installed"),
         typed="mkdir few; for p in make sh id; do ln -s $(type -P $p) few/$p; done; "
@@ -76,7 +82,7 @@ WAYS = {
         status=2,
     ),
     "make outputs ARGS=notebooks/NN_topic.ipynb": Way(
-        typed="cp notebooks/00_first_run.ipynb before && {} && cmp before notebooks/00_first_run.ipynb",
+        typed=f"cp notebooks/{FIRST}.ipynb before && {{}} && cmp before notebooks/{FIRST}.ipynb",
         daily=True,
     ),
     "make run CHAPTER=04 NPROC=4": Way(('result .*"world_size": 4',)),
@@ -86,19 +92,19 @@ WAYS = {
     "make gpu": dataclasses.replace(WITHOUT_A_GPU, status=2),
     "python -m helpers verify": WITHOUT_A_GPU,
     "python -m helpers verify --chapters 04 06 --again": Way(
-        ("04_ddp .*result as on gloo", "06_fsdp .*result as on gloo"), ("verify/page.md",), "{} --rehearsal", daily=True
+        (f"{DDP} .*result as on gloo", f"{FSDP} .*result as on gloo"), ("verify/page.md",), "{} --rehearsal", daily=True
     ),
     "python -m helpers verify --rehearsal": Way(
-        ("01_process_groups .*result as on gloo",), ("verify/page.md",), "{} --chapters 01"
+        (f"{GROUPS} .*result as on gloo",), ("verify/page.md",), "{} --chapters 01"
     ),
-    "python -m helpers list": Way(("00_first_run", "16_capstone")),
-    "python -m helpers export 04 --out DIR": exports("04_ddp.py", folder="DIR"),
-    "python -m helpers export 04 --out jobs": exports("04_ddp.py", folder="jobs"),
-    "python -m helpers export 00": exports("00_first_run.py"),
-    "python -m helpers export 12": exports("12_multi_node.py"),
-    "python -m helpers export 11 --slurm --nodes 2 --gpus-per-node 8 --time 04:00:00": launch_files("11_trainer"),
-    "python -m helpers export 16 --slurm --nodes=2 --gpus-per-node=8 --time=04:00:00": launch_files("16_capstone"),
-    "python -m helpers export 11 --slurm --nodes 2 --out jobs": launch_files("11_trainer", "jobs"),
+    "python -m helpers list": Way((FIRST, CAPSTONE)),
+    "python -m helpers export 04 --out DIR": exports(f"{DDP}.py", folder="DIR"),
+    "python -m helpers export 04 --out jobs": exports(f"{DDP}.py", folder="jobs"),
+    "python -m helpers export 00": exports(f"{FIRST}.py"),
+    "python -m helpers export 12": exports(f"{PREFLIGHT}.py"),
+    "python -m helpers export 11 --slurm --nodes 2 --gpus-per-node 8 --time 04:00:00": launch_files(TRAINER),
+    "python -m helpers export 16 --slurm --nodes=2 --gpus-per-node=8 --time=04:00:00": launch_files(CAPSTONE),
+    "python -m helpers export 11 --slurm --nodes 2 --out jobs": launch_files(TRAINER, "jobs"),
     "python -m helpers run 04 --nproc 4": Way(('result .*"world_size": 4',)),
     "python -m helpers doctor": Way(("2 ranks on 1 host", "Nothing is wrong here|note|WRONG")),
     "python -m helpers rehearse 11 --gpus 8": Way((REHEARSED, "the host waits for the GPU", "!Traceback")),
@@ -112,7 +118,7 @@ WAYS = {
         ("layouts of .* 512 x h100", "ranked")
     ),
     "python -m helpers plan llama3-8b h100 --gpus 64 --layout batch=512": Way(("layouts of .*64 x h100", "ranked")),
-    "jupyter nbconvert --to torchrun notebooks/04_ddp.ipynb --output-dir jobs": Way(files=("jobs/04_ddp.py",)),
+    f"jupyter nbconvert --to torchrun notebooks/{DDP}.ipynb --output-dir jobs": Way(files=(f"jobs/{DDP}.py",)),
     "git clone ADDRESS world-size-one && cd world-size-one": Way(files=("world-size-one/Makefile",)),
     "mkdir -p runs/a": Way(files=("runs/a",)),
     "ip -br addr": Way(("lo .*127.0.0.1",)),
@@ -157,12 +163,12 @@ TESTS = {  # by which other test a line is run
         for text in ON_TWO_NODES
     },
     "srun python -m helpers doctor": f"{SLURM}doctor_under_srun",
-    "cd scripts && sbatch 11_trainer.sbatch --epochs 50": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
+    f"cd scripts && sbatch {TRAINER}.sbatch --epochs 50": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     "scontrol requeue": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     "scontrol show hostnames": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     "sbatch --test-only FILE": f"{SLURM}slurm_reads_the_lines_that_a_reader_may_complete",
     "python -m helpers export 12 --slurm --nodes 2 --gpus-per-node 8 --time 00:10:00 && cd scripts "
-    "&& sbatch 12_multi_node.sbatch": f"{SLURM}the_preflight_of_chapter_12",
+    f"&& sbatch {PREFLIGHT}.sbatch": f"{SLURM}the_preflight_of_chapter_12",
     "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "test_promises.py::test_lines_of_one_node_in_their_order",
     "export GLOO_SOCKET_IFNAME=eth0": f"{TWO_HOSTS}a_name_that_means_the_loopback",
 }
@@ -212,11 +218,11 @@ def folders(tmp_path_factory):
     for name in ("requirements.txt", "requirements.lock", "pyproject.toml"):
         os.utime(project / name, (0, 0))  # .venv is ready
     (reader / "package").mkdir()
-    for chapter, name in (("01_process_groups", "train.py"), ("00_first_run", "my_script.py")):
-        export(ROOT / "notebooks" / f"{chapter}.ipynb", reader / name[:-3]).rename(reader / name)
+    for chapter, name in ((GROUPS, "train.py"), (FIRST, "my_script.py")):
+        export(chapter, reader / name[:-3]).rename(reader / name)
     shutil.copy(reader / "my_script.py", reader / "package" / "train.py")
     (reader / "notebooks").mkdir()
-    shutil.copy(ROOT / "notebooks" / "04_ddp.ipynb", reader / "notebooks")
+    shutil.copy(find_notebook(DDP), reader / "notebooks")
     return project, reader
 
 
@@ -288,7 +294,7 @@ def test_a_rehearsal_of_defaults_ends_within_a_minute(chapter, folders, tmp_path
 def table():
     """The table of all lines as Markdown: the line, how it is run, and where it is printed."""
     chapters = of_chapters()
-    smaller = {line.text: SMALLER[line.flags][0] for line in LINES if line.flags in SMALLER}
+    smaller = {line.text: line.facts.here for line in LINES if line.facts.here}
     for text, pages in printed().items():
         if text in WAYS:
             how = "run" if WAYS[text].typed == "{}" else f"run: `{' '.join(WAYS[text].typed.split())}`"

@@ -264,16 +264,24 @@ def test_a_refused_notebook_writes_nothing(helpers, tmp_path):
 
 
 def test_chapters_are_found_by_number_and_name(helpers, tmp_path, monkeypatch):
-    for name in ("00_first", "04_ddp", "template"):
+    for name in ("00_first", "04_many", "04b_more", "template"):
         nbformat.write(notebook(f"#:# The **{name}**", START), tmp_path / f"{name}.ipynb")
     monkeypatch.setattr(commands, "NOTEBOOKS", tmp_path)
-    for chapter in ("4", "04", "04_ddp", "ddp", str(tmp_path / "04_ddp.ipynb")):
-        assert commands.find_notebook(chapter) == tmp_path / "04_ddp.ipynb"
+    for chapter in ("4", "04", "04_many", "many", str(tmp_path / "04_many.ipynb")):
+        assert commands.find_notebook(chapter) == tmp_path / "04_many.ipynb"
     for chapter in ("0", "00", "first"):
         assert commands.find_notebook(chapter) == tmp_path / "00_first.ipynb"
+    for page in ("4b", "04b", "04b_more", "more", str(tmp_path / "04b_more.ipynb")):
+        assert commands.find_notebook(page) == tmp_path / "04b_more.ipynb"
+        for command in ("export", "run", "rehearse"):
+            status, _, errors = helpers(command, page)
+            assert status == 1
+            assert errors == (
+                "error: 04b_more has no script: it is a page beside chapter 04.\nGive the chapter's number: 04\n"
+            )
     assert helpers("export", "--all", "--out", tmp_path / "out")[0] == 0
-    assert sorted(os.listdir(tmp_path / "out")) == ["00_first.py", "04_ddp.py"]
-    assert helpers("list")[1].split() == ["00_first", "The", "00_first", "04_ddp", "The", "04_ddp"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["00_first.py", "04_many.py"]
+    assert helpers("list")[1].split() == ["00_first", "The", "00_first", "04_many", "The", "04_many"]
 
 
 @pytest.mark.parametrize(
@@ -339,9 +347,10 @@ def test_the_installed_package(tmp_path):
 
     chapters = [line.split()[0] for line in run("helpers", "list").splitlines()]
     assert chapters == [path.stem for path in commands.chapters()]
-    assert "scripts/04_ddp.sbatch" in run("helpers", "export", "04", "--slurm")
-    expected = script_from_notebook(read_notebook(ROOT / "notebooks" / "04_ddp.ipynb"), "04_ddp")
-    assert (tmp_path / "scripts" / "04_ddp.py").read_text() == expected
+    ddp = commands.find_notebook("04")
+    assert f"scripts/{ddp.stem}.sbatch" in run("helpers", "export", "04", "--slurm")
+    expected = script_from_notebook(read_notebook(ddp), ddp.stem)
+    assert (tmp_path / "scripts" / f"{ddp.stem}.py").read_text() == expected
 
     nbformat.write(notebook(START), tmp_path / "random.ipynb")
     run("nbconvert", "--to", "torchrun", "random.ipynb")

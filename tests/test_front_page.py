@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
@@ -114,7 +115,7 @@ def test_what_the_page_shows_below_is_stored(book, cells):
     assert cells["four"][0] in text and cells["four"][1].rstrip() in text
     rehearsal = (ROOT / "book" / "recorded" / "rehearsal.txt").read_text().split("\n\n", 1)[1]
     assert rehearsal.rstrip() in text
-    script = (book.scripts / "00_first_run.py").read_text()
+    script = (book.scripts / f"{Path(CHAPTERS[0]).name}.py").read_text()
     assert re.search(r"(?s)def main\(args\):.*?stop_process_group\(\)", script)[0] in text
     assert first_page(book.html).select("#what-you-get figure.wso input[type=range]")
 

@@ -2,7 +2,7 @@
 
 import pytest
 from forked import forked, script_on_ranks
-from scripting import ROOT, TOLERANCE, export, result, stand_alone
+from scripting import TOLERANCE, export, result, stand_alone
 from test_trainer_workloads import (  # noqa: F401  # its tests run here, too, with this file's project
     DRAWS,
     NAMES,
@@ -24,7 +24,7 @@ class Sharded(Project):
     """Chapter 6's script with a workload. It keeps weights and no checkpoints."""
 
     def __init__(self, name, folder, environment, plant=("", "")):
-        super().__init__(name, folder, environment, plant, "06_fsdp", [])
+        super().__init__(name, folder, environment, plant, "06", [])
 
     def whole(self):
         """The run on two ranks; its weights are in the file ``weights``."""
@@ -60,7 +60,7 @@ def test_a_validation_is_whole_and_true_on_1_2_and_3_ranks(project):
 def script(tmp_path_factory):
     """A function that runs chapter 6's script for some steps: its result, or what it says on standard error."""
     path, folder = stand_alone(tmp_path_factory.mktemp("path")), tmp_path_factory.mktemp("script")
-    whole = export(ROOT / "notebooks/06_fsdp.ipynb", folder)
+    whole = export("06", folder)
 
     def run(ranks, *flags, plant=("", "")):
         assert plant[0] in whole.read_text()

@@ -15,6 +15,7 @@ import yaml
 from leftovers import soon, unchanged
 
 from helpers.__main__ import main
+from helpers.export.chapters import find_notebook, preflight
 from helpers.export.launch_files import Allocation, launch_files, minutes
 from helpers.export.notebook import ExportError
 
@@ -22,11 +23,12 @@ PLAIN = 'parser.add_argument("--checkpoint-dir")\n'  # but not --resume
 RESUMES = 'parser.add_argument("--checkpoint-dir")\nparser.add_argument("--resume")\n'
 STOPS = RESUMES + "with StopRequest() as stop:\n"
 BACKEND = 'parser.add_argument("--backend", choices=["nccl", "gloo"])\n'
+NAME, PREFLIGHT = find_notebook("11").stem, preflight()
 
 
-def files(script=STOPS, name="11_trainer", **sizes):
+def files(script=STOPS, name=NAME, **sizes):
     """{suffix: text} of the launch files."""
-    texts = launch_files(name, script, Allocation(**sizes))
+    texts = launch_files(name, script, Allocation(**sizes), PREFLIGHT)
     return {file.removeprefix(name): text for file, text in texts.items()}
 
 
@@ -36,9 +38,9 @@ def files(script=STOPS, name="11_trainer", **sizes):
 def test_the_command_writes_four_files(helpers, tmp_path):
     line = ["export", "11", "--nodes=3", "--gpus-per-node=4", "--time=1-00:00:00", "--out", tmp_path]
     status, out, _ = helpers(*line)
-    names = ["11_trainer.py", "11_trainer.sbatch", "11_trainer.nodes.sh", "11_trainer.k8s.yaml"]
+    names = [f"{NAME}.py", f"{NAME}.sbatch", f"{NAME}.nodes.sh", f"{NAME}.k8s.yaml"]
     assert status == 0 and out.splitlines() == [str(tmp_path / name) for name in names]
-    text = (tmp_path / "11_trainer.sbatch").read_text()
+    text = (tmp_path / f"{NAME}.sbatch").read_text()
     assert text == files(BACKEND + STOPS, nodes=3, gpus_per_node=4, time="1-00:00:00")[".sbatch"]
     assert "--nodes=3 " in text and "--gpus-per-node=4 --cpus-per-task=16\n" in text and "--time=1-00:00:00\n" in text
 
@@ -100,7 +102,7 @@ def test_a_script_that_can_is_told_to_take_the_gpus():
     """So a node without GPUs fails and does not train on its CPU. A reader's own flag comes later, and wins."""
     for suffix, times in ((".sbatch", 1), (".nodes.sh", 2), (".k8s.yaml", 1)):
         text = files(STOPS + BACKEND)[suffix]
-        assert text.count("11_trainer.py --backend nccl") == times
+        assert text.count(f"{NAME}.py --backend nccl") == times
         assert suffix == ".k8s.yaml" or len(re.findall(r' --backend nccl.*"\$@"', text)) == times
         assert "--backend" not in files(STOPS)[suffix]
 
@@ -115,7 +117,7 @@ def test_your_cluster():
         assert word in block
     assert subprocess.run(["bash", "-n"], input=before + uncommented + after, text=True).returncode == 0
     assert "#SBATCH" not in after and re.search(r"^(?!#SBATCH)", uncommented.split("#SBATCH")[-1], re.MULTILINE)
-    assert "PREFLIGHT" not in files(name="12_multi_node")[".sbatch"]  # it is the preflight
+    assert "PREFLIGHT" not in files(name=PREFLIGHT)[".sbatch"]  # it is the preflight
 
 
 # Stand-ins for Slurm's commands, and for torchrun, which runs the file `script` with the real script's name and flags.
@@ -138,7 +140,7 @@ def run_batch(folder, script, text=None, **variables):
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "JOB_FOLDER": "work"}
     environment |= {f"SLURM_{name}": "2" for name in ("CPUS_PER_TASK", "NNODES", "JOB_ID")}
     environment |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "1", "SLURMD_NODENAME": "n2", **variables}
-    command = ["bash", "-c", text or files()[".sbatch"], "11_trainer.sbatch"]
+    command = ["bash", "-c", text or files()[".sbatch"], f"{NAME}.sbatch"]
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
     return done.returncode, done.stdout
 
@@ -212,14 +214,14 @@ def test_a_container_and_a_binding(tmp_path):
     lines = [line for line in files()[".sbatch"].splitlines() if "pyxis" not in line]
     text = re.sub(r"^# (IN_CONTAINER|NUMA_BINDING)", r"\1", "\n".join(lines), flags=re.MULTILINE)
     _, out = run_batch(tmp_path, "", text)
-    assert re.search(r"^in a container\ntorchrun .* --numa-binding=node 11_trainer.py ", out, re.MULTILINE), out
+    assert re.search(rf"^in a container\ntorchrun .* --numa-binding=node {NAME}.py ", out, re.MULTILINE), out
 
 
 def test_a_node_has_its_own_address_and_runs_the_doctor_first(tmp_path):
     _, text = run_batch(tmp_path, "", PREFLIGHT="-m helpers doctor")
     first, second = re.findall(r"^torchrun .*", text, re.MULTILINE)
     assert "--max-restarts=0 --rdzv-id=preflight.2.0 " in first and first.endswith(" -m helpers doctor")
-    assert " 11_trainer.py " in second and "preflight" not in second
+    assert f" {NAME}.py " in second and "preflight" not in second
     for words in ("--rdzv-endpoint=10.0.0.1:20002 ", "is_host=0,", "--local-addr=10.0.0.2 "):  # of the second node
         assert words in first and words in second
 
@@ -265,7 +267,7 @@ def test_what_a_cluster_may_need():
 
 
 def test_names_for_kubernetes():
-    for name, expected in (("04_ddp", "ddp"), ("My.Net_2", "my-net-2"), ("10", "training"), ("a" * 70, "a" * 40)):
+    for name, expected in (("04_net", "net"), ("My.Net_2", "my-net-2"), ("10", "training"), ("a" * 70, "a" * 40)):
         assert job_of(files(name=name)[".k8s.yaml"])[1]["metadata"]["name"] == expected
 
 
@@ -333,16 +335,16 @@ def on_both(pair, folder, commands, variables=None, meanwhile=lambda processes: 
 @pytest.mark.system(missing=hosts.missing)
 @pytest.mark.timeout(600)
 def test_the_plain_lines_on_two_hosts(tmp_path):
-    (tmp_path / "11_trainer.nodes.sh").write_text(files(gpus_per_node=2)[".nodes.sh"])
-    (tmp_path / "11_trainer.py").write_text(REPORT)
-    usage = subprocess.run(["bash", "11_trainer.nodes.sh"], cwd=tmp_path, capture_output=True, text=True)
-    assert usage.returncode == 2 and usage.stderr.count("bash 11_trainer.nodes.sh") == 2
+    (tmp_path / f"{NAME}.nodes.sh").write_text(files(gpus_per_node=2)[".nodes.sh"])
+    (tmp_path / f"{NAME}.py").write_text(REPORT)
+    usage = subprocess.run(["bash", f"{NAME}.nodes.sh"], cwd=tmp_path, capture_output=True, text=True)
+    assert usage.returncode == 2 and usage.stderr.count(f"bash {NAME}.nodes.sh") == 2
     own = [{**hosts.ADDRESSES, name: "127.0.1.1"} for name in hosts.ADDRESSES]  # as Debian has it
     with unchanged(), hosts.two_hosts(*own) as pair:
-        [(text, status), _] = on_both(pair, tmp_path, [["bash", "11_trainer.nodes.sh", "c10d", "node0", "0"], ["true"]])
+        [(text, status), _] = on_both(pair, tmp_path, [["bash", f"{NAME}.nodes.sh", "c10d", "node0", "0"], ["true"]])
         assert (text, status) == ("node0 means 127.0.1.1 on this node. Give the address of node 0.\n", 2)
         for how in ("static", "c10d"):
-            line = ["bash", "11_trainer.nodes.sh", how, hosts.ADDRESSES["node0"]]
+            line = ["bash", f"{NAME}.nodes.sh", how, hosts.ADDRESSES["node0"]]
             done = on_both(pair, tmp_path, [[*line, str(node), "--epochs", "2"] for node in (0, 1)])
             assert [status for _, status in done] == [0, 0], done
             ranks = re.findall(r"here (\d) (\d) 4 2 --epochs 2", done[0][0] + done[1][0])
@@ -355,7 +357,7 @@ def test_the_pods_command_on_two_hosts(tmp_path):
     """The container's command runs, with the variables, names and folder that Kubernetes would give it."""
     script, work = tmp_path / "script", tmp_path / "work"
     assert main(["export", "11", "--slurm", "--gpus-per-node=1", f"--out={script}"]) == 0
-    service, job, _, container = job_of((script / "11_trainer.k8s.yaml").read_text())
+    service, job, _, container = job_of((script / f"{NAME}.k8s.yaml").read_text())
     command, variables = container["command"], {pair["name"]: pair["value"] for pair in container["env"]}
     command[-1] = command[-1].replace("--backend nccl", "--backend gloo")
     pods = {f"{job['metadata']['name']}-{index}": address for index, address in enumerate(hosts.ADDRESSES.values())}
@@ -376,6 +378,6 @@ def test_the_pods_command_on_two_hosts(tmp_path):
         assert (work / "step_00000090.pt").is_file()
 
         # Where a run was told to stop, a pod fails, so that Kubernetes starts it again.
-        (script / "11_trainer.py").write_text(STOPPED)
+        (script / f"{NAME}.py").write_text(STOPPED)
         done = on_both(pair, tmp_path, [command] * 2, variables, tell)
         assert [status for _, status in done] == [1, 1] and (work / "stopped").exists(), done

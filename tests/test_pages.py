@@ -12,10 +12,13 @@ from conftest import CHAPTERS, ROOT, toc_files
 from measure_pages import KINDS, SCREEN, Measures, measure, measured, table, walls, words_of
 from visits import unfold
 
+from helpers.export.chapters import find_notebook
+
 sys.path.append(str(ROOT / "book" / "_ext"))
 import book_cells
 import book_tables
 
+PAGE = f"notebooks/{find_notebook('04').stem}"  # it has figures, tables, errors and shell lines
 MOST_CODE, MOST_WITHOUT_PICTURE = 35, 8  # percent of the height; screens
 
 
@@ -136,7 +139,7 @@ def test_an_open_cell_shows_what_a_reader_would_write(source, lines):
 
 def test_a_mistake_has_a_mark_and_no_copy_button(browser, book_url):
     page = browser.new_page()
-    page.goto(f"{book_url}/notebooks/00_first_run.html")
+    page.goto(f"{book_url}/{CHAPTERS[0]}.html")
     mistakes = page.locator(".cell.mistake")
     assert [cell.locator(".mistake-badge").inner_text() for cell in mistakes.all()] == [
         "hangs",
@@ -185,7 +188,7 @@ def test_the_lies_are_counted_by_chapter_and_kind(book):
 
 def test_type_has_lines_that_can_be_read_and_headings_in_their_order(browser, book_url):
     page = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme="dark")
-    page.goto(f"{book_url}/notebooks/04_ddp.html")
+    page.goto(f"{book_url}/{PAGE}.html")
     widths = page.evaluate("[...document.querySelectorAll('article section > p')].map(p => p.clientWidth)")
     assert max(widths) <= 672
     sizes = page.evaluate("""['h1', 'h2', 'h3'].map(tag => document.querySelector('article ' + tag)).map(
@@ -205,7 +208,7 @@ def test_type_has_lines_that_can_be_read_and_headings_in_their_order(browser, bo
 
 def test_on_a_phone_a_wide_drawing_says_so_and_tables_are_cards(browser, book_url):
     page = browser.new_page(viewport={"width": 390, "height": 844})
-    page.goto(f"{book_url}/notebooks/04_ddp.html")
+    page.goto(f"{book_url}/{PAGE}.html")
     wide = page.locator("figure:has(.wso-hint)")
     assert wide.count() and page.locator(".wso-hint").first.is_visible()
     page.set_viewport_size({"width": 1180, "height": 800})
@@ -289,7 +292,7 @@ def test_a_filter_hides_rows_of_the_table_of_lies(browser, book_url):
 
 def test_error_messages_and_shell_lines_are_not_cut_off(browser, book_url):
     page = browser.new_page(viewport={"width": 1180, "height": 800})
-    page.goto(f"{book_url}/notebooks/04_ddp.html")
+    page.goto(f"{book_url}/{PAGE}.html")
     cut = page.evaluate("""[...document.querySelectorAll('.traceback pre, .highlight-bash pre')].map(
         block => block.scrollWidth - block.clientWidth)""")
     assert cut and max(cut) <= 0
@@ -298,7 +301,7 @@ def test_error_messages_and_shell_lines_are_not_cut_off(browser, book_url):
 
 def test_on_paper_long_cells_break_and_answers_are_open(browser, book_url):
     page = browser.new_page()
-    page.goto(f"{book_url}/notebooks/04_ddp.html")
+    page.goto(f"{book_url}/{PAGE}.html")
     page.emulate_media(media="print")
     breaks = page.evaluate("""['.cell_input', '.cell_input pre', 'figure.wso'].map(
         place => getComputedStyle(document.querySelector(place)).breakInside)""")

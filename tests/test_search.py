@@ -14,6 +14,8 @@ from conftest import CHAPTERS, ROOT, toc_files
 from mdit_py_plugins.anchors.index import slugify
 from visits import NARROW, WIDE, open_page, seen_by_axe, too_wide
 
+from helpers.export.chapters import find_notebook
+
 FIRST = 3  # results that a reader looks at
 
 # JavaScript for a page: rank these sections, (title, text), in place of the book's.
@@ -22,7 +24,7 @@ RANK = """([titles, texts, queries]) => {
     return queries.map(query => find(query).map(result => result.anchor));
 }"""
 ANSWER = """async queries => {
-    const find = bookSearch.build(await bookSearch.unpack(searchEntries));
+    const find = bookSearch.build(await bookSearch.unpack(searchEntries), searchWeights);
     return queries.map(query => find(query));
 }"""
 
@@ -185,7 +187,7 @@ def test_a_comparison_leads_to_the_decision_guide(search):
 def test_an_abbreviation_is_one_word(search):
     [lora, zero] = first(search, "LoRA", "ZeRO", places=20)
     assert not [page for page, _ in lora if page in ("book/glossary", "notebooks/environment_variables")]
-    assert zero[0] == ("notebooks/06_fsdp", "zero-on-one-page")
+    assert zero[0] == (f"notebooks/{find_notebook('06').stem}", "zero-on-one-page")
 
 
 def test_a_heading_of_every_chapter_does_not_win_every_query(search):

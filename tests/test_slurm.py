@@ -22,6 +22,7 @@ from scripting import ROOT
 from helpers.export import chapters
 from helpers.export.launch_files import Allocation
 
+TRAINER = chapters.find_notebook("11").stem
 pytestmark = [pytest.mark.system(missing=slurm_cluster.missing), pytest.mark.timeout(600)]
 
 FLAGS = ["--epochs", "8", "--batch-size", "8", "--lr", "0.02", "--log-every", "15", "--save-every", "90"]
@@ -53,7 +54,7 @@ def folder(tmp_path_factory):
 class Job:
     """A submitted job, and the file that it writes."""
 
-    def __init__(self, cluster, folder, *options, flags=(), script="11_trainer.sbatch"):
+    def __init__(self, cluster, folder, *options, flags=(), script=f"{TRAINER}.sbatch"):
         self.cluster, self.folder = cluster, folder
         self.command = ["sbatch", *options, script, *flags]
         self.number = cluster.submit(*options, script, *flags, cwd=folder)
@@ -103,7 +104,7 @@ class Job:
         ranks = []
         for process in psutil.process_iter():  # those of the nodes too: their process numbers here are other ones
             with contextlib.suppress(psutil.Error):
-                if process.cmdline()[1:3] == ["-u", "11_trainer.py"] and process.cwd() == str(self.folder):
+                if process.cmdline()[1:3] == ["-u", f"{TRAINER}.py"] and process.cwd() == str(self.folder):
                     ranks.append(process)
         for process in ranks:
             process.send_signal(number)
@@ -169,7 +170,7 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
     result, state = result_of(starts[3], job.work)
 
     # The same on two ranks without Slurm. Its agent forks them, which saves their imports.
-    command = [sys.executable, *FORKING, "--nproc-per-node=2", *AT_ADDRESS, "11_trainer.py", *FLAGS]
+    command = [sys.executable, *FORKING, "--nproc-per-node=2", *AT_ADDRESS, f"{TRAINER}.py", *FLAGS]
     environment = {**cluster.environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command += ["--checkpoint-dir", "undisturbed"]
     process = subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True)
@@ -187,7 +188,7 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
 @pytest.mark.daily
 def test_the_capstone_goes_on_from_shards_of_two_nodes(cluster, folder):
     flags = "--steps 60 --warmup 5 --log-every 5 --save-every 10 --pp 2 --backend gloo".split()
-    job = Job(cluster, folder, flags=flags, script="16_capstone.sbatch")
+    job = Job(cluster, folder, flags=flags, script=f"{chapters.find_notebook('16').stem}.sbatch")
     job.wait_for_training(0)
     job.preempt("--nodes=2")
     job.requeue_soon()
@@ -203,10 +204,10 @@ def test_the_capstone_goes_on_from_shards_of_two_nodes(cluster, folder):
 @pytest.fixture
 def submit(cluster, folder, tmp_path):
     """A function that submits the exported batch file with another text in place of chapter 11's script."""
-    shutil.copy(folder / "11_trainer.sbatch", tmp_path)
+    shutil.copy(folder / f"{TRAINER}.sbatch", tmp_path)
 
     def job(text, *options):
-        (tmp_path / "11_trainer.py").write_text(text)
+        (tmp_path / f"{TRAINER}.py").write_text(text)
         return Job(cluster, tmp_path, *options)
 
     return job
@@ -275,7 +276,7 @@ def test_the_preflight_of_chapter_12(submit, tmp_path):
     preflight, training = job.output.read_text().split("epoch 1: trained", 1)
     assert re.search(r"between nodes +0,1 +yes ", preflight) and "all-reduce" not in training
 
-    job = submit("print('epoch 1: trained')", "--export=ALL,PREFLIGHT=12_multi_node.py --floor 1000")
+    job = submit("print('epoch 1: trained')", f"--export=ALL,PREFLIGHT={chapters.preflight()}.py --floor 1000")
     job.wait_for_end()
     [start] = job.starts()
     assert "Below 1000 GB/s: between nodes, all ranks. Run again" in start and "trained" not in start, start
@@ -290,7 +291,7 @@ def test_the_preflight_of_chapter_12(submit, tmp_path):
 @pytest.mark.daily
 def test_a_job_whose_first_node_comes_too_late_starts_again(cluster, submit, tmp_path):
     """At its first start node 0 is later than the agents wait, here for some seconds: no rank begins."""
-    batch = tmp_path / "11_trainer.sbatch"
+    batch = tmp_path / f"{TRAINER}.sbatch"
     late = '[ "$SLURM_NODEID" != 0 ] || sleep $((START == 0 ? 40 : 2))\n    exec torchrun'
     batch.write_text(batch.read_text().replace("exec torchrun", late).replace("read_timeout=900", "read_timeout=4"))
     job = submit("print('epoch 1: trained')")
@@ -302,7 +303,7 @@ def test_a_job_whose_first_node_comes_too_late_starts_again(cluster, submit, tmp
 
 
 def test_slurm_reads_the_lines_that_a_reader_may_complete(cluster, folder, tmp_path):
-    text = (folder / "11_trainer.sbatch").read_text().replace("# #SBATCH", "#SBATCH")
+    text = (folder / f"{TRAINER}.sbatch").read_text().replace("# #SBATCH", "#SBATCH")
     batch = tmp_path / "complete.sbatch"
     batch.write_text(text.replace("PARTITION", "main"))
     cluster.run("sbatch", "--test-only", batch)

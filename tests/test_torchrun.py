@@ -17,7 +17,9 @@ import pytest
 from forked import forked, script_on_ranks
 from scripting import ROOT, export, stand_alone, torchrun, write_notebook
 
-CHAPTER_12 = ROOT / "notebooks" / "12_multi_node.ipynb"
+from helpers.export.chapters import find_notebook
+
+CHAPTER_12 = find_notebook("12")
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -27,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from helpers.export.chapters import find_notebook
 from helpers.runtime.process_group import print0, start_process_group, stop_process_group
 
 device = start_process_group()
@@ -126,7 +129,7 @@ def meet(word):
 
 meet("here")
 try:
-    runpy.run_path("12_multi_node.py", run_name="__main__")
+    runpy.run_path(NAME, run_name="__main__")
 except SystemExit as end:
     print(end.code, file=sys.stderr, flush=True)  # as it would be printed after the end
     meet("reason")
@@ -136,7 +139,7 @@ except SystemExit as end:
 
 def test_chapter_12_names_a_rank_that_is_missing_where_rank_0_serves_the_store(alone, tmp_path):
     script = export(CHAPTER_12, tmp_path / "empty").with_name("missing.py")
-    script.write_text(MISSING)
+    script.write_text(MISSING.replace("NAME", repr(f"{CHAPTER_12.stem}.py")))
     environment = {**alone, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     status, out, errors, left = forked(script_on_ranks(script, 3, "--patience", "5"), environment)
     assert status == 1 and not left

@@ -14,16 +14,17 @@ import torch
 import torch.distributed as dist
 from forked import forked, script_on_ranks
 from loading import Device, loaded
-from scripting import ROOT, export, result, stand_alone
+from scripting import export, result, stand_alone
 from torch import nn
 
+from helpers.export.chapters import find_notebook
 from helpers.ranks.launch import RankError, launch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
 
 pytestmark = pytest.mark.ranks
 
-NOTEBOOK = ROOT / "notebooks" / "11_trainer.ipynb"
+NOTEBOOK = find_notebook("11")
 SEVEN = ["add_flags", "load_data", "collate", "build_model", "build_optimizer", "loss_sums", "open_log"]
 
 

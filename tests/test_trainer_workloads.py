@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from scripting import ROOT, export, stand_alone
+from scripting import export, stand_alone
 from workloads_run import WORKLOADS, Run, checkpoints, gap, newest, same_bits, with_workload
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
@@ -29,10 +29,10 @@ TARGETS = {"masked_language": 78, "lengths": 110, "contrastive": 24}  # of the v
 class Project:
     """A chapter's script with a workload, and its runs, each made once."""
 
-    def __init__(self, name, folder, environment, plant=("", ""), chapter="11_trainer", flags=("--save-every=3",)):
+    def __init__(self, name, folder, environment, plant=("", ""), chapter="11", flags=("--save-every=3",)):
         self.name, self.folder, self.environment, self.runs = name, folder, environment, {}
         self.script, self.flags = folder / "train.py", [*FLAGS, *flags, *MORE.get(name, [])]
-        text = export(ROOT / f"notebooks/{chapter}.ipynb", folder).read_text()
+        text = export(chapter, folder).read_text()
         assert text.count(plant[0]) == 1 or not plant[0], plant
         text = text.replace(*plant) if plant[0] else text
         self.script.write_text(with_workload(text, (WORKLOADS / f"{name}.py").read_text()))

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.system(missing=hosts.missing), pytest.mark.timeout(600
 RECORD = "python -m pytest tests/test_two_hosts.py"
 RANKS = [["--nproc-per-node=2"], ["--nproc-per-node=1"]]
 STATIC = [["--nnodes=2", "--master-addr=node0", f"--node-rank={node}", *RANKS[node]] for node in (0, 1)]
-CHECK = "12_multi_node.py"
+CHECK = f"{chapters.preflight()}.py"
 C10D = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-endpoint=node0:29500"]
 
 # A rank that all-reduces for ever, and writes down how often. Once all have met, it waits `patience` seconds for peers.
@@ -53,7 +53,7 @@ except BaseException:
 def place(tmp_path, monkeypatch):
     """Environment variables for processes of a test, which starts in a folder with the two scripts. All must end."""
     monkeypatch.chdir(tmp_path)
-    chapters.export("12", tmp_path)
+    chapters.export(chapters.preflight(), tmp_path)
     Path("beating.py").write_text(BEATING)
     with leftovers.surroundings() as environment:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "PET_NNODES"):

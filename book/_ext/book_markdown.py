@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from front_page import with_chapters
 from sphinx.application import Sphinx
 
 PROMISE = "Learn distributed PyTorch on your laptop. Each claim is a cell that fails if the claim is false."
@@ -13,7 +14,8 @@ PROMISE = "Learn distributed PyTorch on your laptop. Each claim is a cell that f
 def markdown(source: Path) -> str:
     """A page's text; of a notebook also its cells, with what they print."""
     if source.suffix == ".md":
-        return re.sub(r"(?s)```\{hero\}.*?```\n\n", "", source.read_text(encoding="utf-8"))
+        text = with_chapters(source.read_text(encoding="utf-8"), source.parents[1])
+        return re.sub(r"(?s)```\{hero\}.*?```\n\n", "", text)
     parts = []
     for cell in json.loads(source.read_text(encoding="utf-8"))["cells"]:
         text = "".join(cell["source"])

@@ -17,6 +17,8 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
+from helpers.export.facts import facts_at
+
 ERRORS = "book/error_messages.txt"
 FIRST_PAGE = "book/intro"  # of the book; a test builds smaller ones
 NO_WORDS = (nodes.title, nodes.term, nodes.raw, nodes.math_block, nodes.Invisible)
@@ -120,6 +122,12 @@ def replace_search(app: Sphinx) -> None:
         app.builder.search = False  # type: ignore[attr-defined]  # an HTML builder has it
 
 
+def weight_of(app: Sphinx, page: str) -> float:
+    """What a notebook says that its scores are multiplied by (``book.search_weight`` in its metadata)."""
+    path = Path(app.env.doc2path(page))
+    return facts_at(path).search_weight if path.suffix == ".ipynb" else 1
+
+
 def write(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
     """Write the entries of all pages, also of those that did not change; name the search's own page."""
     scripts = Path(app.srcdir, "scripts")
@@ -132,7 +140,10 @@ def write(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
     columns = [*zip(*book, strict=True)]  # which gzip makes smaller than rows
     data = json.dumps(columns, ensure_ascii=False, separators=(",", ":"))
     packed = base64.b64encode(gzip.compress(data.encode(), mtime=0)).decode()
-    Path(app.outdir, "_static", "search_entries.js").write_text(f'var searchEntries = "{packed}";\n', encoding="utf-8")
+    all_weights = {page: weight_of(app, page) for page in sorted(app.env.found_docs)}
+    weights = json.dumps({page: weight for page, weight in all_weights.items() if weight != 1})
+    script = f'var searchEntries = "{packed}";\nvar searchWeights = {weights};\n'
+    Path(app.outdir, "_static", "search_entries.js").write_text(script, encoding="utf-8")
     return [("search", {"title": "Search"}, "search.html")]
 
 

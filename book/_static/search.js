@@ -20,7 +20,7 @@ document.addEventListener("DOMContentLoaded", () => {
   const ready = () =>
     (engine ??= Promise.all(["minisearch.js", "search_engine.js", "search_entries.js"].map(load))
       .then(() => bookSearch.unpack(searchEntries))
-      .then((entries) => bookSearch.build(entries)));
+      .then((entries) => bookSearch.build(entries, searchWeights)));
 
   const withMarks = (stretches) =>
     stretches.map(([text, isHit]) => (isHit ? make("mark", { textContent: text }) : text));

@@ -71,8 +71,9 @@ var bookSearch = (() => {
     return (from ? "… " : "") + sentence.slice(from, sentence.length - from > longest ? to : undefined) + " …";
   }
 
-  // The index is built here: that takes less time than it would to load it.
-  function build(entries) {
+  // The index is built here: that takes less time than it would to load it. `weights` has those of pages whose scores
+  // are multiplied by another number than 1.
+  function build(entries, weights = {}) {
     const sections = new Map(); // in how many sections a term stands
     const titles = new Map(); // how many sections have a heading
     const cures = []; // [plain error message, the section that says what to do]
@@ -125,11 +126,11 @@ var bookSearch = (() => {
       const weightOfNumbers = telling.filter((term) => !isNumber(term)).length > 6 ? 0.01 : 0.3;
       const isDefinition = /^\s*what('s| is| are)\b/i.test(query);
       const place = {
+        ...weights,
         "book/glossary": isDefinition ? 1.5 : 0.6,
         "book/questions": 0.2,
         "book/references": 0.5,
         "book/sabotage": 0.4,
-        "notebooks/old_code_new_code": 0.9,
       };
       const scored = index
         .search(query, {
