@@ -1,12 +1,15 @@
 """How all tests run, the notebooks' cells included. What test files share is in tests/conftest.py and tests/support."""
 
 import collections
+import functools
 import gc
 import os
 
 import nbval.kernel
 import pytest
 from ipc_kernels import BlockingSocketKernelManager
+
+from helpers.export.facts import facts_at
 
 gc.disable()  # imports and collection leave little garbage, and looking for it takes a fifth of their time
 
@@ -22,7 +25,7 @@ MARKS = {
 }
 UNMARKED = "no ranks"
 BOOKS_SECONDS = 900  # for a test of the built book: it may build it, or wait until another worker has built it
-LONGEST = ("16_capstone", "test_browser", "test_fault_tolerance", "test_launch_files", "test_scripts", "test_slurm")
+LONGEST = ("test_browser", "test_fault_tolerance", "test_launch_files", "test_scripts", "test_slurm")
 
 
 nbval.kernel.KernelManager = BlockingSocketKernelManager  # a free port may be taken before the kernel takes it
@@ -53,12 +56,16 @@ def pytest_itemcollected(item):
     item.user_properties.append(("mark", mark_of(item)))  # travels with the report from xdist's worker
 
 
+@functools.cache
+def is_long(path):
+    """Whether a test file, or a notebook by what it says of itself, takes so long that it should start first."""
+    return facts_at(path).longest if path.suffix == ".ipynb" else path.stem in LONGEST
+
+
 def pytest_collection_modifyitems(items):
     """A file's tests stay on one worker, so let the long files start first; of the notebooks, the later ones are."""
     items.sort(key=lambda item: item.path.name, reverse=True)
-    items.sort(
-        key=lambda item: (item.path.stem not in LONGEST, item.path.suffix != ".ipynb", mark_of(item) == UNMARKED)
-    )
+    items.sort(key=lambda item: (not is_long(item.path), item.path.suffix != ".ipynb", mark_of(item) == UNMARKED))
 
 
 def pytest_collection_finish():

@@ -10,7 +10,6 @@ from urllib.parse import unquote, urlsplit
 
 import nbformat
 import pytest
-import yaml
 from bs4 import BeautifulSoup
 from conftest import CHAPTERS, ROOT, build, toc_files
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
@@ -205,22 +204,3 @@ def test_the_readme_shows_what_a_notebook_holds():
     blocks = re.findall(r"```(python|text)\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert [kind for kind, _ in blocks] == ["python", "text", "text"]
     assert [block for kind, block in blocks if block.rstrip() not in chapter[kind]] == []
-
-
-def test_the_intro_lists_the_parts_as_the_toc_has_them():
-    """Its list has the parts, and below each the part's pages, in order, with the titles that the pages have."""
-    chapters = (ROOT / "book" / "intro.md").read_text().partition("{.chapters}\n")[2].partition("{.pdf}")[0]
-    parts = re.split(r"(?m)^\* \*\*", chapters)[1:]
-    tables = {
-        part.partition("**")[0]: re.findall(r"(?m)^  (?:\d+\.|\*) \[([^]]+)\]\(([^)]+)\)", part) for part in parts
-    }
-    toc = yaml.safe_load((ROOT / "_toc.yml").read_text())["parts"]
-    of_toc = {part["caption"]: [page["file"] for page in part["chapters"]] for part in toc if "caption" in part}
-    files = {
-        caption: [(ROOT / "book" / link).resolve().relative_to(ROOT).with_suffix("").as_posix() for _, link in pages]
-        for caption, pages in tables.items()
-    }
-    assert list(files.items()) == list(of_toc.items())
-    for title, link in [page for pages in tables.values() for page in pages if page[1].endswith(".ipynb")]:
-        head = nbformat.read(ROOT / "book" / link, 4).cells[0].source.splitlines()[0]
-        assert re.sub(r"^# (\d+\. )?", "", head) == title

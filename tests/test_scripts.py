@@ -125,7 +125,7 @@ def test_the_template_on_1_2_and_4_ranks(alone, tmp_path):
     folder = tmp_path / "empty"
     script = written(TEMPLATE, folder)
     results = [on_ranks(nproc, torchrun(script, nproc, alone)) for nproc in (1, 2, 4)]
-    assert results[0]
+    assert unmet(facts_at(TEMPLATE).script.result, results[0]) == []
     for other in results[1:]:
         assert other == pytest.approx(results[0], abs=TOLERANCE)
     assert set(os.listdir(folder)) <= {script.name, "__pycache__"}

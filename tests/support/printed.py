@@ -23,7 +23,9 @@ def pages():
     """(name, text) of each page; what a script says of itself, which is also its --help, is a page."""
     for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "book").rglob("*.md"))]:
         yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-    for path in sorted(ROOT.glob("notebooks/*.ipynb")):
+    notebooks = sorted(ROOT.glob("notebooks/*.ipynb"))
+    notebooks.remove(ROOT / "notebooks" / "template.ipynb")  # its lines are for its copies, which have their own names
+    for path in notebooks:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         yield path.name, "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
         if path in CHAPTERS:

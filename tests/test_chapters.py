@@ -1,0 +1,203 @@
+"""What a notebook says of itself, and what the book makes of it: the first page's list, searches, the table of contents.
+
+``make check CHAPTER=17`` runs all of this file: these are the tests that a new chapter can fail without its cells.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from asked import searches
+from conftest import ROOT, toc_files
+from hygiene import prose
+from sphinx.errors import ExtensionError
+
+from helpers.export import chapters
+from helpers.export.error import ExportError
+from helpers.export.facts import Chapter, Line, Rehearsal, Script, facts_at, facts_in, unmet
+
+sys.path.append(str(ROOT / "book" / "_ext"))  # as in the build
+import front_page
+
+NOTEBOOKS = [path for path in sorted(ROOT.glob("notebooks/*.ipynb")) if path.stem != "template"]
+
+# --- what each notebook says ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_says_what_the_book_asks_of_it(path):
+    facts = facts_at(path)
+    assert facts.question, (
+        'the first page prints a question behind the title: write it into metadata, "book", "question"'
+    )
+    if path in chapters.chapters():
+        what = 'the tests ask what the numbers of the script must be: write metadata, "book", "script", "result"'
+        assert facts.script.result, what
+    else:
+        assert facts.script == Script(), "a page without a script says something of one"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_is_typed_into_the_search_leads_to_a_heading(path):
+    headings = re.findall(r"^#+ (.*)", prose(nbformat.read(path, as_version=4)), flags=re.MULTILINE)
+    for typed, answers in searches().items():
+        pattern = answers.get(path.stem)
+        if pattern is not None:
+            found = [heading for heading in headings if re.search(pattern, heading, re.IGNORECASE)]
+            assert found, f"{typed!r} should lead to a heading like {pattern!r}, and {path.name} has none"
+
+
+def test_a_search_leads_to_every_page():
+    reached = {page for answers in searches().values() for page in answers}
+    missing = {Path(page).name for page in toc_files()} - reached
+    how = 'write into the notebook\'s metadata, "book", "searches": {what a reader types: a pattern of the heading}'
+    assert missing == set(), f"no search is said to lead to {', '.join(sorted(missing))}: {how}"
+    assert reached <= {Path(page).name for page in toc_files()}
+
+
+def test_the_toc_names_every_page_once_and_chapters_by_their_numbers():
+    files = [*(ROOT / "book").glob("*.md"), *NOTEBOOKS]
+    assert sorted(toc_files()) == sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in files)
+    in_toc = [name for name in toc_files() if re.match(r"notebooks/\d\d", name)]
+    assert in_toc == [f"notebooks/{path.stem}" for path in chapters.numbered()]
+    assert [path.name[:2] for path in chapters.chapters()] == [f"{n:02}" for n in range(len(chapters.chapters()))]
+
+
+# --- how it is read ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_out_has_its_default():
+    assert facts_in({}, "one") == Chapter()
+    metadata = {
+        "book": {
+            "question": "Why?",
+            "script": {"tolerance": 1, "lines": [{"flags": "--a 1", "here": "--a 2"}], "rehearsals": [{"nodes": 2}]},
+        }
+    }
+    facts = facts_in(metadata, "one")
+    assert facts.question == "Why?" and facts.script.rehearsals == [Rehearsal(nodes=2, gpus=8)]
+    assert facts.line("--a 1") == Line("--a 1", here="--a 2") and facts.line("--b") == Line("--b")
+
+
+WRONG = {  # what a notebook says of itself: what is said of that
+    '{"questoin": "Why?"}': "one: metadata.book has an unknown entry: questoin.\nIt may have: question, formerly,",
+    '{"script": {"quick": "--steps 1"}}': "one: metadata.book.script has an unknown entry: quick.\nIt may have: result,",
+    '{"script": {"lines": [{"flag": ""}]}}': "one: metadata.book.script.lines has an unknown entry: flag.\nIt may have",
+    '{"script": {"lines": [{"here": ""}]}}': "one: metadata.book.script.lines: an entry of it has no flags.\nAdd it",
+    '{"question": ["Why?"]}': "one: metadata.book.question is ['Why?'].\nIts type must be str.",
+    '{"script": {"gpus": "8"}}': "one: metadata.book.script.gpus is '8'.\nIts type must be int.",
+    '{"script": {"gpus": true}}': "one: metadata.book.script.gpus is True.\nIts type must be int.",
+    '{"script": {"result": {"loss": "small"}}}': "one: metadata.book.script.result.loss is 'small'.\nWrite a relation",
+}
+
+
+@pytest.mark.parametrize("book", WRONG)
+def test_what_no_field_reads_is_refused_in_two_lines(book, tmp_path):
+    path = tmp_path / "one"
+    path.write_text(f'{{"metadata": {{"book": {book}}}}}')
+    with pytest.raises(ExportError, match=re.escape(WRONG[book])) as refused:
+        facts_at(path)
+    assert len(str(refused.value).splitlines()) == 2
+
+
+def test_a_damaged_notebook_is_refused(tmp_path):
+    (tmp_path / "one.ipynb").write_text("{")
+    with pytest.raises(ExportError, match=r"one\.ipynb is not a notebook that can be read.*\nGive"):
+        facts_at(tmp_path / "one.ipynb")
+
+
+def test_a_result_is_held_to_its_conditions():
+    result = {"loss": 2.0, "right": 3, "checked": 3}
+    assert unmet({"loss": "> 1.5 and < 2.5", "right": "== checked", "checked": ">= 3"}, result) == []
+    assert unmet({"loss": "> 1.5 and < 1.9"}, result) == ["loss is 2.0, and not < 1.9"]
+    assert unmet({"right": "== loss", "checked": "<= -3"}, result) == [
+        "right is 3, and not == loss",
+        "checked is 3, and not <= -3",
+    ]
+    assert unmet({"accuracy": "> 0"}, result) == ["the result has no accuracy, only loss, right, checked"]
+    assert unmet({"loss": "< 1e9"}, {"loss": float("nan")}) == ["loss is nan, and not < 1e9"]
+
+
+# --- the first page's list --------------------------------------------------------------------------------------------
+
+BLOCK = "```{chapters}\nwords: what they mean\n```\n"
+
+
+def test_the_first_page_lists_every_page_of_the_toc():
+    page = front_page.with_chapters((ROOT / "book" / "intro.md").read_text(encoding="utf-8"), ROOT)
+    links = re.findall(r"(?m)^  (?:\d+\.|\*) \[[^]]+\]\(([^)]+)\): \S", page)
+    linked = [(ROOT / "book" / link).resolve().relative_to(ROOT.resolve()) for link in links]
+    listed = [path.with_suffix("").as_posix() for path in linked]
+    assert listed == [name for name in toc_files() if name not in ("book/intro", "book/how_to_run")]
+
+
+@pytest.fixture
+def small_book(tmp_path):
+    """A book of a chapter, a page beside it and a page without a notebook."""
+    (tmp_path / "book").mkdir()
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "book" / "words.md").write_text("# The words\n\nMany.")
+    for name, title in (("03_first", "3. First"), ("03b_more", "More")):
+        cell = nbformat.v4.new_markdown_cell(f"# {title}\n\nIt begins.")
+        nb = nbformat.v4.new_notebook(cells=[cell], metadata={"book": {"question": f"Why {title}?"}})
+        nbformat.write(nb, tmp_path / "notebooks" / f"{name}.ipynb")
+    files = "[{file: notebooks/03_first}, {file: notebooks/03b_more}, {file: book/words}]"
+    (tmp_path / "_toc.yml").write_text(
+        f"parts:\n- chapters: [{{file: book/start}}]\n- {{caption: A, chapters: {files}}}"
+    )
+    return tmp_path
+
+
+def test_the_list_has_titles_numbers_and_questions(small_book):
+    assert front_page.with_chapters(f"Before.\n\n{BLOCK}\nAfter.", small_book) == (
+        "Before.\n\n{.chapters}\n* **A**\n\n"
+        "  3. [First](../notebooks/03_first.ipynb): Why 3. First? {minutes}`03_first`\n"
+        "  * [More](../notebooks/03b_more.ipynb): Why More?\n"
+        "  * [The words](words.md): what they mean\n"
+        "\nAfter."
+    )
+    assert front_page.with_chapters("No list.", small_book) == "No list."
+
+
+def test_a_page_without_a_question_fails_the_build(small_book):
+    with pytest.raises(ExtensionError, match=r"no line for book/words\.md"):
+        front_page.with_chapters(BLOCK.replace("words", "others"), small_book)
+    with pytest.raises(ExtensionError, match=r"names pages that _toc\.yml does not: others"):
+        front_page.with_chapters(BLOCK.replace("words", "others: these\nwords"), small_book)
+    path = small_book / "notebooks" / "03b_more.ipynb"
+    path.write_text(path.read_text().replace("Why More?", ""))
+    with pytest.raises(ExtensionError, match=r"03b_more\.ipynb has no question"):
+        front_page.with_chapters(BLOCK, small_book)
+
+
+# --- where a chapter is named -----------------------------------------------------------------------------------------
+
+TEACHING = {  # files that may name a chapter by its file's name: to teach what
+    "README.md": "where the first lines of code come from",
+    "Makefile": "what the arguments of the commands look like",
+    "helpers/export/command.py": "what CHAPTER may be",
+    "helpers/rehearsal/command.py": "what CHAPTER may be",
+    "tools/store_outputs.py": "what the path of a notebook looks like",
+}
+
+
+def files_of_the_project():
+    """The files outside of notebooks/, book/ and _toc.yml that people write."""
+    folders = ["helpers", "tests", "tools", ".ci", ".github"]
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
+    files += [*ROOT.glob("*.md"), *ROOT.glob("*.py"), *ROOT.glob("*.txt"), *ROOT.glob("*.toml"), ROOT / "Makefile"]
+    return {path.relative_to(ROOT).as_posix(): path for path in files if path.is_file()}
+
+
+def test_no_file_names_a_chapter_but_to_teach():
+    """A test or a command looks it up: ``find_notebook("04")``, or by what the chapter says of itself."""
+    names = "|".join(path.stem for path in chapters.numbered())
+    naming = {}
+    for name, path in files_of_the_project().items():
+        found = re.findall(rf"\b(?:{names})\b", path.read_text(encoding="utf-8", errors="replace"))
+        if found:
+            naming[name] = sorted(set(found))
+    assert {name: found for name, found in naming.items() if name not in TEACHING} == {}
+    assert TEACHING.keys() <= naming.keys(), "a file of this list names no chapter now: take it out"
