@@ -1,4 +1,4 @@
-"""What a notebook says of itself, and what the book makes of it: the first page's list, searches, the table of contents.
+"""What a notebook says of itself, and what the book makes of it: the first page's list, searches, contents.
 
 ``make check CHAPTER=17`` runs all of this file: these are the tests that a new chapter can fail without its cells.
 """
@@ -83,7 +83,7 @@ def test_what_is_left_out_has_its_default():
 
 WRONG = {  # what a notebook says of itself: what is said of that
     '{"questoin": "Why?"}': "one: metadata.book has an unknown entry: questoin.\nIt may have: question, formerly,",
-    '{"script": {"quick": "--steps 1"}}': "one: metadata.book.script has an unknown entry: quick.\nIt may have: result,",
+    '{"script": {"quick": "--steps 1"}}': "one: metadata.book.script has an unknown entry: quick.\nIt may have: ",
     '{"script": {"lines": [{"flag": ""}]}}': "one: metadata.book.script.lines has an unknown entry: flag.\nIt may have",
     '{"script": {"lines": [{"here": ""}]}}': "one: metadata.book.script.lines: an entry of it has no flags.\nAdd it",
     '{"question": ["Why?"]}': "one: metadata.book.question is ['Why?'].\nIts type must be str.",

@@ -54,6 +54,7 @@ FIRST, GROUPS, DDP, FSDP, TRAINER, CAPSTONE = (
     find_notebook(number).stem for number in ("00", "01", "04", "06", "11", "16")
 )
 PREFLIGHT = preflight()
+NEXT = f"{len(CHAPTERS):02}"
 REHEARSED = "on 8 pretended GPUs"
 PLACES = {  # what a reader replaces: what it is here
     "=gpu": "=2",
@@ -65,7 +66,9 @@ PLACES = {  # what a reader replaces: what it is here
 WAYS = {
     "make help": Way(("make book", "make rehearse", "make lock")),
     "make check CHAPTER=04": Way(("what ran", r"\branks +[\d.]+ s +\d\d passed", "!failed"), daily=True),
-    "make check CHAPTER=NN": collecting(f"{FIRST}.ipynb", "test_scripts.py: 2", "test_notebooks.py: 1", "!04_"),
+    "make check CHAPTER=NN": collecting(
+        f"{FIRST}.ipynb", "test_chapters.py: ", "test_scripts.py: 2", "test_notebooks.py: 1", "test_commands.py: 1"
+    ),
     "make check": collecting("test_house", "test_planner", "!test_scripts", "!test_browser", "!ipynb"),
     "make test": collecting(
         f"{FIRST}.ipynb::", f"{CAPSTONE}.ipynb::", "test_chapter", "test_process_group", "!test_slurm", "!test_pdf"
@@ -80,6 +83,11 @@ WAYS = {
         typed="mkdir few; for p in make sh id; do ln -s $(type -P $p) few/$p; done; "
         "ln -s $(type -P true) few/apt-get; PATH=$PWD/few {}",
         status=2,
+    ),
+    "make chapter NAME=NN_topic": Way(
+        ("is a copy of the template", f"make check CHAPTER={NEXT}"),
+        typed=f"cp _toc.yml before && make chapter NAME={NEXT}_topic "
+        f"&& mv before _toc.yml && rm notebooks/{NEXT}_topic.ipynb",
     ),
     "make outputs ARGS=notebooks/NN_topic.ipynb": Way(
         typed=f"cp notebooks/{FIRST}.ipynb before && {{}} && cmp before notebooks/{FIRST}.ipynb",

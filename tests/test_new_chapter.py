@@ -46,7 +46,7 @@ def test_the_copy_is_in_the_toc_and_has_its_own_names(project):
 REFUSED = {  # the words behind NAME=: what is said of them
     "": "A chapter has one name, and 0 were given.\nGive it a number and a topic: make chapter NAME=NEXT_topic",
     "one two": "A chapter has one name, and 2 were given.\n",
-    "topic": "'topic' is not the name of a chapter, which is two digits, _, and a topic in small letters.\nFor example:",
+    "topic": "'topic' is not the name of a chapter, which is two digits, _, and a topic in small letters.\n",
     "NEXT_Topic": "'NEXT_Topic' is not the name of a chapter",
     "NEXTb_topic": "'NEXTb_topic' is not the name of a chapter",
     "../NEXT_topic": "'../NEXT_topic' is not the name of a chapter",
