@@ -74,8 +74,14 @@ WAYS = {
         f"{FIRST}.ipynb::", f"{CAPSTONE}.ipynb::", "test_chapter", "test_process_group", "!test_slurm", "!test_pdf"
     ),
     "make test ALL=1": collecting(
-        f"{CAPSTONE}.ipynb::", "test_browser", "test_two_hosts", "test_slurm", "test_a_lie_is_noticed", "test_a_kill_at"
+        f"{CAPSTONE}.ipynb::",
+        "test_browser",
+        "test_two_hosts",
+        "test_slurm",
+        "test_a_kill_at",
+        "!test_a_lie_is_noticed",
     ),
+    "make test DAILY=1": collecting("test_slurm", "test_lines_of_one_node", "test_25_kills", "test_a_lie_is_noticed"),
     "LAB=all make test ARGS=tests/test_lab.py": collecting(r"lab\[notebooks/00", r"lab\[notebooks/16"),
     "pytest --nbval notebooks": collecting(f"{FIRST}.ipynb::", f"{CAPSTONE}.ipynb::", "template.ipynb::"),
     "make system": Way(
