@@ -27,7 +27,7 @@ def climbs(code, room):
     for line, module in imports(code):
         names = module.split(".")
         relative = names[0] == ""
-        if relative or module == "helpers" or names[0] == "helpers" and ROOMS.index(names[1]) > ROOMS.index(room):
+        if relative or module == "helpers" or (names[0] == "helpers" and ROOMS.index(names[1]) > ROOMS.index(room)):
             yield f"line {line} imports {module}"
 
 
