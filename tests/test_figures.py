@@ -6,8 +6,8 @@ import itertools
 import json
 import os
 import re
-import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import nbformat
 import numpy as np

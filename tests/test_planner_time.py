@@ -290,7 +290,8 @@ def test_fifteen_published_steps():
     assert len(steps) == 15 and all(step.source.split()[0] in REFERENCES for step in steps)
     assert 1 / 1.15 < statistics.median(step.speed for step in steps) < 1.15
     assert [step.what for step in steps if not step.held] == ["8B, 8, CP 8, 256k, full, float8"]
-    assert len(memory := [step.memory for step in steps if step.gib]) == 10
+    memory = [step.memory for step in steps if step.gib]
+    assert len(memory) == 10
     assert 0.75 < min(memory) and max(memory) < 1.25
     assert all(step.plan.fits for step in steps)  # as they did
 

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 
 import nbformat
 import pytest
@@ -38,11 +39,18 @@ def written(notebook, folder):
     """Write a notebook's script, alone in its folder, and check that ruff has nothing to change; return its path."""
     script = export(notebook, folder)
     assert os.listdir(folder) == [f"{notebook.stem}.py"]
-    for command in (["check", "--select=E,F,I,B,UP"], ["format", "--check"]):
+    for command in (["check", *ruff_rules()], ["format", "--check"]):
         style = ["--isolated", "--line-length=88", "--target-version=py311"]
         done = subprocess.run([find_ruff_bin(), *command, *style, script], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
     return script
+
+
+def ruff_rules():
+    """The options of `ruff check` for this project's rules, but for annotations, which a script need not have."""
+    lint = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    selected = [rule for rule in lint["select"] if rule != "ANN"]
+    return [f"--select={','.join(selected)}", f"--ignore={','.join(lint['ignore'])}"]
 
 
 def on_one(script, environment, *flags):

@@ -163,7 +163,8 @@ def test_a_name_that_means_the_loopback(place):
         with contextlib.closing(Job(both, one_host_serves, [CHECK, "--patience=8"], place)) as job:
             assert leftovers.soon(lambda: 1 in job.statuses(), 200), job.outputs()
             # It may come from the other host.
-            assert (error := leftovers.soon(lambda: refusal.search(job.err(0) + job.err(1)))), job.outputs()
+            error = leftovers.soon(lambda: refusal.search(job.err(0) + job.err(1)))
+            assert error, job.outputs()
         text += f"\n{job.lines()}{error[1]}:PORT{error[2]}\n"
 
         by_interface = {**place, "GLOO_SOCKET_IFNAME": hosts.INTERFACE}

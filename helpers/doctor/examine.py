@@ -57,7 +57,10 @@ def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
     links, members = {}, membership.members
     for number, indices in enumerate(trials.rounds_of_pairs(len(members)), 1):
         pairs = [(members[a], members[b]) for a, b in indices if {members[a], members[b]} <= set(membership.members)]
-        peers = {a: b for a, b in pairs} | {b: a for a, b in pairs}
+        peers = {}
+        for first, second in pairs:
+            peers[first] = second
+            peers[second] = first
         if not membership.backend:
             break
         step, peer = f"round {number} of the links", peers.get(membership.rank)

@@ -12,11 +12,11 @@ import pathlib
 import re
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from xml.etree import ElementTree
 
 # Where the home folder cannot be written to, matplotlib would warn in a reader's first cell.
 if not os.access(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~"), os.W_OK):

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-import xml.etree.ElementTree as ElementTree
+from xml.etree import ElementTree
 
 
 def compact(drawing: bytes) -> ElementTree.Element:

@@ -141,8 +141,10 @@ def tables(plan: Plan) -> dict[str, Any]:
         ],
         "step": {
             **asdict(step),
-            **{"coverage": None if step.extrapolated else COVERAGE, "bubble": plan.bubble},
-            **{"tokens": plan.tokens, "tokens_per_second": plan.tokens / step.seconds},
+            "coverage": None if step.extrapolated else COVERAGE,
+            "bubble": plan.bubble,
+            "tokens": plan.tokens,
+            "tokens_per_second": plan.tokens / step.seconds,
             **asdict(plan.utilization),
         },
         "binds": dict(zip(("limit", "largest"), plan.binds, strict=True)),

@@ -29,9 +29,13 @@ LIBRARIES = sorted(  # folders of installed packages and of the standard library
 )
 MEET_WITHIN = 60  # seconds that the ranks have to start and meet; they do not count for the call's timeout
 TORCHRUNS = {  # what torchrun sets, if no agent serves the ranks' store; each rank adds its numbers
-    **{"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none"},
-    **{"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"},
-    **{"ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1"},
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "False",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "ROLE_NAME": "default",
+    "MASTER_ADDR": "127.0.0.1",
 }
 
 

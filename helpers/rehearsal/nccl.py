@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed import device_mesh
 
 from helpers.counts import COLLECTIVE, COUNTS, WAIT
 from helpers.rehearsal.devices import Node, bytes_of, replace

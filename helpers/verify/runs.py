@@ -81,7 +81,7 @@ class Launcher:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         words = [*[str(OBSERVER), str(folder)] * (kind in ("GPUs", "gloo")), str(script), *flags]
-        pretended = kind == "rehearsed" or self.rehearsal and kind != "gloo"
+        pretended = kind == "rehearsed" or (self.rehearsal and kind != "gloo")
         if pretended:
             options = [f"--gpus={self.ranks}", f"--timeout={timeout:g}", f"--json={folder / 'counts.json'}"]
             line = ["-m", "helpers", "rehearse", words[0], *options, "--", *words[1:]]

@@ -49,7 +49,7 @@ def name_of(node: ast.expr) -> str:
 class Once(ast.NodeTransformer):
     """Turns calls that are not pure into ``_once("call", lambda: call)``: all variants share what they return."""
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802, a name of ast
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         if name_of(node.func) in PURE or name_of(node.func) == "_wrong":
             return self.generic_visit(node)
         call = ast.unparse(node)

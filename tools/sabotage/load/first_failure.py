@@ -46,7 +46,7 @@ def describe(item: Any, error: Exception) -> tuple[str, str]:
     if raised and not str(error).startswith("Cell outputs differ"):
         name, value = raised[-1].ename, " ".join(raised[-1].evalue.split())
         own = "lies.py" in text + value or f"{os.environ['WORLD_SIZE_ONE_LIE'] or None}." in value
-        if name in ("ImportError", "NameError") or own and re.search(FAULT, f"{name}: {value}"):
+        if name in ("ImportError", "NameError") or (own and re.search(FAULT, f"{name}: {value}")):
             return "fault", f"{name}: {value}"
         if name == "AssertionError":
             lines = re.findall(r"^-+> *\d+ (.*)$", text, re.MULTILINE)
@@ -64,7 +64,9 @@ def whole(source: str, line: str) -> str:
     """The assert statement of a cell that this line belongs to, on one line; or the line, if it belongs to none."""
     with contextlib.suppress(SyntaxError):  # for a cell that begins with %%
         for node in ast.walk(ast.parse(source)):
-            text = isinstance(node, ast.Assert) and ast.get_source_segment(source, node) or ""
+            text = ""
+            if isinstance(node, ast.Assert):
+                text = ast.get_source_segment(source, node) or ""
             if line.partition("  #")[0] in map(str.strip, text.splitlines()):
                 return text if text in line else ast.unparse(node)
     return line

@@ -1,0 +1,280 @@
+"""Four rules that keep code plain, and the list of exceptions, which later work empties.
+
+``python tests/support/plain_code.py`` shows what breaks a rule and is not on the list, and counts what is on it.
+With ``--all`` it shows that as well, line by line. With ``--write`` it writes the list anew, and says what it added
+and what it removed. A linter has no such rules: ruff's ask for shorter code where these ask for plainer code.
+"""
+
+import argparse
+import ast
+import json
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXCEPTIONS = ROOT / "tests" / "plain_code_exceptions.txt"
+SOURCES = ("conftest.py", "helpers/**/*.py", "tools/**/*.py", "notebooks/*.ipynb")
+STATEMENT_WIDTH = 100  # so much of a statement is listed
+HEAD = """\
+# What broke a rule of tests/support/plain_code.py when the rules came. Write new code plainly and add nothing here.
+# After you rewrote a line, take its exception out: python tests/support/plain_code.py --write
+# place: rule: the beginning of the statement
+"""
+
+# --- what each rule looks for in a syntax tree ------------------------------------------------------------------------
+
+ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Pow)
+RETURN_A_BOOL = {"all", "any", "bool", "callable", "hasattr", "isinstance", "issubclass"}
+
+
+def is_condition(node: ast.expr) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.Not)
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in RETURN_A_BOOL
+    return isinstance(node, (ast.Compare, ast.BoolOp))
+
+
+def calculates_with_a_condition(node: ast.AST) -> bool:
+    """Also a list or a text times a condition, and `count += condition`."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ARITHMETIC):
+        return is_condition(node.left) or is_condition(node.right)
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ARITHMETIC):
+        return is_condition(node.value)
+    return False
+
+
+def assigns_in_arguments(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    arguments = [*node.args, *node.keywords]
+    return any(isinstance(part, ast.NamedExpr) for argument in arguments for part in ast.walk(argument))
+
+
+def nests_conditional_expressions(node: ast.AST) -> bool:
+    if not isinstance(node, ast.IfExp):
+        return False
+    return any(isinstance(part, ast.IfExp) for part in ast.walk(node) if part is not node)
+
+
+def parts_of(node: ast.expr) -> list[ast.expr]:
+    """The parts of a tuple or a list that is written out, and of those inside it. Else the expression itself."""
+    if isinstance(node, (ast.Tuple, ast.List)):
+        return [part for element in node.elts for part in parts_of(element)]
+    return [node]
+
+
+def packs_more_than_two_values(node: ast.AST) -> bool:
+    """The parts of a call's result are one value, and `a, b, c = b, c, a` exchanges values: both are fine."""
+    if not isinstance(node, ast.Assign):
+        return False
+    values = [ast.unparse(part) for part in parts_of(node.value)]
+    for target in node.targets:
+        names = [ast.unparse(part) for part in parts_of(target)]
+        exchange = sorted(names) == sorted(values)
+        if len(names) > 2 and len(values) > 2 and not exchange:
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``breaks`` is true of a node of the syntax tree that breaks the rule, and ``plain`` shows what to write."""
+
+    name: str
+    breaks: Callable[[ast.AST], bool]
+    plain: str
+
+
+RULES = (
+    Rule(
+        "arithmetic with a condition",
+        calculates_with_a_condition,
+        """
+        # not: lines = base + extra * (rank == 0)
+        lines = base
+        if rank == 0:
+            lines += extra
+
+        # A default, or a mask of a tensor, gets a name first; not: total / (count or 1)
+        divisor = count or 1
+        mean = total / divisor
+        """,
+    ),
+    Rule(
+        ":= in a call's arguments",
+        assigns_in_arguments,
+        """
+        # not: share = divmod(batch_size, world_size := dist.get_world_size())
+        world_size = dist.get_world_size()
+        share = divmod(batch_size, world_size)
+        """,
+    ),
+    Rule(
+        "conditional expression inside another",
+        nests_conditional_expressions,
+        """
+        # not: name = "first" if rank == 0 else "last" if rank == last else "inner"
+        if rank == 0:
+            name = "first"
+        elif rank == last:
+            name = "last"
+        else:
+            name = "inner"
+        """,
+    ),
+    Rule(
+        "more than two values in one assignment",
+        packs_more_than_two_values,
+        """
+        # not: left, top, width = 70, 56, 560
+        left = 70
+        top = 56
+        width = 560
+        """,
+    ),
+)
+
+# --- where the rules are broken ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Python file or a code cell. ``place`` is its path, for a cell with its id: notebooks/04_ddp.ipynb#loader."""
+
+    place: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``statement`` is the beginning of the statement that breaks the rule, and ``code`` the part of it that does."""
+
+    place: str
+    line: int
+    source_line: str
+    rule: Rule
+    statement: str
+    code: str
+
+    @property
+    def exception(self) -> str:
+        """The finding as a line of the list of exceptions. It has no line number, because lines move."""
+        return f"{self.place}: {self.rule.name}: {self.statement}"
+
+    @property
+    def message(self) -> str:
+        plain = textwrap.indent(textwrap.dedent(self.rule.plain).strip(), "    ")
+        return f"{self.place}:{self.line}: {self.rule.name}\n    {self.source_line}\n  The plain form:\n{plain}"
+
+
+def python_of(cell: str) -> str:
+    """The text of a cell with ``pass`` in place of its magics, so that the other lines keep their numbers."""
+    return re.sub(r"(?m)^[%!].*", "pass", cell)
+
+
+def all_sources() -> Iterator[Source]:
+    """Exported scripts are not here, because their code comes from the cells and from helpers/runtime."""
+    for pattern in SOURCES:
+        for path in sorted(ROOT.glob(pattern)):
+            place = path.relative_to(ROOT).as_posix()
+            text = path.read_text(encoding="utf-8")
+            if path.suffix == ".py":
+                yield Source(place, text)
+                continue
+            for cell in json.loads(text)["cells"]:
+                if cell["cell_type"] == "code":
+                    yield Source(f"{place}#{cell['id']}", python_of("".join(cell["source"])))
+
+
+def with_statements(node: ast.AST, statement: ast.stmt | None = None) -> Iterator[tuple[ast.AST, ast.stmt | None]]:
+    """Yields each node below this one with the innermost statement that contains it."""
+    for child in ast.iter_child_nodes(node):
+        innermost = child if isinstance(child, ast.stmt) else statement
+        yield child, innermost
+        yield from with_statements(child, innermost)
+
+
+def findings(source: Source) -> Iterator[Finding]:
+    lines = source.text.splitlines()
+    for node, statement in with_statements(ast.parse(source.text, source.place)):
+        for rule in RULES:
+            if rule.breaks(node):
+                words = " ".join(lines[statement.lineno - 1 : statement.end_lineno]).split()
+                yield Finding(
+                    place=source.place,
+                    line=node.lineno,
+                    source_line=lines[node.lineno - 1].strip(),
+                    rule=rule,
+                    statement=" ".join(words)[:STATEMENT_WIDTH].strip(),
+                    code=ast.unparse(node),
+                )
+
+
+def all_findings() -> list[Finding]:
+    return [finding for source in all_sources() for finding in findings(source)]
+
+
+# --- the list of exceptions -------------------------------------------------------------------------------------------
+
+
+def listed() -> Counter[str]:
+    """The exceptions. A statement that breaks a rule twice is listed twice."""
+    lines = EXCEPTIONS.read_text(encoding="utf-8").splitlines()
+    return Counter(line for line in lines if line and not line.startswith("#"))
+
+
+def not_listed(found: list[Finding], exceptions: Counter[str]) -> list[Finding]:
+    left = exceptions.copy()
+    new = []
+    for finding in found:
+        if left[finding.exception] > 0:
+            left[finding.exception] -= 1
+        else:
+            new.append(finding)
+    return new
+
+
+def write_exceptions(found: list[Finding]) -> None:
+    """Write the list anew, and print what was added to it and what was removed."""
+    before = listed()
+    after = Counter(finding.exception for finding in found)
+    lines = [*HEAD.splitlines(), *sorted(after.elements())]
+    EXCEPTIONS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for line in sorted((after - before).elements()):
+        print(f"added:   {line}")
+    for line in sorted((before - after).elements()):
+        print(f"removed: {line}")
+
+
+def left_by_rule(exceptions: Counter[str]) -> str:
+    """How many exceptions are left, by rule."""
+    counts = dict.fromkeys([rule.name for rule in RULES], 0)
+    for line, number in exceptions.items():
+        counts[line.split(": ")[1]] += number
+    by_rule = ", ".join(f"{name} {number}" for name, number in counts.items())
+    return f"{exceptions.total()} exceptions are left: {by_rule}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="also show what is on the list of exceptions")
+    parser.add_argument("--write", action="store_true", help="write the list of exceptions anew")
+    args = parser.parse_args()
+    found = all_findings()
+    if args.write:
+        write_exceptions(found)
+    new = not_listed(found, listed())
+    for finding in found if args.all else new:
+        print(finding.message)
+    print(left_by_rule(listed()))
+    return 1 if new else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
