@@ -340,7 +340,8 @@ def test_the_installed_package(tmp_path):
     chapters = [line.split()[0] for line in run("helpers", "list").splitlines()]
     assert chapters == [path.stem for path in commands.chapters()]
     assert "scripts/04_ddp.sbatch" in run("helpers", "export", "04", "--slurm")
-    expected = script_from_notebook(read_notebook(ROOT / "notebooks" / "04_ddp.ipynb"), "04_ddp")
+    chapter = ROOT / "notebooks" / "04_ddp.ipynb"
+    expected = script_from_notebook(read_notebook(chapter), "04_ddp", commands.tested_with(chapter))
     assert (tmp_path / "scripts" / "04_ddp.py").read_text() == expected
 
     nbformat.write(notebook(START), tmp_path / "random.ipynb")

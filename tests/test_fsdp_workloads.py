@@ -93,7 +93,7 @@ RANKS, JUDGED = test_two_ranks_have_the_losses_of_one, test_a_validation_is_whol
 BUGS = {
     "FSDP's division is forgotten": ("args.batch_size * ranks /", "args.batch_size /", "two_inputs", RANKS),
     "each rank divides by its own count": ("dist.all_reduce(number", "(number", "masked_language", RANKS),
-    "a gradient is missing on a rank": ("params(args.find_unused)", "params(False)", "two_inputs", RANKS),
+    "a gradient is missing on a rank": ("params(True)", "params(False)", "two_inputs", RANKS),
     "the model is the root": ("fully_shard(module, **", "fully_shard(module.model, **", "contrastive", RANKS),
     "each rank judges its own BatchNorm": ("dist.broadcast(buffer, src=0)", "pass", "batch_norm", JUDGED),
     "a validation leaves out its rest": ("if len(block) >= self.least > 0:", "if False:", "regression", JUDGED),

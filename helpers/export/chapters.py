@@ -1,4 +1,4 @@
-"""The chapters' notebooks: where they are, and their scripts as files."""
+"""The chapters' notebooks: where they are, their scripts as files, and on which versions of PyTorch these were run."""
 
 import os
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from helpers.export.launch_files import Allocation, launch_files
 from helpers.export.notebook import ExportError, read_notebook, script_name
 from helpers.export.script import script_from_notebook
+from helpers.export.verified import FILE_NAME, fingerprint, read_record
 
 HELPERS = Path(__file__).resolve().parents[1]
 # An installed package holds the notebooks; in a copy of the repository they are beside it.
@@ -15,6 +16,19 @@ NOTEBOOKS = HELPERS / "chapters" if (HELPERS / "chapters").is_dir() else HELPERS
 def chapters() -> list[Path]:
     """The paths of the chapters' notebooks, in order, without the template."""
     return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+
+
+def tested_with(notebook: Path) -> list[str]:
+    """The recorded versions of PyTorch on which a chapter's script was run, as its notebook is now.
+
+    There are none for a notebook that is no chapter of this book, and for one that has changed since.
+    """
+    if notebook.resolve().parent != NOTEBOOKS.resolve():
+        return []
+    record = read_record(NOTEBOOKS / FILE_NAME)
+    if record.script_fingerprints.get(notebook.stem) != fingerprint(notebook):
+        return []
+    return record.scripts[notebook.stem]
 
 
 def find_notebook(chapter: str | Path) -> Path:
@@ -44,7 +58,7 @@ def export(
     for path in chapters() if chapter is None else [find_notebook(chapter)]:
         notebook = read_notebook(path)
         name = script_name(notebook, path.stem)
-        script = script_from_notebook(notebook, name)
+        script = script_from_notebook(notebook, name, tested_with(path))
         files = {f"{name}.py": script} | (launch_files(name, script, allocation) if allocation else {})
         texts |= {Path(folder) / file: text for file, text in files.items()}
     try:
