@@ -1,6 +1,7 @@
 """Chapter 6's script trains chapter 11's eight kinds of projects, with the same functions in place of its own."""
 
 import pytest
+import torch
 from forked import forked, script_on_ranks
 from scripting import ROOT, TOLERANCE, export, result, stand_alone
 from test_trainer_workloads import (  # noqa: F401  # its tests run here, too, with this file's project
@@ -87,6 +88,14 @@ def test_what_meta_cannot_draw_is_refused(script):
     tied = f"{own}; model.head.weight = model.level.weight"
     assert "ValueError: --meta would draw a shared parameter twice." in script(1, "--meta", plant=(own, tied))
     assert isinstance(script(1, plant=(own, tied)), float)
+
+
+def test_a_pytorch_without_what_find_unused_needs_is_refused_by_name(script):
+    hidden = ("def main(args):", "del FSDPModule.set_reduce_scatter_unused_params\n\n\ndef main(args):")
+    assert isinstance(script(1, plant=hidden), float)
+    errors = script(1, "--find-unused", plant=hidden)
+    what = "--find-unused needs FSDPModule.set_reduce_scatter_unused_params"
+    assert f"RuntimeError: {what}, which PyTorch {torch.__version__} does not have: use 2.13 or newer." in errors
 
 
 RANKS, JUDGED = test_two_ranks_have_the_losses_of_one, test_a_validation_is_whole_and_true_on_1_2_and_3_ranks

@@ -7,6 +7,7 @@ notebooks/verified.json, and say so in their docstrings. The exit status is 1 if
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,6 @@ import time
 from pathlib import Path
 
 import torch
-from scripting import TOLERANCE, stand_alone
 from test_scripts import GOOD_ENOUGH
 
 from helpers.export import chapters
@@ -22,6 +22,7 @@ from helpers.export.verified import FILE_NAME, add_script, fingerprint, read_rec
 from helpers.verify.compare import numbers
 from helpers.verify.steps import FLAGS
 
+TOLERANCE = 0.002  # as in tests/support/scripting.py
 TIMEOUT = 300  # seconds for one run
 ON_TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -30,9 +31,11 @@ class Failed(Exception):
     """A script did not pass: why, and what it printed."""
 
 
-def result(script: Path, environment: dict[str, str], launcher: list[str], flags: list[str]) -> dict[str, float]:
+def result(script: Path, launcher: list[str], flags: list[str]) -> dict[str, float]:
     """The numbers that a script prints last, as ``result {json}``. Raises Failed if it fails or warns."""
     command = [sys.executable, *launcher, str(script), *flags]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)  # no script may find this project
     try:
         done = subprocess.run(
             command,
@@ -49,16 +52,16 @@ def result(script: Path, environment: dict[str, str], launcher: list[str], flags
     return json.loads(done.stdout.strip().splitlines()[-1].removeprefix("result "))
 
 
-def try_script(script: Path, environment: dict[str, str]) -> None:
+def try_script(script: Path) -> None:
     """Run a chapter's script alone and on two ranks. Raises Failed where it does not pass."""
-    alone = result(script, environment, [], [])
+    alone = result(script, [], [])
     if not GOOD_ENOUGH[script.stem](alone):
         raise Failed(f"its result is not good enough: {alone}")
 
     flags = FLAGS.get(script.stem, [])
     if flags:  # with which it ends sooner
-        alone = result(script, environment, [], flags)
-    on_two = result(script, environment, ON_TWO_RANKS, flags)
+        alone = result(script, [], flags)
+    on_two = result(script, ON_TWO_RANKS, flags)
     if (alone.pop("world_size"), on_two.pop("world_size")) != (1, 2):
         raise Failed("it counted its ranks wrong")
     if list(numbers(on_two, alone, TOLERANCE)):
@@ -72,13 +75,11 @@ def main(names: list[str]) -> int:
     passed = []
     print(f"{'PyTorch ' + version:28}{'seconds':>8}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "path").mkdir()
-        environment = stand_alone(Path(folder, "path"))
         for notebook in notebooks:
             [script] = chapters.export(notebook, Path(folder, notebook.stem))
             start = time.monotonic()
             try:
-                try_script(script, environment)
+                try_script(script)
                 passed.append(notebook)
                 outcome = "passed"
             except Failed as failure:
