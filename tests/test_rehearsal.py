@@ -61,7 +61,7 @@ NEWER = [
     "reduce_scatter_single",
     "reduce_scatter_single_coalesced",
 ]
-SUM = """\
+ONES = """\
 import os
 
 import torch
@@ -82,7 +82,7 @@ def test_a_group_without_the_newer_methods(tmp_path):
     hide = f"from torch.distributed import ProcessGroup\n\nfor name in {NEWER}:\n    delattr(ProcessGroup, name)\n"
     (tmp_path / "sitecustomize.py").write_text(hide)
     script = tmp_path / "script.py"
-    script.write_text(SUM)
+    script.write_text(ONES)
     observer = ROOT / "helpers" / "verify" / "observer.py"
     command = [sys.executable, "-m", "helpers", "rehearse", observer, "--", tmp_path, script]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}

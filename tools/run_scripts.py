@@ -68,11 +68,18 @@ def try_script(script: Path) -> None:
         raise Failed(f"the results differ: {alone} alone, and {on_two} on two ranks")
 
 
+def record_version(notebook: Path, version: str) -> None:
+    """Record that a chapter's script passed on this version of PyTorch."""
+    record = read_record(chapters.NOTEBOOKS / FILE_NAME)
+    add_script(record, notebook.stem, fingerprint(notebook), version)
+    write_record(record, chapters.NOTEBOOKS / FILE_NAME)
+
+
 def main(names: list[str]) -> int:
     """Try these chapters' scripts, or all, print a line for each, and record those that pass."""
     version = torch.__version__.partition("+")[0]
     notebooks = [chapters.find_notebook(name) for name in names] or chapters.chapters()
-    passed = []
+    passed = 0
     print(f"{'PyTorch ' + version:28}{'seconds':>8}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for notebook in notebooks:
@@ -80,18 +87,15 @@ def main(names: list[str]) -> int:
             start = time.monotonic()
             try:
                 try_script(script)
-                passed.append(notebook)
+                record_version(notebook, version)
+                passed += 1
                 outcome = "passed"
             except Failed as failure:
                 outcome = f"FAILED: {failure}"
             print(f"{notebook.stem:28}{time.monotonic() - start:8.0f}  {outcome}", flush=True)
 
-    record = read_record(chapters.NOTEBOOKS / FILE_NAME)
-    for notebook in passed:
-        add_script(record, notebook.stem, fingerprint(notebook), version)
-    write_record(record, chapters.NOTEBOOKS / FILE_NAME)
-    print(f"{len(passed)} of {len(notebooks)} scripts passed: recorded in notebooks/{FILE_NAME}")
-    return int(len(passed) < len(notebooks))
+    print(f"{passed} of {len(notebooks)} scripts passed: recorded in notebooks/{FILE_NAME}")
+    return int(passed < len(notebooks))
 
 
 if __name__ == "__main__":
