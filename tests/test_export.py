@@ -20,6 +20,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from helpers.export import chapters as commands
 from helpers.export.notebook import ExportError, read_notebook, script_name
 from helpers.export.script import script_from_notebook
+from helpers.export.verified import FILE_NAME, Record, add_script, fingerprint, write_record
 from helpers.source import packages_of
 
 ROOT = Path(__file__).parents[1]
@@ -235,6 +236,29 @@ def sample(tmp_path):
     return path
 
 
+def test_a_script_says_on_which_versions_it_was_run():
+    text = script_from_notebook(notebook(START), "sample", ["2.11.0", "2.13.0", "2.15.0"])
+    assert 'sample.py\n\nTested on CPUs with PyTorch 2.11.0, 2.13.0 and 2.15.0.\n"""' in text
+    assert 'Tested on CPUs with PyTorch 2.11.0.\n"""' in script_from_notebook(notebook(START), "sample", ["2.11.0"])
+    assert "Tested on CPUs" not in exported()
+
+
+def test_the_recorded_versions_are_those_of_an_unchanged_chapter(sample, tmp_path, monkeypatch):
+    chapters, own = tmp_path / "chapters", tmp_path / sample.name
+    chapters.mkdir()
+    chapter = Path(shutil.copy(sample, chapters))
+    monkeypatch.setattr(commands, "NOTEBOOKS", chapters)
+    assert commands.tested_with(chapter) == []
+    record = Record()
+    for version in ("2.13.0", "2.11.0"):
+        add_script(record, chapter.stem, fingerprint(chapter), version)
+    write_record(record, chapters / FILE_NAME)
+    assert commands.tested_with(chapter) == ["2.11.0", "2.13.0"]
+    assert commands.tested_with(own) == []
+    nbformat.write(notebook("#:# Sample", "x = 1", START), chapter)
+    assert commands.tested_with(chapter) == []
+
+
 def test_export_writes_a_script_once(helpers, sample, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = Path("scripts", "07_sample.py")
@@ -334,7 +358,7 @@ def test_the_installed_package(tmp_path):
     venv.create(tmp_path / "venv", symlinks=True)
     [site] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        assert names < {*wheel.namelist()}
+        assert names | {f"helpers/chapters/{FILE_NAME}"} < {*wheel.namelist()}
         wheel.extractall(site)
     (site / "others.pth").write_text(sysconfig.get_path("purelib"))  # the dependencies, without this project
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -349,7 +373,7 @@ def test_the_installed_package(tmp_path):
     assert chapters == [path.stem for path in commands.chapters()]
     ddp = commands.find_notebook("04")
     assert f"scripts/{ddp.stem}.sbatch" in run("helpers", "export", "04", "--slurm")
-    expected = script_from_notebook(read_notebook(ddp), ddp.stem)
+    expected = script_from_notebook(read_notebook(ddp), ddp.stem, commands.tested_with(ddp))
     assert (tmp_path / "scripts" / f"{ddp.stem}.py").read_text() == expected
 
     nbformat.write(notebook(START), tmp_path / "random.ipynb")

@@ -1,6 +1,7 @@
 """Chapter 6's script trains chapter 11's eight kinds of projects, with the same functions in place of its own."""
 
 import pytest
+import torch
 from forked import forked, script_on_ranks
 from scripting import TOLERANCE, export, result, stand_alone
 from test_trainer_workloads import (  # noqa: F401  # its tests run here, too, with this file's project
@@ -89,11 +90,19 @@ def test_what_meta_cannot_draw_is_refused(script):
     assert isinstance(script(1, plant=(own, tied)), float)
 
 
+def test_a_pytorch_without_what_find_unused_needs_is_refused_by_name(script):
+    hidden = ("def main(args):", "del FSDPModule.set_reduce_scatter_unused_params\n\n\ndef main(args):")
+    assert isinstance(script(1, plant=hidden), float)
+    errors = script(1, "--find-unused", plant=hidden)
+    what = "--find-unused needs FSDPModule.set_reduce_scatter_unused_params"
+    assert f"RuntimeError: {what}, which PyTorch {torch.__version__} does not have: use 2.13 or newer." in errors
+
+
 RANKS, JUDGED = test_two_ranks_have_the_losses_of_one, test_a_validation_is_whole_and_true_on_1_2_and_3_ranks
 BUGS = {
     "FSDP's division is forgotten": ("args.batch_size * ranks /", "args.batch_size /", "two_inputs", RANKS),
     "each rank divides by its own count": ("dist.all_reduce(number", "(number", "masked_language", RANKS),
-    "a gradient is missing on a rank": ("params(args.find_unused)", "params(False)", "two_inputs", RANKS),
+    "a gradient is missing on a rank": ("params(True)", "params(False)", "two_inputs", RANKS),
     "the model is the root": ("fully_shard(module, **", "fully_shard(module.model, **", "contrastive", RANKS),
     "each rank judges its own BatchNorm": ("dist.broadcast(buffer, src=0)", "pass", "batch_norm", JUDGED),
     "a validation leaves out its rest": ("if len(block) >= self.least > 0:", "if False:", "regression", JUDGED),

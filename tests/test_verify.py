@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 import recorded
@@ -83,6 +85,26 @@ def test_a_machine_without_gpus_and_a_wrong_start(helpers, tmp_path):
     assert (status, out) == (1, "") and errors.startswith("error: ") and errors.count("\n") == 2
     assert helpers("verify", "--rehearsal", "--record", "--out", tmp_path)[0] == 1
     assert "no chapter" in helpers("verify", "--out", tmp_path, "--chapters", "99")[2]
+
+
+def test_paths_of_scripts_need_nothing_of_the_export(tmp_path):
+    """A machine with GPUs may have neither nbformat nor ruff."""
+    code = f"""\
+import sys
+from pathlib import Path
+
+for name in ("IPython", "jinja2", "nbformat", "ruff"):
+    sys.modules[name] = None  # no import gets it
+
+from helpers.__main__ import main
+from helpers.verify.command import scripts_of
+
+print(*scripts_of(["one.py", "two.py"], Path("out")))
+sys.exit(main(["verify", "--rehearsal", "--record", "--chapters", "one.py", "--out", {str(tmp_path)!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == f"{ROOT}/one.py {ROOT}/two.py\n" and "ModuleNotFoundError" not in done.stderr, done.stderr
+    assert done.returncode == 1 and done.stderr.startswith("error: --record is for real GPUs"), done.stderr
 
 
 NONE = Machine([], "570.86", "2.13.0", "12.8", "", "3.12.3")

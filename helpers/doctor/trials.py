@@ -86,9 +86,12 @@ def collectives(numbers: int, device: torch.device) -> dict[str, Exchange]:
     gathered, everything, swapped = (torch.zeros_like(mine) for _ in range(3))
     scattered, own_sum = torch.zeros_like(own), torch.zeros_like(own)
     outbox, inbox = (list(x.chunk(world_size)) if rank == 0 else None for x in (mine, gathered))
-    # A cluster may have an older torch: before 2.13 these two had other names.
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    if hasattr(dist, "all_gather_single"):
+        all_gather = dist.all_gather_single
+        reduce_scatter = dist.reduce_scatter_single
+    else:  # A cluster may have an older PyTorch: before 2.13 these two had other names.
+        all_gather = dist.all_gather_into_tensor
+        reduce_scatter = dist.reduce_scatter_tensor
     return {
         "broadcast": (lambda: dist.broadcast(copied, 0, async_op=True), copied, pattern.flatten()),
         "scatter": (lambda: dist.scatter(scattered, outbox, 0, async_op=True), scattered, pattern[rank]),

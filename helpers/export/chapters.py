@@ -8,6 +8,7 @@ from helpers.export.facts import facts_at
 from helpers.export.launch_files import Allocation, launch_files
 from helpers.export.notebook import ExportError, read_notebook, script_name
 from helpers.export.script import script_from_notebook
+from helpers.export.verified import FILE_NAME, fingerprint, read_record
 
 HELPERS = Path(__file__).resolve().parents[1]
 # An installed package holds the notebooks; in a copy of the repository they are beside it.
@@ -22,6 +23,19 @@ def chapters() -> list[Path]:
 def numbered() -> list[Path]:
     """The paths of the chapters' notebooks, and of the practice pages beside them, such as 10b, in order."""
     return sorted(NOTEBOOKS.glob("[0-9][0-9]*_*.ipynb"))
+
+
+def tested_with(notebook: Path) -> list[str]:
+    """The recorded versions of PyTorch on which a chapter's script was run, as its notebook is now.
+
+    There are none for a notebook that is no chapter of this book, and for one that has changed since.
+    """
+    if notebook.resolve().parent != NOTEBOOKS.resolve():
+        return []
+    record = read_record(NOTEBOOKS / FILE_NAME)
+    if record.script_fingerprints.get(notebook.stem) != fingerprint(notebook):
+        return []
+    return record.scripts[notebook.stem]
 
 
 def find_notebook(chapter: str | Path) -> Path:
@@ -61,7 +75,7 @@ def export(
         refuse_practice_page(path)
         notebook = read_notebook(path)
         name = script_name(notebook, path.stem)
-        script = script_from_notebook(notebook, name)
+        script = script_from_notebook(notebook, name, tested_with(path))
         files = {f"{name}.py": script}
         if allocation:
             files |= launch_files(name, script, allocation, preflight())

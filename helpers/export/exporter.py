@@ -1,11 +1,13 @@
 """``jupyter nbconvert --to torchrun``: a notebook as a script for torchrun. It executes no cell."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from nbconvert.exporters import Exporter
 from nbformat import NotebookNode
 
+from helpers.export.chapters import tested_with
 from helpers.export.notebook import ExportError, script_name
 from helpers.export.script import script_from_notebook
 
@@ -22,7 +24,9 @@ class TorchrunExporter(Exporter):
         resources = self._init_resources(resources)  # and no preprocessors: one of them executes notebooks
         name = script_name(nb, resources["metadata"].get("name") or "notebook")
         resources["unique_key"] = name  # which nbconvert takes for the file's name
+        # nbconvert names the notebook's folder, unless it reads the notebook from standard input.
+        path = Path(resources["metadata"].get("path") or ".", f"{resources['metadata'].get('name')}.ipynb")
         try:
-            return script_from_notebook(nb, name), resources
+            return script_from_notebook(nb, name, tested_with(path)), resources
         except ExportError as error:  # nbconvert would show its traceback
             sys.exit(f"error: {error}")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import tokenize
+from collections.abc import Sequence
 from dataclasses import replace
 
 from nbformat import NotebookNode
@@ -21,8 +22,11 @@ from helpers.source import Statement, in_strings, packages_of
 WIDTH = 88
 
 
-def script_from_notebook(notebook: NotebookNode, name: str) -> str:
-    """The text of the script NAME.py. Raises ExportError for a cell that a script cannot have."""
+def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequence[str] = ()) -> str:
+    """The text of the script NAME.py. Raises ExportError for a cell that a script cannot have.
+
+    ``tested_with`` are the versions of PyTorch on which the script was run. Its docstring names them.
+    """
     cells = sort_cells(notebook, name)
     flags = read_flags(cells.parameters)
     check_launching(cells.exported)
@@ -30,7 +34,7 @@ def script_from_notebook(notebook: NotebookNode, name: str) -> str:
     check_names(parts, cells.parameters)
     check_start(parts, name)
     sections = [
-        docstring(*title_and_purpose(notebook, name), name),
+        docstring(*title_and_purpose(notebook, name), name, tested_with),
         "\n".join(dict.fromkeys([*(statement.text for statement in parts.imports), "import argparse"])),
         "\n".join(statement.text for statement in parts.definitions),
         f"def main(args):\n{indented(main_body(parts.body, [*flags]))}",
@@ -77,8 +81,8 @@ def with_arguments(code: str, names: set[str]) -> str | None:
 # ---- The script's text
 
 
-def docstring(title: str, purpose: str, name: str) -> str:
-    """What the script is, and how to run it."""
+def docstring(title: str, purpose: str, name: str, tested_with: Sequence[str] = ()) -> str:
+    """What the script is, how to run it, and on which versions of PyTorch it was run."""
     file = shlex.quote(f"{name}.py")
     title += "" if title.endswith((".", "?", "!")) else "."
     nodes = f"torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu {file}"
@@ -90,8 +94,18 @@ One node, all GPUs (without GPUs, a number), and two (--node-rank=1 on the secon
 torchrun --nproc-per-node=gpu {file}
 {nodes}
 """
+    if tested_with:
+        text += "\n" + textwrap.fill(f"Tested on CPUs with PyTorch {listed(tested_with)}.", WIDTH) + "\n"
     text = text.replace('"""', "'''").replace("%", "%%")  # argparse shows it, and uses the % operator
     return ('r"""' if "\\" in text else '"""') + text + '"""'
+
+
+def listed(words: Sequence[str]) -> str:
+    """The words as a list in a sentence: ``a, b and c``."""
+    *first, last = words
+    if not first:
+        return last
+    return f"{', '.join(first)} and {last}"
 
 
 def indented(code: str) -> str:

@@ -151,9 +151,11 @@ def patch() -> None:
         "get_rng_state": lambda device=None: torch.tensor(Node.draws).view(torch.uint8),
         "set_rng_state": set_rng_state,
         "utilization": returning(0),
+        # Adam asks before each step. PyTorch's build for CUDA would start the driver, which is not here.
+        "is_current_stream_capturing": returning(False),
     }
     stubs |= {name: returning(True) for name in TRUE} | {name: returning(None) for name in NOTHING}
-    for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
+    for module in (torch.cuda, torch.cuda.graphs, torch.cuda.memory, torch.cuda.random):
         replace(module, **{name: stub for name, stub in stubs.items() if hasattr(module, name)})
     gpu = torch.device("cuda")
     accelerator: dict[str, Any] = {

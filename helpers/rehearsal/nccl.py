@@ -216,7 +216,9 @@ def patch() -> None:
     replace(dist, ProcessGroupNCCL=PretendedNCCL)
     # Without this, "nccl" builds ProcessGroupNCCL2 from torch 2.15 on, which torch calls in another way.
     os.environ["TORCH_DIST_USE_NCCL2"] = "0"
-    replace(GROUP, **{name: checked(name, getattr(GROUP, name)) for name in (*COLLECTIVES, *POINT_TO_POINT)})
+    for name in (*COLLECTIVES, *POINT_TO_POINT):
+        if hasattr(GROUP, name):  # PyTorch 2.11 and 2.12 do not have all of them.
+            replace(GROUP, **{name: checked(name, getattr(GROUP, name))})
     replace(GROUP, barrier=barrier, _device_types=property(device_types))
     replace(c10d, _new_process_group_helper=new_process_group)
     replace(dist.Work, wait=wait, get_future=get_future)

@@ -16,8 +16,6 @@ def start_process_group(
     """Start the default group, unless one runs; return this rank's GPU, or the CPU."""
     if dist.group.WORLD is not None:
         return dist.group.WORLD.bound_device_id or torch.device("cpu")
-    if torch.__version__ < "2.13":  # TorchVersion compares numbers, not text
-        raise RuntimeError(f"Needs PyTorch 2.13 or newer, not {torch.__version__}.")
     where: tuple = ("env://",)  # torch's error names a variable that is missing
     if not os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:  # no launcher
         folder = tempfile.TemporaryDirectory()

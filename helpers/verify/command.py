@@ -116,13 +116,20 @@ def say(name: str, seconds: float | None, text: str) -> None:
 
 def scripts_of(names: list[str | None], out: Path) -> list[Path]:
     """The paths of scripts: those of chapters, or of all for None, are written to a folder of ``out``."""
-    from helpers.export import chapters  # here, because it takes a second
+    paths = [Path(name).absolute() for name in names if name and name.endswith(".py")]
+    if len(paths) == len(names):
+        return paths
+
+    # The export takes a second to import, and needs nbformat and ruff, which a machine with GPUs may not have.
+    from helpers.export import chapters
 
     scripts: list[Path] = []
     try:
         for name in names:
-            paths = [Path(name)] if name and name.endswith(".py") else None
-            scripts += paths or chapters.export(name, out / "scripts", force=True)
+            if name and name.endswith(".py"):
+                scripts.append(Path(name))
+            else:
+                scripts += chapters.export(name, out / "scripts", force=True)
     except chapters.ExportError as error:
         raise ValueError(str(error)) from None
     return [script.absolute() for script in scripts]

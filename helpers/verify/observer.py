@@ -121,7 +121,8 @@ def main(folder: str, script: str, *flags: str) -> None:
         if on_gpu:
             count_waits()
             for name in (*COLLECTIVES, *POINT_TO_POINT, "barrier"):
-                count_calls(GROUP, name, partial(count_collective, name))
+                if hasattr(GROUP, name):  # PyTorch 2.11 and 2.12 do not have all of them.
+                    count_calls(GROUP, name, partial(count_collective, name))
             count_calls(DistributedDataParallel, "forward", count_pass)
             optimizer.register_optimizer_step_post_hook(SEEN.count_step)
             Functional().__enter__()

@@ -1,0 +1,102 @@
+"""Run the chapters' scripts with the PyTorch of this Python, alone and on two ranks, and record its version.
+
+``PYTHONPATH=.:tests:tests/support PYTHON tools/run_scripts.py [CHAPTER ...]`` is for a PyTorch on which `make test`
+cannot run, because the notebooks call what is newer. A script passes if it ends without a warning, alone with a result
+as tests/test_scripts.py wants it, and on two ranks with the same result. The scripts that pass are recorded in
+notebooks/verified.json, and say so in their docstrings. The exit status is 1 if one does not pass.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from test_scripts import GOOD_ENOUGH
+
+from helpers.export import chapters
+from helpers.export.verified import FILE_NAME, add_script, fingerprint, read_record, write_record
+from helpers.verify.compare import numbers
+from helpers.verify.steps import FLAGS
+
+TOLERANCE = 0.002  # as in tests/support/scripting.py
+TIMEOUT = 300  # seconds for one run
+ON_TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+class Failed(Exception):
+    """A script did not pass: why, and what it printed."""
+
+
+def result(script: Path, launcher: list[str], flags: list[str]) -> dict[str, float]:
+    """The numbers that a script prints last, as ``result {json}``. Raises Failed if it fails or warns."""
+    command = [sys.executable, *launcher, str(script), *flags]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)  # no script may find this project
+    try:
+        done = subprocess.run(
+            command,
+            cwd=script.parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+    except subprocess.TimeoutExpired:
+        raise Failed(f"it still ran after {TIMEOUT} seconds: {command}") from None
+    if done.returncode != 0 or "Warning" in done.stderr:
+        raise Failed(f"exit status {done.returncode}: {command}\n{done.stdout}{done.stderr}")
+    return json.loads(done.stdout.strip().splitlines()[-1].removeprefix("result "))
+
+
+def try_script(script: Path) -> None:
+    """Run a chapter's script alone and on two ranks. Raises Failed where it does not pass."""
+    alone = result(script, [], [])
+    if not GOOD_ENOUGH[script.stem](alone):
+        raise Failed(f"its result is not good enough: {alone}")
+
+    flags = FLAGS.get(script.stem, [])
+    if flags:  # with which it ends sooner
+        alone = result(script, [], flags)
+    on_two = result(script, ON_TWO_RANKS, flags)
+    if (alone.pop("world_size"), on_two.pop("world_size")) != (1, 2):
+        raise Failed("it counted its ranks wrong")
+    if list(numbers(on_two, alone, TOLERANCE)):
+        raise Failed(f"the results differ: {alone} alone, and {on_two} on two ranks")
+
+
+def record_version(notebook: Path, version: str) -> None:
+    """Record that a chapter's script passed on this version of PyTorch."""
+    record = read_record(chapters.NOTEBOOKS / FILE_NAME)
+    add_script(record, notebook.stem, fingerprint(notebook), version)
+    write_record(record, chapters.NOTEBOOKS / FILE_NAME)
+
+
+def main(names: list[str]) -> int:
+    """Try these chapters' scripts, or all, print a line for each, and record those that pass."""
+    version = torch.__version__.partition("+")[0]
+    notebooks = [chapters.find_notebook(name) for name in names] or chapters.chapters()
+    passed = 0
+    print(f"{'PyTorch ' + version:28}{'seconds':>8}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for notebook in notebooks:
+            [script] = chapters.export(notebook, Path(folder, notebook.stem))
+            start = time.monotonic()
+            try:
+                try_script(script)
+                record_version(notebook, version)
+                passed += 1
+                outcome = "passed"
+            except Failed as failure:
+                outcome = f"FAILED: {failure}"
+            print(f"{notebook.stem:28}{time.monotonic() - start:8.0f}  {outcome}", flush=True)
+
+    print(f"{passed} of {len(notebooks)} scripts passed: recorded in notebooks/{FILE_NAME}")
+    return int(passed < len(notebooks))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
