@@ -156,7 +156,7 @@ def test_without_the_newer_names(notebook, alone, tmp_path):
     script = export(notebook, tmp_path)
     older = tmp_path / "older.py"
     older.write_text(f"{HIDE}\nrunpy.run_path({str(script)!r}, run_name='__main__')\n")
-    flags = FLAGS.get(notebook.stem, [])
+    flags = FACTS[notebook.stem].quick_flags.split()
     status, out, errors, _ = forked(script_alone(older, *flags), alone)
     assert status == 0, errors
     expected = on_one(script, alone, *flags)
