@@ -31,11 +31,21 @@ LONGEST = ("test_browser", "test_fault_tolerance", "test_launch_files", "test_sc
 nbval.kernel.KernelManager = BlockingSocketKernelManager  # a free port may be taken before the kernel takes it
 
 
+def pytest_addoption(parser):
+    parser.addoption("--record-verified", action="store_true", help="write what passed to notebooks/verified.json")
+
+
 def pytest_configure(config):
     for mark, text in MARKS.items():
         config.addinivalue_line("markers", f"{mark}: the test {text}")
     if "not ranks" in config.option.markexpr:  # no process can make a group now, so that a test without its mark fails
         os.environ["GLOO_DEVICE_TRANSPORT"] = "none"
+    if config.getoption("record_verified", False) and not hasattr(
+        config, "workerinput"
+    ):  # one of pytest-xdist's workers has it
+        from verified_run import VerifiedRun  # here, because `make sabotage` takes this file along without it
+
+        config.pluginmanager.register(VerifiedRun(config.rootpath))
 
 
 def mark_of(item):

@@ -1,6 +1,6 @@
 """Run the chapters' scripts with the PyTorch of this Python, alone and on two ranks, and record its version.
 
-``PYTHONPATH=.:tests:tests/support PYTHON tools/run_scripts.py [CHAPTER ...]`` is for a PyTorch on which `make test`
+``PYTHONPATH=. PYTHON tools/run_scripts.py [CHAPTER ...]`` is for a PyTorch on which `make test`
 cannot run, because the notebooks call what is newer. A script passes if it ends without a warning, alone with a result
 as tests/test_scripts.py wants it, and on two ranks with the same result. The scripts that pass are recorded in
 notebooks/verified.json, and say so in their docstrings. The exit status is 1 if one does not pass.
@@ -15,12 +15,11 @@ import time
 from pathlib import Path
 
 import torch
-from test_scripts import GOOD_ENOUGH
 
 from helpers.export import chapters
+from helpers.export.facts import Script, facts_at, unmet
 from helpers.export.verified import FILE_NAME, add_script, fingerprint, read_record, write_record
 from helpers.verify.compare import numbers
-from helpers.verify.steps import FLAGS
 
 TOLERANCE = 0.002  # as in tests/support/scripting.py
 TIMEOUT = 300  # seconds for one run
@@ -52,13 +51,14 @@ def result(script: Path, launcher: list[str], flags: list[str]) -> dict[str, flo
     return json.loads(done.stdout.strip().splitlines()[-1].removeprefix("result "))
 
 
-def try_script(script: Path) -> None:
+def try_script(script: Path, facts: Script) -> None:
     """Run a chapter's script alone and on two ranks. Raises Failed where it does not pass."""
     alone = result(script, [], [])
-    if not GOOD_ENOUGH[script.stem](alone):
-        raise Failed(f"its result is not good enough: {alone}")
+    problems = unmet(facts.result, alone)
+    if problems:
+        raise Failed("\n".join(problems))
 
-    flags = FLAGS.get(script.stem, [])
+    flags = facts.quick_flags.split()
     if flags:  # with which it ends sooner
         alone = result(script, [], flags)
     on_two = result(script, ON_TWO_RANKS, flags)
@@ -86,7 +86,7 @@ def main(names: list[str]) -> int:
             [script] = chapters.export(notebook, Path(folder, notebook.stem))
             start = time.monotonic()
             try:
-                try_script(script)
+                try_script(script, facts_at(notebook).script)
                 record_version(notebook, version)
                 passed += 1
                 outcome = "passed"

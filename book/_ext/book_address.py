@@ -1,11 +1,10 @@
-"""What pages say of where they and their code come from: a repository's link and launch buttons, an address, a version.
+"""What pages say of where they and their code come from: a repository's link and launch buttons, an address.
 
 BOOK_REPOSITORY_URL names the repository. The book's address is then the one that GitHub Pages gives it.
 """
 
 import os
 import re
-from importlib.metadata import version
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -41,9 +40,7 @@ def name_the_address(app: Sphinx, page: str, text: list[str]) -> None:
         text[0] = re.sub(r"(?m)^\{\.address\}\n.*\n\n", "", text[0]).replace("ADDRESS", url)
 
 
-def add_mark_and_version(app: Sphinx, config: Config) -> None:
-    torch = version("torch").partition("+")[0]
-    config.html_theme_options["extra_footer"] = f"<p>Verified with PyTorch {torch}.</p>"
+def add_mark(app: Sphinx, config: Config) -> None:
     mark = "_static/favicon.svg"
     config.html_theme_options["logo"] = {"image_light": mark, "image_dark": mark, "text": config.html_title}
 
@@ -79,7 +76,7 @@ def end_descriptions(app: Sphinx, page: str, template: str, context: dict[str, A
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    app.connect("config-inited", add_mark_and_version)
+    app.connect("config-inited", add_mark)
     app.connect("config-inited", add_repository)
     app.connect("html-page-context", end_descriptions, priority=900)
     app.connect("source-read", name_the_address)

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from book_verified import last_run
 from front_page import with_chapters
 from sphinx.application import Sphinx
 
@@ -31,7 +32,8 @@ def write(app: Sphinx, exception: Exception | None) -> None:
         return
     lines = [f"# {app.config.html_title}", "", f"> {PROMISE}", ""]
     for page in [app.config.root_doc, *app.env.toctree_includes[app.config.root_doc]]:
-        Path(app.outdir, f"{page}.md").write_text(markdown(Path(app.env.doc2path(page))), encoding="utf-8")
+        text = markdown(Path(app.env.doc2path(page)))
+        Path(app.outdir, f"{page}.md").write_text(f"{text}\n{last_run(app, page)}\n", encoding="utf-8")
         lines.append(f"- [{app.env.titles[page].astext()}]({page}.md)")
     Path(app.outdir, "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

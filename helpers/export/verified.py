@@ -110,9 +110,15 @@ def add_script(record: Record, script: str, of_code: str, torch: str) -> None:
     record.script_fingerprints[script] = of_code
 
 
-def drop_changed_scripts(record: Record, of_today: dict[str, str]) -> None:
-    """Drop the scripts whose chapter is gone or has changed. ``of_today`` is {script: its chapter's fingerprint}."""
-    for script in list(record.scripts):
-        if record.script_fingerprints.get(script) != of_today.get(script):
+def drop_what_is_gone(record: Record, fingerprints: dict[str, str]) -> None:
+    """Drop pages that are no longer there, and scripts whose chapter is not the one that passed.
+
+    ``fingerprints`` is {page: fingerprint} of all pages of today. A page that has changed keeps its old runs, so that
+    its last line can say since when nobody has run it.
+    """
+    for page in set(record.pages) - set(fingerprints):
+        del record.pages[page]
+    for script, of_code in list(record.script_fingerprints.items()):
+        if fingerprints.get(f"notebooks/{script}") != of_code:
+            del record.script_fingerprints[script]
             del record.scripts[script]
-            record.script_fingerprints.pop(script, None)

@@ -1,0 +1,39 @@
+"""Let the address that a page had before lead to the page, with its #section.
+
+A notebook says in its metadata which names it had: ``{"book": {"formerly": ["checkpoints_in_practice"]}}``. The library
+sphinx-reredirects writes a small page for each, from book/_templates/redirect.html.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.config import Config
+from sphinx.errors import ExtensionError
+
+from helpers.export.facts import facts_at
+
+
+def redirects(notebooks: Path) -> dict[str, str]:
+    """{former page: address of today's, from there} of a folder of notebooks: ``{"notebooks/old": "new.html"}``."""
+    found: dict[str, str] = {}
+    for path in sorted(notebooks.glob("*.ipynb")):
+        for name in facts_at(path).formerly:
+            page = f"{notebooks.name}/{name}"
+            if path.with_name(f"{name}.ipynb").exists():
+                raise ExtensionError(f"{path.name} was formerly {name}, but {name}.ipynb is a page of today.")
+            if page in found:
+                raise ExtensionError(f"{path.name} was formerly {name}, but {found[page]} says so too. Keep one.")
+            found[page] = f"{path.stem}.html"
+    return found
+
+
+def configure(app: Sphinx, config: Config) -> None:
+    config.redirects = redirects(Path(app.srcdir, "notebooks"))
+    config.redirect_html_template_file = "book/_templates/redirect.html"
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.setup_extension("sphinx_reredirects")
+    app.connect("config-inited", configure)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

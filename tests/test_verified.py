@@ -1,0 +1,270 @@
+"""The last line of a page: what a test run records, what the line says of it, where it is, and the link beside it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+from bs4 import BeautifulSoup
+from conftest import ROOT, toc_files
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from verified_run import TEST_OF_A_PAGE, TEST_OF_A_SCRIPT, TESTS_OF_THE_BOOK, VerifiedRun
+
+from helpers.export.verified import (
+    FILE_NAME,
+    PageRecord,
+    Record,
+    Run,
+    add_page,
+    add_script,
+    drop_what_is_gone,
+    fingerprint,
+    read_record,
+    write_record,
+)
+
+sys.path.append(str(ROOT / "book" / "_ext"))
+import book_verified
+
+OLDEST = Run("2.9.1", "3.11", "2026-11-02")
+OLD = Run("2.13.0", "3.11", "2026-11-28")
+NEW = Run("2.15.0", "3.14", "2026-11-30")
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+def test_runs_on_other_versions_add_up_and_runs_of_other_code_are_dropped():
+    record = Record()
+    for run in [NEW, OLD, OLDEST]:
+        add_page(record, "notebooks/a", "code", run)
+    assert record.pages["notebooks/a"] == PageRecord("code", [OLDEST, OLD, NEW])
+    again = Run("2.13.0", "3.11", "2026-12-24")
+    add_page(record, "notebooks/a", "code", again)
+    assert record.pages["notebooks/a"].runs == [OLDEST, again, NEW]
+    add_page(record, "notebooks/a", "other code", OLD)
+    assert record.pages["notebooks/a"] == PageRecord("other code", [OLD])
+
+
+def test_versions_of_a_script_add_up_until_its_chapter_changes():
+    record = Record()
+    for torch in ["2.13.0", "2.9.1", "2.13.0"]:
+        add_script(record, "04_ddp", "code", torch)
+    assert record.scripts == {"04_ddp": ["2.9.1", "2.13.0"]}
+    add_script(record, "04_ddp", "other code", "2.15.0")
+    add_script(record, "05_amp", "code", "2.15.0")
+    add_page(record, "notebooks/gone", "code", OLD)
+    add_page(record, "notebooks/05_amp", "code", OLD)
+    assert record.scripts == {"04_ddp": ["2.15.0"], "05_amp": ["2.15.0"]}
+    drop_what_is_gone(record, {"notebooks/04_ddp": "other code", "notebooks/05_amp": "changed"})
+    assert record.scripts == {"04_ddp": ["2.15.0"]}
+    assert list(record.pages) == ["notebooks/05_amp"], "a page that changed says so in its last line"
+
+
+def test_a_record_is_read_as_it_was_written_and_a_damaged_file_is_refused(tmp_path):
+    file = tmp_path / FILE_NAME
+    assert read_record(file) == Record()
+    record = Record()
+    add_page(record, "notebooks/04_ddp", "code", OLD)
+    add_script(record, "04_ddp", "code", "2.13.0")
+    write_record(record, file)
+    assert read_record(file) == record and list(tmp_path.iterdir()) == [file]
+    stored = json.loads(file.read_text())
+    assert stored["pages"]["notebooks/04_ddp"]["runs"] == [{"torch": "2.13.0", "python": "3.11", "date": "2026-11-28"}]
+    assert stored["scripts"] == {"04_ddp": ["2.13.0"]}
+    for damaged in ["<<<<<<< HEAD", "{}", '{"pages": {"a": {}}, "scripts": {}, "script_fingerprints": {}}']:
+        file.write_text(damaged)
+        with pytest.raises(ValueError, match=f"{FILE_NAME} does not hold what a test run recorded"):
+            read_record(file)
+
+
+def notebook_of(*sources):
+    cells = [new_markdown_cell("# A page"), *map(new_code_cell, sources)]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    return new_notebook(cells=cells, metadata=kernel)
+
+
+def test_a_fingerprint_is_that_of_the_code_cells(tmp_path):
+    path = tmp_path / "a.ipynb"
+
+    def of(notebook):
+        nbformat.write(notebook, path)
+        return fingerprint(path)
+
+    notebook = notebook_of("x = 1", "y = 2")
+    first = of(notebook)
+    notebook.cells[0].source = "# Other words"
+    notebook.cells[1].execution_count = 7
+    assert of(notebook) == first
+    assert of(notebook_of("x = 1", "y = 3")) != first
+    assert of(notebook_of("x = 1y = 2")) != first
+    assert of(notebook_of("y = 2", "x = 1")) != first
+
+
+# --- what a test run records ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A folder with two notebooks and a Markdown page; its second notebook is a chapter with a script."""
+    for folder in ["notebooks", "book"]:
+        (tmp_path / folder).mkdir()
+    nbformat.write(notebook_of("x = 1", "x + 1"), tmp_path / "notebooks" / "a.ipynb")
+    nbformat.write(notebook_of("x = 1", "x + 1"), tmp_path / "notebooks" / "b.ipynb")
+    (tmp_path / "book" / "intro.md").write_text("# Intro")
+    return tmp_path
+
+
+CELLS_OF_A = ["notebooks/a.ipynb::Cell 0", "notebooks/a.ipynb::Cell 1"]
+TESTS_OF_INTRO = [*TESTS_OF_THE_BOOK, TEST_OF_A_PAGE.format(page="book/intro")]
+
+
+def recorded(project, passed, failed=(), skipped=()):
+    """{pages} and {scripts} that are recorded after these reports, which come as pytest sends them."""
+    verified = VerifiedRun(project)
+    for name in [*passed, *failed]:
+        verified.pytest_runtest_logreport(SimpleNamespace(nodeid=name, when="call", passed=True, failed=False))
+    for name in failed:
+        verified.pytest_runtest_logreport(SimpleNamespace(nodeid=name, when="teardown", passed=False, failed=True))
+    for name in skipped:
+        verified.pytest_runtest_logreport(SimpleNamespace(nodeid=name, when="setup", passed=False, failed=False))
+    verified.write(OLD)
+    record = read_record(project / "notebooks" / FILE_NAME)
+    return set(record.pages), set(record.scripts)
+
+
+def test_a_page_is_recorded_if_all_of_its_cells_passed(project):
+    assert recorded(project, CELLS_OF_A[:1]) == (set(), set()), "a cell was left out"
+    assert recorded(project, CELLS_OF_A[:1], failed=CELLS_OF_A[1:]) == (set(), set())
+    assert recorded(project, CELLS_OF_A[:1], skipped=CELLS_OF_A[1:]) == (set(), set())
+    assert not (project / "notebooks" / FILE_NAME).exists(), "nothing passed, so nothing is written"
+    assert recorded(project, [*CELLS_OF_A, "notebooks/b.ipynb::Cell 0"]) == ({"notebooks/a"}, set())
+
+
+def test_a_markdown_page_is_recorded_by_the_tests_of_the_built_book(project):
+    for missing in TESTS_OF_INTRO:
+        passed = [name for name in TESTS_OF_INTRO if name != missing]
+        assert recorded(project, passed) == (set(), set())
+    assert recorded(project, TESTS_OF_INTRO) == ({"book/intro"}, set())
+
+
+def test_a_script_is_recorded_by_its_own_test(project):
+    assert recorded(project, [TEST_OF_A_SCRIPT.format(script="b")]) == (set(), {"b"})
+
+
+def test_a_page_that_is_edited_while_the_tests_run_is_not_recorded(project):
+    verified = VerifiedRun(project)
+    for name in CELLS_OF_A:
+        verified.pytest_runtest_logreport(SimpleNamespace(nodeid=name, when="call", passed=True, failed=False))
+    nbformat.write(notebook_of("x = 2", "x + 1"), project / "notebooks" / "a.ipynb")
+    verified.write(OLD)
+    assert not (project / "notebooks" / FILE_NAME).exists()
+
+
+def test_an_interrupted_run_records_nothing(project):
+    verified = VerifiedRun(project)
+    verified.passed.update(CELLS_OF_A)
+    verified.pytest_sessionfinish(pytest.ExitCode.INTERRUPTED)
+    assert not (project / "notebooks" / FILE_NAME).exists()
+    verified.pytest_sessionfinish(pytest.ExitCode.TESTS_FAILED)
+    assert list(read_record(project / "notebooks" / FILE_NAME).pages) == ["notebooks/a"]
+
+
+def test_the_tests_that_stand_for_markdown_pages_and_scripts_exist():
+    for name in [*TESTS_OF_THE_BOOK, TEST_OF_A_PAGE, TEST_OF_A_SCRIPT]:
+        file, _, function = name.partition("::")
+        assert f"def {function.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), name
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2", "--dist", "loadfile"]], ids=["one process", "xdist"])
+def test_pytest_writes_the_file_where_it_is_asked(project, workers):
+    """With the root conftest.py, whose option it is, and with nbval's own names of cells."""
+    (project / "pytest.ini").write_text("[pytest]\n")
+    (project / "notebooks" / "b.ipynb").write_text(
+        (project / "notebooks" / "a.ipynb").read_text().replace("x + 1", "x + None")
+    )
+    command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider"]
+    command += ["-p", "conftest", *workers, "notebooks"]
+    paths = f"{ROOT}:{ROOT / 'tests/support'}"
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTEST_ADDOPTS": ""}
+
+    def run(*options):
+        done = subprocess.run([*command, *options], cwd=project, env=environment, capture_output=True, text=True)
+        assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
+        return done.stdout
+
+    run()
+    file = project / "notebooks" / FILE_NAME
+    assert not file.exists()
+    assert "1 pages and 0 scripts passed: recorded" in run("--record-verified")
+    [(page, found)] = read_record(file).pages.items()
+    assert (page, found.fingerprint) == ("notebooks/a", fingerprint(project / "notebooks" / "a.ipynb"))
+    [passed] = found.runs
+    assert re.fullmatch(r"\d+\.\d+\.\d+", passed.torch) and passed.python == ".".join(map(str, sys.version_info[:2]))
+
+
+# --- the line ---------------------------------------------------------------------------------------------------------
+
+SENTENCES = [  # (runs, whether the page changed since, whether it is a notebook, sentence)
+    ([OLD], False, True, "Last run on 28 November 2026 with PyTorch 2.13.0, Python 3.11."),
+    (
+        [NEW, OLD, OLDEST],
+        False,
+        True,
+        "Last run on 30 November 2026 with PyTorch 2.9.1, 2.13.0 and 2.15.0, Python 3.11 and 3.14.",
+    ),
+    ([OLD], True, True, "Changed since its last run on 28 November 2026 with PyTorch 2.13.0, Python 3.11."),
+    ([OLD], False, False, "Last checked on 28 November 2026 with PyTorch 2.13.0, Python 3.11."),
+    ([OLD], True, False, "Changed since it was last checked on 28 November 2026 with PyTorch 2.13.0, Python 3.11."),
+    ([], False, True, "Not yet run in full."),
+    ([], False, False, "Not yet checked in full."),
+]
+
+
+@pytest.mark.parametrize("runs, changed, is_notebook, expected", SENTENCES)
+def test_the_line_says_when_and_on_what(runs, changed, is_notebook, expected):
+    of_today = "changed" if changed else "code"
+    assert book_verified.sentence(PageRecord("code", runs), of_today, is_notebook) == expected
+    if not runs:
+        assert book_verified.sentence(None, of_today, is_notebook) == expected
+
+
+def test_each_page_and_its_markdown_end_with_the_line(book):
+    """It is the last thing of the article, once, and no link is beside it where no repository is named."""
+    record = read_record(ROOT / "notebooks" / FILE_NAME)
+    for name in toc_files():
+        [source] = [path for path in ROOT.glob(f"{name}.*") if path.suffix in (".md", ".ipynb")]
+        line = book_verified.sentence(record.pages.get(name), fingerprint(source), source.suffix == ".ipynb")
+        html = (book.html / f"{name}.html").read_text(encoding="utf-8")
+        end = html.partition("</article>")[0][-1000:]
+        assert html.count('class="last-run"') == 1 and "Verified with" not in html, name
+        shown = BeautifulSoup(end, "html.parser").select_one(".last-run")
+        assert (shown.text, shown.find_next_sibling(), shown.a) == (line, None, None), name
+        assert (book.html / f"{name}.md").read_text(encoding="utf-8").splitlines()[-1] == line, name
+
+
+def test_pages_that_are_none_of_the_book_have_no_line(book):
+    for name in ["search", "genindex", "404"]:
+        assert "last-run" not in (book.html / f"{name}.html").read_text(encoding="utf-8")
+
+
+def test_the_link_names_the_page_and_is_there_only_with_a_repository(tmp_path):
+    (tmp_path / "page.md").write_text("# A page")
+
+    def body_with(options, page="page"):
+        environment = SimpleNamespace(found_docs={"page"}, doc2path=lambda page: tmp_path / f"{page}.md")
+        config = SimpleNamespace(html_theme_options=options)
+        context = {"body": "<p>It ends.</p>"}
+        app = SimpleNamespace(env=environment, config=config, srcdir=tmp_path)
+        book_verified.add_last_line(app, page, "page.html", context, None)
+        return context["body"]
+
+    assert body_with({}) == '<p>It ends.</p><p class="last-run">Not yet checked in full.</p>\n'
+    assert body_with({}, "search") == "<p>It ends.</p>"
+    link = BeautifulSoup(body_with({"repository_url": "https://github.com/an-owner/a.name"}), "html.parser").a
+    assert link["href"] == "https://github.com/an-owner/a.name/issues/new?title=page%3A+"
+    assert link.text == "Ask a question or report a mistake"
