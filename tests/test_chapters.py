@@ -93,11 +93,11 @@ WRONG = {  # what a notebook says of itself: what is said of that
 }
 
 
-@pytest.mark.parametrize("book", WRONG)
-def test_what_no_field_reads_is_refused_in_two_lines(book, tmp_path):
+@pytest.mark.parametrize("said", WRONG)
+def test_what_no_field_reads_is_refused_in_two_lines(said, tmp_path):
     path = tmp_path / "one"
-    path.write_text(f'{{"metadata": {{"book": {book}}}}}')
-    with pytest.raises(ExportError, match=re.escape(WRONG[book])) as refused:
+    path.write_text(f'{{"metadata": {{"book": {said}}}}}')
+    with pytest.raises(ExportError, match=re.escape(WRONG[said])) as refused:
         facts_at(path)
     assert len(str(refused.value).splitlines()) == 2
 

@@ -1,4 +1,4 @@
-"""``make chapter NAME=17_topic``: what it makes of the template, and what it refuses."""
+"""``make chapter NAME=NN_topic``: what it makes of the template, and what it refuses."""
 
 import re
 import shutil

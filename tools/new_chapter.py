@@ -1,6 +1,6 @@
-"""Start a chapter from the template: ``make chapter NAME=17_topic``.
+"""Start a chapter from the template: ``make chapter NAME=NN_topic``.
 
-It copies the template to notebooks/17_topic.ipynb, gives the copy its title and the names of its files, adds it to
+It copies the template to notebooks/NN_topic.ipynb, gives the copy its title and the names of its files, adds it to
 _toc.yml, and says what is left to do. It changes no other file: the first page and the search read the rest from the
 notebook.
 """
