@@ -190,10 +190,10 @@ def messages_travel_the_other_way(c10d: Any) -> None:
 
 @lie("09", "Ulysses|all-to-all|expert", module="torch.distributed._functional_collectives")
 def all_to_all_sends_no_gradient_back(module: Any) -> None:
-    """`all_to_all_single_autograd` gives what it received a gradient, and what it sent none."""
+    """The functional `all_to_all_single` gives what it received a gradient, and what it sent none."""
 
-    @instead_of(module, "all_to_all_single_autograd")
-    def all_to_all_single_autograd(true: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+    @instead_of(module, "all_to_all_single")
+    def all_to_all_single(true: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
         return true(tensor.detach(), *inputs, **keywords) + 0 * tensor.sum()
 
 
