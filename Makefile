@@ -10,11 +10,10 @@ VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# PyPI's torch for Linux brings gigabytes of CUDA. Without a GPU, PyTorch's own index has a smaller build.
-CPU_TORCH := --index-url https://download.pytorch.org/whl/cpu --no-deps --retries 0 --timeout 10
 # Many tests wait, for a cluster, a time-out or a network: so there are more workers than a small machine has cores.
 PYTEST := $(BIN)/python -m pytest --nbval --dist loadfile --no-loadscope-reorder
 STATIC = $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . && $(BIN)/mypy --no-error-summary helpers tools
+unexport TORCH  # a make that a test starts must not set up another environment
 unexport PYTHONDONTWRITEBYTECODE  # without bytecode each of the tests' processes would compile the sources again
 
 .DEFAULT_GOAL := help
@@ -25,19 +24,11 @@ help:
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 	@echo "The first command makes .venv with PYTHON=python3, which takes a few minutes. ARGS='...' goes to the program."
 
+# Which PyTorch it takes, and what else it decides, is in tools/set_up.py.
 $(READY): requirements.txt requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "$(PYTHON) is not Python 3.11 or newer. Name one that is: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
-	@echo "Setting up $(VENV) from requirements.txt (the first time takes a few minutes)."
-	@$(PYTHON) -m venv $(VENV)
-	@{ cat requirements.txt; $(if $(TORCH),,echo "-c ../requirements.lock";) } \
-	  | sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' >$(VENV)/pins.txt
-	@[ "$$(uname)" != Linux ] || nvidia-smi >/dev/null 2>&1 \
-	  || $(PIP) install --quiet $(CPU_TORCH) "$$(grep ^torch== $(VENV)/pins.txt)" 2>/dev/null \
-	  || echo "PyTorch's index of CPU builds does not answer: pip takes the build that it finds."
-	@$(PIP) install --quiet -r $(VENV)/pins.txt
-	@$(PIP) install --quiet --no-deps --editable .
-	@touch $@
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "There is no $(PYTHON). Name a Python from 3.11 on: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) tools/set_up.py $(VENV) $(TORCH)
 
 book: scripts  ## build the book, and every chapter's script
 	@rm -rf _build  # a page that left the table of contents must not linger, nor a warning be seen only once
@@ -95,3 +86,4 @@ lock: $(READY)  ## pin what requirements.txt brings with it, in requirements.loc
 	@$(PIP) install --quiet uv  # it alone resolves for every Python and system at once, with markers
 	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --custom-compile-command "make lock" \
 	  --output-file requirements.lock $(ARGS) requirements.txt
+	@sed -i.before -E '/^(torch|triton|cuda-|nvidia-)/d' requirements.lock && rm requirements.lock.before  # set_up.py chooses

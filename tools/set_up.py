@@ -1,0 +1,374 @@
+"""Set up the virtual environment in which the book runs: ``python3 tools/set_up.py .venv``, as `make` does.
+
+It runs before anything is installed, so it imports the standard library only. Its syntax is that of Python 3.8, so that
+an old Python gets to the message that it is too old.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+OLDEST_PYTHON = (3, 11)
+PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+SECONDS_BETWEEN_LINES = 10  # of a log; on a terminal one line is redrawn every second
+
+# What pip or venv wrote, as a regular expression, and what to do about it. The first that matches is taken.
+NEXT_STEPS = {
+    r"No space left on device|Disk quota exceeded": (
+        "The disk is full: PyTorch and the rest need 2 GB, and 6 GB if PyTorch is the build with CUDA.\n"
+        "pip unpacks downloads in TMPDIR (usually /tmp). Make room there and here, then run make again."
+    ),
+    r"Read-only file system|Permission denied": (
+        "This folder, or one that pip uses, cannot be written to.\n"
+        "Copy the project to a folder of your own, and run make there."
+    ),
+    r"ensurepip is not available|No module named '?(venv|ensurepip)": (
+        "This Python cannot make virtual environments.\nOn Debian or Ubuntu: sudo apt install python3-venv"
+    ),
+    r"Failed to establish a new connection|NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError"
+    r"|Connection reset|Connection aborted|Temporary failure in name resolution|SSLError|IncompleteRead": (
+        "pip could not reach its package index. Check the network and `pip config list` (index-url, proxy, cert).\n"
+        "Then run make again: what was downloaded completely is kept."
+    ),
+}
+
+
+class SetUpError(Exception):
+    """Why the environment could not be set up, and what to do next, in one or two lines."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """The PyTorch to install: what pip is asked for, from where, and how to say it to the reader."""
+
+    requirement: str  # as pip reads it: "torch==2.15.0+cpu"
+    index_options: tuple[str, ...]
+    description: str
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The PyTorch versions that may be taken: one that was asked for by name, or a range of tested ones."""
+
+    exact: str | None
+    lowest: tuple[int, ...]
+    below: tuple[int, ...]
+
+    def allows(self, version: str) -> bool:
+        public = public_version(version)
+        if self.exact is not None:
+            return public == self.exact
+        return self.lowest <= numbers(public) < self.below
+
+    def __str__(self) -> str:
+        if self.exact is not None:
+            return f"PyTorch {self.exact}"
+        lowest, below = (".".join(str(number) for number in bound) for bound in (self.lowest, self.below))
+        return f"PyTorch from {lowest} up to {below}"
+
+
+def public_version(version: str) -> str:
+    """A version without its local part: ``2.15.0`` of ``2.15.0+cpu``."""
+    return version.partition("+")[0]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """A version as numbers that can be compared: ``(2, 15, 0)`` of ``2.15.0``."""
+    return tuple(int(number) for number in re.findall(r"\d+", version))
+
+
+def wanted_torch(requirements: str, exact: str | None = None) -> Wanted:
+    """The versions that requirements.txt allows, in its line ``torch>=2.13,<2.16``; or only ``exact``."""
+    match = re.search(r"^torch>=([\d.]+),<([\d.]+)$", requirements, re.MULTILINE)
+    if match is None:
+        raise SetUpError("requirements.txt has no line of the form torch>=2.13,<2.16, which says what was tested.")
+    return Wanted(exact, numbers(match[1]), numbers(match[2]))
+
+
+def newest(versions: list[str]) -> str | None:
+    return max(versions, key=lambda version: numbers(public_version(version)), default=None)
+
+
+def choose(
+    wanted: Wanted, configured: list[str], pytorch: list[str], system: str, has_gpu: bool, find_links: str = ""
+) -> Build:
+    """The newest CPU build among the versions that pip finds, or a build with CUDA where that is right or the only one.
+
+    ``configured`` are the versions that pip finds as it is configured (usually PyPI), ``pytorch`` those that it finds
+    when PyTorch's own index stands in PyPI's place. ``find_links`` names the folders among pip's settings, if any of
+    the configured versions comes from there. On Linux a CPU build is marked by ``+cpu``. On macOS there are no others.
+    """
+    configured = [version for version in configured if wanted.allows(version)]
+    pytorch = [version for version in pytorch if wanted.allows(version)]
+    plain = newest([version for version in configured if "+" not in version])
+    if system != "Linux" and plain is not None:
+        return Build(f"torch==={plain}", (), f"PyTorch {plain}, which has no CUDA on this system")
+    if has_gpu and plain is not None:
+        return Build(f"torch==={plain}", (), f"PyTorch {plain} with CUDA, because nvidia-smi shows a GPU here")
+
+    at_hand = newest([version for version in configured if version.endswith("+cpu")])
+    at_pytorch = newest([version for version in pytorch if version.endswith("+cpu")])
+    if at_pytorch is not None and (at_hand is None or numbers(at_hand) < numbers(at_pytorch)):
+        options = ("--index-url", PYTORCH_INDEX)
+        return Build(f"torch=={at_pytorch}", options, described(at_pytorch, "PyTorch's own index"))
+    if at_hand is not None:
+        place = f"the folder {find_links} that pip is configured with" if find_links else "pip's configured index"
+        return Build(f"torch=={at_hand}", (), described(at_hand, place))
+    if plain is not None:
+        why = f"neither {PYTORCH_INDEX} nor pip's own configuration gave a CPU build for this Python"
+        return Build(f"torch==={plain}", (), f"PyTorch {plain} with CUDA, about 6 GB on disk: {why}")
+    raise SetUpError(
+        f"pip finds no {wanted} for Python {platform.python_version()}. Is there a network (or a proxy to set)?\n"
+        "If there is, name another Python, as in make PYTHON=python3.13, or look at `pip config list`."
+    )
+
+
+def described(version: str, place: str) -> str:
+    return f"PyTorch {public_version(version)}, CPU build, from {place}: the newest that can be had here"
+
+
+class Environment:
+    """A virtual environment that is being set up. Until the end it holds a file that says it is unfinished."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.python = folder / "bin" / "python"
+        self.ready = folder / "ready"
+        self.unfinished = folder / "unfinished"
+        self.log = folder / "set_up.log"
+
+    def create(self) -> None:
+        """Make the environment, anew if what is there was left half-made, is broken, or has another Python."""
+        options = []
+        if self.folder.exists():
+            reason = self.why_anew()
+            if reason:
+                print(f"{self.folder} is made anew: {reason}.", flush=True)
+                options = ["--clear"]
+        command = [sys.executable, "-m", "venv", *options, str(self.folder)]
+        made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if made.returncode != 0:
+            raise SetUpError(explained(made.stdout.splitlines(), f"{sys.executable} could not make {self.folder}"))
+        self.unfinished.touch()
+        if self.ready.exists():
+            self.ready.unlink()
+
+    def why_anew(self) -> str:
+        """Why the existing folder cannot be used as it is; empty if it can be."""
+        if self.unfinished.exists():
+            return "an earlier set-up did not finish"
+        command = [str(self.python), "-c", "import platform, pip; print(platform.python_version())"]
+        try:
+            version = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        except OSError:
+            return "it has no Python that starts"
+        if version.returncode != 0:
+            return "its Python has no pip, or does not start"
+        if version.stdout.strip() != platform.python_version():
+            return f"it has Python {version.stdout.strip()}, and {sys.executable} is {platform.python_version()}"
+        return ""
+
+    def finish(self) -> None:
+        self.unfinished.unlink()
+        self.ready.touch()
+
+    def pip(self, *arguments: str) -> list[str]:
+        return [str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments]
+
+    def versions(self, *options: str) -> list[str]:
+        """The versions of torch that pip finds for this Python and system; none if no index answers."""
+        command = self.pip("index", "versions", "torch", *options)
+        answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        return listed_versions(answer.stdout)
+
+    def find_links(self) -> str:
+        """The folders and pages of wheels in pip's settings, ``/opt/wheels``, or nothing."""
+        settings = subprocess.run(self.pip("config", "list"), stdout=subprocess.PIPE, text=True).stdout
+        values = re.findall(r"\.find-links='(.*)'$", settings, re.MULTILINE)
+        return " ".join(dict.fromkeys(values))  # each once: the environment may repeat what a file says
+
+    def installed(self) -> int:
+        """How many packages are installed."""
+        return len(list(self.folder.glob("lib/python*/site-packages/*.dist-info")))
+
+    def install(self, *arguments: str) -> None:
+        """Run pip install and show how far it is. Whatever pip writes goes to the log."""
+        command = self.pip("install", "--progress-bar", "off", *arguments)
+        unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        lines = []
+        with self.log.open("a") as log, Progress(self) as progress:
+            pip = subprocess.Popen(
+                command, cwd=ROOT, env=unbuffered, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            assert pip.stdout is not None
+            try:
+                for line in pip.stdout:
+                    lines.append(line)
+                    log.write(line)
+                    progress.read(line)
+                pip.wait()
+            except KeyboardInterrupt:
+                pip.terminate()
+                pip.wait()
+                raise
+        if pip.returncode != 0:
+            raise SetUpError(explained(lines, f"pip could not install everything; its words are in {self.log}"))
+
+
+def listed_versions(answer: str) -> list[str]:
+    """The versions in what ``pip index versions torch`` printed."""
+    match = re.search(r"^Available versions: (.*)$", answer, re.MULTILINE)
+    if match is None:
+        return []
+    return match[1].split(", ")
+
+
+def explained(lines: list[str], otherwise: str) -> str:
+    """What a program's output means, and the next step. Of an error not known here, its last lines."""
+    text = "\n".join(lines)
+    for pattern, next_step in NEXT_STEPS.items():
+        if re.search(pattern, text):
+            return next_step
+    missing = re.search(r"No matching distribution found for (\S+)", text)
+    if missing is not None:
+        return (
+            f"pip finds no {missing[1]} for Python {platform.python_version()}: no index answers, or it has no wheel.\n"
+            "Look at `pip config list`, or name another Python: make PYTHON=python3.13"
+        )
+    errors = [line.strip() for line in lines if line.startswith("ERROR:")] or [line.strip() for line in lines[-1:]]
+    return "\n".join([*errors[:1], f"{otherwise}."])
+
+
+class Progress:
+    """Says every few seconds what pip does: one line that is redrawn on a terminal, a line each time in a log."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self.terminal = sys.stdout.isatty()
+        self.doing = "pip starts"
+        self.to_install = 0
+        self.already_installed = environment.installed()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.repeat, daemon=True)
+
+    def __enter__(self) -> Progress:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
+        if self.terminal:
+            print("\r\033[K", end="", flush=True)
+
+    def read(self, line: str) -> None:
+        """Take from a line of pip's output what it does now."""
+        collecting = re.match(r"\s*Collecting (\S+)", line)
+        downloading = re.match(r"\s*Downloading (?:\S*/)?(\S+\.(?:whl|tar\.gz)) (\(.*\))", line)
+        installing = re.match(r"Installing collected packages: (.*)", line)
+        if collecting:
+            self.doing = f"looking for {collecting[1]}"
+        elif downloading:
+            package = "-".join(downloading[1].split("-")[:2])
+            self.doing = f"downloading {package} {downloading[2]}"
+        elif installing:
+            self.to_install = len(installing[1].split(", "))
+
+    def text(self) -> str:
+        if self.to_install == 0:
+            return self.doing
+        count = self.environment.installed() - self.already_installed
+        return f"unpacking and compiling, {min(count, self.to_install)} of {self.to_install} packages done"
+
+    def repeat(self) -> None:
+        seconds_between = 1 if self.terminal else SECONDS_BETWEEN_LINES
+        while not self.ended.wait(seconds_between):
+            line = f"  {time.monotonic() - STARTED:4.0f} s  {self.text()}"
+            if self.terminal:
+                columns = shutil.get_terminal_size().columns
+                print(f"\r\033[K{line[: columns - 1]}", end="", flush=True)
+            else:
+                print(line, flush=True)
+
+
+STARTED = time.monotonic()
+
+
+def gpu_is_here() -> bool:
+    """Whether nvidia-smi is installed and finds a GPU with its driver."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    return subprocess.run(["nvidia-smi"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+
+
+def chosen_build(environment: Environment, wanted: Wanted) -> Build:
+    """Ask pip what it finds, and choose."""
+    pre = ("--pre",) if wanted.exact is not None else ()
+    configured = environment.versions(*pre)
+    system = platform.system()
+    has_gpu = gpu_is_here()
+    pytorch = []
+    if system == "Linux" and not has_gpu:
+        pytorch = environment.versions(*pre, "--index-url", PYTORCH_INDEX, "--retries", "0", "--timeout", "10")
+    find_links = environment.find_links()
+    if find_links:
+        in_folders = newest([v for v in environment.versions(*pre, "--no-index") if wanted.allows(v)])
+        if in_folders is None:
+            find_links = ""
+    return choose(wanted, configured, pytorch, system, has_gpu, find_links)
+
+
+def set_up(folder: Path, torch: str | None) -> None:
+    """Make the environment ``folder`` ready, with the version of PyTorch that was asked for or the newest tested one."""
+    requirements = (ROOT / "requirements.txt").read_text()
+    wanted = wanted_torch(requirements, torch)
+    environment = Environment(folder)
+    print(f"Setting up {folder} with Python {platform.python_version()}; the first time takes minutes.", flush=True)
+    environment.create()
+    build = chosen_build(environment, wanted)
+    print(f"{build.description}.", flush=True)
+    pins = folder / "pins.txt"
+    pins.write_text(re.sub(r"^torch>=.*$", build.requirement, requirements, flags=re.MULTILINE))
+    environment.install("--no-deps", *build.index_options, build.requirement)
+    environment.install("-r", str(pins), "-c", "requirements.lock")
+    environment.install("--no-deps", "--editable", ".")
+    environment.finish()
+    print(f"{folder} is ready after {time.monotonic() - STARTED:.0f} s.", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Set up the virtual environment in which the book runs.")
+    parser.add_argument("folder", type=Path, help="where, for example .venv")
+    parser.add_argument("torch", nargs="?", help="a version of PyTorch, for example 2.14.1; without it, the newest one")
+    arguments = parser.parse_args()
+    if sys.version_info < OLDEST_PYTHON:
+        print(f"{sys.executable} is Python {platform.python_version()}, and the book needs 3.11.", file=sys.stderr)
+        print("Name a newer one: make PYTHON=python3.12", file=sys.stderr)
+        return 1
+    try:
+        set_up(arguments.folder, arguments.torch)
+    except SetUpError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except OSError as error:  # a file of the environment that cannot be written
+        print(explained([str(error)], "The set-up ended early"), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nStopped. The next make begins again, with the packages that were downloaded completely.", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
