@@ -330,7 +330,7 @@ def chosen_build(environment: Environment, wanted: Wanted) -> Build:
 
 
 def set_up(folder: Path, torch: str | None) -> None:
-    """Make the environment ``folder`` ready, with the version of PyTorch that was asked for or the newest tested one."""
+    """Make the environment ``folder`` ready, with the PyTorch that was asked for, or the newest tested one."""
     requirements = (ROOT / "requirements.txt").read_text()
     wanted = wanted_torch(requirements, torch)
     environment = Environment(folder)
@@ -365,7 +365,7 @@ def main() -> int:
         print(explained([str(error)], "The set-up ended early"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nStopped. The next make begins again, with the packages that were downloaded completely.", file=sys.stderr)
+        print("\nStopped. The next make begins again, with what was downloaded completely.", file=sys.stderr)
         return 130
     return 0
 

@@ -97,19 +97,19 @@ def every_group_counts(text: str) -> str:
     return swap(text, "for name, rank, number in found if name == group", "for name, rank, number in found")
 
 
-@lie("14b_reading_nccl", "missing|timed out|Operation timed out", file=READING)
+@lie("14b", "missing|timed out|Operation timed out", notebook=True)
 def every_group_is_silent(text: str) -> str:
     """Of the lines of 2.15's `nccl`, those of every group count, so that a missing rank seems to have waited."""
     return swap(text, "for rank, name, waited in found if name == group]", "for rank, name, waited in found]")
 
 
-@lie("14b_reading_nccl", "cannot read|refuse", file=READING)
+@lie("14b", "cannot read|refuse", notebook=True)
 def what_cannot_be_read_is_explained(text: str) -> str:
     """Lines in a form that nobody knows are explained as if no rank had timed out."""
     return swap(text, "if group not in old | new:", "if False:")
 
 
-@lie("14b_reading_nccl", "cannot read|refuse", file=READING)
+@lie("14b", "cannot read|refuse", notebook=True)
 def a_line_that_is_cut_off_does_not_count(text: str) -> str:
     """A timeout's line that cannot be read whole is passed over, among others that can."""
     return swap(text, "if call is None or (call[1], call[2]) not in of_any_group:", "if False:")
