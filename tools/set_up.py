@@ -7,6 +7,8 @@ an old Python gets to the message that it is too old.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import os
 import platform
 import re
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,8 +139,9 @@ def choose(wanted: Wanted, found: Found, system: str, has_gpu: bool) -> Build:
     if plain is not None:
         why = f"neither {PYTORCH_INDEX} nor pip's own configuration has a CPU build for this Python, or is reached"
         return Build(f"torch==={plain}", (), f"PyTorch {plain} with CUDA, 6 GB on disk: {why}")
+    python = platform.python_version()
     raise SetUpError(
-        f"pip finds no {wanted} for Python {platform.python_version()}. Is there a network? (`pip config list` shows proxies)\n"
+        f"pip finds no {wanted} for Python {python}. Is there a network? Does `pip config list` name an index?\n"
         "If there is, this Python may be too new: name an older one, as in make PYTHON=python3.13"
     )
 
@@ -318,6 +322,24 @@ class Progress:
 STARTED = time.monotonic()
 
 
+@contextlib.contextmanager
+def only_one(project: Path) -> Iterator[None]:
+    """Hold a lock on the project's folder, so that a second make does not delete what the first one installs."""
+    descriptor = os.open(project, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SetUpError(
+            "Another make sets up this project at the moment.\nWait until it has ended, then run make again."
+        ) from None
+    except OSError:
+        pass  # some network file systems have no locks
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def gpu_is_here() -> bool:
     """Whether nvidia-smi is installed and finds a GPU with its driver."""
     if shutil.which("nvidia-smi") is None:
@@ -344,7 +366,7 @@ def chosen_build(environment: Environment, wanted: Wanted) -> Build:
 
 
 def set_up(folder: Path, torch: str | None) -> None:
-    """Make the environment ``folder`` ready, with the version of PyTorch that was asked for or the newest tested one."""
+    """Make the environment ``folder`` ready, with the PyTorch that was asked for, or with the newest tested one."""
     requirements = (ROOT / "requirements.txt").read_text()
     wanted = wanted_torch(requirements, torch)
     environment = Environment(folder)
@@ -372,7 +394,8 @@ def main() -> int:
         print("Name a newer one: make PYTHON=python3.12", file=sys.stderr)
         return 1
     try:
-        set_up(arguments.folder, arguments.torch)
+        with only_one(ROOT):
+            set_up(arguments.folder, arguments.torch)
     except SetUpError as error:
         print(error, file=sys.stderr)
         return 1
@@ -380,9 +403,7 @@ def main() -> int:
         print(explained([str(error)], "The set-up ended early"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(
-            "\nStopped. The next make begins again, with the packages that were downloaded completely.", file=sys.stderr
-        )
+        print("\nStopped. The next make begins again, and keeps what was downloaded completely.", file=sys.stderr)
         return 130
     return 0
 
