@@ -7,6 +7,8 @@ an old Python gets to the message that it is too old.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import os
 import platform
 import re
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,16 +69,26 @@ class Wanted:
     below: tuple[int, ...]
 
     def allows(self, version: str) -> bool:
-        public = public_version(version)
         if self.exact is not None:
-            return public == self.exact
-        return self.lowest <= numbers(public) < self.below
+            return self.exact in (version, public_version(version))
+        return self.lowest <= numbers(public_version(version)) < self.below
 
     def __str__(self) -> str:
         if self.exact is not None:
             return f"PyTorch {self.exact}"
-        lowest, below = (".".join(str(number) for number in bound) for bound in (self.lowest, self.below))
-        return f"PyTorch from {lowest} up to {below}"
+        lowest = ".".join(str(number) for number in self.lowest)
+        below = ".".join(str(number) for number in self.below)
+        return f"PyTorch >={lowest},<{below}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The versions of torch that pip finds for this Python and system, by the place where it finds them."""
+
+    configured: list[str]  # as pip is configured, usually at PyPI
+    pytorch: list[str]  # with PyTorch's own index in PyPI's place
+    folders: list[str]  # without any index: only in the folders or pages that pip's find-links names
+    find_links: str  # these folders or pages: "/opt/wheels"
 
 
 def public_version(version: str) -> str:
@@ -100,17 +113,13 @@ def newest(versions: list[str]) -> str | None:
     return max(versions, key=lambda version: numbers(public_version(version)), default=None)
 
 
-def choose(
-    wanted: Wanted, configured: list[str], pytorch: list[str], system: str, has_gpu: bool, find_links: str = ""
-) -> Build:
-    """The newest CPU build among the versions that pip finds, or a build with CUDA where that is right or the only one.
+def choose(wanted: Wanted, found: Found, system: str, has_gpu: bool) -> Build:
+    """The newest CPU build that pip finds, or a build with CUDA if a GPU is here or if there is no other.
 
-    ``configured`` are the versions that pip finds as it is configured (usually PyPI), ``pytorch`` those that it finds
-    when PyTorch's own index stands in PyPI's place. ``find_links`` names the folders among pip's settings, if any of
-    the configured versions comes from there. On Linux a CPU build is marked by ``+cpu``. On macOS there are no others.
+    On Linux the version of a CPU build ends in ``+cpu``. On macOS every build is one.
     """
-    configured = [version for version in configured if wanted.allows(version)]
-    pytorch = [version for version in pytorch if wanted.allows(version)]
+    configured = [version for version in found.configured if wanted.allows(version)]
+    pytorch = [version for version in found.pytorch if wanted.allows(version)]
     plain = newest([version for version in configured if "+" not in version])
     if system != "Linux" and plain is not None:
         return Build(f"torch==={plain}", (), f"PyTorch {plain}, which has no CUDA on this system")
@@ -123,14 +132,17 @@ def choose(
         options = ("--index-url", PYTORCH_INDEX)
         return Build(f"torch=={at_pytorch}", options, described(at_pytorch, "PyTorch's own index"))
     if at_hand is not None:
-        place = f"the folder {find_links} that pip is configured with" if find_links else "pip's configured index"
+        place = "the index that pip is configured with"
+        if at_hand in found.folders:
+            place = f"{found.find_links}, which pip is configured with"
         return Build(f"torch=={at_hand}", (), described(at_hand, place))
     if plain is not None:
-        why = f"neither {PYTORCH_INDEX} nor pip's own configuration gave a CPU build for this Python"
-        return Build(f"torch==={plain}", (), f"PyTorch {plain} with CUDA, about 6 GB on disk: {why}")
+        why = f"neither {PYTORCH_INDEX} nor pip's own configuration has a CPU build for this Python, or is reached"
+        return Build(f"torch==={plain}", (), f"PyTorch {plain} with CUDA, 6 GB on disk: {why}")
+    python = platform.python_version()
     raise SetUpError(
-        f"pip finds no {wanted} for Python {platform.python_version()}. Is there a network (or a proxy to set)?\n"
-        "If there is, name another Python, as in make PYTHON=python3.13, or look at `pip config list`."
+        f"pip finds no {wanted} for Python {python}. Is there a network? Does `pip config list` name an index?\n"
+        "If there is, this Python may be too new: name an older one, as in make PYTHON=python3.13"
     )
 
 
@@ -150,19 +162,20 @@ class Environment:
 
     def create(self) -> None:
         """Make the environment, anew if what is there was left half-made, is broken, or has another Python."""
-        options = []
         if self.folder.exists():
             reason = self.why_anew()
             if reason:
                 print(f"{self.folder} is made anew: {reason}.", flush=True)
-                options = ["--clear"]
-        command = [sys.executable, "-m", "venv", *options, str(self.folder)]
+                shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.unfinished.touch()  # before all else, so that whatever ends this program, the next run begins again
+        self.ready.unlink(missing_ok=True)
+        if self.python.exists():
+            return
+        command = [sys.executable, "-m", "venv", str(self.folder)]
         made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if made.returncode != 0:
             raise SetUpError(explained(made.stdout.splitlines(), f"{sys.executable} could not make {self.folder}"))
-        self.unfinished.touch()
-        if self.ready.exists():
-            self.ready.unlink()
 
     def why_anew(self) -> str:
         """Why the existing folder cannot be used as it is; empty if it can be."""
@@ -276,12 +289,16 @@ class Progress:
         """Take from a line of pip's output what it does now."""
         collecting = re.match(r"\s*Collecting (\S+)", line)
         downloading = re.match(r"\s*Downloading (?:\S*/)?(\S+\.(?:whl|tar\.gz)) (\(.*\))", line)
+        at_hand = re.match(r"\s*(?:Processing|Using cached) (?:\S*/)?(\S+\.(?:whl|tar\.gz))", line)
         installing = re.match(r"Installing collected packages: (.*)", line)
         if collecting:
             self.doing = f"looking for {collecting[1]}"
         elif downloading:
             package = "-".join(downloading[1].split("-")[:2])
             self.doing = f"downloading {package} {downloading[2]}"
+        elif at_hand:
+            package = "-".join(at_hand[1].split("-")[:2])
+            self.doing = f"reading {package}, which is at hand"
         elif installing:
             self.to_install = len(installing[1].split(", "))
 
@@ -305,6 +322,24 @@ class Progress:
 STARTED = time.monotonic()
 
 
+@contextlib.contextmanager
+def only_one(project: Path) -> Iterator[None]:
+    """Hold a lock on the project's folder, so that a second make does not delete what the first one installs."""
+    descriptor = os.open(project, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SetUpError(
+            "Another make sets up this project at the moment.\nWait until it has ended, then run make again."
+        ) from None
+    except OSError:
+        pass  # some network file systems have no locks
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def gpu_is_here() -> bool:
     """Whether nvidia-smi is installed and finds a GPU with its driver."""
     if shutil.which("nvidia-smi") is None:
@@ -314,28 +349,30 @@ def gpu_is_here() -> bool:
 
 def chosen_build(environment: Environment, wanted: Wanted) -> Build:
     """Ask pip what it finds, and choose."""
-    pre = ("--pre",) if wanted.exact is not None else ()
-    configured = environment.versions(*pre)
+    options: tuple[str, ...] = ()
+    if wanted.exact is not None:
+        options = ("--pre",)  # who names a nightly version wants it
     system = platform.system()
     has_gpu = gpu_is_here()
+    configured = environment.versions(*options)
     pytorch = []
     if system == "Linux" and not has_gpu:
-        pytorch = environment.versions(*pre, "--index-url", PYTORCH_INDEX, "--retries", "0", "--timeout", "10")
+        pytorch = environment.versions(*options, "--index-url", PYTORCH_INDEX, "--retries", "0", "--timeout", "10")
+    folders = []
     find_links = environment.find_links()
     if find_links:
-        in_folders = newest([v for v in environment.versions(*pre, "--no-index") if wanted.allows(v)])
-        if in_folders is None:
-            find_links = ""
-    return choose(wanted, configured, pytorch, system, has_gpu, find_links)
+        folders = environment.versions(*options, "--no-index")
+    return choose(wanted, Found(configured, pytorch, folders, find_links), system, has_gpu)
 
 
 def set_up(folder: Path, torch: str | None) -> None:
-    """Make the environment ``folder`` ready, with the PyTorch that was asked for, or the newest tested one."""
+    """Make the environment ``folder`` ready, with the PyTorch that was asked for, or with the newest tested one."""
     requirements = (ROOT / "requirements.txt").read_text()
     wanted = wanted_torch(requirements, torch)
     environment = Environment(folder)
-    print(f"Setting up {folder} with Python {platform.python_version()}; the first time takes minutes.", flush=True)
+    print(f"Setting up {folder} with Python {platform.python_version()}. The first time takes minutes.", flush=True)
     environment.create()
+    print(f"Looking for the CPU build of {wanted}.", flush=True)
     build = chosen_build(environment, wanted)
     print(f"{build.description}.", flush=True)
     pins = folder / "pins.txt"
@@ -357,7 +394,8 @@ def main() -> int:
         print("Name a newer one: make PYTHON=python3.12", file=sys.stderr)
         return 1
     try:
-        set_up(arguments.folder, arguments.torch)
+        with only_one(ROOT):
+            set_up(arguments.folder, arguments.torch)
     except SetUpError as error:
         print(error, file=sys.stderr)
         return 1
@@ -365,7 +403,7 @@ def main() -> int:
         print(explained([str(error)], "The set-up ended early"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nStopped. The next make begins again, with what was downloaded completely.", file=sys.stderr)
+        print("\nStopped. The next make begins again, and keeps what was downloaded completely.", file=sys.stderr)
         return 130
     return 0
 
