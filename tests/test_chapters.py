@@ -179,6 +179,10 @@ TEACHING = {  # files that may name a chapter by its file's name: to teach what
     "Makefile": "what the arguments of the commands look like",
     "helpers/export/command.py": "what CHAPTER may be",
     "helpers/rehearsal/command.py": "what CHAPTER may be",
+    "helpers/export/verified.py": "what the name of a page looks like",
+    "tests/support/verified_run.py": "what the name of a page looks like",
+    "tests/support/plain_code.py": "what the place of a cell looks like",
+    "tests/plain_code_exceptions.txt": "not to teach: it lists cells by their places, and only shrinks",
     "tools/store_outputs.py": "what the path of a notebook looks like",
 }
 

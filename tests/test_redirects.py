@@ -8,9 +8,12 @@ from bs4 import BeautifulSoup
 from conftest import ROOT, toc_files
 from sphinx.errors import ExtensionError
 
+from helpers.export.chapters import find_notebook
+
 sys.path.append(str(ROOT / "book" / "_ext"))
 import book_redirects
 
+SAVING, READING = find_notebook("10b").stem, find_notebook("14b").stem
 REDIRECTS = book_redirects.redirects(ROOT / "notebooks")
 
 
@@ -36,7 +39,7 @@ def test_a_former_name_that_leads_to_two_pages_is_refused(tmp_path, taken, says)
 
 
 def test_each_former_address_is_a_page_that_leads_on(book):
-    assert REDIRECTS["notebooks/checkpoints_in_practice"] == "10b_checkpoints_in_practice.html"
+    assert REDIRECTS["notebooks/checkpoints_in_practice"] == f"{SAVING}.html"
     for former, target in REDIRECTS.items():
         assert f"notebooks/{target.removesuffix('.html')}" in toc_files(), target
         page = BeautifulSoup((book.html / f"{former}.html").read_text(encoding="utf-8"), "html.parser")
@@ -62,14 +65,14 @@ def test_a_former_address_leads_to_the_same_section(visit, book, book_url, place
     url = book_url if place == "served" else book.html.as_uri()
     section = "#frozen-layers"
     page = visit("notebooks/checkpoints_in_practice", url)
-    page.wait_for_url(f"{url}/notebooks/10b_checkpoints_in_practice.html")
+    page.wait_for_url(f"{url}/notebooks/{SAVING}.html")
     page.goto(f"{url}/notebooks/checkpoints_in_practice.html{section}")
-    page.wait_for_url(f"{url}/notebooks/10b_checkpoints_in_practice.html{section}")
+    page.wait_for_url(f"{url}/notebooks/{SAVING}.html{section}")
     assert page.locator("article h1").count() == 1
 
 
 def test_without_javascript_a_former_address_leads_to_the_page(browser, book_url):
     page = browser.new_page(java_script_enabled=False)
     page.goto(f"{book_url}/notebooks/reading_nccl.html")
-    page.wait_for_url(f"{book_url}/notebooks/14b_reading_nccl.html")
+    page.wait_for_url(f"{book_url}/notebooks/{READING}.html")
     page.close()

@@ -53,29 +53,29 @@ def test_runs_on_other_versions_add_up_and_runs_of_other_code_are_dropped():
 def test_versions_of_a_script_add_up_until_its_chapter_changes():
     record = Record()
     for torch in ["2.13.0", "2.9.1", "2.13.0"]:
-        add_script(record, "04_ddp", "code", torch)
-    assert record.scripts == {"04_ddp": ["2.9.1", "2.13.0"]}
-    add_script(record, "04_ddp", "other code", "2.15.0")
-    add_script(record, "05_amp", "code", "2.15.0")
+        add_script(record, "04_one", "code", torch)
+    assert record.scripts == {"04_one": ["2.9.1", "2.13.0"]}
+    add_script(record, "04_one", "other code", "2.15.0")
+    add_script(record, "05_two", "code", "2.15.0")
     add_page(record, "notebooks/gone", "code", OLD)
-    add_page(record, "notebooks/05_amp", "code", OLD)
-    assert record.scripts == {"04_ddp": ["2.15.0"], "05_amp": ["2.15.0"]}
-    drop_what_is_gone(record, {"notebooks/04_ddp": "other code", "notebooks/05_amp": "changed"})
-    assert record.scripts == {"04_ddp": ["2.15.0"]}
-    assert list(record.pages) == ["notebooks/05_amp"], "a page that changed says so in its last line"
+    add_page(record, "notebooks/05_two", "code", OLD)
+    assert record.scripts == {"04_one": ["2.15.0"], "05_two": ["2.15.0"]}
+    drop_what_is_gone(record, {"notebooks/04_one": "other code", "notebooks/05_two": "changed"})
+    assert record.scripts == {"04_one": ["2.15.0"]}
+    assert list(record.pages) == ["notebooks/05_two"], "a page that changed says so in its last line"
 
 
 def test_a_record_is_read_as_it_was_written_and_a_damaged_file_is_refused(tmp_path):
     file = tmp_path / FILE_NAME
     assert read_record(file) == Record()
     record = Record()
-    add_page(record, "notebooks/04_ddp", "code", OLD)
-    add_script(record, "04_ddp", "code", "2.13.0")
+    add_page(record, "notebooks/04_one", "code", OLD)
+    add_script(record, "04_one", "code", "2.13.0")
     write_record(record, file)
     assert read_record(file) == record and list(tmp_path.iterdir()) == [file]
     stored = json.loads(file.read_text())
-    assert stored["pages"]["notebooks/04_ddp"]["runs"] == [{"torch": "2.13.0", "python": "3.11", "date": "2026-11-28"}]
-    assert stored["scripts"] == {"04_ddp": ["2.13.0"]}
+    assert stored["pages"]["notebooks/04_one"]["runs"] == [{"torch": "2.13.0", "python": "3.11", "date": "2026-11-28"}]
+    assert stored["scripts"] == {"04_one": ["2.13.0"]}
     for damaged in ["<<<<<<< HEAD", "{}", '{"pages": {"a": {}}, "scripts": {}, "script_fingerprints": {}}']:
         file.write_text(damaged)
         with pytest.raises(ValueError, match=f"{FILE_NAME} does not hold what a test run recorded"):
