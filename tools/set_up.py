@@ -354,7 +354,7 @@ def chosen_build(environment: Environment, wanted: Wanted) -> Build:
         options = ("--pre",)  # who names a nightly version wants it
     system = platform.system()
     has_gpu = gpu_is_here()
-    configured = environment.versions(*options)
+    configured = environment.versions(*options, "--retries", "1")
     pytorch = []
     if system == "Linux" and not has_gpu:
         pytorch = environment.versions(*options, "--index-url", PYTORCH_INDEX, "--retries", "0", "--timeout", "10")
