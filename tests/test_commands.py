@@ -188,6 +188,9 @@ TESTS = {  # by which other test a line is run
 }
 NOT_HERE = {  # why a line cannot be run here
     "make lock": "asks PyPI for the newest versions",
+    "make PYTHON=python3.14 lab": "installs from PyPI; test_set_up.py tests which PyTorch is taken",
+    "make lab TORCH=2.14.1": "as make PYTHON=python3.14 lab",
+    "make test ALL=1 TORCH=2.16.0": "there is no PyTorch 2.16 yet",
     "make bench": "installs other libraries from PyPI, and takes an hour of an idle machine",
     "make bench ARGS=\"--only '4 ranks'\"": "as make bench",
     "make bench ARGS=--record": "as make bench",

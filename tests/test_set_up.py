@@ -205,4 +205,6 @@ def test_progress_reads_pips_lines(tmp_path):
     assert progress.text() == "reading attrs-26.1.0, which is at hand"
     progress.read("Installing collected packages: numpy, attrs, torch\n")
     (packages / "numpy-2.4.6.dist-info").mkdir(parents=True)
-    assert progress.text() == "unpacking and compiling, 1 of 3 packages done"
+    assert progress.text() == "unpacking and compiling 3 packages, 1 done"
+    progress.read("Installing collected packages: torch\n")
+    assert progress.text() == "unpacking and compiling torch"

@@ -270,7 +270,7 @@ class Progress:
         self.environment = environment
         self.terminal = sys.stdout.isatty()
         self.doing = "pip starts"
-        self.to_install = 0
+        self.to_install: list[str] = []
         self.already_installed = environment.installed()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.repeat, daemon=True)
@@ -300,13 +300,15 @@ class Progress:
             package = "-".join(at_hand[1].split("-")[:2])
             self.doing = f"reading {package}, which is at hand"
         elif installing:
-            self.to_install = len(installing[1].split(", "))
+            self.to_install = installing[1].split(", ")
 
     def text(self) -> str:
-        if self.to_install == 0:
+        if not self.to_install:
             return self.doing
-        count = self.environment.installed() - self.already_installed
-        return f"unpacking and compiling, {min(count, self.to_install)} of {self.to_install} packages done"
+        if len(self.to_install) == 1:
+            return f"unpacking and compiling {self.to_install[0]}"
+        done = self.environment.installed() - self.already_installed
+        return f"unpacking and compiling {len(self.to_install)} packages, {done} done"
 
     def repeat(self) -> None:
         seconds_between = 1 if self.terminal else SECONDS_BETWEEN_LINES
@@ -354,7 +356,7 @@ def chosen_build(environment: Environment, wanted: Wanted) -> Build:
         options = ("--pre",)  # who names a nightly version wants it
     system = platform.system()
     has_gpu = gpu_is_here()
-    configured = environment.versions(*options)
+    configured = environment.versions(*options, "--retries", "1")
     pytorch = []
     if system == "Linux" and not has_gpu:
         pytorch = environment.versions(*options, "--index-url", PYTORCH_INDEX, "--retries", "0", "--timeout", "10")
