@@ -1,8 +1,8 @@
 """Run the chapters' scripts with the PyTorch of this Python, alone and on two ranks, and record its version.
 
 ``PYTHONPATH=.:tests:tests/support PYTHON tools/run_scripts.py [CHAPTER ...]`` is for a PyTorch on which `make test`
-cannot run, because the notebooks call what is newer. A script passes if alone it ends with a result that
-tests/test_scripts.py takes for good enough, and on two ranks with the same result. The scripts that pass are recorded in
+cannot run, because the notebooks call what is newer. A script passes if it ends alone with a result that is good enough
+for tests/test_scripts.py, and on two ranks with the same result. The scripts that pass are recorded in
 notebooks/verified.json, and say so in their docstrings. The exit status is 1 if one does not pass.
 """
 
