@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +33,11 @@ ORIGINAL_TO: Any = torch.Tensor.to
 
 def patch() -> None:
     torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor copies its values by an operator that is seen
-    for operator in MAKERS:
-        LIBRARY.impl(operator, kernel(operator))
+    with warnings.catch_warnings():
+        # PyTorch's build for CUDA has kernels already, and warns that these take their place.
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        for operator in MAKERS:
+            LIBRARY.impl(operator, kernel(operator))
     for factory in _device_constructors():
         module = torch.fft if factory.__name__.startswith("fft_") else torch
         name = factory.__name__.removeprefix("fft_")

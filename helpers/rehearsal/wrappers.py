@@ -143,7 +143,12 @@ def draw(self: Any, spec: Any, generator: torch.Generator | None = None) -> Iter
     if generator is not None or not self.distribute_region_enabled:
         yield
         return
-    first, count = self._compute_rng_offsets(spec)
+    # PyTorch 2.11 has these two methods and no function that returns what they add.
+    state = SimpleNamespace(offset=0)
+    self._set_pre_op_offset(state, spec)
+    first = state.offset  # of this rank's shard
+    self._set_post_op_offset(state, spec, 0)
+    count = state.offset  # of the whole tensor
     seed, drawn = Node.draws
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(hash((seed, drawn + first)) % 2**63)
