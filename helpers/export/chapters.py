@@ -25,13 +25,13 @@ def numbered() -> list[Path]:
     return sorted(NOTEBOOKS.glob("[0-9][0-9]*_*.ipynb"))
 
 
-def tested_with(notebook: Path) -> list[str]:
+def tested_with(notebook: Path) -> list[str] | None:
     """The recorded versions of PyTorch on which a chapter's script was run, as its notebook is now.
 
-    There are none for a notebook that is no chapter of this book, and for one that has changed since.
+    There are none for a chapter that has changed since. It is None for a notebook that is no chapter of this book.
     """
     if notebook.resolve().parent != NOTEBOOKS.resolve():
-        return []
+        return None
     record = read_record(NOTEBOOKS / FILE_NAME)
     if record.script_fingerprints.get(notebook.stem) != fingerprint(notebook):
         return []

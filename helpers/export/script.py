@@ -22,10 +22,11 @@ from helpers.source import Statement, in_strings, packages_of
 WIDTH = 88
 
 
-def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequence[str] = ()) -> str:
+def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequence[str] | None = None) -> str:
     """The text of the script NAME.py. Raises ExportError for a cell that a script cannot have.
 
-    ``tested_with`` are the versions of PyTorch on which the script was run. Its docstring names them.
+    ``tested_with`` are the versions of PyTorch on which a chapter's script was run. Its docstring names them, in one line
+    in any case, so that a rehearsal's line numbers do not depend on them. None is for a notebook that is no chapter.
     """
     cells = sort_cells(notebook, name)
     flags = read_flags(cells.parameters)
@@ -81,7 +82,7 @@ def with_arguments(code: str, names: set[str]) -> str | None:
 # ---- The script's text
 
 
-def docstring(title: str, purpose: str, name: str, tested_with: Sequence[str] = ()) -> str:
+def docstring(title: str, purpose: str, name: str, tested_with: Sequence[str] | None = None) -> str:
     """What the script is, how to run it, and on which versions of PyTorch it was run."""
     file = shlex.quote(f"{name}.py")
     title += "" if title.endswith((".", "?", "!")) else "."
@@ -95,7 +96,9 @@ torchrun --nproc-per-node=gpu {file}
 {nodes}
 """
     if tested_with:
-        text += "\n" + textwrap.fill(f"Tested on CPUs with PyTorch {listed(tested_with)}.", WIDTH) + "\n"
+        text += f"\nTested on CPUs with PyTorch {listed(tested_with)}.\n"
+    elif tested_with is not None:
+        text += "\nChanged since it was last tested.\n"
     text = text.replace('"""', "'''").replace("%", "%%")  # argparse shows it, and uses the % operator
     return ('r"""' if "\\" in text else '"""') + text + '"""'
 
