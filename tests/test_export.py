@@ -240,7 +240,9 @@ def test_a_script_says_on_which_versions_it_was_run():
     text = script_from_notebook(notebook(START), "sample", ["2.11.0", "2.13.0", "2.15.0"])
     assert 'sample.py\n\nTested on CPUs with PyTorch 2.11.0, 2.13.0 and 2.15.0.\n"""' in text
     assert 'Tested on CPUs with PyTorch 2.11.0.\n"""' in script_from_notebook(notebook(START), "sample", ["2.11.0"])
-    assert "Tested on CPUs" not in exported()
+    changed = script_from_notebook(notebook(START), "sample", [])
+    assert 'Changed since it was last tested.\n"""' in changed and changed.count("\n") == text.count("\n")
+    assert "Tested on CPUs" not in exported() and "last tested" not in exported()
 
 
 def test_the_recorded_versions_are_those_of_an_unchanged_chapter(sample, tmp_path, monkeypatch):

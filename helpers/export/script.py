@@ -25,8 +25,8 @@ WIDTH = 88
 def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequence[str] | None = None) -> str:
     """The text of the script NAME.py. Raises ExportError for a cell that a script cannot have.
 
-    ``tested_with`` are the versions of PyTorch on which a chapter's script was run. Its docstring names them, in one line
-    in any case, so that a rehearsal's line numbers do not depend on them. None is for a notebook that is no chapter.
+    ``tested_with`` are the versions of PyTorch on which a chapter's script was run, or None for a notebook that is no
+    chapter. The docstring names them in one line, also if there are none, so that the numbers of the lines below stay.
     """
     cells = sort_cells(notebook, name)
     flags = read_flags(cells.parameters)
