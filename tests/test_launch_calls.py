@@ -278,9 +278,12 @@ def test_data_loader_workers_end_with_their_rank():
     def read():
         data = torch.utils.data.TensorDataset(torch.arange(64.0))
         loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=2, persistent_workers=True)
-        return sum(batch.sum().item() for (batch,) in loader), len(psutil.Process().children())
+        return sum(batch.sum().item() for (batch,) in loader), len(psutil.Process().children(recursive=True))
 
-    assert launch(read, nproc=2) == [(2016.0, 2)] * 2
+    processes = 2
+    if sys.version_info >= (3, 14):  # its workers are not forked by the rank, but by a forkserver of the rank
+        processes = 3
+    assert launch(read, nproc=2) == [(2016.0, processes)] * 2
 
 
 @linux

@@ -220,7 +220,7 @@ class Environment:
         command = self.pip("install", "--progress-bar", "off", *arguments)
         unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
         lines = []
-        with self.log.open("a") as log, Progress(self) as progress:
+        with self.log.open("a", buffering=1) as log, Progress(self) as progress:
             pip = subprocess.Popen(
                 command, cwd=ROOT, env=unbuffered, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
