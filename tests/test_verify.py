@@ -11,7 +11,8 @@ from scripting import ROOT
 
 from helpers.verify.compare import differences
 from helpers.verify.machine import Machine, obstacle
-from helpers.verify.page import Step, page
+from helpers.verify.page import page
+from helpers.verify.record import Step
 from helpers.verify.runs import Run, cause
 
 SCRIPT = """\

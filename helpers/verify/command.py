@@ -18,7 +18,8 @@ from helpers.export.facts import facts_at
 from helpers.ranks.torchrun import folder_until_a_signal, set_defaults
 from helpers.verify import steps
 from helpers.verify.machine import Machine, obstacle
-from helpers.verify.page import Step, page
+from helpers.verify.page import page
+from helpers.verify.record import Step
 from helpers.verify.runs import ROOT, Launcher
 
 SIZES = (8, 4, 2, 1)  # ranks among which the chapters' batches, heads and layers can be divided

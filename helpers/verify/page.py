@@ -1,24 +1,10 @@
 """The page of a verification, as Markdown: a function of the machine and of the steps' records."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from helpers.export.facts import Script
 from helpers.verify.compare import UNCOMPARED
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a step came to. A script's step has more: its result and memory on GPUs, seconds on GPUs and on gloo."""
-
-    seconds: float  # from its start to its end
-    differences: list[str]
-    summary: str  # where nothing differs
-    command: str
-    result: dict[str, float] = field(default_factory=dict)
-    script_seconds: list[float] = field(default_factory=list)
-    memory: list[int] = field(default_factory=list)  # bytes, each rank's peak
-    printed: str = ""  # where a script measures speed
+from helpers.verify.record import Step
 
 
 def page(

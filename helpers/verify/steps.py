@@ -9,7 +9,7 @@ from pathlib import Path
 
 from helpers.export.facts import Script as Facts
 from helpers.verify.compare import differences, times
-from helpers.verify.page import Step
+from helpers.verify.record import Step
 from helpers.verify.runs import Launcher
 
 AT_ONCE = 3  # cores for each rank with which a chapter's three runs go on together
