@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from book_measured import with_measurements
 from book_verified import last_run
 from front_page import with_chapters
 from sphinx.application import Sphinx
@@ -16,11 +17,15 @@ def markdown(source: Path) -> str:
     """A page's text; of a notebook also its cells, with what they print."""
     if source.suffix == ".md":
         text = with_chapters(source.read_text(encoding="utf-8"), source.parents[1])
+        text = with_measurements(text, source.parents[1])
         return re.sub(r"(?s)```\{hero\}.*?```\n\n", "", text)
     parts = []
     for cell in json.loads(source.read_text(encoding="utf-8"))["cells"]:
         text = "".join(cell["source"])
-        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        if cell["cell_type"] == "markdown":
+            parts.append(with_measurements(text, source.parents[1]))
+        else:
+            parts.append(f"```python\n{text}\n```")
         for output in cell.get("outputs", []):
             said = "".join(output.get("text", "")) or f"{output.get('ename', '')}: {output.get('evalue', '')}"
             parts += [f"```text\n{said.rstrip()}\n```"] if said != ": " else []
