@@ -296,6 +296,7 @@ SPEAK_OF_GPUS = {  # chapter: what its boxes show
     "03": {"copies"},
     "05": {"precision", "float8"},
     "06": {"overlap", "recompute"},
+    "06c": {"nccl_memory"},
     "08": {"08_pipeline_parallel"},
     "10": {"checkpoint"},
     "14": {"launch"},
