@@ -165,14 +165,14 @@ def test_two_kinds_of_gpus_give_two_tables(project):
 
 def test_a_script_shows_its_seconds_its_memory_and_the_speed_it_printed(project):
     record = record_of()
-    record.steps["08_pipeline"] = Step(
-        30.0, [], "as on gloo", "torchrun 08_pipeline.py", script_seconds=[4.25, 8.5], memory=[61_000_000, 35_500_000]
+    record.steps["index"] = Step(
+        30.0, [], "as on gloo", "torchrun index.py", script_seconds=[4.25, 8.5], memory=[61_000_000, 35_500_000]
     )
-    record.steps["08_pipeline, speed"] = Step(
-        9.0, [], "measured", "torchrun 08_pipeline.py --large", printed="bytes   GB/s\n1024    1.5\n"
+    record.steps["index, speed"] = Step(
+        9.0, [], "measured", "torchrun index.py --large", printed="bytes   GB/s\n1024    1.5\n"
     )
     write(record, project.measured / "a.json")
-    box = project.build(BOX.replace("bus_bandwidth", "08_pipeline")).box
+    box = project.build(BOX.replace("bus_bandwidth", "script")).box
     assert rows_of(box.table)[1:] == [
         ["the run on GPUs", "4.25 s"],
         ["the run on CPUs, with gloo", "8.5 s"],
@@ -180,16 +180,14 @@ def test_a_script_shows_its_seconds_its_memory_and_the_speed_it_printed(project)
         ["peak memory of rank 1", "35.5 MB"],
     ]
     assert box.pre.get_text() == "bytes   GB/s\n1024    1.5\n"
-    assert "by torchrun 08_pipeline.py:" in words_of(box) and "torchrun 08_pipeline.py --large:" in words_of(box)
+    assert "by torchrun index.py:" in words_of(box) and "torchrun index.py --large:" in words_of(box)
 
 
 def test_a_script_that_differed_from_gloo_shows_no_seconds(project):
     record = record_of()
-    record.steps["08_pipeline"] = Step(
-        30.0, ["loss is 2 on GPUs and 1 on gloo"], "", "torchrun", script_seconds=[4.0, 8.0]
-    )
+    record.steps["index"] = Step(30.0, ["loss is 2 on GPUs and 1 on gloo"], "", "torchrun", script_seconds=[4.0, 8.0])
     write(record, project.measured / "a.json")
-    assert "Not yet measured" in words_of(project.build(BOX.replace("bus_bandwidth", "08_pipeline")).box)
+    assert "Not yet measured" in words_of(project.build(BOX.replace("bus_bandwidth", "script")).box)
 
 
 def test_messages_say_which_this_book_explains(project):
@@ -198,7 +196,10 @@ def test_messages_say_which_this_book_explains(project):
     (project.root / "book" / "error_messages.txt").write_text(
         "pages/reading#one\n    Watchdog caught collective operation timeout\n    Operation timed out after\n"
     )
-    texts = {"a rank is late": "[rank1] Watchdog caught collective\noperation timeout: 5000 ```ms", "a fork": "Boom"}
+    texts = {
+        "a rank is late": "[rank1] Watchdog caught collective\noperation timeout\n```\nafter 5 s",
+        "a fork": "Boom",
+    }
     write(record_of(messages=Probe("Messages", 5.0, texts=texts)), project.measured / "a.json")
     built = project.build(f"{BOX.replace('bus_bandwidth', 'messages')}\n```{{toctree}}\npages/reading\n```\n")
     assert built.warnings == ""
@@ -295,7 +296,7 @@ def test_a_rehearsed_record_is_never_shown(project):
 def test_a_class_that_names_no_measurement_is_an_error_of_the_build(project):
     warnings = project.build(BOX.replace("bus_bandwidth", "bandwith")).warnings
     assert "There is no measurement for the class measured-bandwith." in warnings
-    assert "Take one of: " in warnings and "measured-bus-bandwidth" in warnings and "measured-08-pipeline" in warnings
+    assert "Take one of: " in warnings and "measured-bus-bandwidth" in warnings and "measured-script" in warnings
 
 
 # --- this book --------------------------------------------------------------------------------------------------------
@@ -306,7 +307,7 @@ SPEAK_OF_GPUS = {  # chapter: what its boxes show
     "05": {"precision", "float8"},
     "06": {"overlap", "recompute"},
     "06c": {"nccl_memory"},
-    "08": {"08_pipeline_parallel"},
+    "08": {"script"},
     "10": {"checkpoint"},
     "14": {"launch"},
     "14b": {"messages"},

@@ -17,13 +17,13 @@ def markdown(source: Path) -> str:
     """A page's text; of a notebook also its cells, with what they print."""
     if source.suffix == ".md":
         text = with_chapters(source.read_text(encoding="utf-8"), source.parents[1])
-        text = with_measurements(text, source.parents[1])
+        text = with_measurements(text, source)
         return re.sub(r"(?s)```\{hero\}.*?```\n\n", "", text)
     parts = []
     for cell in json.loads(source.read_text(encoding="utf-8"))["cells"]:
         text = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(with_measurements(text, source.parents[1]))
+            parts.append(with_measurements(text, source))
         else:
             parts.append(f"```python\n{text}\n```")
         for output in cell.get("outputs", []):

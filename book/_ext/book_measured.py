@@ -5,9 +5,10 @@
     What others measured, each figure with its source.
     :::
 
-NAME is a probe's, or that of a chapter's script. If a file in book/measured has it, its table takes the place of the
-box's text. If none has, the text stays, and the box begins with "Not yet measured by this book." The box is an
-admonition because JupyterLab shows an admonition with its text, and a directive that it does not know as an error.
+NAME is that of a probe, or ``script`` for the script of the page's own chapter. If a file in book/measured has it, its
+table takes the place of the box's text. If none has it, the text stays, and the box begins with "Not yet measured by
+this book." The box is an admonition because JupyterLab shows an admonition with its text, and a directive that it does
+not know as an error.
 """
 
 import json
@@ -31,7 +32,7 @@ from sphinx.util.docutils import SphinxDirective
 from helpers.verify.record import Figure, Record, read
 
 FOLDER = "book/measured"
-FACTS = ("machine", "date", "commit", "command")  # without these, a reader cannot know whose a number is
+FACTS = ("machine", "date", "commit", "command")  # without these, a reader cannot know whose number it is
 MESSAGES = "messages"
 PROBES = (
     MESSAGES,
@@ -213,7 +214,7 @@ def explanations(root: Path, shown: list[Finding]) -> str:
         page = section.partition("#")[0]
         link = f"[{escaped(title_of(root, page))}](/{source_of(root, page)})"
         for message in messages:
-            if " ".join(message.split()) in printed:
+            if message in printed:
                 rows.append([code(message).replace("|", r"\|"), link])
     others = "Every other message about GPUs in this book comes from the source that is named beside it."
     if not rows:
@@ -271,10 +272,11 @@ def fenced(text: str) -> str:
 # --- Sphinx -----------------------------------------------------------------------------------------------------------
 
 
-def names_of_classes(root: Path) -> dict[str, str]:
-    """{class of a box, as docutils spells it: the name of a probe or a script}."""
-    scripts = [path.stem for path in sorted((root / "notebooks").glob("[0-9][0-9]_*.ipynb"))]
-    return {nodes.make_id(f"measured-{name}"): name for name in (*PROBES, *scripts)}
+def names_of_classes(page: str) -> dict[str, str]:
+    """{class of a box, as docutils spells it: the name of a probe, or of the page's script}."""
+    names = {nodes.make_id(f"measured-{name}"): name for name in PROBES}
+    names["measured-script"] = Path(page).stem
+    return names
 
 
 class Box(Admonition, SphinxDirective):
@@ -285,7 +287,7 @@ class Box(Admonition, SphinxDirective):
         if not asked:
             return super().run()
         root = Path(self.env.srcdir)
-        names = names_of_classes(root)
+        names = names_of_classes(self.env.docname)
         if asked[0] not in names:
             raise self.error(
                 f"There is no measurement for the class {asked[0]}.\nTake one of: {', '.join(sorted(names))}"
@@ -297,9 +299,10 @@ class Box(Admonition, SphinxDirective):
         return super().run()
 
 
-def with_measurements(text: str, root: Path) -> str:
-    """A page's Markdown, in which each box of a measurement has the text that the page shows."""
-    names = names_of_classes(root)
+def with_measurements(text: str, source: Path) -> str:
+    """Markdown of the page in ``source``, in which each box of a measurement has the text that the page shows."""
+    root = source.parents[1]
+    names = names_of_classes(source.stem)
 
     def shown(box: re.Match[str]) -> str:
         head, classes, own_text, end = box.groups()
