@@ -203,6 +203,7 @@ def test_messages_say_which_this_book_explains(project):
     write(record_of(messages=Probe("Messages", 5.0, texts=texts)), project.measured / "a.json")
     built = project.build(f"{BOX.replace('bus_bandwidth', 'messages')}\n```{{toctree}}\npages/reading\n```\n")
     assert built.warnings == ""
+    assert "Messages. Seen by this book on 28 November 2026, on 1 x NVIDIA H100" in words_of(built.box)
     assert [pre.get_text().strip() for pre in built.box.select("pre")] == list(texts.values())
     assert "a rank is late:" in words_of(built.box)
     assert rows_of(built.box.table) == [

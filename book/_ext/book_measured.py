@@ -63,7 +63,7 @@ class Finding:
     title: str
     command: str
     figures: list[Figure]
-    texts: dict[str, str]  # {what was done, or which command: what it printed}
+    texts: dict[str, str]  # {what was done, or by which command, as Markdown: what it printed}
     trouble: str = ""  # why the rest was not measured
 
 
@@ -126,7 +126,8 @@ def finding_of_probe(record: Record, name: str) -> Finding:
     if name not in record.probes:
         return Finding(record, name, command, figures=[], texts={})
     probe = record.probes[name]
-    return Finding(record, probe.title, command, probe.figures, probe.texts, probe.trouble)
+    texts = {escaped(what): text for what, text in probe.texts.items()}
+    return Finding(record, probe.title, command, probe.figures, texts, probe.trouble)
 
 
 def finding_of_script(record: Record, script: str) -> Finding:
@@ -143,7 +144,7 @@ def finding_of_script(record: Record, script: str) -> Finding:
             figures.append(Figure(f"peak memory of rank {rank}", peak / 1e6, "MB"))
     speed = record.steps.get(f"{script}, speed")
     if speed is not None and speed.printed.strip():
-        texts[speed.command] = speed.printed
+        texts[code(speed.command)] = speed.printed
     return Finding(record, f"The script {script}.py", command, figures, texts)
 
 
@@ -163,7 +164,7 @@ def text_of_box(root: Path, name: str, text_of_others: str) -> str:
         if finding.figures:
             parts.append(table(HEADS, [row(figure) for figure in finding.figures]))
         for label, text in finding.texts.items():
-            parts += [f"{code(label)}:", fenced(text)]
+            parts += [f"{label}:", fenced(text)]
         if finding.trouble:
             parts.append(f"The rest was not measured ({escaped(finding.trouble)}).")
     if name == MESSAGES:
@@ -172,13 +173,16 @@ def text_of_box(root: Path, name: str, text_of_others: str) -> str:
 
 
 def caption(finding: Finding) -> str:
-    """What was measured, when and on what, at which commit and by which command."""
+    """What was measured or seen, when and on what, at which commit and by which command."""
+    verb = "Measured"
+    if not finding.figures:
+        verb = "Seen"
     facts = finding.record.facts
     day = date.fromisoformat(facts["date"])
     when = f"{day.day} {MONTHS[day.month - 1]} {day.year}"
     gpus, _, versions = facts["machine"].partition("; ")
     return (
-        f"**{escaped(finding.title)}.** Measured by this book on {when}, on {escaped(gpus)} ({escaped(versions)}), "
+        f"**{escaped(finding.title)}.** {verb} by this book on {when}, on {escaped(gpus)} ({escaped(versions)}), "
         f"at commit {escaped(facts['commit'])}, by {code(finding.command)}:"
     )
 
