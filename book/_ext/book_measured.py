@@ -49,6 +49,8 @@ PROBES = (
     "bus_bandwidth",
     "overlap",
 )
+# Texts of the messages' probe that no program printed: they compare what was printed with what was expected.
+NOT_PRINTED = ("expected, and printed or not", "lines of book/error_messages.txt that came")
 NOT_MEASURED = "Not yet measured by this book."
 NOT_SEEN = "No message was seen on a GPU by this book yet."
 HEADS = ("what", "measured", "predicted", "measured / predicted")
@@ -126,17 +128,17 @@ def finding_of_probe(record: Record, name: str) -> Finding:
     if name not in record.probes:
         return Finding(record, name, command, figures=[], texts={})
     probe = record.probes[name]
-    texts = {escaped(what): text for what, text in probe.texts.items()}
+    texts = {escaped(what): text for what, text in probe.texts.items() if what not in NOT_PRINTED}
     return Finding(record, probe.title, command, probe.figures, texts, probe.trouble)
 
 
 def finding_of_script(record: Record, script: str) -> Finding:
-    """Seconds and memory of a script's run, if it ended as on gloo, and what it printed where it measured speed."""
+    """Seconds and memory of a script's run, if it came to a result, and what it printed where it measured speed."""
     command = record.facts["command"]
     figures: list[Figure] = []
     texts: dict[str, str] = {}
     step = record.steps.get(script)
-    if step is not None and not step.differences:
+    if step is not None and step.result:
         command = step.command
         for where, seconds in zip(("GPUs", "CPUs, with gloo"), step.script_seconds, strict=False):
             figures.append(Figure(f"the run on {where}", seconds, "s"))
@@ -164,7 +166,10 @@ def text_of_box(root: Path, name: str, text_of_others: str) -> str:
         if finding.figures:
             parts.append(table(HEADS, [row(figure) for figure in finding.figures]))
         for label, text in finding.texts.items():
-            parts += [f"{label}:", fenced(text)]
+            if name == MESSAGES:
+                parts.append(fenced("{dropdown} " + label, fenced("text", text)))
+            else:
+                parts += [f"{label}:", fenced("text", text)]
         if finding.trouble:
             parts.append(f"The rest was not measured ({escaped(finding.trouble)}).")
     if name == MESSAGES:
@@ -266,11 +271,11 @@ def code(text: str) -> str:
     return f"`{plain}`"
 
 
-def fenced(text: str) -> str:
-    """What a program printed, in a fence that it cannot close."""
+def fenced(head: str, text: str) -> str:
+    """A text in a fence that it cannot close; ``head`` is its language or its directive."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{text.strip()}\n{fence}"
+    return f"{fence}{head}\n{text.strip()}\n{fence}"
 
 
 # --- Sphinx -----------------------------------------------------------------------------------------------------------
