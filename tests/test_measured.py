@@ -261,7 +261,7 @@ def test_the_copy_in_markdown_shows_what_the_page_shows(project):
 DAMAGED = {
     "<<<<<<< HEAD": "Expecting value",
     "{}": "facts",
-    "[1, 2]": "indices",
+    "[1, 2]": "list",
     '{"facts": {}, "steps": {}, "probes": {"rates": {"title": "Rates"}}}': "figures",
 }
 
