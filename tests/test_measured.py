@@ -146,9 +146,14 @@ def test_a_newer_record_in_which_the_probe_failed_hides_nothing(project):
 
 
 def test_what_stopped_a_probe_halfway_is_said(project):
-    probe = Probe("Bus bandwidth", 1.0, [Figure("1 MiB", 11.0, "GB/s")], trouble="hung: at bench.py:7")
-    write(record_of(bus_bandwidth=probe), project.measured / "a.json")
-    assert "The rest was not measured (hung: at bench.py:7)." in words_of(project.build(BOX).box)
+    for trouble, said in (
+        ("hung: at bench.py:7", "hung: at bench.py:7"),
+        ("failed: " + "a b " * 999, "failed: a b a b"),
+    ):
+        probe = Probe("Bus bandwidth", 1.0, [Figure("1 MiB", 11.0, "GB/s")], trouble=trouble)
+        write(record_of(bus_bandwidth=probe), project.measured / "a.json")
+        words = words_of(project.build(BOX).box)
+        assert f"The rest was not measured ({said}" in words and len(words) < 700
 
 
 def test_two_kinds_of_gpus_give_two_tables(project):
@@ -163,8 +168,11 @@ def test_two_kinds_of_gpus_give_two_tables(project):
     assert "on 1 x NVIDIA H200 (driver 580.95" in captions[1] and "5d6e7f8" in captions[1]
 
 
+ON_TWO_RANKS = {**FACTS, "ranks of the scripts": "2"}
+
+
 def test_a_script_shows_its_seconds_its_memory_and_the_speed_it_printed(project):
-    record = record_of()
+    record = record_of(ON_TWO_RANKS)
     record.steps["index"] = Step(
         seconds=30.0,
         differences=["index.py:7 waits: 3 times on GPUs, 2 as rehearsed"],  # which makes its seconds no less true
@@ -189,8 +197,18 @@ def test_a_script_shows_its_seconds_its_memory_and_the_speed_it_printed(project)
     assert "by torchrun index.py:" in words_of(box) and "torchrun index.py --large:" in words_of(box)
 
 
+def test_a_script_on_one_rank_shows_nothing(project):
+    box = BOX.replace("bus_bandwidth", "script")
+    for facts, words in ((ON_TWO_RANKS, "the run on GPUs 4 s"), (FACTS, "Not yet measured by this book.")):
+        record = record_of(facts)
+        record.steps["index"] = Step(30.0, [], "", "torchrun", result={"loss": 1.0}, script_seconds=[4.0])
+        record.steps["index, speed"] = Step(9.0, [], "measured", "torchrun", printed="1.5 GB/s")
+        write(record, project.measured / "a.json")
+        assert words in words_of(project.build(box).box)
+
+
 def test_a_script_that_came_to_no_result_shows_no_seconds(project):
-    record = record_of()
+    record = record_of(ON_TWO_RANKS)
     record.steps["index"] = Step(30.0, ["on GPUs it hung"], "", "torchrun", result={}, script_seconds=[4.0, 8.0])
     write(record, project.measured / "a.json")
     assert "Not yet measured" in words_of(project.build(BOX.replace("bus_bandwidth", "script")).box)

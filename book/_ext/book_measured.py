@@ -14,6 +14,7 @@ not know as an error.
 import json
 import math
 import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
@@ -53,6 +54,7 @@ PROBES = (
 NOT_PRINTED = ("expected, and printed or not", "lines of book/error_messages.txt that came")
 NOT_MEASURED = "Not yet measured by this book."
 NOT_SEEN = "No message was seen on a GPU by this book yet."
+LONGEST = 160  # letters of the reason why something was not measured; an error of PyTorch has more
 HEADS = ("what", "measured", "predicted", "measured / predicted")
 BOX = re.compile(r"^(:{3,}\{admonition\}[^\n]*\n:class:([^\n]*)\n)(.*?)^(:{3,})$", flags=re.M | re.S)
 
@@ -133,10 +135,16 @@ def finding_of_probe(record: Record, name: str) -> Finding:
 
 
 def finding_of_script(record: Record, script: str) -> Finding:
-    """Seconds and memory of a script's run, if it came to a result, and what it printed where it measured speed."""
+    """Seconds and memory of a script's run, if it came to a result, and what it printed where it measured speed.
+
+    A run on one rank is left out: it says nothing about what the scripts of this book are for.
+    """
     command = record.facts["command"]
     figures: list[Figure] = []
     texts: dict[str, str] = {}
+    title = f"The script {script}.py"
+    if record.facts.get("ranks of the scripts") == "1":
+        return Finding(record, title, command, figures, texts)
     step = record.steps.get(script)
     if step is not None and step.result:
         command = step.command
@@ -147,7 +155,7 @@ def finding_of_script(record: Record, script: str) -> Finding:
     speed = record.steps.get(f"{script}, speed")
     if speed is not None and speed.printed.strip():
         texts[code(speed.command)] = speed.printed
-    return Finding(record, f"The script {script}.py", command, figures, texts)
+    return Finding(record, title, command, figures, texts)
 
 
 # --- Markdown, for the page and for its copy beside it ----------------------------------------------------------------
@@ -171,7 +179,8 @@ def text_of_box(root: Path, name: str, text_of_others: str) -> str:
             else:
                 parts += [f"{label}:", fenced("text", text)]
         if finding.trouble:
-            parts.append(f"The rest was not measured ({escaped(finding.trouble)}).")
+            why = textwrap.shorten(finding.trouble, LONGEST, placeholder=" …")
+            parts.append(f"The rest was not measured ({escaped(why)}).")
     if name == MESSAGES:
         parts.append(explanations(root, shown))
     return "\n\n".join(parts)
