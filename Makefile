@@ -66,8 +66,9 @@ check: $(READY)  ## ruff, mypy, tests that start no ranks; CHAPTER=04: one chapt
 # ALL=1 and DAILY=1 (and CI) also write what passed to notebooks/verified.json, for the last line of each page.
 SELECTED = $(if $(ARGS)$(DAILY),,$(if $(ALL)$(CI),-m "not daily",-m "not slow and not system and not daily"))
 test: $(READY)  ## every cell, script and process group; ALL=1: also built pages, hosts, Slurm; DAILY=1: all; TORCH=2.15.0
-	@status=0; { $(STATIC); } || status=1; \
-	$(PYTEST) -n 4 $(if $(ALL)$(CI)$(DAILY),--record-verified) $(SELECTED) $(ARGS) || status=1; exit $$status
+	@static=$$(mktemp); { $(STATIC); } >$$static 2>&1 & checked=$$!; status=0; \
+	$(PYTEST) -n 4 $(if $(ALL)$(CI)$(DAILY),--record-verified) $(SELECTED) $(ARGS) || status=1; \
+	wait $$checked || status=1; cat $$static; rm -f $$static; exit $$status
 rehearse: $(READY)  ## run the GPU path of eleven chapters on 8 or 2 x 8 pretended GPUs
 	@$(BIN)/python tools/rehearse_all.py
 gpu: $(READY)  ## verify the whole book on this machine's GPUs  (ARGS='--chapters 04 06')

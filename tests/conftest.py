@@ -66,7 +66,13 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session")
 def book(tmp_path_factory, worker_id):
-    """The book, built once for all tests: ``.html`` is its folder, ``.status`` and ``.complaints`` are the build's."""
+    """The book, built once for all tests: ``.html`` is its folder, ``.status`` and ``.complaints`` are the build's.
+
+    BUILT_BOOK names a project's folder in which `make book` has built it, without complaints.
+    """
+    if "BUILT_BOOK" in os.environ:
+        built = Path(os.environ["BUILT_BOOK"])
+        return SimpleNamespace(html=built / "_build" / "html", scripts=built / "scripts", status=0, complaints="")
     shared = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         shared = shared.parent  # one folder for all of pytest-xdist's workers

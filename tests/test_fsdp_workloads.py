@@ -74,6 +74,7 @@ def script(tmp_path_factory):
     return run
 
 
+@pytest.mark.daily
 def test_a_block_drawn_alone_has_its_weights_on_any_number_of_ranks(script):
     plain, drawn = script(2), script(1, "--meta")
     assert abs(plain - drawn) > TOLERANCE  # the CPU draws a model's weights in another order

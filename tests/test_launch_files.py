@@ -350,6 +350,7 @@ def test_the_plain_lines_on_two_hosts(tmp_path):
             assert sorted(ranks) == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], done
 
 
+@pytest.mark.daily
 @pytest.mark.system(missing=hosts.missing)
 @pytest.mark.timeout(600)
 def test_the_pods_command_on_two_hosts(tmp_path):

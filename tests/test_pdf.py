@@ -13,7 +13,7 @@ from conftest import CHAPTERS, ROOT, toc_files
 from print_pdf import INTRO, NAME, link_from_intro
 from pypdf import PdfReader
 
-pytestmark = pytest.mark.timeout(1800)  # the first test prints the book: half a minute on an idle machine
+pytestmark = [pytest.mark.daily, pytest.mark.timeout(1800)]  # the first test prints the book, for half a minute or more
 
 
 @pytest.fixture(scope="module")

@@ -114,8 +114,9 @@ def test_a_widget_answers_as_the_page():
     assert answer.value == form.answer(SEVENTY).html and best.value == form.best(SEVENTY).html
 
 
-def test_in_the_browser_300_layouts_have_the_same_numbers(visit):
-    planned, refused = by_kind(300, 50)
+@pytest.mark.parametrize("layouts, refusals", [(30, 10), pytest.param(300, 50, marks=pytest.mark.daily)])
+def test_in_the_browser_layouts_have_the_same_numbers(visit, layouts, refusals):
+    planned, refused = by_kind(layouts, refusals)
     questions = [{"kind": "answer", "values": values} for values in planned + refused]
     questions += [{"kind": "best", "values": values} for values in ({}, SEVENTY, {"model": "qwen3-30b-a3b"})]
     answers = visit(PAGE).evaluate(ASK, questions)

@@ -131,8 +131,21 @@ def test_chapter(notebook, alone, tmp_path):
     assert on_ranks(4, forked(script_on_ranks(script, 4, *flags), alone)) == pytest.approx(expected, abs=TOLERANCE)
     assert set(os.listdir(folder)) <= {script.name, "__pycache__"}
 
-    gpus, report = facts.gpus, folder / "report.json"
+
+def rehearsed(notebook):
+    """A chapter as a parameter. Two are rehearsed on each push, the others once a day."""
+    marks = [] if notebook in (RECORDED, TRAINER) else [pytest.mark.daily]
+    return pytest.param(notebook, marks=marks, id=notebook.stem)
+
+
+@pytest.mark.parametrize("notebook", [rehearsed(notebook) for notebook in CHAPTERS])
+def test_a_rehearsal_has_the_result_of_one_rank(notebook, alone, tmp_path):
+    facts, folder = FACTS[notebook.stem], tmp_path / "empty"
+    script = export(notebook, folder)
+    flags = facts.quick_flags.split()
+    expected = on_one(script, alone, *flags)
     flags += facts.rehearsal_flags.split()
+    gpus, report = facts.gpus, folder / "report.json"
     command = "04" if notebook == RECORDED else script  # by its number, as its user writes it
     done = rehearse_here(command, "--gpus", gpus, "--json", report, flags=flags)
     out = done.stdout + done.stderr

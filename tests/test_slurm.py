@@ -134,6 +134,7 @@ def result_of(text, work):
     return result, [checkpoint["model"], checkpoint["optimizer"]["state"]]
 
 
+@pytest.mark.daily
 def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had_happened(cluster, folder):
     job = Job(cluster, folder, flags=FLAGS)
 
@@ -268,6 +269,7 @@ def test_a_job_whose_saves_take_long_is_told_earlier(cluster, submit):
     job.wait_for_end()
 
 
+@pytest.mark.daily
 def test_the_preflight_of_chapter_12(submit, tmp_path):
     """It checks every link before the script begins. If a check fails, the script does not begin."""
     [check] = chapters.export("12", tmp_path)
@@ -312,6 +314,7 @@ def test_slurm_reads_the_lines_that_a_reader_may_complete(cluster, folder, tmp_p
         cluster.run("sbatch", "--test-only", batch)
 
 
+@pytest.mark.daily
 def test_doctor_under_srun(cluster):
     """If a node's name in Slurm has no address, the doctor says what it needs."""
     doctor = [sys.executable, "-m", "helpers", "doctor", "--backend=gloo"]

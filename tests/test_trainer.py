@@ -250,6 +250,7 @@ def test_a_logger_has_one_run(script, alone, tmp_path):
     assert steps == [["2", "loss"], ["4", "loss"], ["4", "val_loss"]]
 
 
+@pytest.mark.daily
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 def test_a_model_that_inductor_compiled_has_the_same_losses(script, alone, tmp_path):

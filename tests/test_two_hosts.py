@@ -129,6 +129,7 @@ def all_beat(job, ranks=(0, 1, 2), seconds=60):
     assert leftovers.soon(lambda: all(beats(rank)[0] >= end for rank, end in ends.items()), seconds), job.outputs()
 
 
+@pytest.mark.daily
 def test_two_kinds_of_rendezvous(place):
     """They run the chapter's own script on 2 + 1 ranks."""
     text = ""
@@ -141,6 +142,7 @@ def test_two_kinds_of_rendezvous(place):
     recorded.compare("two_hosts", text, f"{RECORD} -k rendezvous", varying=[r"(?m)\d+ +\d+\.\d{3}$"])
 
 
+@pytest.mark.daily
 def test_a_name_that_means_the_loopback(place):
     """With Debian's line `127.0.1.1 node0`, no host serves the store; with a flag for that, none reaches rank 0."""
     c10d = [*C10D[:-1], "--rdzv-endpoint=10.88.0.1:29500"]

@@ -45,6 +45,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.daily
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_planted_differences_are_named_and_what_has_ended_is_kept(helpers, tmp_path):
