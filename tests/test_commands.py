@@ -156,7 +156,7 @@ SLURM, TWO_HOSTS = "test_slurm.py::test_", "test_two_hosts.py::test_"
 STATIC = "torchrun --nnodes=2 --node-rank={} --master-addr=HOST "
 C10D = "--rdzv-backend=c10d {}--rdzv-endpoint=HOST:29500"
 TESTS = {  # by which other test a line is run
-    "make book": "../.ci/run::part make book",
+    "make book": "../.ci/run::make book &&",
     "make pages": "test_pages.py::test_each_chapter_is_measured_and_has_code_and_a_picture",
     "make pdf": "test_pdf.py::test_every_page_of_the_toc_is_there_under_its_title_and_number",
     "make rehearse": "../.ci/run::part make rehearse",
@@ -250,7 +250,7 @@ def folders(tmp_path_factory):
 
 def started(command, folders, output):
     """A shell that runs a command in its folder; its output goes to a file."""
-    mine = ("PYTEST", "MAKE", "CI", "MFLAGS", "PYTHONPATH")
+    mine = ("PYTEST", "MAKE", "ALL", "DAILY", "ARGS", "BUILT_BOOK", "CI", "MFLAGS", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
     environment |= {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     environment |= {f"JUPYTER_{name}_DIR": str(output.parent / name) for name in ("CONFIG", "DATA", "RUNTIME")}

@@ -280,9 +280,10 @@ def test_after_a_signal_to_torchrun_its_shutdown_timeout_is_what_a_save_gets(tmp
     rank = ["bash", "-c", f"trap '{save}' USR1; touch ready; while :; do sleep 0.1; done"]
     agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--signals-to-handle=SIGUSR1"]
     agent += ["--standalone", "--local-addr=127.0.0.1", f"--shutdown-timeout={seconds}", "--no-python", *rank]
-    with subprocess.Popen(agent, cwd=tmp_path, stderr=subprocess.DEVNULL) as running:
+    errors = tmp_path / "errors"
+    with errors.open("w") as file, subprocess.Popen(agent, cwd=tmp_path, stderr=file) as running:
         try:
-            assert soon((tmp_path / "ready").exists, 60)
+            assert soon((tmp_path / "ready").exists, 180), errors.read_text()
             running.send_signal(signal.SIGUSR1)
             assert running.wait(60) == 1
         finally:
