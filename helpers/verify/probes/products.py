@@ -1,0 +1,73 @@
+"""Matrix products by type, size and data, and the speed of a GPU's memory.
+
+A matrix of equal numbers flips fewer transistors, so a GPU draws less power and clocks higher: products of ones are
+measured beside random ones, and only the latter say what training reaches (He 2024, "Strangely, Matrix Multiplications
+on GPUs Run Faster When Given 'Predictable' Data!").
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import ScalingType
+
+from helpers.verify.probes.catalog import MATRIX, MEMORY_SPEED, product_name
+from helpers.verify.probes.results import seconds_of
+from helpers.verify.record import Figure
+
+SIZES = (1024, 2048, 4096, MATRIX)
+SMALL = (32, 64)  # on a CPU
+PRECISIONS = {  # the type of the matrices, and torch.set_float32_matmul_precision
+    "float32": (torch.float32, "highest"),
+    "TF32": (torch.float32, "high"),
+    "bfloat16": (torch.bfloat16, "highest"),
+    "float16": (torch.float16, "highest"),
+}
+
+
+def product_rate(a: torch.Tensor, b: torch.Tensor) -> float:
+    """TFLOP/s of the product of two square matrices."""
+    seconds = seconds_of(lambda: torch.mm(a, b), a.device)
+    return 2 * len(a) ** 3 / seconds / 1e12
+
+
+def rates(device: torch.device) -> Iterator[Figure]:
+    """TFLOP/s by type and size, of random matrices and, for the largest, of ones; GB/s of a copy within the memory."""
+    sizes = SMALL if device.type == "cpu" else SIZES
+    for name, (dtype, matmul_precision) in PRECISIONS.items():
+        torch.set_float32_matmul_precision(matmul_precision)
+        for size in sizes:
+            a = torch.randn(size, size, device=device, dtype=dtype)
+            b = torch.randn(size, size, device=device, dtype=dtype)
+            yield Figure(product_name(name, size), product_rate(a, b), "TFLOP/s")
+        ones = torch.ones_like(a)
+        yield Figure(product_name(name, sizes[-1], "of ones"), product_rate(ones, ones), "TFLOP/s")
+
+    count = 1 << 30  # of float32: 4 GiB
+    if device.type == "cpu":
+        count = 1 << 20
+    source = torch.randn(count, device=device)
+    target = torch.empty_like(source)
+    seconds = seconds_of(lambda: target.copy_(source), device)
+    yield Figure(MEMORY_SPEED, 2 * source.nbytes / seconds / 1e9, "GB/s")  # It reads and writes.
+
+
+def float8(device: torch.device) -> Iterator[Figure]:
+    """TFLOP/s of products in float8 with one scale a matrix, beside bfloat16; what the conversion costs, apart."""
+    sizes = SMALL if device.type == "cpu" else (*SIZES, 2 * MATRIX)
+    scale = torch.ones((), device=device)
+    for size in sizes:
+        a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+        b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+        yield Figure(product_name("bfloat16", size), product_rate(a, b), "TFLOP/s")
+
+        a8 = a.to(torch.float8_e4m3fn)
+        b8 = b.to(torch.float8_e4m3fn).t()  # The kernel takes the second matrix column by column.
+
+        def multiply(a8: torch.Tensor = a8, b8: torch.Tensor = b8) -> torch.Tensor:
+            return F.scaled_mm(a8, b8, scale, ScalingType.TensorWise, scale, ScalingType.TensorWise)
+
+        seconds = seconds_of(multiply, device)
+        yield Figure(product_name("float8", size), 2 * size**3 / seconds / 1e12, "TFLOP/s")
+        seconds = seconds_of(lambda a=a: a.to(torch.float8_e4m3fn), device)
+        yield Figure(product_name("conversion to float8", size), 1e6 * seconds, "us")
