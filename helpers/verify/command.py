@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
-    """As ``main``, until the moment ``end``, with scripts and logs in a folder. Raises ValueError where it cannot begin."""
+    """As ``main``, until the moment ``end``, with scripts and logs in a folder. ValueError where it cannot begin."""
     if args.record and (args.rehearsal or not LIBRARY.is_dir()):
         raise ValueError("--record is for real GPUs, in a copy of the repository.\nLeave it out.")
     out = args.out.absolute()

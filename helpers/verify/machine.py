@@ -40,6 +40,8 @@ def examine() -> Machine:
         torch.cuda.init()
         names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.version.cuda == "pretended":  # A rehearsal on PyTorch's build for CPUs has neither.
+            nccl = "pretended"
     except (RuntimeError, AssertionError) as problem:
         error = str(problem).partition("\n")[0]
     return Machine(

@@ -19,9 +19,9 @@ def page(record: Record, missing: Sequence[str], tolerances: Mapping[str, float]
         lines += ["", f"Not run yet: {', '.join(missing)}."]
     lines += ["", "## Predicted before the run, and measured", "", *predicted_table(record)]
     lines += ["", "## What differed from gloo, the pages' backend, and from the rehearsal", ""]
-    lines += differences(record) or ["Nothing."]
+    lines += differences(record)
     lines += ["", "## What agreed", ""]
-    lines += agreements(record) or ["Nothing has run yet."]
+    lines += agreements(record)
     lines += ["", f"{about(tolerances)} {UNCOMPARED}", "## Scripts", ""]
     lines += ["The observer's counting takes some of the seconds.", "", *scripts_table(record.steps)]
     for name, probe in record.probes.items():
@@ -88,12 +88,18 @@ def predicted_row(probe: str, prediction: Prediction, figure: Figure | None) -> 
 def differences(record: Record) -> list[str]:
     """A line for each difference of a step, and for each probe that did not end well."""
     lines = [f"- {name}: {line}" for name, step in record.steps.items() for line in step.differences]
-    return lines + [f"- {name}: {probe.trouble}" for name, probe in record.probes.items() if probe.trouble]
+    lines += [f"- {name}: {probe.trouble}" for name, probe in record.probes.items() if probe.trouble]
+    if not lines:
+        return ["Nothing."]
+    return lines
 
 
 def agreements(record: Record) -> list[str]:
     """A line for each step in which nothing differed."""
-    return [f"- {name}: {step.summary}" for name, step in record.steps.items() if not step.differences]
+    lines = [f"- {name}: {step.summary}" for name, step in record.steps.items() if not step.differences]
+    if not lines:
+        return ["Nothing yet."]
+    return lines
 
 
 def scripts_table(steps: Mapping[str, Step]) -> Iterator[str]:

@@ -135,7 +135,7 @@ class Launcher:
         finished = self.python(line, name, limit, **variables)
 
         records = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
-        first = {"lines": [], "seconds": 0.0}
+        first: dict[str, Any] = {"lines": [], "seconds": 0.0}
         if records:
             first = records[0]
         if kind == "rehearsed" and (folder / "counts.json").exists():

@@ -14,7 +14,7 @@ COMMIT = MADE / "COMMIT"
 def scripts_of(names: list[str], folder: Path) -> list[Path]:
     """The paths of the scripts of these chapters, or of all for none. A name that ends with .py is a path already.
 
-    Scripts are exported to ``folder``. On a machine that lacks what the export needs, those of `make scripts` are taken.
+    Scripts are exported to ``folder``. A machine that lacks what the export needs takes those of `make scripts`.
     Raises ValueError where there are none.
     """
     if not names:

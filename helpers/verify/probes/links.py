@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ def bus_bandwidth(device: torch.device) -> Iterator[Figure]:
     size = 1 << 10
     while size <= largest:
         x = torch.zeros(size // 4, device=device)
-        seconds = slowest(seconds_of(lambda x=x: dist.all_reduce(x), device), device)
+        seconds = slowest(seconds_of(partial(dist.all_reduce, x), device), device)
         if size == 1 << 10:
             yield Figure(f"{all_reduce_name(size)}, time", 1e6 * seconds, "us")
         yield Figure(all_reduce_name(size), size / seconds * 2 * (ranks - 1) / ranks / 1e9, "GB/s")
@@ -63,7 +64,7 @@ def exchange(numbers: int, device: torch.device) -> Callable[[], None]:
 
 
 def overlap(device: torch.device) -> Iterator[Figure]:
-    """Time of matrix products, of an all-reduce, and of both at once; and of a collective to which a rank comes late."""
+    """Time of matrix products, of an all-reduce, of both at once, and of an all-reduce to which a rank comes late."""
     start_group(device, alone=False)
     size = 8192
     numbers = 1 << 26

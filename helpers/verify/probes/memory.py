@@ -2,6 +2,8 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,18 +23,8 @@ def recompute(device: torch.device) -> Iterator[Figure]:
         width = 32
         layers = 2
         shape = (2, 16, width)
-    blocks = nn.ModuleList(
-        nn.TransformerEncoderLayer(
-            width,
-            nhead=16,
-            dim_feedforward=4 * width,
-            dropout=0.0,
-            batch_first=True,
-            device=device,
-            dtype=torch.bfloat16,
-        )
-        for _ in range(layers)
-    )
+    options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "device": device, "dtype": torch.bfloat16}
+    blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 16, 4 * width, **options) for _ in range(layers))
     x = torch.randn(shape, device=device, dtype=torch.bfloat16)
 
     def step(way: str) -> None:
@@ -54,7 +46,7 @@ def recompute(device: torch.device) -> Iterator[Figure]:
         step(way)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = seconds_of(lambda way=way: step(way), device, repeats=5, warm_up=1)
+        seconds = seconds_of(partial(step, way), device, repeats=5, warm_up=1)
         yield Figure(f"{way}, a step", 1e3 * seconds, "ms")
         if device.type == "cuda":
             yield Figure(f"{way}, peak memory", peak_gigabytes(), "GB")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +123,7 @@ if dist.is_initialized():
 
 def messages(device: torch.device) -> Iterator[Figure | Text]:
     """What each program printed, and how many printed what is expected."""
-    mistakes = MISTAKES
+    mistakes: Sequence[Mistake] = MISTAKES
     limit = LIMIT
     if device.type == "cpu":
         mistakes = MISTAKES[:2]
@@ -161,7 +161,7 @@ def shortened(output: str) -> str:
     return f"{output[:BEGINNING]}\n...\n{output[-END:]}"
 
 
-def run_all(mistakes: tuple[Mistake, ...], limit: float) -> dict[str, str]:
+def run_all(mistakes: Sequence[Mistake], limit: float) -> dict[str, str]:
     """{name: what its ranks printed}, of programs that run at once and are killed after so many seconds."""
     end = time.monotonic() + limit
     with tempfile.TemporaryDirectory() as folder, ExitStack() as logs:
