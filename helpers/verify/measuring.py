@@ -24,7 +24,7 @@ def measure(launcher: Launcher, task: Task, gpus: int, predictions: list[Predict
     if launcher.rehearsal:
         device = "cpu"
         variables["CUDA_VISIBLE_DEVICES"] = ""
-    words = ["-m", PROGRAM, task.name, device, str(results)]
+    words = ["-m", PROGRAM, task.module, task.name, device, str(results)]
     if task.several_gpus:
         words = ["-m", *TORCHRUN, f"--nproc-per-node={gpus}", *words]
         variables["OMP_NUM_THREADS"] = launcher.threads or str(threads_of_a_rank(gpus, 1))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """A probe: the function ``name`` in the module of probes ``module``."""
+    """A probe: the function ``name`` in the module ``module``."""
 
     name: str
     module: str
@@ -17,18 +17,26 @@ class Task:
     several_gpus: bool = False  # whether it needs more than one; then every GPU has a rank
 
 
-PLANNED = Task("planned", "planned", "A step of GPT-2 medium under FSDP, beside the planner's", 80)
-PRECISION = Task("precision", "precision", "Chapter 5: a step in four number formats, width 4096", 60)
-RATES = Task("rates", "products", "Chapter 15: matrix products and the memory's speed", 60)
-MESSAGES = Task("messages", "messages", "Mistakes on purpose, and what they print", 100)
-LAUNCH = Task("launch", "host", "What the host needs to launch a kernel", 40)
-COPIES = Task("copies", "host", "Copies from the host", 40)
-RECOMPUTE = Task("recompute", "memory", "Activations kept, recomputed, and saved on the CPU", 50)
-CHECKPOINT = Task("checkpoint", "checkpoint", "A checkpoint of 2 GB: how long training stands still", 60)
-SHARED_GPU = Task("shared_gpu", "sharing", "Two ranks on one GPU, with gloo", 50)
-FLOAT8 = Task("float8", "products", "float8 beside bfloat16", 40)
-NCCL_MEMORY = Task("nccl_memory", "memory", "What an NCCL group takes of the GPU's memory", 40)
-BUS_BANDWIDTH = Task("bus_bandwidth", "links", "Bus bandwidth among the GPUs", 60, several_gpus=True)
+PLANNED = Task(
+    "planned", "helpers.verify.probes.planned", "A step of GPT-2 medium under FSDP, beside the planner's", 80
+)
+PRECISION = Task(
+    "precision", "helpers.verify.probes.precision", "Chapter 5: a step in four number formats, width 4096", 60
+)
+RATES = Task("rates", "helpers.verify.probes.products", "Chapter 15: matrix products and the memory's speed", 60)
+MESSAGES = Task("messages", "helpers.verify.probes.messages", "Mistakes on purpose, and what they print", 100)
+LAUNCH = Task("launch", "helpers.verify.probes.host", "What the host needs to launch a kernel", 40)
+COPIES = Task("copies", "helpers.verify.probes.host", "Copies from the host", 40)
+RECOMPUTE = Task("recompute", "helpers.verify.probes.memory", "Activations kept, recomputed, and saved on the CPU", 50)
+CHECKPOINT = Task(
+    "checkpoint", "helpers.verify.probes.checkpoint", "A checkpoint of 2 GB: how long training stands still", 60
+)
+SHARED_GPU = Task("shared_gpu", "helpers.verify.probes.sharing", "Two ranks on one GPU, with gloo", 50)
+FLOAT8 = Task("float8", "helpers.verify.probes.products", "float8 beside bfloat16", 40)
+NCCL_MEMORY = Task("nccl_memory", "helpers.verify.probes.memory", "What an NCCL group takes of the GPU's memory", 40)
+BUS_BANDWIDTH = Task(
+    "bus_bandwidth", "helpers.verify.probes.links", "Bus bandwidth among the GPUs", 60, several_gpus=True
+)
 OVERLAP = Task(
     "overlap", "links", "Communication beside computing, and a rank that others wait for", 60, several_gpus=True
 )

@@ -1,4 +1,4 @@
-"""One probe in a process of its own: ``python -m helpers.verify.probes.process NAME DEVICE FILE``.
+"""One probe in a process of its own: ``python -m helpers.verify.probes.process MODULE NAME DEVICE FILE``.
 
 Rank 0 appends what the probe yields to the file, a line of JSON each.
 """
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from helpers.verify.probes import catalog
 from helpers.verify.probes.results import Text
 from helpers.verify.record import Figure
 
@@ -24,17 +23,16 @@ def line_of(result: Figure | Text) -> str:
     return json.dumps({"figure": asdict(result)})
 
 
-def main(name: str, device: str, path: Path) -> None:
-    """Run the probe of this name on a device, and leave without Python's end: what it frees is no part of a probe."""
-    [task] = [task for task in (*catalog.FIRST, *catalog.LATER) if task.name == name]
-    module = importlib.import_module(f"helpers.verify.probes.{task.module}")
+def main(module: str, name: str, device: str, path: Path) -> None:
+    """Run the probe ``name`` of a module on a device. Leave without Python's end: what it frees is no part of a probe."""
+    probe = getattr(importlib.import_module(module), name)
     place = torch.device(device)
     if place.type == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(place)
     torch.manual_seed(0)
     is_first_rank = os.environ.get("RANK", "0") == "0"
-    for result in getattr(module, name)(place):
+    for result in probe(place):
         if is_first_rank:
             with path.open("a", encoding="utf-8") as file:
                 file.write(line_of(result) + "\n")
@@ -44,4 +42,4 @@ def main(name: str, device: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]))
