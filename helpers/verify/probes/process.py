@@ -24,7 +24,7 @@ def line_of(result: Figure | Text) -> str:
 
 
 def main(module: str, name: str, device: str, path: Path) -> None:
-    """Run the probe ``name`` of a module on a device. Leave without Python's end: what it frees is no part of a probe."""
+    """Run the probe ``name`` of a module on a device. Leave without Python's end: what it frees is not measured."""
     probe = getattr(importlib.import_module(module), name)
     place = torch.device(device)
     if place.type == "cuda":
