@@ -38,7 +38,11 @@ BUS_BANDWIDTH = Task(
     "bus_bandwidth", "helpers.verify.probes.links", "Bus bandwidth among the GPUs", 60, several_gpus=True
 )
 OVERLAP = Task(
-    "overlap", "links", "Communication beside computing, and a rank that others wait for", 60, several_gpus=True
+    "overlap",
+    "helpers.verify.probes.links",
+    "Communication beside computing, and waiting for a rank",
+    60,
+    several_gpus=True,
 )
 
 FIRST = (PLANNED, PRECISION, RATES, BUS_BANDWIDTH, OVERLAP)  # before the scripts

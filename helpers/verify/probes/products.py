@@ -5,8 +5,9 @@ measured beside random ones, and only the latter say what training reaches (He 2
 on GPUs Run Faster When Given 'Predictable' Data!").
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from helpers.verify.record import Figure
 
 SIZES = (1024, 2048, 4096, MATRIX)
 SMALL = (32, 64)  # on a CPU
+IN_A_ROW = 10  # products between two events, so that a small one's launch does not count
 PRECISIONS = {  # the type of the matrices, and torch.set_float32_matmul_precision
     "float32": (torch.float32, "highest"),
     "TF32": (torch.float32, "high"),
@@ -26,10 +28,19 @@ PRECISIONS = {  # the type of the matrices, and torch.set_float32_matmul_precisi
 }
 
 
+def rate_of(multiply: Callable[[], Any], size: int, device: torch.device) -> float:
+    """TFLOP/s of a function that multiplies two square matrices of this size."""
+
+    def in_a_row() -> None:
+        for _ in range(IN_A_ROW):
+            multiply()
+
+    return IN_A_ROW * 2 * size**3 / seconds_of(in_a_row, device) / 1e12
+
+
 def product_rate(a: torch.Tensor, b: torch.Tensor) -> float:
     """TFLOP/s of the product of two square matrices."""
-    seconds = seconds_of(lambda: torch.mm(a, b), a.device)
-    return 2 * len(a) ** 3 / seconds / 1e12
+    return rate_of(lambda: torch.mm(a, b), len(a), a.device)
 
 
 def rates(device: torch.device) -> Iterator[Figure]:
@@ -68,7 +79,6 @@ def float8(device: torch.device) -> Iterator[Figure]:
         def multiply(a8: torch.Tensor = a8, b8: torch.Tensor = b8) -> torch.Tensor:
             return F.scaled_mm(a8, b8, scale, ScalingType.TensorWise, scale, ScalingType.TensorWise)
 
-        seconds = seconds_of(multiply, device)
-        yield Figure(product_name("float8", size), 2 * size**3 / seconds / 1e12, "TFLOP/s")
+        yield Figure(product_name("float8", size), rate_of(multiply, size, device), "TFLOP/s")
         seconds = seconds_of(partial(a.to, torch.float8_e4m3fn), device)
         yield Figure(product_name("conversion to float8", size), 1e6 * seconds, "us")
