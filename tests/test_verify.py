@@ -9,7 +9,7 @@ import recorded
 from scripting import ROOT
 
 from helpers.export.facts import Script
-from helpers.verify import sources
+from helpers.verify import command, sources
 from helpers.verify.archive import LARGEST, keep_logs
 from helpers.verify.compare import differences
 from helpers.verify.machine import Machine, obstacle
@@ -186,6 +186,31 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
         (tmp_path / "broken.json").write_text(text)
         with pytest.raises(ValueError, match="broken.json is not a record of a verification"):
             read(tmp_path / "broken.json")
+
+
+def test_a_record_and_its_page_are_copied_for_the_book(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "LIBRARY", tmp_path)
+    record = Record({"machine": MACHINE}, {"one": Step(1.0, [], "as on gloo", "torchrun one.py")})
+    command.Results(tmp_path / "out", record, ["one", "two"], {}, "2026-11-28-8-gpus").write()
+    names = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    assert {*names} == {"page.md", "results.json"}
+    assert (tmp_path / "2026-11-28-8-gpus.md").read_text() == names["page.md"]
+    assert (tmp_path / "2026-11-28-8-gpus.json").read_text() == names["results.json"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_steps_of_another_commit_run_again(again, tmp_path, capsys):
+    def results(commit, steps):
+        return command.Results(tmp_path, Record({"machine": MACHINE, "commit": commit}, steps), ["one", "two"], {}, "")
+
+    results("abc", {"one": Step(1.0, [], "as on gloo", "torchrun one.py")}).write()
+    same = results("abc", {})
+    same.take_up(again)
+    assert same.missing == (["one", "two"] if again else ["two"])
+    other = results("def", {})
+    other.take_up(again)
+    assert other.missing == ["one", "two"]
+    assert "is of another machine or commit: all steps run again" in capsys.readouterr().out
 
 
 def test_a_figure_gets_its_prediction():

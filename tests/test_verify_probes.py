@@ -1,6 +1,7 @@
 """The probes of a verification: what is predicted for them, and what becomes of one that fails or hangs."""
 
 import ast
+import importlib
 import itertools
 import os
 import random
@@ -54,6 +55,12 @@ def test_the_sizes_of_all_reduces_end_with_the_one_that_is_predicted():
     names = [catalog.all_reduce_name(size) for size in sizes]
     assert names[0] == "all-reduce, 1 KiB" and names[-1] == "all-reduce, 1 GiB"
     assert predictions_for(H100, 8)["bus_bandwidth"][0].name == names[-1]
+
+
+@pytest.mark.parametrize("task", PROBES.values(), ids=[*PROBES])
+def test_a_probe_is_a_function_of_its_module_and_has_its_row(task):
+    assert callable(getattr(importlib.import_module(task.module), task.name))
+    assert 0 < task.seconds <= 100 and task.title
 
 
 PROBE = """\
