@@ -135,7 +135,7 @@ def test_the_cause_of_a_failure():
     lines = ["[rank1]: Traceback", "[rank1]: torch.cuda.OutOfMemoryError: CUDA out of memory", "  ChildFailedError:"]
     assert cause("\n".join(lines)) == "torch.cuda.OutOfMemoryError: CUDA out of memory"
     assert cause("E failed\nSignal 9 (SIGKILL) received by PID 12\n--") == "Signal 9 (SIGKILL) received by PID 12"
-    assert cause("") == "no message"
+    assert cause("") == "no message" and len(cause("RuntimeError: " + "x" * 1000)) == 301
 
 
 MACHINE = str(dataclasses.replace(NONE, gpus=["H100"] * 8))

@@ -25,6 +25,7 @@ TORCHRUN = ["torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 GRACE = 60  # seconds more for a rehearsal: it begins to count when torch is imported, and says where ranks were
 STACKS_WITHIN = 2  # seconds in which ranks that hang write where they are
+LONGEST_LINE = 300  # characters of a message
 ENDING = 4  # seconds before the end of all steps at which a run is stopped: for the stacks and the page
 
 
@@ -196,5 +197,12 @@ def cause(errors: str) -> str:
     signals = [line for line in lines if re.search(r"Signal \d+", line)]
     for found in (exceptions, signals, lines):
         if found:
-            return found[-1]
+            return shortened(found[-1])
     return "no message"
+
+
+def shortened(line: str) -> str:
+    """A line, cut where it is long."""
+    if len(line) <= LONGEST_LINE:
+        return line
+    return f"{line[:LONGEST_LINE]}…"
