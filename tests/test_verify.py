@@ -273,7 +273,7 @@ def test_logs_are_moved_to_one_archive(tmp_path):
 
 
 def test_scripts_that_were_made_elsewhere(tmp_path):
-    with pytest.raises(ValueError, match="No script can be exported without ruff, and .* has none.\nRun make scripts"):
+    with pytest.raises(ValueError, match="No script can be exported without ruff, and .* has none.\nInstall nbformat"):
         sources.made_script("04", "ruff", tmp_path)
     (tmp_path / "04_ddp.py").touch()
     for name in ("4", "04", "ddp", "04_ddp"):

@@ -188,7 +188,7 @@ def test_ten_kills_leave_a_page_and_a_record_and_the_command_goes_on(tmp_path):
     for script in scripts:
         script.write_text(ONE_RANK)
     out = tmp_path / "out"
-    probes = ["rates", "launch", "copies", "nccl_memory"]
+    probes = ["rates", "launch", "copies", "nccl_memory", "recompute", "checkpoint", "float8", "precision"]
     command = [sys.executable, "-m", "helpers", "verify", "--rehearsal", "--gpus", "1", "--out", out]
     command += ["--chapters", *scripts, "--probes", *probes]
     moments = random.Random(39)
@@ -199,7 +199,8 @@ def test_ten_kills_leave_a_page_and_a_record_and_the_command_goes_on(tmp_path):
         for _ in range(KILLS):
             process = subprocess.Popen(command, **options)
             leftovers.soon((out / "results.json").exists, 60)
-            time.sleep(moments.uniform(0, 12))
+            time.sleep(moments.uniform(0, 9))
+            assert process.poll() is None, process.communicate()
             process.kill()
             process.communicate()
             assert is_page((out / "page.md").read_text())

@@ -57,7 +57,7 @@ def made_script(chapter: str, missing: str, folder: Path = MADE) -> Path:
         raise ValueError(f"There is no script of a chapter {chapter!r} in {folder}.\nThere are: {names}")
     raise ValueError(
         f"No script can be exported without {missing}, and {folder} has none.\n"
-        "Run make scripts where the book is set up, and bring the folder scripts along."
+        "Install nbformat and ruff, or run make scripts where the book is set up, and bring the folder scripts along."
     )
 
 
