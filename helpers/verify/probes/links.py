@@ -41,7 +41,7 @@ def bus_bandwidth(device: torch.device) -> Iterator[Figure]:
 
     if device.type == "cuda":
         peers = sum(torch.cuda.can_device_access_peer(0, other) for other in range(1, ranks))
-        yield Figure("GPUs whose memory GPU 0 can access", float(peers), f"of {ranks - 1}")
+        yield Figure(f"of {ranks - 1} other GPUs, GPU 0 can access the memory of", float(peers), "GPUs")
     seconds = slowest(seconds_of(exchange(largest // 4, device), device), device)
     yield Figure("ranks 0 and 1 exchange, in each direction", largest / seconds / 1e9, "GB/s")
 

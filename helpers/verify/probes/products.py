@@ -1,8 +1,8 @@
 """Matrix products by type, size and data, and the speed of a GPU's memory.
 
-A matrix of equal numbers flips fewer transistors, so a GPU draws less power and clocks higher: products of ones are
+A matrix of equal numbers flips fewer transistors, so a GPU draws less power and clocks higher. Products of ones are
 measured beside random ones, and only the latter say what training reaches (He 2024, "Strangely, Matrix Multiplications
-on GPUs Run Faster When Given 'Predictable' Data!").
+on GPUs Run Faster When Given 'Predictable' Data!", https://www.thonking.ai/p/strangely-matrix-multiplications).
 """
 
 from collections.abc import Callable, Iterator
