@@ -4,11 +4,16 @@ import os
 import re
 from pathlib import Path
 
-from helpers.export.facts import NOTEBOOKS, chapters, facts_at, is_called
+from helpers.export.facts import NOTEBOOKS, chapters_in, facts_at, is_called
 from helpers.export.launch_files import Allocation, launch_files
 from helpers.export.notebook import ExportError, read_notebook, script_name
 from helpers.export.script import script_from_notebook
 from helpers.export.verified import FILE_NAME, fingerprint, read_record
+
+
+def chapters() -> list[Path]:
+    """The paths of the chapters' notebooks, in order, without practice pages and the template."""
+    return chapters_in(NOTEBOOKS)
 
 
 def numbered() -> list[Path]:

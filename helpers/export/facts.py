@@ -87,9 +87,9 @@ class Chapter:
         return Line(flags)
 
 
-def chapters() -> list[Path]:
+def chapters_in(folder: Path = NOTEBOOKS) -> list[Path]:
     """The paths of the chapters' notebooks, in order, without practice pages and the template."""
-    return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    return sorted(folder.glob("[0-9][0-9]_*.ipynb"))
 
 
 def is_called(stem: str, chapter: str) -> bool:

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 from helpers.export.facts import Script as Facts
-from helpers.export.facts import chapters, facts_at, is_called
+from helpers.export.facts import chapters_in, facts_at, is_called
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = ROOT / "scripts"  # by `make scripts`
@@ -18,7 +18,7 @@ def scripts_of(names: list[str], folder: Path) -> list[Path]:
     Raises ValueError where there are none.
     """
     if not names:
-        names = [path.stem for path in chapters()]
+        names = [path.stem for path in chapters_in()]
     scripts = []
     for name in names:
         if name.endswith(".py"):
@@ -63,7 +63,7 @@ def made_script(chapter: str, missing: str, folder: Path = MADE) -> Path:
 
 def facts_of_chapters() -> dict[str, Facts]:
     """{name: what the chapter says of its script}, in the chapters' order."""
-    return {path.stem: facts_at(path).script for path in chapters()}
+    return {path.stem: facts_at(path).script for path in chapters_in()}
 
 
 def commit() -> str:
