@@ -36,6 +36,7 @@ def test_the_predictions_for_an_h100():
     assert [round(number, 1) for number in (step.value, step.low, step.high)] == [124.6, 105.6, 199.3]
     assert (round(peak.value, 1), round(states.value, 2)) == (17.9, 4.26)
     assert "bus_bandwidth" not in predictions and "bus_bandwidth" in predictions_for(H100, 8)
+    assert predictions_for(H100, 10).keys() == predictions_for(H100, 8).keys()
     assert predictions_for("NVIDIA GeForce RTX 4090", 1) == {} and "float8" not in predictions_for([*PRESETS][0], 1)
 
 

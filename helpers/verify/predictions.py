@@ -14,6 +14,7 @@ PRESETS = {
     "NVIDIA H200": "h200",
     "pretended GPU": "h100",
 }
+GPUS_PER_NODE = 8  # of the planner's clusters
 # GPT-2 medium, 8 samples of 1,024 tokens, on one GPU.
 LAYOUT = {"dp": 1, "zero": 3, "micro_batch": 8, "batch": 8, "dtype": "bfloat16"}
 
@@ -23,7 +24,7 @@ def predictions_for(gpu: str, ranks: int) -> dict[str, list[Prediction]]:
     preset = PRESETS.get(gpu)
     if preset is None:
         return {}
-    cluster = cluster_of(preset, ranks)
+    cluster = cluster_of(preset, min(ranks, GPUS_PER_NODE))
     predictions = {
         catalog.PLANNED.name: of_step(preset),
         catalog.RATES.name: of_rates(cluster),
