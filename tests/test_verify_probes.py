@@ -19,7 +19,7 @@ from markdown_it import MarkdownIt
 from scripting import ROOT
 
 from helpers.export.chapters import export
-from helpers.verify.measuring import measure
+from helpers.verify.measuring import measure, read_results
 from helpers.verify.order import PROBES
 from helpers.verify.predictions import PRESETS, predictions_for
 from helpers.verify.probes import catalog, messages, products
@@ -133,6 +133,18 @@ def test_what_a_killed_command_has_started_ends_too():
     parent.kill()
     parent.communicate()
     child.wait(20)
+
+
+@pytest.mark.ranks
+def test_a_probe_goes_a_gpus_way_on_a_pretended_one(tmp_path):
+    """The others have too much to compute for a CPU there."""
+    task = catalog.NCCL_MEMORY
+    words = [task.module, task.name, "cuda", tmp_path / "results"]
+    program = "helpers.verify.probes.process"
+    command = [sys.executable, "-m", "helpers", "rehearse", "-m", program, "--gpus", "1", "--", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    figures, _ = read_results(tmp_path / "results")
+    assert done.returncode == 0 and len(figures) == 3, done.stderr
 
 
 @pytest.mark.ranks
