@@ -260,7 +260,7 @@ def test_a_copy_without_git_nbformat_and_ruff_takes_the_scripts_that_came_along(
     (copy / "scripts" / "COMMIT").write_text("fb68594\n")
     (tmp_path / "sitecustomize.py").write_text(REFUSED)
     out = tmp_path / "out"
-    words = ["--rehearsal", "--gpus", "1", "--chapters", "01", "--probes", "rates", "--out", out, "--minutes", "8"]
+    words = ["--rehearsal", "--gpus", "1", "--chapters", "01", "--probes", "rates", "--out", out, "--timeout", "200"]
     done = subprocess.run(
         [sys.executable, "-m", "helpers", "verify", *words],
         cwd=copy,
