@@ -52,6 +52,8 @@ lab: $(READY)  ## open the notebooks in JupyterLab
 
 scripts: $(READY)  ## write every chapter's torchrun script to scripts/
 	@$(BIN)/python -m helpers export --all --out scripts --force
+	@# A copy without .git, on a machine with GPUs, finds there from which commit its scripts are.
+	@if test -e .git; then git describe --always --dirty --exclude='*' >scripts/COMMIT; else rm -f scripts/COMMIT; fi
 run: $(READY)  ## export one chapter and run it under torchrun  (CHAPTER=04 NPROC=4 ARGS='--epochs 2')
 	@$(BIN)/python -m helpers run $(or $(CHAPTER),04) --nproc $(NPROC) -- $(ARGS)
 

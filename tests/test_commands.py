@@ -110,6 +110,10 @@ WAYS = {
     "make scripts": exports(*(f"{path.stem}.py" for path in CHAPTERS)),
     "make gpu": dataclasses.replace(WITHOUT_A_GPU, status=2),
     "python -m helpers verify": WITHOUT_A_GPU,
+    "python -m helpers verify --minutes 8 --out results": WITHOUT_A_GPU,
+    "python -m helpers verify --probes planned rates": Way(
+        ("planned .*time of a step", "rates .*TFLOP/s"), ("verify/page.md",), "{} --rehearsal"
+    ),
     "python -m helpers verify --chapters 04 06 --again": Way(
         (f"{DDP} .*result as on gloo", f"{FSDP} .*result as on gloo"), ("verify/page.md",), "{} --rehearsal", daily=True
     ),

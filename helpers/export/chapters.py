@@ -4,20 +4,16 @@ import os
 import re
 from pathlib import Path
 
-from helpers.export.facts import facts_at
+from helpers.export.facts import NOTEBOOKS, chapters_in, facts_at, is_called
 from helpers.export.launch_files import Allocation, launch_files
 from helpers.export.notebook import ExportError, read_notebook, script_name
 from helpers.export.script import script_from_notebook
 from helpers.export.verified import FILE_NAME, fingerprint, read_record
 
-HELPERS = Path(__file__).resolve().parents[1]
-# An installed package holds the notebooks; in a copy of the repository they are beside it.
-NOTEBOOKS = HELPERS / "chapters" if (HELPERS / "chapters").is_dir() else HELPERS.parent / "notebooks"
-
 
 def chapters() -> list[Path]:
     """The paths of the chapters' notebooks, in order, without practice pages and the template."""
-    return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    return chapters_in(NOTEBOOKS)
 
 
 def numbered() -> list[Path]:
@@ -48,8 +44,7 @@ def find_notebook(chapter: str | Path) -> Path:
             raise ExportError(f"{chapter} is a script already.\nStart it: torchrun --nproc-per-node=2 {chapter}")
         return Path(chapter)
     for path in numbered():
-        number, _, topic = path.stem.partition("_")
-        if chapter in (path.stem, topic, number, number.removeprefix("0")):
+        if is_called(path.stem, str(chapter)):
             return path
     if Path(chapter).suffix or os.sep in str(chapter):
         raise ExportError(f"There is no file {chapter}.\nCheck the path, or see python -m helpers list.")

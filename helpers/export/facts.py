@@ -23,6 +23,9 @@ RELATIONS = {
     ">": operator.gt,
 }
 CONDITION = re.compile(r"(<=|>=|==|<|>) ([-+.\w]+)")
+HELPERS = Path(__file__).resolve().parents[1]
+# An installed package holds the notebooks; in a copy of the repository they are beside it.
+NOTEBOOKS = HELPERS / "chapters" if (HELPERS / "chapters").is_dir() else HELPERS.parent / "notebooks"
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,17 @@ class Chapter:
             if line.flags == flags:
                 return line
         return Line(flags)
+
+
+def chapters_in(folder: Path = NOTEBOOKS) -> list[Path]:
+    """The paths of the chapters' notebooks, in order, without practice pages and the template."""
+    return sorted(folder.glob("[0-9][0-9]_*.ipynb"))
+
+
+def is_called(stem: str, chapter: str) -> bool:
+    """Whether a notebook or a script whose file is called 04_ddp is meant by 4, 04, ddp or 04_ddp."""
+    number, _, topic = stem.partition("_")
+    return chapter in (stem, topic, number, number.removeprefix("0"))
 
 
 def facts_at(path: Path) -> Chapter:

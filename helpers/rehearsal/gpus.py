@@ -16,6 +16,7 @@ from helpers.counts import COUNTS, WAIT
 from helpers.rehearsal.devices import Node, gpu_of, replace
 
 MEMORY = 80 << 30  # bytes of each pretended GPU
+PRETENDED_NCCL = (2, 29, 7)  # its version, where PyTorch has none
 
 # Functions of torch.cuda by their answer.
 TRUE = "is_available is_bf16_supported can_device_access_peer".split()
@@ -173,7 +174,9 @@ def patch() -> None:
     # FSDP's mesh and a group's backend ask C++, too.
     replace(torch._C, _get_accelerator=lambda check=None: gpu, _cuda_getDevice=lambda: Node.current)
     replace(torch._C, _cuda_setDevice=exchange)
-    replace(torch.cuda.nccl, version=lambda: (2, 29, 7), is_available=returning(True))
+    if not torch.distributed.is_nccl_available():  # PyTorch's build for CUDA knows the version that it has.
+        replace(torch.cuda.nccl, version=lambda: PRETENDED_NCCL)
+    replace(torch.cuda.nccl, is_available=returning(True))
     replace(torch.version, cuda=torch.version.cuda or "pretended")
     patch_contexts()
 

@@ -33,19 +33,36 @@ def examine() -> Machine:
     """The machine as torch and nvidia-smi see it from this process."""
     import torch
 
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver, nccl, error, names = "", "", "", list[str]()
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.split("\n")[0]
-    except (OSError, subprocess.SubprocessError):
-        pass
+    error = ""
+    nccl = ""
+    names: list[str] = []
     try:
         torch.cuda.init()
         names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.version.cuda == "pretended":  # A rehearsal on PyTorch's build for CPUs has neither.
+            nccl = "pretended"
     except (RuntimeError, AssertionError) as problem:
         error = str(problem).partition("\n")[0]
-    return Machine(names, driver, torch.__version__, torch.version.cuda or "", nccl, platform.python_version(), error)
+    return Machine(
+        gpus=names,
+        driver=driver_version(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda or "",
+        nccl=nccl,
+        python=platform.python_version(),
+        error=error,
+    )
+
+
+def driver_version() -> str:
+    """The version of NVIDIA's driver, or "" where nvidia-smi fails."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        printed = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return printed.partition("\n")[0]
 
 
 def obstacle(machine: Machine, wanted: int | None) -> str:

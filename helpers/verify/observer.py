@@ -99,8 +99,12 @@ class Functional(TorchDispatchMode):
 
 def main(folder: str, script: str, *flags: str) -> None:
     """Run the script as ``__main__``, and write this rank's record, however the script ends."""
-    rank, start, leave, process = os.environ["RANK"], time.monotonic(), os._exit, os.getpid()
-    record, on_gpu = Path(folder, f"rank{rank}.json"), torch.cuda.is_available()
+    rank = os.environ["RANK"]
+    start = time.monotonic()
+    leave = os._exit
+    process = os.getpid()
+    record = Path(folder, f"rank{rank}.json")
+    on_gpu = torch.cuda.is_available()
 
     def write() -> None:
         memory, rows = torch.cuda.max_memory_allocated() if on_gpu else 0, [asdict(row) for row in SEEN.rows()]

@@ -1,12 +1,24 @@
 """What a verification has found so far, as a file: the machine, the steps, and the figures that were measured.
 
-``results.json`` is written after each step. A copy of it in book/measured is what the book's pages show.
+``results.json`` is written before the first step and after each one. A copy of it in book/measured is what the book's
+pages show. A record whose facts have ``rehearsed`` was made on pretended GPUs: its figures mean nothing.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is expected of a figure with this name, and between which numbers; written before anything is measured."""
+
+    name: str
+    unit: str
+    value: float
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +48,7 @@ class Probe:
     seconds: float  # from its start to its end
     figures: list[Figure] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
-    trouble: str = ""  # why nothing was measured, in a line: "hung: …", "failed: …", "left: …"
+    trouble: str = ""  # why not everything was measured, in a line: "hung: …", "failed: …"
 
 
 @dataclass(frozen=True)
@@ -60,12 +72,31 @@ class Record:
     facts: dict[str, str] = field(default_factory=dict)  # machine, ranks of the scripts, commit, command, date
     steps: dict[str, Step] = field(default_factory=dict)
     probes: dict[str, Probe] = field(default_factory=dict)
+    predictions: dict[str, list[Prediction]] = field(default_factory=dict)  # by the probe that measures them
+
+
+def beside(figure: Figure, predictions: list[Prediction]) -> Figure:
+    """The figure with what was predicted for it, if anything."""
+    for prediction in predictions:
+        if prediction.name == figure.name:
+            return replace(
+                figure,
+                predicted=prediction.value,
+                predicted_low=prediction.low,
+                predicted_high=prediction.high,
+            )
+    return figure
 
 
 def write(record: Record, path: Path) -> None:
     """Write a record. Whoever kills the process meanwhile leaves the former file whole."""
+    write_whole(json.dumps(asdict(record), indent=1), path)
+
+
+def write_whole(text: str, path: Path) -> None:
+    """Write a file at once or not at all."""
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(asdict(record), indent=1), "utf-8")
+    part.write_text(text, "utf-8")
     part.replace(path)
 
 
@@ -73,13 +104,16 @@ def read(path: Path) -> Record:
     """The record in a file. Raises ValueError where the file is not one."""
     try:
         content = json.loads(path.read_text("utf-8"))
+        predictions = content.get("predictions", {})  # Older records have none.
         return Record(
             facts=content["facts"],
             steps={name: Step(**step) for name, step in content["steps"].items()},
             probes={name: probe(entry) for name, entry in content["probes"].items()},
+            predictions={name: [Prediction(**each) for each in group] for name, group in predictions.items()},
         )
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a record of a verification: {error!r}") from None
+        what = f"{path} is not a record of a verification: {error!r}"
+        raise ValueError(f"{what}\nDelete it, or choose another folder: --out DIR") from None
 
 
 def probe(entry: dict[str, Any]) -> Probe:

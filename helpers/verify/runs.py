@@ -17,11 +17,29 @@ from typing import Any
 import psutil
 
 from helpers.ranks.collecting import where
+from helpers.verify.leash import leashed
+from helpers.verify.sources import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 OBSERVER = Path(__file__).with_name("observer.py")
 TORCHRUN = ["torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 GRACE = 60  # seconds more for a rehearsal: it begins to count when torch is imported, and says where ranks were
+STACKS_WITHIN = 2  # seconds in which ranks that hang write where they are
+LONGEST_LINE = 300  # characters of a message
+ENDING = 4  # seconds before the end of all steps at which a run is stopped: for the stacks and the page
+
+
+class OutOfTime(Exception):
+    """The time of all steps is over, so a run was stopped within its own limit, or never began."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a program ended. ``status`` is None if it still ran after its limit."""
+
+    status: int | None
+    out: str
+    errors: str
 
 
 @dataclass(frozen=True)
@@ -38,75 +56,153 @@ class Run:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Runs scripts on so many ranks; their GPUs are real, or pretended in a rehearsal. Logs go to the folder."""
+    """Runs scripts on so many ranks; their GPUs are real, or pretended in a rehearsal. Logs go to the folder.
+
+    Nothing runs longer than to the moment ``end``, of time.monotonic(). ``threads`` is what the user has set
+    OMP_NUM_THREADS to, if he has.
+    """
 
     ranks: int
     rehearsal: bool
     folder: Path
+    end: float
+    threads: str = ""
 
     def command(self, script: Path, flags: list[str]) -> str:
         """The command that the page shows."""
         return shlex.join(["torchrun", f"--nproc-per-node={self.ranks}", script.name, *flags])
 
-    def python(self, words: list[str], name: str, timeout: float, **variables: str) -> tuple[int | None, str, str]:
-        """(exit status or None for a hang, stdout, stderr) of ``python words``."""
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": paths, **variables}
-        log, status = self.folder / name, None
+    def python(self, words: list[str], name: str, timeout: float, **variables: str) -> Finished:
+        """Run ``python words`` for at most so many seconds. Its output goes to logs of this name.
+
+        Raises OutOfTime where all steps must end earlier.
+        """
+        left = self.end - ENDING - time.monotonic()
+        if left <= 0:
+            raise OutOfTime
+        paths = [str(ROOT), os.environ.get("PYTHONPATH")]
+        environment = {
+            "GLOO_SOCKET_IFNAME": LOOPBACK,  # needs no host's name
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            **variables,
+        }
+        status = None
+        log = self.folder / name
         with open(f"{log}.out", "w") as out, open(f"{log}.err", "w") as errors:
-            streams: Any = {"stdout": out, "stderr": errors, "stdin": subprocess.DEVNULL}
-            process = subprocess.Popen([sys.executable, *words], cwd=self.folder, env=environment, **streams)
+            process = subprocess.Popen(
+                leashed([sys.executable, *words]),
+                cwd=self.folder,
+                env=environment,
+                stdout=out,
+                stderr=errors,
+                stdin=subprocess.DEVNULL,
+            )
             try:
-                status = process.wait(timeout)
+                status = process.wait(min(timeout, left))
             except subprocess.TimeoutExpired:
-                ranks = psutil.Process(process.pid).children(recursive=True)
-                for rank in ranks:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        rank.send_signal(signal.SIGUSR2)  # at which the observer writes where its rank is
-                time.sleep(2)
-                for each in [*ranks, process]:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        each.kill()
-                process.wait()
-        return (
+                stop(process)
+        if status is None and left < timeout:
+            raise OutOfTime
+        return Finished(
             status,
             Path(f"{log}.out").read_text("utf-8", "replace"),
             Path(f"{log}.err").read_text("utf-8", "replace"),
         )
 
-    def run(self, kind: str, script: Path, flags: list[str], timeout: float) -> Run:
-        """Run a script; ``kind`` is GPUs or gloo, with the observer, or speed (on GPUs) or rehearsed, without it."""
+    def run(self, kind: str, script: Path, flags: list[str], timeout: float, at_once: int = 1) -> Run:
+        """Run a script; ``kind`` is GPUs or gloo, with the observer, or speed (on GPUs) or rehearsed, without it.
+
+        ``at_once`` says how many such runs share the cores.
+        """
         name = f"{script.stem}-{kind}"
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        words = [*[str(OBSERVER), str(folder)] * (kind in ("GPUs", "gloo")), str(script), *flags]
+        words = [str(script), *flags]
+        if kind in ("GPUs", "gloo"):
+            words = [str(OBSERVER), str(folder), *words]
         pretended = kind == "rehearsed" or (self.rehearsal and kind != "gloo")
+        limit = timeout
         if pretended:
             options = [f"--gpus={self.ranks}", f"--timeout={timeout:g}", f"--json={folder / 'counts.json'}"]
             line = ["-m", "helpers", "rehearse", words[0], *options, "--", *words[1:]]
+            limit += GRACE
         else:
             line = ["-m", *TORCHRUN, f"--nproc-per-node={self.ranks}", *words]
-        variables = {"CUDA_VISIBLE_DEVICES": ""} if pretended or kind == "gloo" else {}
-        status, out, errors = self.python(line, name, timeout + GRACE * pretended, **variables)
+        variables = {"OMP_NUM_THREADS": self.threads or str(threads_of_a_rank(self.ranks, at_once))}
+        if pretended or kind == "gloo":
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+        finished = self.python(line, name, limit, **variables)
+
         records = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
-        first = (records or [{"lines": [], "seconds": 0.0}])[0]
+        first: dict[str, Any] = {"lines": [], "seconds": 0.0}
+        if records:
+            first = records[0]
         if kind == "rehearsed" and (folder / "counts.json").exists():
             first["lines"] = json.loads((folder / "counts.json").read_text())["lines"]
-        hang = re.search(r"still ran after timeout.*\n *(.*)", errors)  # as a rehearsal says it
-        if hang or status is None:
-            place = hang[1] if hang else f"rank 0: at {where(folder, [0])[0]}"
-            trouble = f"hung: {place}"
-        else:
-            trouble = f"failed: {cause(errors)}" if status else ""
-        results = re.findall(r"^result (\{.*\})$", out, re.MULTILINE)
-        result = json.loads(results[-1]) if results else {}
-        return Run(trouble, out, result, first["seconds"], [record["memory"] for record in records], first["lines"])
+        results = re.findall(r"^result (\{.*\})$", finished.out, re.MULTILINE)
+        return Run(
+            trouble=trouble_of(finished, folder),
+            printed=finished.out,
+            result=json.loads(results[-1]) if results else {},
+            seconds=first["seconds"],
+            memory=[record["memory"] for record in records],
+            lines=first["lines"],
+        )
+
+
+def threads_of_a_rank(ranks: int, at_once: int) -> int:
+    """How many threads each rank gets where so many runs share this machine's cores."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    return max(1, cores // (ranks * at_once))
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """End a program that hangs, with all that it has started. First its ranks say where they are."""
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.send_signal(signal.SIGUSR2)  # at which the observer writes where its rank is
+    time.sleep(STACKS_WITHIN)
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.kill()
+    process.kill()
+    process.wait()
+
+
+def trouble_of(finished: Finished, folder: Path) -> str:
+    """``failed: …`` or ``hung: …``, or "" where a script ended well. The folder has the stacks of its ranks."""
+    hang = re.search(r"still ran after timeout.*\n *(.*)", finished.errors)  # as a rehearsal says it
+    if hang:
+        return f"hung: {hang[1]}"
+    if finished.status is None:
+        return f"hung: rank 0: at {where(folder, [0])[0]}"
+    if finished.status != 0:
+        return f"failed: {cause(finished.errors)}"
+    return ""
 
 
 def cause(errors: str) -> str:
-    """The line of a standard error that says why a script failed."""
+    """The line of a standard error that says why a program failed."""
     lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in errors.splitlines()]
-    exceptions = [line for line in lines if re.match(r"(\S+:\d+: )?[\w.]*(Error|Exception)\b", line)]
+    exceptions = [
+        line
+        for line in lines
+        if re.match(r"(\S+:\d+: )?[\w.]*(Error|Exception)\b", line) and "ChildFailedError" not in line
+    ]
     signals = [line for line in lines if re.search(r"Signal \d+", line)]
-    return ([line for line in exceptions if "ChildFailedError" not in line] or signals or lines or ["no message"])[-1]
+    for found in (exceptions, signals, lines):
+        if found:
+            return shortened(found[-1])
+    return "no message"
+
+
+def shortened(line: str) -> str:
+    """A line, cut where it is long."""
+    if len(line) <= LONGEST_LINE:
+        return line
+    return f"{line[:LONGEST_LINE]}…"

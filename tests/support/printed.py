@@ -21,7 +21,8 @@ def shell_lines(text):
 
 def pages():
     """(name, text) of each page; what a script says of itself, which is also its --help, is a page."""
-    for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "book").rglob("*.md"))]:
+    measured = set((ROOT / "book" / "measured").glob("[0-9]*.md"))  # They say what was run, not what to run.
+    for path in [*sorted(ROOT.glob("*.md")), *sorted({*(ROOT / "book").rglob("*.md")} - measured)]:
         yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
     notebooks = sorted(ROOT.glob("notebooks/*.ipynb"))
     notebooks.remove(ROOT / "notebooks" / "template.ipynb")  # its lines are for its copies, which have their own names

@@ -1,0 +1,44 @@
+"""In which order a verification does its work, so that what is most valuable is there whenever it is stopped."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from helpers.export.facts import Script as Facts
+from helpers.verify.probes import catalog
+from helpers.verify.probes.catalog import Task
+
+PROBES = {task.name: task for task in (*catalog.FIRST, *catalog.LATER)}
+DOCTOR = "doctor"
+SPEED = ", speed"  # behind a script's name: the step in which it measures
+SCRIPTS_PER_PROBE = 2
+
+
+def probes_of(names: list[str] | None, gpus: int) -> list[Task]:
+    """The probes of these names, or all for None, that so many GPUs can run."""
+    tasks = []
+    for task in PROBES.values():
+        if names is None or task.name in names:
+            if gpus > 1 or not task.several_gpus:
+                tasks.append(task)
+    return tasks
+
+
+def ordered(probes: list[Task], scripts: Mapping[Path, Facts], doctor: bool, ranks: int) -> list[str]:
+    """The names of all steps in their order.
+
+    The figures for which there is a prediction come first, then what programs print. The other probes and the scripts
+    take turns. One rank has no speed to measure beside what the probes measure.
+    """
+    first = [task.name for task in probes if task in (*catalog.FIRST, catalog.MESSAGES)]
+    later = [task.name for task in probes if task.name not in first]
+    names = [script.stem for script in scripts]
+    steps = first
+    while later or names:
+        steps += names[:SCRIPTS_PER_PROBE] + later[:1]
+        names = names[SCRIPTS_PER_PROBE:]
+        later = later[1:]
+    if doctor:
+        steps.append(DOCTOR)
+    if ranks > 1:
+        steps += [script.stem + SPEED for script, facts in scripts.items() if facts.speed_flags]
+    return steps

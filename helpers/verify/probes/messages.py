@@ -1,0 +1,210 @@
+"""Mistakes on purpose: what PyTorch, CUDA and NCCL print, and whether the book quotes it so."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from helpers.verify.leash import leashed
+from helpers.verify.probes.results import Text
+from helpers.verify.record import Figure
+from helpers.verify.sources import ROOT
+
+QUOTED = ROOT / "book" / "error_messages.txt"  # an installed package has no book
+LIMIT = 75  # seconds for all programs, which run at once, because they mostly wait
+LIMIT_ON_CPU = 40
+BEGINNING = 1000  # characters of what a program printed that are kept, and of its end
+END = 2000
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A program that fails, and which of some words its output should have."""
+
+    name: str
+    code: str
+    expected: tuple[str, ...]
+    ranks: int = 1
+
+
+MISTAKES = (
+    Mistake(
+        "two ranks on one GPU",
+        "torch.cuda.set_device(0)\n"
+        "dist.init_process_group('nccl')\n"
+        "x = torch.ones(1, device='cuda')\n"
+        "dist.all_reduce(x)\n"
+        "print(x)",
+        ("Duplicate GPU detected", "Multiple ranks detected using the same GPU on this node"),
+        ranks=2,
+    ),
+    Mistake(
+        "two ranks bound to one GPU",
+        "dist.init_process_group('nccl', device_id=torch.device('cuda', 0))\n"
+        "dist.all_reduce(torch.ones(1, device='cuda'))",
+        ("Duplicate GPU detected", "Multiple ranks detected using the same GPU on this node"),
+        ranks=2,
+    ),
+    Mistake(
+        "a GPU that the machine lacks",
+        "torch.ones(1, device=torch.device('cuda', torch.cuda.device_count()))",
+        ("CUDA error: invalid device ordinal",),
+    ),
+    Mistake(
+        "a CPU tensor on NCCL",
+        "dist.init_process_group('nccl')\ndist.all_reduce(torch.ones(1))",
+        ("No backend type associated with device type cpu",),
+    ),
+    Mistake(
+        "BAND on NCCL",
+        "dist.init_process_group('nccl')\n"
+        "dist.all_reduce(torch.ones(1, dtype=torch.int32, device='cuda'), op=dist.ReduceOp.BAND)",
+        ("Cannot use ReduceOp.BAND with NCCL",),
+    ),
+    Mistake(
+        "a tensor that is not contiguous, on NCCL",
+        "dist.init_process_group('nccl')\ndist.all_reduce(torch.ones(4, 4, device='cuda').t()[1:])",
+        ("Tensors must be contiguous",),
+    ),
+    Mistake(
+        "a fork after the first use of CUDA",
+        "import os\n"
+        "torch.ones(1, device='cuda')\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    torch.ones(1, device='cuda')\n"
+        "os.waitpid(child, 0)",
+        ("Cannot re-initialize CUDA in forked subprocess",),
+    ),
+    Mistake(
+        "more memory than the GPU has",
+        "torch.empty(1 << 42, dtype=torch.uint8, device='cuda')",
+        ("CUDA out of memory. Tried to allocate",),
+    ),
+    Mistake(
+        "a GPU's tensor as a NumPy array",
+        "torch.ones(1, device='cuda').numpy()",
+        ("can't convert cuda:0 device type tensor to numpy",),
+    ),
+    Mistake(
+        "a kernel that outlasts the group's timeout of 5 s",
+        "from datetime import timedelta\n"
+        "dist.init_process_group('nccl', timeout=timedelta(seconds=5))\n"
+        "x = torch.ones(1, device='cuda')\n"
+        "dist.all_reduce(x)\n"
+        "torch.cuda._sleep(60_000_000_000)\n"
+        "dist.all_reduce(x)\n"
+        "torch.cuda.synchronize()",
+        ("Watchdog caught collective operation timeout",),
+    ),
+    Mistake(
+        "a group that is not destroyed",
+        "dist.init_process_group('nccl')\ndist.all_reduce(torch.ones(1, device='cuda'))\nraise SystemExit",
+        ("WARNING: destroy_process_group() was not called before program exit",),
+    ),
+)
+PROGRAM = """\
+import torch
+import torch.distributed as dist
+
+{code}
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
+
+
+def messages(device: torch.device) -> Iterator[Figure | Text]:
+    """What each program printed, and how many printed what is expected."""
+    mistakes: Sequence[Mistake] = MISTAKES
+    limit = LIMIT
+    if device.type == "cpu":
+        mistakes = MISTAKES[:2]
+        limit = LIMIT_ON_CPU
+    outputs = run_all(mistakes, limit)
+    as_quoted = 0
+    verdicts = []
+    for mistake in mistakes:
+        output = outputs[mistake.name]
+        yield Text(mistake.name, shortened(output))
+        found = [words for words in mistake.expected if words in output]
+        if found:
+            as_quoted += 1
+            verdicts.append(f"{mistake.name}: {found[0]}")
+        else:
+            verdicts.append(f"{mistake.name}: NOT {' or '.join(mistake.expected)}")
+    yield Text("expected, and printed or not", "\n".join(verdicts))
+    printed = "\n".join(outputs.values())
+    yield Text("lines of book/error_messages.txt that came", "\n".join(line for line in quoted() if line in printed))
+    yield Figure("programs that printed what the book quotes", as_quoted, "programs", predicted=len(mistakes))
+
+
+def quoted() -> list[str]:
+    """The messages of book/error_messages.txt: its indented lines."""
+    if not QUOTED.exists():
+        return []
+    lines = QUOTED.read_text("utf-8").splitlines()
+    return list(dict.fromkeys(line.strip() for line in lines if line.startswith(" ")))
+
+
+def shortened(output: str) -> str:
+    """The beginning and the end of a long output."""
+    if len(output) <= BEGINNING + END:
+        return output
+    return f"{output[:BEGINNING]}\n...\n{output[-END:]}"
+
+
+def run_all(mistakes: Sequence[Mistake], limit: float) -> dict[str, str]:
+    """{name: what its ranks printed}, of programs that run at once and are killed after so many seconds."""
+    end = time.monotonic() + limit
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as logs:
+        ranks: list[tuple[Mistake, Path, subprocess.Popen[bytes]]] = []
+        for number, mistake in enumerate(mistakes):
+            port = free_port()
+            for rank in range(mistake.ranks):
+                path = Path(folder, f"{number}-{rank}")
+                log = logs.enter_context(path.open("w"))
+                process = subprocess.Popen(
+                    leashed([sys.executable, "-c", PROGRAM.format(code=mistake.code)]),
+                    env={**os.environ, **variables(rank, mistake.ranks, port)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
+                ranks.append((mistake, path, process))
+        outputs = {mistake.name: "" for mistake in mistakes}
+        for mistake, path, process in ranks:
+            try:
+                process.wait(max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                outputs[mistake.name] += f"(killed after {limit} s)\n"
+            outputs[mistake.name] += path.read_text("utf-8", "replace")
+    return outputs
+
+
+def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun would set for a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NCCL_DEBUG": "WARN",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def free_port() -> int:
+    """A port on which nothing listens now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

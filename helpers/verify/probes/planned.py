@@ -1,0 +1,100 @@
+"""A step of GPT-2 medium under FSDP, to be compared with the planner's time and bytes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from helpers.verify.probes.catalog import PEAK, STATES, STEP_TIME
+from helpers.verify.probes.results import gigabytes_allocated, peak_gigabytes, seconds_of, start_group
+from helpers.verify.record import Figure
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model, and of its batch."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    tokens: int  # of a sample
+    samples: int
+
+
+MEDIUM = Sizes(layers=24, width=1024, heads=16, vocabulary=50257, tokens=1024, samples=8)
+SMALL = Sizes(layers=2, width=64, heads=4, vocabulary=97, tokens=32, samples=2)
+
+
+class Block(nn.Module):
+    """A layer of GPT-2 without dropout: [samples, tokens, width] to the same shape."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.heads = sizes.heads
+        self.norm1 = nn.LayerNorm(sizes.width)
+        self.norm2 = nn.LayerNorm(sizes.width)
+        self.query_key_value = nn.Linear(sizes.width, 3 * sizes.width)
+        self.out = nn.Linear(sizes.width, sizes.width)
+        self.up = nn.Linear(sizes.width, 4 * sizes.width)
+        self.down = nn.Linear(4 * sizes.width, sizes.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.query_key_value(self.norm1(x)).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """GPT-2 with tied embeddings: int64 [samples, tokens] to logits [samples, tokens, vocabulary]."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.positions = nn.Embedding(sizes.tokens, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.norm = nn.LayerNorm(sizes.width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def planned(device: torch.device) -> Iterator[Figure]:
+    """The step's seconds and bytes, eager, in bfloat16, on one rank."""
+    sizes = MEDIUM
+    if device.type == "cpu":
+        sizes = SMALL
+    start_group(device)
+    model = GPT(sizes).to(device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in [*model.blocks, model]:
+        fully_shard(module, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = torch.randint(sizes.vocabulary, (sizes.samples, sizes.tokens), device=device)
+
+    def step() -> None:
+        logits = model(ids)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # makes the optimizer's moments
+    if device.type == "cuda":
+        yield Figure(STATES, gigabytes_allocated(), "GB")
+        torch.cuda.reset_peak_memory_stats()
+    yield Figure(STEP_TIME, 1e3 * seconds_of(step, device), "ms")
+    if device.type == "cuda":
+        yield Figure(PEAK, peak_gigabytes(), "GB")
+        yield Figure("reserved by the allocator", torch.cuda.max_memory_reserved() / 1e9, "GB")
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()
+        yield Figure("outside the allocator (CUDA, NCCL)", outside / 1e9, "GB")

@@ -1,0 +1,63 @@
+"""Chapter 5's measurement: samples a second and peak memory in float32, TF32, bfloat16 and float16."""
+
+import gc
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from helpers.verify.probes.results import peak_gigabytes, seconds_of, start_group
+from helpers.verify.record import Figure
+
+FORMATS = {  # what autocast computes in, and torch.set_float32_matmul_precision
+    "float32": (torch.float32, "highest"),
+    "TF32": (torch.float32, "high"),
+    "bfloat16": (torch.bfloat16, "highest"),
+    "float16": (torch.float16, "highest"),
+}
+LAYERS = 4
+
+
+def precision(device: torch.device) -> Iterator[Figure]:
+    """The same step in each format, as the chapter's script takes it: DDP, autocast, a scaler, clipping, SGD."""
+    width = 4096
+    batch_size = 4096
+    if device.type == "cpu":
+        width = 64
+        batch_size = 64
+    start_group(device)
+    for name, (dtype, matmul_precision) in FORMATS.items():
+        torch.set_float32_matmul_precision(matmul_precision)
+        gc.collect()  # frees the model that was timed before this one
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = step_seconds(dtype, width, batch_size, device)
+        yield Figure(f"{name}, width {width}", batch_size / seconds, "samples/s")
+        if device.type == "cuda":
+            yield Figure(f"{name}, peak memory", peak_gigabytes(), "GB")
+
+
+def step_seconds(dtype: torch.dtype, width: int, batch_size: int, device: torch.device) -> float:
+    """Median seconds of a training step of four linear layers."""
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    model = DDP(nn.Sequential(*layers).to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
+    images = torch.randn(batch_size, width, device=device)
+    labels = torch.randint(width, (batch_size,), device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
+            loss = F.cross_entropy(model(images), labels)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return seconds_of(step, device)

@@ -1,0 +1,89 @@
+"""Matrix products by type, size and data, and the speed of a GPU's memory.
+
+A matrix of equal numbers flips fewer transistors, so a GPU draws less power and clocks higher. Products of ones are
+measured beside random ones, and only the latter say what training reaches (He 2024, "Strangely, Matrix Multiplications
+on GPUs Run Faster When Given 'Predictable' Data!", https://www.thonking.ai/p/strangely-matrix-multiplications).
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import ScalingType
+
+from helpers.verify.probes.catalog import MATRIX, MEMORY_SPEED, product_name
+from helpers.verify.probes.results import seconds_of
+from helpers.verify.record import Figure
+
+SIZES = (1024, 2048, 4096, MATRIX)
+SMALL = (32, 64)  # on a CPU
+IN_A_ROW = 10  # products between two events, so that a small one's launch does not count
+PRECISIONS = {  # the type of the matrices, and torch.set_float32_matmul_precision
+    "float32": (torch.float32, "highest"),
+    "TF32": (torch.float32, "high"),
+    "bfloat16": (torch.bfloat16, "highest"),
+    "float16": (torch.float16, "highest"),
+}
+
+
+def rate_of(multiply: Callable[[], Any], size: int, device: torch.device) -> float:
+    """TFLOP/s of a function that multiplies two square matrices of this size."""
+
+    def in_a_row() -> None:
+        for _ in range(IN_A_ROW):
+            multiply()
+
+    return IN_A_ROW * 2 * size**3 / seconds_of(in_a_row, device) / 1e12
+
+
+def product_rate(a: torch.Tensor, b: torch.Tensor) -> float:
+    """TFLOP/s of the product of two square matrices."""
+    return rate_of(lambda: torch.mm(a, b), len(a), a.device)
+
+
+def rates(device: torch.device) -> Iterator[Figure]:
+    """TFLOP/s by type and size, of random matrices and, for the largest, of ones; GB/s of a copy within the memory."""
+    sizes = SMALL if device.type == "cpu" else SIZES
+    for name, (dtype, matmul_precision) in PRECISIONS.items():
+        torch.set_float32_matmul_precision(matmul_precision)
+        for size in sizes:
+            a = torch.randn(size, size, device=device, dtype=dtype)
+            b = torch.randn(size, size, device=device, dtype=dtype)
+            yield Figure(product_name(name, size), product_rate(a, b), "TFLOP/s")
+        ones = torch.ones_like(a)
+        yield Figure(product_name(name, sizes[-1], "of ones"), product_rate(ones, ones), "TFLOP/s")
+
+    count = 1 << 30  # of float32: 4 GiB
+    if device.type == "cpu":
+        count = 1 << 20
+    source = torch.randn(count, device=device)
+    target = torch.empty_like(source)
+    seconds = seconds_of(lambda: target.copy_(source), device)
+    yield Figure(MEMORY_SPEED, 2 * source.nbytes / seconds / 1e9, "GB/s")  # It reads and writes.
+
+
+def float8(device: torch.device) -> Iterator[Figure]:
+    """TFLOP/s of products in float8 with one scale a matrix, beside bfloat16; what the conversion costs, apart."""
+    sizes = SMALL if device.type == "cpu" else (*SIZES, 2 * MATRIX)
+    scale = torch.ones((), device=device)
+    for size in sizes:
+        a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+        b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+        yield Figure(product_name("bfloat16", size), product_rate(a, b), "TFLOP/s")
+
+        seconds = seconds_of(partial(a.to, torch.float8_e4m3fn), device)
+        yield Figure(product_name("conversion to float8", size), 1e6 * seconds, "us")
+        if device.type == "cpu":
+            continue  # Before PyTorch 2.13 a CPU has no such product.
+
+        a8 = a.to(torch.float8_e4m3fn)
+        b8 = b.to(torch.float8_e4m3fn).t()  # The kernel takes the second matrix column by column.
+
+        def multiply(a8: torch.Tensor = a8, b8: torch.Tensor = b8) -> torch.Tensor:
+            return F.scaled_mm(
+                a8, b8, scale, ScalingType.TensorWise, scale, ScalingType.TensorWise, use_fast_accum=True
+            )
+
+        yield Figure(product_name("float8", size), rate_of(multiply, size, device), "TFLOP/s")

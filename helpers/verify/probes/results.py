@@ -1,0 +1,86 @@
+"""What probes share: the text that a program printed, the time of a call, a process group of one rank."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a program printed, or what is said of it."""
+
+    name: str
+    text: str
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done all its work. A CPU's is done when a call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(call: Callable[[], Any], device: torch.device, repeats: int = 10, warm_up: int = 3) -> float:
+    """Median seconds of a call: on a GPU those between two events on its stream, so that the host does not count."""
+    for _ in range(warm_up):
+        call()
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        else:
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def host_seconds_of(call: Callable[[], Any], device: torch.device, repeats: int = 10, warm_up: int = 3) -> float:
+    """Median seconds for which a call keeps the host. The GPU has nothing to do when each begins."""
+    for _ in range(warm_up):
+        call()
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    synchronize(device)
+    return statistics.median(times)
+
+
+def start_group(device: torch.device, alone: bool = True) -> None:
+    """Start the default group: NCCL on a GPU, gloo on the CPU. Alone it has one rank, otherwise those of torchrun."""
+    backend = "gloo"
+    bound = None
+    if device.type == "cuda":
+        backend = "nccl"
+        bound = device
+    timeout = timedelta(seconds=60)
+    if alone:
+        store = dist.FileStore(tempfile.mkdtemp() + "/store", 1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=bound, timeout=timeout)
+    else:
+        dist.init_process_group(backend, device_id=bound, timeout=timeout)
+
+
+def gigabytes_allocated() -> float:
+    """GB that tensors occupy on the current GPU."""
+    return torch.cuda.memory_allocated() / 1e9
+
+
+def peak_gigabytes() -> float:
+    """The most GB that tensors have occupied on the current GPU since the peak was reset."""
+    return torch.cuda.max_memory_allocated() / 1e9
