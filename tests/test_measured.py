@@ -15,6 +15,7 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import docutils_namespace
 
+from helpers.verify.probes import catalog
 from helpers.verify.record import Figure, Probe, Record, Step, write
 
 sys.path.append(str(ROOT / "book" / "_ext"))
@@ -224,8 +225,8 @@ def test_messages_say_which_this_book_explains(project):
         "a rank is late": "[rank1] Watchdog caught collective\noperation timeout\n```\nafter 5 s",
         "a fork": "Boom",
     }
-    verdicts = dict.fromkeys(book_measured.NOT_PRINTED, "a rank is late: NOT Operation timed out after")
-    probe = Probe("Messages", 5.0, texts=texts | verdicts)
+    as_quoted = Figure("a fork: printed as the book quotes it", 0, "of 1", predicted=1)
+    probe = Probe("Messages", 5.0, figures=[as_quoted], texts=texts)
     write(record_of(messages=probe), project.measured / "a.json")
     built = project.build(f"{BOX.replace('bus_bandwidth', 'messages')}\n```{{toctree}}\npages/reading\n```\n")
     assert built.warnings == ""
@@ -356,11 +357,8 @@ def test_a_chapter_that_speaks_of_gpus_has_its_boxes(number):
             assert re.search(r"\{cite\}`|\]\(https://", text), f"whose are the figures of {text!r}?"
 
 
-def test_the_probes_and_the_texts_of_messages_are_those_of_the_command():
-    catalog = pytest.importorskip("helpers.verify.probes.catalog")
+def test_each_probe_of_the_command_has_a_box_and_each_box_a_probe():
     assert set(book_measured.PROBES) == {task.name for task in (*catalog.FIRST, *catalog.LATER)}
-    source = (ROOT / "helpers" / "verify" / "probes" / "messages.py").read_text(encoding="utf-8")
-    assert [name for name in book_measured.NOT_PRINTED if f'"{name}"' not in source] == []
 
 
 def test_a_number_has_three_digits_or_more():

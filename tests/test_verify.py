@@ -281,10 +281,10 @@ def test_logs_are_moved_to_one_archive(tmp_path):
 def test_scripts_that_were_made_elsewhere(tmp_path):
     with pytest.raises(ValueError, match="No script can be exported without ruff, and .* has none.\nInstall nbformat"):
         sources.made_script("04", "ruff", tmp_path)
-    (tmp_path / "04_ddp.py").touch()
-    for name in ("4", "04", "ddp", "04_ddp"):
-        assert sources.made_script(name, "ruff", tmp_path) == tmp_path / "04_ddp.py"
-    with pytest.raises(ValueError, match="There is no script of a chapter '99' in .*\nThere are: 04_ddp"):
+    (tmp_path / "04_topic.py").touch()
+    for name in ("4", "04", "topic", "04_topic"):
+        assert sources.made_script(name, "ruff", tmp_path) == tmp_path / "04_topic.py"
+    with pytest.raises(ValueError, match="There is no script of a chapter '99' in .*\nThere are: 04_topic"):
         sources.made_script("99", "ruff", tmp_path)
 
 

@@ -50,8 +50,6 @@ PROBES = (
     "bus_bandwidth",
     "overlap",
 )
-# Texts of the messages' probe that no program printed: they compare what was printed with what was expected.
-NOT_PRINTED = ("expected, and printed or not", "lines of book/error_messages.txt that came")
 NOT_MEASURED = "Not yet measured by this book."
 NOT_SEEN = "No message was seen on a GPU by this book yet."
 LONGEST = 160  # letters of the reason why something was not measured; an error of PyTorch has more
@@ -130,8 +128,11 @@ def finding_of_probe(record: Record, name: str) -> Finding:
     if name not in record.probes:
         return Finding(record, name, command, figures=[], texts={})
     probe = record.probes[name]
-    texts = {escaped(what): text for what, text in probe.texts.items() if what not in NOT_PRINTED}
-    return Finding(record, probe.title, command, probe.figures, texts, probe.trouble)
+    figures = probe.figures
+    if name == MESSAGES:  # its figures say what was printed as quoted, which the page finds in the texts itself
+        figures = []
+    texts = {escaped(what): text for what, text in probe.texts.items()}
+    return Finding(record, probe.title, command, figures, texts, probe.trouble)
 
 
 def finding_of_script(record: Record, script: str) -> Finding:

@@ -93,7 +93,7 @@ def chapters_in(folder: Path = NOTEBOOKS) -> list[Path]:
 
 
 def is_called(stem: str, chapter: str) -> bool:
-    """Whether a notebook or a script whose file is called 04_ddp is meant by 4, 04, ddp or 04_ddp."""
+    """Whether a notebook or a script whose file is called NN_topic is meant by its number, NN, topic or NN_topic."""
     number, _, topic = stem.partition("_")
     return chapter in (stem, topic, number, number.removeprefix("0"))
 

@@ -167,7 +167,10 @@ class Results:
         path = self.out / "results.json"
         if not path.exists():
             return
-        earlier = read(path)
+        try:
+            earlier = read(path)
+        except ValueError as error:
+            raise ValueError(f"{error}\nDelete it, or choose another folder: --out DIR") from None
         if not earlier.steps and not earlier.probes:
             return
         if any(earlier.facts.get(name) != self.record.facts.get(name) for name in SAME):

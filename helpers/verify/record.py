@@ -112,8 +112,7 @@ def read(path: Path) -> Record:
             predictions={name: [Prediction(**each) for each in group] for name, group in predictions.items()},
         )
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        what = f"{path} is not a record of a verification: {error!r}"
-        raise ValueError(f"{what}\nDelete it, or choose another folder: --out DIR") from None
+        raise ValueError(f"{path} is not a record of a verification: {error!r}") from None
 
 
 def probe(entry: dict[str, Any]) -> Probe:

@@ -16,9 +16,7 @@ import torch
 from helpers.verify.leash import leashed
 from helpers.verify.probes.results import Text
 from helpers.verify.record import Figure
-from helpers.verify.sources import ROOT
 
-QUOTED = ROOT / "book" / "error_messages.txt"  # an installed package has no book
 LIMIT = 75  # seconds for all programs, which run at once, because they mostly wait
 LIMIT_ON_CPU = 40
 BEGINNING = 1000  # characters of what a program printed that are kept, and of its end
@@ -122,36 +120,18 @@ if dist.is_initialized():
 
 
 def messages(device: torch.device) -> Iterator[Figure | Text]:
-    """What each program printed, and how many printed what is expected."""
+    """What each program printed, and whether that is what the book quotes."""
     mistakes: Sequence[Mistake] = MISTAKES
     limit = LIMIT
     if device.type == "cpu":
         mistakes = MISTAKES[:2]
         limit = LIMIT_ON_CPU
     outputs = run_all(mistakes, limit)
-    as_quoted = 0
-    verdicts = []
     for mistake in mistakes:
-        output = outputs[mistake.name]
-        yield Text(mistake.name, shortened(output))
-        found = [words for words in mistake.expected if words in output]
-        if found:
-            as_quoted += 1
-            verdicts.append(f"{mistake.name}: {found[0]}")
-        else:
-            verdicts.append(f"{mistake.name}: NOT {' or '.join(mistake.expected)}")
-    yield Text("expected, and printed or not", "\n".join(verdicts))
-    printed = "\n".join(outputs.values())
-    yield Text("lines of book/error_messages.txt that came", "\n".join(line for line in quoted() if line in printed))
-    yield Figure("programs that printed what the book quotes", as_quoted, "programs", predicted=len(mistakes))
-
-
-def quoted() -> list[str]:
-    """The messages of book/error_messages.txt: its indented lines."""
-    if not QUOTED.exists():
-        return []
-    lines = QUOTED.read_text("utf-8").splitlines()
-    return list(dict.fromkeys(line.strip() for line in lines if line.startswith(" ")))
+        yield Text(mistake.name, shortened(outputs[mistake.name]))
+    for mistake in mistakes:
+        as_quoted = any(words in outputs[mistake.name] for words in mistake.expected)
+        yield Figure(f"{mistake.name}: printed as the book quotes it", float(as_quoted), "of 1", predicted=1)
 
 
 def shortened(output: str) -> str:
