@@ -181,7 +181,8 @@ def share_group() -> None:
             given = asked.get(name, -1)
             if given not in (None, -1) and str(value) not in re.split("[:,]", str(given)):  # "cpu:gloo,cuda:nccl"
                 what = f"init_process_group({name}={given!r}) in a rank of launch, whose group has {name}={value!r}"
-                raise ValueError(f"{what}: leave {name} out.")
+                otherwise = ", or start the ranks with launch(..., backend='nccl')" if "nccl" in str(given) else ""
+                raise ValueError(f"{what}: leave {name} out{otherwise}.")
         state = "shared"
 
     @functools.wraps(destroy)
