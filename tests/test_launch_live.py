@@ -37,7 +37,7 @@ LONG = """
 """
 STEPS = "".join(f"[ranks 0-1] step {step}\n" for step in range(10))
 STORED = f"before {STEPS}[rank 0] rank 0 has finished 火🙂\n[rank 1] rank 1 has finished 火🙂\n"
-LIVE = r"[2-9] s  \[ranks? [01-]+\] step \d"
+LIVE = r"\d+ s  \[ranks? [01-]+\] step \d"
 
 # --- the line ---------------------------------------------------------------------------------------------------------
 
@@ -46,7 +46,7 @@ LIVE = r"[2-9] s  \[ranks? [01-]+\] step \d"
     ("newest", "width", "line"),
     [
         ({0: "step 3", 1: "step 3", 2: "step 2"}, 80, "5 s  [ranks 0-1] step 3  [rank 2] step 2"),
-        ({1: "x" * 100}, 30, "5 s  [rank 1] xxxxxxxxxxxxxx…"),
+        ({1: "x" * 100}, 30, "5 s  [rank 1] xxxxxxxxxxxxxxx…"),
         ({0: "a🙂b\x07c"}, 80, "5 s  [rank 0] a?b?c"),
         ({rank: f"line {rank} {'x' * 50}" for rank in range(8)}, 60, None),
     ],
@@ -143,7 +143,7 @@ def test_an_executed_notebook_has_no_trace_of_it(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=cells)
     with leftovers.surroundings() as environment:
         environment["PYTHONPATH"] = str(ROOT)
-        nbclient.NotebookClient(notebook, timeout=200).execute(env=environment)
+        nbclient.NotebookClient(notebook, timeout=300).execute(env=environment)
     outputs = [cell.outputs for cell in notebook.cells]
     assert outputs == [
         [],
@@ -197,7 +197,7 @@ def run_as(kernel, source, allow_stdin, metadata):
     client.shell_channel.send(request)
     pieces = []
     while True:
-        message = client.get_iopub_msg(timeout=100)
+        message = client.get_iopub_msg(timeout=300)
         if message["parent_header"].get("msg_id") != request["header"]["msg_id"]:
             continue
         if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
@@ -206,7 +206,7 @@ def run_as(kernel, source, allow_stdin, metadata):
             raise AssertionError(f"the cell also sent {json.dumps(message['content'])}")
         if message["msg_type"] == "stream":
             pieces.append(message["content"]["text"])
-    client.get_shell_msg(timeout=100)
+    client.get_shell_msg(timeout=300)
     return pieces
 
 
