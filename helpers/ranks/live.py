@@ -78,6 +78,8 @@ def find_screen() -> Screen | None:
     """The screen that a person watches, or None where nobody does, or where a line could not be taken back."""
     if threading.current_thread() is not threading.main_thread():
         return None  # several calls at once would erase each other's lines
+    if not hasattr(sys.stdout, "isatty"):
+        return None  # it was replaced by something that is less than a file
     if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         return Terminal()
     if type(sys.stdout).__module__ == "ipykernel.iostream" and is_jupyterlab(executed_request()):
