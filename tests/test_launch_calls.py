@@ -118,7 +118,7 @@ def test_a_function_that_starts_and_ends_a_group_itself_shares_the_one_that_runs
 )
 def test_a_group_that_the_function_cannot_have(options, message):
     error = failure(lambda: dist.init_process_group(**options), nproc=2)
-    assert message in str(error) and f": leave {[*options][0]} out." in str(error)
+    assert message in str(error) and f": leave {[*options][0]} out" in str(error)
 
 
 def test_a_second_start_is_refused_and_a_real_end_ends_the_group():
@@ -158,6 +158,21 @@ def test_a_function_for_spawn_gets_the_rank_and_the_world_size_that_it_lacks():
     assert launch(both, 2, nproc=2) == [(0, 2, 1), (1, 2, 1)]  # as in mp.spawn(both, args=(2,), nprocs=2)
     assert launch(both, 5, 6, nproc=2) == [(5, 6, 1)] * 2  # both are given
     assert launch(functools.partial(first, lr=0.2), 3, nproc=2) == [(0, 3, 0.2), (1, 3, 0.2)]
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "added"),
+    [
+        (lambda rank, size: (rank, size), (), (1, 2)),  # the names of several tutorials
+        (lambda rank, size, fn: (rank, size, fn), ("fn",), (1, 2, "fn")),
+        (lambda gpu, args: (gpu, args), ("args",), (1, "args")),
+        (lambda local_rank, *args: (local_rank, args), (), (1, ())),
+        (lambda gpu, ngpus_per_node, args: (gpu, ngpus_per_node, args), ("args",), (1, 2, "args")),
+        (lambda size, rank: (size, rank), (7, 8), (7, 8)),
+    ],
+)
+def test_the_parameters_of_tutorials_are_filled(fn, args, added):
+    assert launch(fn, *args, nproc=2)[1] == added
 
 
 def test_a_dataclass_with_slots_of_the_notebook_comes_back():
@@ -358,7 +373,13 @@ def test_rank_that_ends_or_stops_while_it_writes_its_result(end, message):
         ((threading.Lock().acquire,), {}, "the function acquire cannot be sent"),
         ((print, 1, threading.Lock()), {}, "argument 1, a lock, cannot be sent"),
         ((3,), {}, "launch needs a function, and got 3"),
-        ((lambda gpu, args: 0, 1), {}, "(gpu, args) with 1 arguments: missing a required argument: 'args'.\nPass them"),
+        ((lambda x, args: 0, 1), {}, "(x, args) with 1 arguments: missing a required argument: 'args'.\nPass them"),
+        (
+            (lambda gpu, args, lr=1: 0,),
+            {},
+            "missing a required argument: 'args'.\nPass them: launch(fn, args, nproc=4)",
+        ),
+        ((print,), {"backend": "mpi"}, "backend='mpi' is not a backend of launch"),
         ((print,), {"nproc": 0}, "nproc=0 is not a number of ranks between 1 and 64"),
         ((print,), {"nproc": 65}, "torchrun"),
         ((print,), {"nproc": "4"}, "nproc='4' is not a number of ranks"),

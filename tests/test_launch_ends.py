@@ -196,6 +196,7 @@ def test_interrupt_of_the_kernel_ends_the_ranks_and_spares_the_forkserver(kernel
     kernel.manager.interrupt_kernel()
     reply = kernel.client.get_shell_msg(timeout=60)["content"]
     assert (reply["status"], reply["ename"]) == ("error", "KeyboardInterrupt")
+    assert reply["traceback"] == ["KeyboardInterrupt: the call was interrupted, and its ranks are ended."]
     assert kernel.ranks() == 0  # no wait here: ranks end before their cell
     assert kernel.run("print(launch(rank, nproc=2))")[1] == "[0, 1]\n"
     assert kernel.run(server)[1] == before

@@ -8,13 +8,13 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from helpers.ranks.rank import MEET_WITHIN, MET, RAISED, RETURNED, Failure, is_library, place
+from helpers.ranks.rank import MEET_WITHIN, MET, RAISED, RETURNED, Failure, is_library, place, wait_for_gpu
 
 PEERS_WITHIN = 0.2  # seconds to wait after an exception for an earlier cause, or for peers that fail in the same way
 LATE_WITHIN = 2  # seconds to wait for ranks that still compute, or would on a machine that is less busy
@@ -29,8 +29,13 @@ class Rank:
     pipe: connection.Connection  # gives MET, then RETURNED or RAISED, and ends when the process does
 
 
-def collect(folder: Path, ranks: list[Rank], timeout: float) -> tuple[set[int], dict[int, Failure]]:
-    """Wait until every rank has reported, one has failed, or the timeout: (ranks that returned, {rank: Failure})."""
+def collect(
+    folder: Path, ranks: list[Rank], timeout: float, watch: Callable[[], None] = lambda: None
+) -> tuple[set[int], dict[int, Failure]]:
+    """Wait until every rank has reported, one has failed, or the timeout: (ranks that returned, {rank: Failure}).
+
+    Meanwhile ``watch`` is called several times a second.
+    """
     met: set[int] = set()
     returned: set[int] = set()
     closed: set[int] = set()  # their pipes have ended: they are dead, which the forkserver has yet to tell
@@ -38,6 +43,7 @@ def collect(folder: Path, ranks: list[Rank], timeout: float) -> tuple[set[int], 
     deadline = time.monotonic() + MEET_WITHIN + timeout
     last = False
     while not last and (waiting := [rank for rank in range(len(ranks)) if rank not in returned | failures.keys()]):
+        watch()
         patience = deadline - time.monotonic()
         last = patience <= 0
         if failures:
@@ -132,6 +138,8 @@ def innermost(stack: str) -> str:
         if not is_library(file):
             source = linecache.getline(file, int(line)).strip()
             return place(traceback.FrameSummary(file, int(line), function, line=source))
+    if f" in {wait_for_gpu.__name__}\n" in stack:
+        return "its end, waiting for its GPU: did every rank call the same collectives?"
     return "no line of its own code"
 
 

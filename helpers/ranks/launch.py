@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import pickle
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -22,6 +21,9 @@ from types import ModuleType
 from typing import Any
 
 from helpers.ranks.collecting import Rank, collect, end, read, where_they_stand
+from helpers.ranks.gpus import BACKENDS, COUNT_WITHIN, choose_backend, send_count
+from helpers.ranks.interrupts import show_in_one_line, uninterrupted
+from helpers.ranks.live import LiveLine
 from helpers.ranks.messages import LaunchError, RankError, count_oom_kills, first_failure, fold, hang, tidy
 from helpers.ranks.pickler import dumps
 from helpers.ranks.ports import hold_port
@@ -31,7 +33,9 @@ __all__ = ["LaunchError", "RankError", "cannot_be_sent", "context", "launch", "w
 
 MAX_RANKS = 64
 MAX_SECONDS = 1_000_000
-OWN = ("rank", "world_size")  # what mp.spawn's functions take first
+# What a tutorial's function takes before its own arguments: {parameter: the variable that has its value in a rank}.
+FIRST_PARAMETERS = {"rank": "RANK", "local_rank": "LOCAL_RANK", "gpu": "LOCAL_RANK"}
+SECOND_PARAMETERS = {"world_size": "WORLD_SIZE", "size": "WORLD_SIZE", "ngpus_per_node": "LOCAL_WORLD_SIZE"}
 context = multiprocessing.get_context("forkserver")
 launches = itertools.count()
 starting = threading.Lock()  # without_main changes sys.modules, so one thread at a time may be in it
@@ -53,24 +57,34 @@ def warm() -> None:
 
 
 def launch(
-    fn: Callable[..., Any], *args: Any, nproc: int = 4, timeout: float = 60, env: dict[str, str] | None = None
+    fn: Callable[..., Any],
+    *args: Any,
+    nproc: int = 4,
+    timeout: float = 60,
+    env: dict[str, str] | None = None,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``nproc`` fresh ranks and return their results, ``[rank 0's, rank 1's, …]``.
 
-    In each rank the default process group runs (gloo, loopback only), and the variables that torchrun sets are set,
-    but for the error file and the signals. Where ``fn`` starts a group itself, ``init_process_group`` only compares
-    backend, rank and world size with the group that runs, and ``destroy_process_group`` then leaves this group running.
-    If the parameters of ``fn`` begin with ``rank``, or ``rank, world_size``, and ``args`` lack these, each rank adds
-    its own, as mp.spawn adds the first. cloudpickle carries ``fn``, its arguments and its results.
-    What the ranks print appears here when they end, in rank order; a line that several ranks print is shown once.
+    In each rank the default process group runs, and the variables that torchrun sets are set, but for the error file
+    and the signals. ``backend`` is "gloo" (on CPUs, loopback only), "nccl" (rank k has GPU k as its current device), or
+    "auto": "nccl" if each rank has a GPU, else "gloo". Where ``fn`` starts a group itself, ``init_process_group`` only
+    compares backend, rank and world size with the group that runs, and ``destroy_process_group`` then leaves this group
+    running.
+    If the parameters of ``fn`` begin with ``rank`` (or ``local_rank``, ``gpu``), or with it and ``world_size`` (or
+    ``size``, ``ngpus_per_node``), and ``args`` lack these, each rank adds its own, as mp.spawn adds the first.
+    cloudpickle carries ``fn``, its arguments and its results. A CUDA tensor arrives on the GPU with the same number: so
+    send CPU tensors, and return ``x.cpu()``.
+    What the ranks print appears here when they end, in rank order; a line that several ranks print is shown once. A
+    terminal and JupyterLab also show the newest lines of a call that takes more than two seconds, while it runs.
     ``timeout`` is in seconds and begins when all ranks have met, so that a busy machine's slow start does not
     count. After it, ranks have LATE_WITHIN more seconds to tell in which line they are. ``env`` is {name: text},
     added to the ranks' environment variables.
 
     Raises RankError when a rank raises, dies, or still runs at ``timeout``, and LaunchError for an argument that
-    cannot work.
+    cannot work, or for fewer GPUs than ranks.
     """
-    check(fn, nproc, timeout)
+    check(fn, nproc, timeout, backend)
     payload = pack(fn, own_arguments(fn, args), args)
     warm()
     folder = Path(util.get_temp_dir(), f"launch{next(launches)}")
@@ -79,23 +93,37 @@ def launch(
             **os.environ,
             **TORCHRUNS,
             "MASTER_PORT": str(port),
+            # NCCL_SOCKET_IFNAME stays as it is: NCCL takes the loopback interface by itself where there is no other.
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             "WORLD_SIZE_ONE_STORE": str(folder / "store"),
             **(env or {}),
         }
-        return results(Call(folder, nproc, timeout, environment), payload)
+        try:
+            if backend != "gloo":
+                backend = choose_backend(backend, nproc, count_gpus(environment))
+            return results(Call(folder, nproc, timeout, environment, backend), payload)
+        except KeyboardInterrupt as interrupt:
+            show_in_one_line(interrupt)
+            raise interrupt.with_traceback(None) from None
 
 
 def results(call: Call, payload: bytes) -> list[Any]:
     """The results of a call's ranks, which this starts and ends. Raises RankError, and prints what the ranks print."""
     folder, nproc, ranks = call.folder, call.world_size, list[Rank]()
     oom_kills = count_oom_kills()
+    live = LiveLine(folder, nproc)
+
+    def watch() -> None:
+        if live.is_due():
+            with uninterrupted():  # what is written has to be known, or it could not be erased
+                live.update()
+
     try:
         folder.mkdir()
         (folder / "call").write_bytes(payload)
         for rank in range(nproc):
             start(rank, call, ranks)
-        returned, failures = collect(folder, ranks, call.timeout)
+        returned, failures = collect(folder, ranks, call.timeout, watch)
         if failures:
             raise first_failure(failures, count_oom_kills() > oom_kills)
         if len(returned) < nproc:
@@ -103,6 +131,7 @@ def results(call: Call, payload: bytes) -> list[Any]:
         return [pickle.loads((folder / f"report{rank}").read_bytes()) for rank in range(nproc)]
     finally:
         with uninterrupted():
+            live.erase()
             end(ranks)
             outputs = [tidy(read(folder / f"output{rank}")) for rank in range(len(ranks))]
             shutil.rmtree(folder, ignore_errors=True)
@@ -110,7 +139,35 @@ def results(call: Call, payload: bytes) -> list[Any]:
             print(line)
 
 
-def check(fn: object, nproc: int, timeout: float) -> None:
+def count_gpus(environment: dict[str, str]) -> int:
+    """How many GPUs a rank with these environment variables sees. A process of its own counts them."""
+    with uninterrupted(), without_main():
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=send_count, args=(there, environment), name="count of the GPUs")
+        with there:
+            process.start()
+    try:
+        if not here.poll(COUNT_WITHIN):
+            raise LaunchError(
+                f"PyTorch did not say within {COUNT_WITHIN} s how many GPUs there are.\n"
+                "Look at nvidia-smi; backend='gloo' does without GPUs."
+            )
+        count: int = here.recv()
+        return count
+    except EOFError:
+        raise LaunchError(
+            "The process that counts this machine's GPUs ended without an answer.\n"
+            "Try: python -c 'import torch; print(torch.cuda.device_count())'"
+        ) from None
+    finally:
+        with uninterrupted():
+            process.kill()
+            process.join()
+            process.close()
+            here.close()
+
+
+def check(fn: object, nproc: int, timeout: float, backend: str) -> None:
     """Raise LaunchError for arguments that cannot work, before anything is started."""
     if not callable(fn):
         raise LaunchError(f"launch needs a function, and got {fn!r}.\nPass it uncalled: launch(fn, argument, nproc=4).")
@@ -119,12 +176,17 @@ def check(fn: object, nproc: int, timeout: float) -> None:
         raise LaunchError(f"{what}.\nTry nproc=4; more ranks need more machines: see torchrun.")
     if type(timeout) not in (int, float) or not 0 < timeout <= MAX_SECONDS:
         raise LaunchError(f"timeout is a number of seconds above 0; it was {timeout!r}.\nTry timeout=60.")
+    if backend not in BACKENDS:
+        raise LaunchError(
+            f"backend={backend!r} is not a backend of launch.\n"
+            "Use 'gloo' (CPUs), 'nccl' (a GPU for each rank) or 'auto' (NCCL if there are as many GPUs as ranks)."
+        )
     if "WORLD_SIZE_ONE_STORE" in os.environ:
         raise LaunchError("launch was called inside a rank.\nStart ranks from the notebook, and call dist.* in them.")
 
 
 def own_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, ...]:
-    """The names of the arguments before ``args`` that each rank adds: (), rank, or rank and world_size.
+    """The variables whose values each rank adds before ``args``: (), its rank, or its rank and the number of ranks.
 
     Raises LaunchError where ``fn`` takes other arguments than these.
     """
@@ -132,18 +194,31 @@ def own_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, .
         signature = inspect.signature(fn)
     except ValueError:  # of many functions in C
         return ()
-    refusal = None
-    for own in ((), OWN[:1], OWN):
+    own: list[str] = []
+    for parameter, variables in zip(signature.parameters, (FIRST_PARAMETERS, SECOND_PARAMETERS), strict=False):
+        if parameter not in variables:
+            break
+        own.append(variables[parameter])
+    refusal = ""
+    for count in range(len(own) + 1):
         try:
-            signature.bind(*own, *args)
-            if (*signature.parameters,)[: len(own)] == own:
-                return own
+            signature.bind(*own[:count], *args)
+            return tuple(own[:count])
         except TypeError as error:
-            refusal = refusal or error
-    what = f"launch calls {getattr(fn, '__name__', fn)}{signature} with {len(args)} arguments: {refusal}"
+            refusal = str(error)
+    name = getattr(fn, "__name__", fn)
+    example = ", ".join(["fn", *required(signature)[len(own) :], "nproc=4"])
     raise LaunchError(
-        f"{what}.\nPass them: launch(fn, argument, nproc=4). A rank's own number is dist.get_rank() in fn."
+        f"launch calls {name}{signature} with {len(args)} arguments: {refusal}.\n"
+        f"Pass them: launch({example}). A rank's own number is dist.get_rank() in fn."
     )
+
+
+def required(signature: inspect.Signature) -> list[str]:
+    """The names of the positional parameters that have no default."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = signature.parameters.values()
+    return [one.name for one in parameters if one.kind in kinds and one.default is one.empty]
 
 
 def pack(fn: Callable[..., Any], own: tuple[str, ...], args: tuple[Any, ...]) -> bytes:
@@ -190,19 +265,3 @@ def without_main() -> Iterator[None]:
             yield
         finally:
             sys.modules["__main__"] = main
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay a Ctrl-C until the end of the block."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pending: list[bool] = []
-    handler = signal.signal(signal.SIGINT, lambda *_: pending.append(True))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if pending:
-        raise KeyboardInterrupt

@@ -33,6 +33,7 @@ class RanksMagics(Magics):
     @magic_arguments()
     @argument("nproc", type=int, nargs="?", default=4, help="number of ranks (default: 4)")
     @argument("--timeout", type=float, default=60, help="seconds for the whole cell (default: 60)")
+    @argument("--backend", default="gloo", help="gloo (default), nccl, or auto: nccl where each rank has a GPU")
     @argument("--into", metavar="NAME", help="keep the last line's values, [rank 0's, rank 1's, ...], under this name")
     @cell_magic
     def ranks(self, line: str, cell: str) -> None:
@@ -45,7 +46,9 @@ class RanksMagics(Magics):
         options = parse_argstring(self.ranks, line)
         names = sendable(self.shell.user_ns, cell)
         linecache.cache[SOURCE] = (len(cell), None, cell.splitlines(keepends=True), SOURCE)  # for tracebacks
-        values = launch.launch(run_body, cell, names, nproc=options.nproc, timeout=options.timeout)
+        values = launch.launch(
+            run_body, cell, names, nproc=options.nproc, timeout=options.timeout, backend=options.backend
+        )
         if options.into:
             self.shell.user_ns[options.into] = values
 

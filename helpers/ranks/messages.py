@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from helpers.ranks.rank import NOTEBOOK, Failure
@@ -68,10 +68,15 @@ def hang(stands: dict[int, str], finished: Collection[int], timeout: float) -> R
 
 def by_line(lines: dict[int, str]) -> list[str]:
     """``ranks 0-1: at line 3 in f()`` for each line in {rank: line}."""
+    return [f"{label(ranks)}: {line}" for line, ranks in ranks_by_line(lines).items()]
+
+
+def ranks_by_line(lines: Mapping[int, str]) -> dict[str, list[int]]:
+    """{line: the ranks that have it} for {rank: line}."""
     groups: dict[str, list[int]] = {}
     for rank, line in lines.items():
         groups.setdefault(line, []).append(rank)
-    return [f"{label(ranks)}: {line}" for line, ranks in groups.items()]
+    return groups
 
 
 def count_oom_kills() -> int:

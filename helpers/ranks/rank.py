@@ -47,6 +47,7 @@ class Call:
     world_size: int
     timeout: float  # seconds
     environment: dict[str, str]
+    backend: str = "gloo"  # or "nccl": then each rank has a GPU
 
 
 @dataclass(frozen=True)
@@ -122,12 +123,18 @@ def run(rank: int, call: Call, met: Callable[[], None]) -> bytes:
     dist.set_debug_level_from_env()  # torch read the variable in the forkserver, before it had its value
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # a forked rank has the forkserver's state, so all ranks would draw the same numbers
+    device = None
+    if call.backend == "nccl":
+        local_rank = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local_rank)
+        device = torch.device("cuda", local_rank)
     dist.init_process_group(
-        "gloo",
+        call.backend,
         init_method=f"file://{call.environment['WORLD_SIZE_ONE_STORE']}",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=call.timeout + MEET_WITHIN),  # so that the launcher's timeout comes first
+        device_id=device,  # NCCL connects the ranks here, and not at the first collective
     )
     dist.barrier()  # from here on a rank that dies cannot disturb its peers' rendezvous
     met()
@@ -136,12 +143,24 @@ def run(rank: int, call: Call, met: Callable[[], None]) -> bytes:
 
     fn, own, args, sources = pickle.loads((call.folder / "call").read_bytes())
     linecache.cache.update(sources)  # so that a traceback shows the notebook's lines
-    result = fn(*(int(os.environ[name.upper()]) for name in own), *args)
+    result = fn(*(int(os.environ[variable]) for variable in own), *args)
+    if device is not None:
+        wait_for_gpu(device)
     try:
         return pickler.dumps(result)
     except Exception as error:
         what = f"the result, a {type(result).__name__}, cannot be sent back ({error})"
         raise TypeError(f"{what}.\nReturn tensors, arrays or plain objects.") from None
+
+
+def wait_for_gpu(device: Any) -> None:
+    """Wait for what the function has left to its GPU, so that an error or a hang there is one of this call.
+
+    NCCL's collectives and CUDA's kernels run after the call that starts them has returned. ``device``: a torch.device.
+    """
+    import torch
+
+    torch.cuda.synchronize(device)
 
 
 def share_group() -> None:
@@ -162,7 +181,8 @@ def share_group() -> None:
             given = asked.get(name, -1)
             if given not in (None, -1) and str(value) not in re.split("[:,]", str(given)):  # "cpu:gloo,cuda:nccl"
                 what = f"init_process_group({name}={given!r}) in a rank of launch, whose group has {name}={value!r}"
-                raise ValueError(f"{what}: leave {name} out.")
+                otherwise = ", or start the ranks with launch(..., backend='nccl')" if "nccl" in str(given) else ""
+                raise ValueError(f"{what}: leave {name} out{otherwise}.")
         state = "shared"
 
     @functools.wraps(destroy)
@@ -196,7 +216,13 @@ def describe(error: BaseException) -> Failure:
         chain += filter(None, (link.__cause__, link.__context__))
         while len(link.stack) > 1 and os.path.dirname(link.stack[0].filename) == here:
             link.stack.pop(0)  # a reader does not look for the launcher's frames
-    lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+    lost = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "Socket closed",
+        "remote process exit",
+    )
     outside = [frame for frame in story.stack if os.path.dirname(frame.filename) != here]
     own = [frame for frame in outside if not is_library(frame.filename)] or outside
     text = "".join(story.format())

@@ -1,0 +1,226 @@
+"""``launch``: what is seen of a long call while it runs, and that a notebook's outputs have no trace of it."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import textwrap
+import time
+
+import leftovers
+import nbclient
+import nbformat
+import pytest
+from conftest import ROOT
+from launching import nothing_left, warmed_up  # noqa: F401  (fixtures)
+
+from helpers.ranks import live
+from helpers.ranks.launch import launch
+from helpers.ranks.live import compose, is_jupyterlab, newest_line
+
+pytestmark = pytest.mark.ranks
+LONG = """
+    import time
+    import torch.distributed as dist
+    from helpers.ranks.launch import launch
+
+    def train(rank):
+        for step in range(10):
+            time.sleep(0.5)
+            print(f"step {step}")
+        print(f"rank {rank} has finished 火🙂")
+
+    print("before", end=" ")
+    launch(train, nproc=2)
+"""
+STEPS = "".join(f"[ranks 0-1] step {step}\n" for step in range(10))
+STORED = f"before {STEPS}[rank 0] rank 0 has finished 火🙂\n[rank 1] rank 1 has finished 火🙂\n"
+LIVE = r"\d+ s  \[ranks? [01-]+\] step \d"
+
+# --- the line ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("newest", "width", "line"),
+    [
+        ({0: "step 3", 1: "step 3", 2: "step 2"}, 80, "5 s  [ranks 0-1] step 3  [rank 2] step 2"),
+        ({1: "x" * 100}, 30, "5 s  [rank 1] xxxxxxxxxxxxxxx…"),
+        ({0: "a🙂b\x07c"}, 80, "5 s  [rank 0] a?b?c"),
+        ({rank: f"line {rank} {'x' * 50}" for rank in range(8)}, 60, None),
+    ],
+)
+def test_the_line_fits_and_names_the_ranks(newest, width, line):
+    composed = compose(5.2, newest, width)
+    assert len(composed) <= width and composed.isprintable()
+    assert line is None or composed == line
+
+
+@pytest.mark.parametrize(
+    ("output", "line"),
+    [
+        ("", ""),
+        ("\n \n", ""),
+        ("one\ntwo\n\n  \n", "two"),
+        ("one\nunfinished", "unfinished"),
+        ("10%|#   |\r50%|##  |\r", "50%|##  |"),
+        ("\x1b[32mgreen\x1b[0m\n", "green"),
+        ("x\n" * 10_000 + "last\n", "last"),
+    ],
+)
+def test_the_newest_line_of_a_rank(tmp_path, output, line):
+    (tmp_path / "output0").write_text(output)
+    assert newest_line(tmp_path / "output0") == line
+    assert newest_line(tmp_path / "output1") == ""
+
+
+@pytest.mark.parametrize(
+    ("allow_stdin", "metadata", "version", "watched"),
+    [
+        (True, {"deletedCells": [], "cellId": "x"}, "4.6.6", True),
+        (True, {"deletedCells": [], "cellId": "x"}, "4.3.9", False),  # does not erase by backspaces
+        (False, {"deletedCells": [], "cellId": "x"}, "4.6.6", False),
+        (True, {"cellId": "x"}, "4.6.6", False),  # another frontend
+        (True, {}, "4.6.6", False),
+    ],
+)
+def test_only_jupyterlab_counts_as_a_person(monkeypatch, allow_stdin, metadata, version, watched):
+    monkeypatch.setattr(live.importlib.metadata, "version", lambda name: version)
+    assert is_jupyterlab({"content": {"allow_stdin": allow_stdin}, "metadata": metadata}) == watched
+    assert not is_jupyterlab({})
+
+
+def test_a_short_call_asks_nothing_and_writes_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(live, "AFTER", 600)  # even on a busy machine, this call is shorter
+    monkeypatch.setattr(live, "find_screen", lambda: pytest.fail("the screen was looked for"))
+    launch(lambda: print("short"), nproc=2)
+    assert capsys.readouterr().out == "[ranks 0-1] short\n"
+
+
+def test_a_long_call_into_a_pipe_or_a_file_writes_nothing_more(capsys):
+    launch(lambda: (print("long"), time.sleep(live.AFTER + 1.5))[0], nproc=2)
+    assert capsys.readouterr().out == "[ranks 0-1] long\n"
+
+
+# --- a terminal -------------------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_shows_the_newest_lines_and_then_what_a_pipe_gets(tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(LONG))
+    with leftovers.surroundings() as environment:
+        parent, child = pty.openpty()
+        environment.update(TERM="xterm", COLUMNS="80", PYTHONPATH=str(ROOT))
+        process = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, env=environment, stdout=child)
+        os.close(child)
+        written = b""
+        while True:
+            try:
+                piece = os.read(parent, 65536)
+            except OSError:  # Linux tells so that the last process has closed the terminal
+                break
+            if not piece:
+                break
+            written += piece
+        os.close(parent)
+        assert process.wait() == 0
+    text = written.decode()
+    shown = re.findall(r"\x1b\[K\x1b7\x1b\[\?7l(.*?)\x1b\[\?7h\x1b8", text)
+    assert len(shown) >= 2 and all(re.fullmatch(LIVE + r".*", line) for line in shown[:2]), shown
+    assert len(set(shown)) == len(shown)
+    # The cursor stays where the line began, so erasing from there to the line's end takes all of it away.
+    left = re.sub(r"\x1b\[K(\x1b7\x1b\[\?7l.*?\x1b\[\?7h\x1b8)?", "", text)
+    assert left.replace("\r\n", "\n") == STORED
+
+
+# --- notebooks --------------------------------------------------------------------------------------------------------
+
+
+def test_an_executed_notebook_has_no_trace_of_it(tmp_path):
+    """By nbclient, as nbconvert and the book's outputs are made, and by nbval, as they are compared."""
+    source = textwrap.dedent(LONG)
+    magic = "%%ranks 2\nimport time\nfor step in range(10):\n    time.sleep(0.5)\n    print(f'step {step}')"
+    cells = [nbformat.v4.new_code_cell(text) for text in ("%load_ext helpers", source, magic)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    with leftovers.surroundings() as environment:
+        environment["PYTHONPATH"] = str(ROOT)
+        nbclient.NotebookClient(notebook, timeout=300).execute(env=environment)
+    outputs = [cell.outputs for cell in notebook.cells]
+    assert outputs == [
+        [],
+        [{"output_type": "stream", "name": "stdout", "text": STORED}],
+        [{"output_type": "stream", "name": "stdout", "text": STEPS}],
+    ]
+    nbformat.write(notebook, tmp_path / "long.ipynb")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env"]
+    with leftovers.surroundings() as environment:
+        environment["PYTHONPATH"] = str(ROOT)
+        process = subprocess.run(
+            [*command, f"--rootdir={tmp_path}", "long.ipynb"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+    assert process.returncode == 0 and "3 passed" in process.stdout, process.stdout
+
+
+def jupyterlabs_text(pieces):
+    """The text that JupyterLab 4.6 keeps of a stream's pieces (processText of its packages/outputarea/src/model.ts)."""
+    text, at = "", 0
+    for piece in pieces:
+        for character in piece:
+            if character == "\b":
+                if at > 0 and text[at - 1] != "\n":
+                    text = text[: at - 1] + text[at + 1 :]
+                    at -= 1
+            elif character == "\n":
+                text += "\n"
+                at = len(text)
+            else:
+                text = text[:at] + character + text[at + 1 :]
+                at += 1
+    return text
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    with leftovers.own_kernel() as kernel:
+        yield kernel
+
+
+def run_as(kernel, source, allow_stdin, metadata):
+    """The pieces of stdout that a frontend gets of a cell; the frontend sends this metadata with the cell."""
+    content = {"code": textwrap.dedent(source), "silent": False, "store_history": True, "user_expressions": {}}
+    content |= {"allow_stdin": allow_stdin, "stop_on_error": False}
+    client = kernel.client
+    request = client.session.msg("execute_request", content, metadata=metadata)
+    client.shell_channel.send(request)
+    pieces = []
+    while True:
+        message = client.get_iopub_msg(timeout=300)
+        if message["parent_header"].get("msg_id") != request["header"]["msg_id"]:
+            continue
+        if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+            break
+        if message["msg_type"] in ("display_data", "update_display_data", "clear_output"):
+            raise AssertionError(f"the cell also sent {json.dumps(message['content'])}")
+        if message["msg_type"] == "stream":
+            pieces.append(message["content"]["text"])
+    client.get_shell_msg(timeout=300)
+    return pieces
+
+
+def test_jupyterlab_shows_the_newest_lines_and_stores_what_nbclient_stores(kernel):
+    jupyterlab = {"deletedCells": [], "recordTiming": False, "cellId": "5f3c"}
+    pieces = run_as(kernel, LONG, True, jupyterlab)
+    assert len(re.findall(LIVE, "".join(pieces))) >= 2, pieces
+    assert jupyterlabs_text(pieces) == STORED
+    assert "".join(run_as(kernel, LONG, False, {})) == STORED
+
+
+def test_what_is_captured_in_jupyterlab_has_no_trace_of_it(kernel):
+    capture = "%%capture captured\n" + textwrap.dedent(LONG)
+    jupyterlab = {"deletedCells": [], "recordTiming": False, "cellId": "5f3c"}
+    assert run_as(kernel, capture, True, jupyterlab) == []
+    assert "".join(run_as(kernel, "print(captured.stdout, end='')", True, jupyterlab)) == STORED

@@ -1,0 +1,198 @@
+"""Check ``launch`` on this machine's GPUs, one rank on each: results, errors, hangs, kills, and what is left behind.
+
+    python tools/launch_on_gpus.py
+
+It prints a line for each check, and ends with 1 if one fails, or with 2 where there is no GPU. It takes about a minute.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402  (after the path)
+import torch.distributed as dist  # noqa: E402
+
+from helpers.ranks.gpus import choose_backend  # noqa: E402
+from helpers.ranks.launch import LaunchError, RankError, count_gpus, launch, warm  # noqa: E402
+
+TIMEOUT = 20  # seconds of a call that hangs on purpose
+SLACK = 200 << 20  # bytes of a GPU that other programs may take or free between two looks
+
+
+def describe(rank: int) -> str:
+    """In a rank: assert that its GPU is its own, and that NCCL adds over all ranks. Returns the GPU's name."""
+    world_size = dist.get_world_size()
+    device = torch.device("cuda", rank)
+    assert int(os.environ["LOCAL_RANK"]) == rank
+    assert torch.cuda.current_device() == rank
+    group = dist.group.WORLD
+    assert group is not None and group.bound_device_id == device
+    assert dist.get_backend() == "nccl"
+    total = torch.full((1024,), rank + 1.0, device=device)
+    dist.all_reduce(total)
+    expected = world_size * (world_size + 1) / 2
+    assert torch.equal(total.cpu(), torch.full((1024,), expected))
+    return torch.cuda.get_device_name(device)
+
+
+def start_own_group(rank: int, world_size: int) -> float:
+    """In a rank: start a group as a tutorial's function does, and return a sum over the ranks."""
+    dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=torch.device("cuda", rank))
+    total = torch.ones(1, device="cuda")
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+
+
+def raise_an_error() -> None:
+    """In a rank: the last rank raises while its peers wait for it on their GPUs."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise ValueError("no data")
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    torch.cuda.synchronize()
+
+
+def raise_on_the_gpu() -> None:
+    """In a rank: start a kernel that fails after this function has returned."""
+    index = torch.full((1,), 10, device="cuda")
+    torch.zeros(2, device="cuda")[index]
+
+
+def hang(collective: str) -> None:
+    """In a rank: the GPU is busy for longer than the call's timeout; more ranks than one also wait for a peer."""
+    if collective == "busy":
+        torch.cuda._sleep(10**12)
+        torch.cuda.synchronize()
+    elif dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1, device="cuda"))  # returns at once; the GPU waits for the peers
+
+
+def be_killed() -> None:
+    """In a rank: the last rank takes a gigabyte of its GPU, and is killed."""
+    memory = torch.ones(1 << 28, device="cuda")
+    torch.cuda.synchronize()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(memory)
+    torch.cuda.synchronize()
+
+
+def free_bytes() -> list[int]:
+    """In one rank without a peer: the free memory of each GPU."""
+    return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
+
+
+def failure(fn: Callable[..., None], *args: str, nproc: int, timeout: float = 120) -> str:
+    """The message of a call that has to fail."""
+    try:
+        launch(fn, *args, nproc=nproc, timeout=timeout, backend="nccl")
+    except RankError as error:
+        return str(error)
+    raise AssertionError(f"{fn.__name__} ended without an error")
+
+
+def check_results(gpus: int) -> str:
+    names = launch(describe, nproc=gpus, backend="nccl")
+    assert launch(describe, nproc=gpus, backend="auto") == names
+    return f"{gpus} x {names[0]}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+
+
+def check_own_group(gpus: int) -> str:
+    assert launch(start_own_group, nproc=gpus, backend="nccl") == [gpus] * gpus
+    return "a function that starts the group itself shares the one that runs"
+
+
+def check_too_many_ranks(gpus: int) -> str:
+    try:
+        launch(describe, nproc=gpus + 1, backend="nccl")
+    except LaunchError as error:
+        return str(error).replace("\n", " ")
+    raise AssertionError(f"{gpus + 1} ranks started on {gpus} GPUs")
+
+
+def check_error(gpus: int) -> str:
+    message = failure(raise_an_error, nproc=gpus)
+    assert message.startswith(f"rank {gpus - 1} failed"), message
+    assert "ValueError: no data" in message, message
+    return message.replace("\n", " ")
+
+
+def check_error_on_the_gpu(gpus: int) -> str:
+    message = failure(raise_on_the_gpu, nproc=gpus)
+    assert "device-side assert" in message, message
+    return message.splitlines()[0]
+
+
+def check_hang(gpus: int) -> str:
+    start = time.monotonic()
+    message = failure(hang, "busy" if gpus == 1 else "peers", nproc=gpus, timeout=TIMEOUT)
+    seconds = time.monotonic() - start
+    assert f"still ran after timeout={TIMEOUT} s" in message, message
+    assert seconds < TIMEOUT + 60, f"it took {seconds:.0f} s"
+    return f"after {seconds:.1f} s: {message}".replace("\n", " ")
+
+
+def check_kill(gpus: int) -> str:
+    start = time.monotonic()
+    message = failure(be_killed, nproc=gpus)
+    seconds = time.monotonic() - start
+    assert message.startswith(f"rank {gpus - 1} died"), message
+    return f"after {seconds:.1f} s: {message}"
+
+
+def check_caller_that_has_used_cuda(gpus: int) -> str:
+    on_gpu = torch.ones(1, device="cuda")  # from here on, no fork of this process can use CUDA
+    assert torch.cuda.is_initialized()
+    launch(describe, nproc=gpus, backend="nccl")
+    [arrived] = launch(lambda tensor: str(tensor.device), on_gpu, nproc=1, backend="nccl")
+    assert arrived == "cuda:0"
+    return "ranks start although this process has used CUDA; a tensor of cuda:0 arrives on cuda:0"
+
+
+def check_memory(before: list[int]) -> str:
+    after = launch(free_bytes, nproc=1, backend="nccl")[0]
+    lost = [old - new for old, new in zip(before, after, strict=True)]
+    assert max(lost) < SLACK, f"bytes of the GPUs that are not free again: {lost}"
+    return f"no process is left on a GPU: free memory changed by {max(lost) / 2**20:.0f} MiB at most"
+
+
+def main() -> int:
+    argparse.ArgumentParser(description="Check launch on this machine's GPUs, one rank on each.").parse_args()
+    warm()
+    gpus = count_gpus(dict(os.environ))
+    try:
+        choose_backend("nccl", 1, gpus)
+    except LaunchError as error:
+        print(f"nothing was checked: {error}")
+        return 2
+    before = launch(free_bytes, nproc=1, backend="nccl")[0]
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("results", lambda: check_results(gpus)),
+        ("own group", lambda: check_own_group(gpus)),
+        ("too many ranks", lambda: check_too_many_ranks(gpus)),
+        ("error", lambda: check_error(gpus)),
+        ("error on the GPU", lambda: check_error_on_the_gpu(gpus)),
+        ("hang", lambda: check_hang(gpus)),
+        ("killed rank", lambda: check_kill(gpus)),
+        ("memory", lambda: check_memory(before)),
+        ("caller with CUDA", lambda: check_caller_that_has_used_cuda(gpus)),
+    ]
+    failed = 0
+    for name, check in checks:
+        try:
+            print(f"ok      {name}: {check()}", flush=True)
+        except Exception as error:
+            failed += 1
+            print(f"FAILED  {name}: {type(error).__name__}: {error}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
