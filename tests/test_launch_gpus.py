@@ -237,7 +237,8 @@ def test_a_wait_for_the_gpu_is_told_from_a_line_of_the_readers():
     assert innermost(f'{ours}wait_for_gpu\n  File "/x/mine.py", line 3 in step\n').startswith(
         "line 3 of step in mine.py"
     )
-    assert innermost(f"{ours}run\n") == "no line of its own code"
+    forkservers = '  File "<string>", line 1 in <module>\n'
+    assert innermost(f"{ours}run\n{ours}rank_main\n{forkservers}") == "no line of its own code"
 
 
 def test_the_message_about_nccl_on_gloo_names_the_launch_that_works():

@@ -10,7 +10,6 @@ import textwrap
 import time
 
 import leftovers
-import nbclient
 import nbformat
 import pytest
 from conftest import ROOT
@@ -33,7 +32,7 @@ LONG = """
         print(f"rank {rank} has finished 火🙂")
 
     print("before", end=" ")
-    launch(train, nproc=2)
+    results = launch(train, nproc=2)
 """
 STEPS = "".join(f"[ranks 0-1] step {step}\n" for step in range(10))
 STORED = f"before {STEPS}[rank 0] rank 0 has finished 火🙂\n[rank 1] rank 1 has finished 火🙂\n"
@@ -138,31 +137,29 @@ def test_a_terminal_shows_the_newest_lines_and_then_what_a_pipe_gets(tmp_path):
 
 def test_an_executed_notebook_has_no_trace_of_it(tmp_path):
     """By nbclient, as nbconvert and the book's outputs are made, and by nbval, as they are compared."""
-    source = textwrap.dedent(LONG)
     magic = "%%ranks 2\nimport time\nfor step in range(10):\n    time.sleep(0.5)\n    print(f'step {step}')"
-    cells = [nbformat.v4.new_code_cell(text) for text in ("%load_ext helpers", source, magic)]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    with leftovers.surroundings() as environment:
-        environment["PYTHONPATH"] = str(ROOT)
-        nbclient.NotebookClient(notebook, timeout=300).execute(env=environment)
-    outputs = [cell.outputs for cell in notebook.cells]
-    assert outputs == [
-        [],
-        [{"output_type": "stream", "name": "stdout", "text": STORED}],
-        [{"output_type": "stream", "name": "stdout", "text": STEPS}],
-    ]
+    sources = ["%load_ext helpers", textwrap.dedent(LONG), magic]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     nbformat.write(notebook, tmp_path / "long.ipynb")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env"]
-    with leftovers.surroundings() as environment:
-        environment["PYTHONPATH"] = str(ROOT)
-        process = subprocess.run(
-            [*command, f"--rootdir={tmp_path}", "long.ipynb"],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-    assert process.returncode == 0 and "3 passed" in process.stdout, process.stdout
+
+    def run(*words):
+        with leftovers.surroundings() as environment:
+            environment["PYTHONPATH"] = str(ROOT)
+            command = [sys.executable, "-m", *words, "long.ipynb"]
+            process = subprocess.run(
+                command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+            )
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout
+
+    run("nbconvert", "--to", "notebook", "--execute", "--inplace")
+    executed = nbformat.read(tmp_path / "long.ipynb", as_version=4)
+    outputs = [output for cell in executed.cells for output in cell.outputs]
+    assert {(output.output_type, output.name) for output in outputs} == {("stream", "stdout")}
+    texts = ["".join(output.text for output in cell.outputs) for cell in executed.cells]
+    assert texts == ["", STORED, STEPS]
+    compared = run("pytest", "-q", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env", f"--rootdir={tmp_path}")
+    assert "3 passed" in compared
 
 
 def jupyterlabs_text(pieces):

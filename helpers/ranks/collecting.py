@@ -14,7 +14,7 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from helpers.ranks.rank import MEET_WITHIN, MET, RAISED, RETURNED, Failure, is_library, place, wait_for_gpu
+from helpers.ranks.rank import MEET_WITHIN, MET, RAISED, RETURNED, Failure, is_library, place, rank_main, wait_for_gpu
 
 PEERS_WITHIN = 0.2  # seconds to wait after an exception for an earlier cause, or for peers that fail in the same way
 LATE_WITHIN = 2  # seconds to wait for ranks that still compute, or would on a machine that is less busy
@@ -138,8 +138,10 @@ def innermost(stack: str) -> str:
         if not is_library(file):
             source = linecache.getline(file, int(line)).strip()
             return place(traceback.FrameSummary(file, int(line), function, line=source))
-    if f" in {wait_for_gpu.__name__}\n" in stack:
-        return "its end, waiting for its GPU: did every rank call the same collectives?"
+        if function == wait_for_gpu.__name__:
+            return "its end, waiting for its GPU: did every rank call the same collectives?"
+        if function == rank_main.__name__:
+            break  # what is outside is the forkserver's
     return "no line of its own code"
 
 
