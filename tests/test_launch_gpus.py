@@ -149,6 +149,7 @@ def on_two_gpus(body):
     """What a script prints as JSON, whose ranks have two pretended GPUs."""
     with leftovers.surroundings() as environment:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
+        environment["TORCH_DIST_USE_NCCL2"] = "0"  # the pretended NCCL is the one of before PyTorch 2.15
         command = [sys.executable, "-c", START + textwrap.dedent(body)]
         process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert process.returncode == 0, process.stderr
