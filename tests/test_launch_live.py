@@ -127,8 +127,8 @@ def test_a_terminal_shows_the_newest_lines_and_then_what_a_pipe_gets(tmp_path):
     shown = re.findall(r"\x1b\[K\x1b7\x1b\[\?7l(.*?)\x1b\[\?7h\x1b8", text)
     assert len(shown) >= 2 and all(re.fullmatch(LIVE + r".*", line) for line in shown[:2]), shown
     assert len(set(shown)) == len(shown)
-    # The cursor stays where the line began, so erasing from there to the line's end takes all of it away.
-    left = re.sub(r"\x1b\[K(\x1b7\x1b\[\?7l.*?\x1b\[\?7h\x1b8)?", "", text)
+    # The cursor stays where each line began. So the last erasing from there to the line's end takes all of it away.
+    left = re.sub(r"(\x1b\[K\x1b7\x1b\[\?7l.*?\x1b\[\?7h\x1b8)+\x1b\[K", "", text)
     assert left.replace("\r\n", "\n") == STORED
 
 

@@ -122,6 +122,7 @@ class LiveLine:
         self.start = time.monotonic()
         self.due = self.start + AFTER  # when the line is written next
         self.screen: Screen | None = None
+        self.shown = False
 
     def is_due(self) -> bool:
         return time.monotonic() >= self.due
@@ -137,11 +138,12 @@ class LiveLine:
         printed = {rank: line for rank, line in newest.items() if line}
         # JupyterLab would store an empty output for a call that prints nothing. Ranks that printed leave one anyway.
         if printed:
+            self.shown = True
             self.screen.show(compose(time.monotonic() - self.start, printed, self.screen.width))
 
     def erase(self) -> None:
         """Take the line back, before what follows is printed in its place."""
-        if self.screen is not None:
+        if self.screen is not None and self.shown:
             self.screen.erase()
 
 
