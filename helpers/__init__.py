@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 def load_ipython_extension(shell: "InteractiveShell") -> None:
     """Start importing torch for the ranks in the background, and register ``%%ranks``."""
     import os
-    import sys
 
     from helpers.ranks import magic
+    from helpers.ranks.ports import LOOPBACK
 
     # The kernel's process group and the processes that cells start talk over the loopback interface alone.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     magic.load(shell)

@@ -30,6 +30,7 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
+from helpers.verify.page import fenced, ratio_of
 from helpers.verify.record import Figure, Record, read
 
 FOLDER = "book/measured"
@@ -176,9 +177,9 @@ def text_of_box(root: Path, name: str, text_of_others: str) -> str:
             parts.append(table(HEADS, [row(figure) for figure in finding.figures]))
         for label, text in finding.texts.items():
             if name == MESSAGES:
-                parts.append(fenced("{dropdown} " + label, fenced("text", text)))
+                parts.append(fenced(fenced(text), head="{dropdown} " + label))
             else:
-                parts += [f"{label}:", fenced("text", text)]
+                parts += [f"{label}:", fenced(text)]
         if finding.trouble:
             why = textwrap.shorten(finding.trouble, LONGEST, placeholder=" …")
             parts.append(f"The rest was not measured ({escaped(why)}).")
@@ -209,10 +210,7 @@ def row(figure: Figure) -> list[str]:
         predicted = quantity(figure.predicted, figure.unit)
     if figure.predicted_low is not None and figure.predicted_high is not None:
         predicted += f" ({number(figure.predicted_low)} to {number(figure.predicted_high)})"
-    ratio = ""
-    if figure.ratio is not None:
-        ratio = f"{figure.ratio:.2f}"
-    return [escaped(figure.name), quantity(figure.value, figure.unit), predicted.strip(), ratio]
+    return [escaped(figure.name), quantity(figure.value, figure.unit), predicted.strip(), ratio_of(figure)]
 
 
 def table(heads: Iterable[str], rows: list[list[str]]) -> str:
@@ -279,13 +277,6 @@ def code(text: str) -> str:
     """A command or a message, as code."""
     plain = text.replace("`", "")
     return f"`{plain}`"
-
-
-def fenced(head: str, text: str) -> str:
-    """A text in a fence that it cannot close; ``head`` is its language or its directive."""
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}{head}\n{text.strip()}\n{fence}"
 
 
 # --- Sphinx -----------------------------------------------------------------------------------------------------------

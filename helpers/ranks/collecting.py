@@ -148,3 +148,11 @@ def innermost(stack: str) -> str:
 def read(path: Path) -> str:
     """A file's text, or "" where a rank ended before it wrote the file."""
     return path.read_text(errors="replace") if path.exists() else ""
+
+
+def end_of_file(path: Path, count: int) -> bytes:
+    """The last ``count`` bytes of a file, or all where it has fewer. Raises FileNotFoundError."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - count))
+        return file.read()

@@ -26,7 +26,7 @@ from helpers.ranks.interrupts import show_in_one_line, uninterrupted
 from helpers.ranks.live import LiveLine
 from helpers.ranks.messages import LaunchError, RankError, count_oom_kills, first_failure, fold, hang, tidy
 from helpers.ranks.pickler import dumps
-from helpers.ranks.ports import hold_port
+from helpers.ranks.ports import LOOPBACK, hold_port
 from helpers.ranks.rank import TORCHRUNS, Call, rank_main
 
 __all__ = ["LaunchError", "RankError", "cannot_be_sent", "context", "launch", "warm", "without_main"]
@@ -94,7 +94,7 @@ def launch(
             **TORCHRUNS,
             "MASTER_PORT": str(port),
             # NCCL_SOCKET_IFNAME stays as it is: NCCL takes the loopback interface by itself where there is no other.
-            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+            "GLOO_SOCKET_IFNAME": LOOPBACK,
             "WORLD_SIZE_ONE_STORE": str(folder / "store"),
             **(env or {}),
         }

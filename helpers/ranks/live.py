@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from helpers.ranks.collecting import end_of_file
 from helpers.ranks.messages import label, ranks_by_line, tidy
 
 AFTER = 2  # seconds after which a call shows its line
@@ -150,10 +151,7 @@ class LiveLine:
 def newest_line(output: Path) -> str:
     """The last line of a rank's output that has a visible character, or ""."""
     try:
-        with output.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL))
-            text = file.read().decode("utf-8", errors="replace")
+        text = end_of_file(output, TAIL).decode("utf-8", errors="replace")
     except FileNotFoundError:  # the rank has not come so far
         return ""
     lines = re.split(r"[\r\n]+", ESCAPES.sub("", tidy(text)))  # a progress bar separates its versions by \r

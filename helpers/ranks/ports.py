@@ -1,8 +1,11 @@
-"""A port for a store that starts later, for chapters and tests that start launchers side by side."""
+"""The loopback interface, and a port of it for a store that starts later, for launchers side by side."""
 
 import contextlib
 import socket
+import sys
 from collections.abc import Iterator
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface that needs no host's name
 
 
 @contextlib.contextmanager

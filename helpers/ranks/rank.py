@@ -107,6 +107,13 @@ def numbers(rank: int, local_size: int, nodes: int = 1) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
+def usable_cores() -> int:
+    """How many of the machine's cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def run(rank: int, call: Call, met: Callable[[], None]) -> bytes:
     """Start the process group, call ``met``, then the function that the folder holds; return its pickled result."""
     os.environ.clear()  # the forkserver has the variables of its own start, which may be old
@@ -115,7 +122,7 @@ def run(rank: int, call: Call, met: Callable[[], None]) -> bytes:
     import torch
     import torch.distributed as dist
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     threads = max(1, min(cores // world_size, int(limit) if limit.isdigit() else cores))
     torch.set_num_threads(threads)

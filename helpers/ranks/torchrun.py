@@ -13,6 +13,11 @@ from types import FrameType
 
 import psutil
 
+from helpers.ranks.ports import LOOPBACK
+from helpers.ranks.rank import usable_cores
+
+# The system picks the store's port. The address is a number: --standalone would need the host's name to resolve.
+ON_THIS_MACHINE = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")
 STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
@@ -57,9 +62,8 @@ def folder_until_a_signal(last_words: Callable[[str], str] = lambda folder: "") 
 
 def set_defaults(nproc: int) -> None:
     """Set OMP_NUM_THREADS, which torch reads when it is loaded, and gloo's loopback for ``nproc`` ranks, if unset."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # needs no host's name
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
 
 
 def run(script: Path, nproc: int, flags: Sequence[str]) -> int:
@@ -68,9 +72,7 @@ def run(script: Path, nproc: int, flags: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    # The system picks the store's port. The address is a number: --standalone would need the host's name to resolve.
-    options = [f"--nproc-per-node={nproc}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    options += ["--local-addr=127.0.0.1", f"--log-dir={script.parent}"]
+    options = [*ON_THIS_MACHINE, f"--nproc-per-node={nproc}", f"--log-dir={script.parent}"]
     options += ["--signals-to-handle=SIGQUIT"]  # folder_until_a_signal handles the others
     try:
         torchrun([*options, str(script), *flags])

@@ -1,9 +1,10 @@
 """The logs of all steps as one file, logs.zip: a machine that is lent may hand back few files."""
 
-import os
 import shutil
 import zipfile
 from pathlib import Path
+
+from helpers.ranks.collecting import end_of_file
 
 LARGEST = 200_000  # bytes of one log that are kept: its end, where the error is
 NAME = "logs.zip"
@@ -22,18 +23,10 @@ def keep_logs(folder: Path, out: Path) -> None:
         for name, content in earlier:
             new.writestr(name, content)
         for name, path in logs.items():
-            new.writestr(name, end_of(path))
+            new.writestr(name, end_of_file(path, LARGEST))
     part.replace(archive)
     for entry in folder.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
         else:
             entry.unlink()
-
-
-def end_of(path: Path) -> bytes:
-    """The last bytes of a file."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - LARGEST))
-        return file.read()

@@ -20,14 +20,14 @@ def measure(launcher: Launcher, task: Task, gpus: int, predictions: list[Predict
     results = launcher.folder / f"{task.name}.jsonl"
     results.unlink(missing_ok=True)
     device = "cuda"
-    variables = {"OMP_NUM_THREADS": launcher.threads or str(threads_of_a_rank(1, 1))}
+    ranks = gpus if task.several_gpus else 1
+    variables = {"OMP_NUM_THREADS": launcher.threads or str(threads_of_a_rank(ranks, 1))}
     if launcher.rehearsal:
         device = "cpu"
         variables["CUDA_VISIBLE_DEVICES"] = ""
     words = ["-m", PROGRAM, task.module, task.name, device, str(results)]
     if task.several_gpus:
-        words = ["-m", *TORCHRUN, f"--nproc-per-node={gpus}", *words]
-        variables["OMP_NUM_THREADS"] = launcher.threads or str(threads_of_a_rank(gpus, 1))
+        words = ["-m", *TORCHRUN, f"--nproc-per-node={ranks}", *words]
     finished = launcher.python(words, task.name, task.seconds, **variables)
 
     trouble = ""

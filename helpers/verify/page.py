@@ -28,7 +28,7 @@ def page(record: Record, missing: Sequence[str], tolerances: Mapping[str, float]
         lines += ["", *section_of(name, probe)]
     for name, step in record.steps.items():
         if step.printed:
-            lines += ["", f"## {name}", "", f"`{step.command}`", "", *block(step.printed)]
+            lines += ["", f"## {name}", "", f"`{step.command}`", "", fenced(step.printed)]
     return "\n".join(lines) + "\n"
 
 
@@ -37,12 +37,12 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def block(text: str) -> list[str]:
-    """What a program printed. The fence is longer than any in the text."""
+def fenced(text: str, head: str = "text") -> str:
+    """A text in a fence that it cannot close. ``head`` is its language or, for the book, its directive."""
     fence = "```"
     while fence in text:
         fence += "`"
-    return [f"{fence}text", text.strip(), fence]
+    return f"{fence}{head}\n{text.strip()}\n{fence}"
 
 
 def rounded(number: float | None) -> str:
@@ -52,6 +52,13 @@ def rounded(number: float | None) -> str:
     if abs(number) >= 1000:
         return f"{number:,.0f}"
     return f"{number:.4g}"
+
+
+def ratio_of(figure: Figure) -> str:
+    """Measured over predicted, as ``0.94``; "" without a prediction."""
+    if figure.ratio is None:
+        return ""
+    return f"{figure.ratio:.2f}"
 
 
 def expected(value: float, low: float | None, high: float | None) -> str:
@@ -80,7 +87,7 @@ def predicted_row(probe: str, prediction: Prediction, figure: Figure | None) -> 
     ratio = ""
     if figure is not None:
         value = rounded(figure.value)
-        ratio = f"{figure.ratio:.2f}" if figure.ratio is not None else ""
+        ratio = ratio_of(figure)
     wanted = expected(prediction.value, prediction.low, prediction.high)
     return f"| {probe}: {prediction.name} | {wanted} | {value} | {prediction.unit} | {ratio} |"
 
@@ -122,7 +129,7 @@ def section_of(name: str, probe: Probe) -> list[str]:
     if probe.figures:
         lines += ["", *figures_table(probe.figures)]
     for title, text in probe.texts.items():
-        lines += ["", f"### {title}", "", *block(text or "(nothing)")]
+        lines += ["", f"### {title}", "", fenced(text or "(nothing)")]
     return lines
 
 
@@ -134,12 +141,9 @@ def figures_table(figures: Sequence[Figure]) -> list[str]:
     lines = ["| what | measured | unit | predicted | measured / predicted |", "|---|---|---|---|---|"]
     for figure in figures:
         wanted = ""
-        ratio = ""
         if figure.predicted is not None:
             wanted = expected(figure.predicted, figure.predicted_low, figure.predicted_high)
-        if figure.ratio is not None:
-            ratio = f"{figure.ratio:.2f}"
-        lines.append(f"| {figure.name} | {rounded(figure.value)} | {figure.unit} | {wanted} | {ratio} |")
+        lines.append(f"| {figure.name} | {rounded(figure.value)} | {figure.unit} | {wanted} | {ratio_of(figure)} |")
     return lines
 
 

@@ -17,12 +17,14 @@ from typing import Any
 import psutil
 
 from helpers.ranks.collecting import where
+from helpers.ranks.ports import LOOPBACK
+from helpers.ranks.rank import usable_cores
+from helpers.ranks.torchrun import ON_THIS_MACHINE
 from helpers.verify.leash import leashed
 from helpers.verify.sources import ROOT
 
 OBSERVER = Path(__file__).with_name("observer.py")
-TORCHRUN = ["torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+TORCHRUN = ["torch.distributed.run", *ON_THIS_MACHINE]
 GRACE = 60  # seconds more for a rehearsal: it begins to count when torch is imported, and says where ranks were
 STACKS_WITHIN = 2  # seconds in which ranks that hang write where they are
 LONGEST_LINE = 300  # characters of a message
@@ -82,7 +84,7 @@ class Launcher:
             raise OutOfTime
         paths = [str(ROOT), os.environ.get("PYTHONPATH")]
         environment = {
-            "GLOO_SOCKET_IFNAME": LOOPBACK,  # needs no host's name
+            "GLOO_SOCKET_IFNAME": LOOPBACK,
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             **variables,
@@ -154,10 +156,7 @@ class Launcher:
 
 def threads_of_a_rank(ranks: int, at_once: int) -> int:
     """How many threads each rank gets where so many runs share this machine's cores."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    return max(1, cores // (ranks * at_once))
+    return max(1, usable_cores() // (ranks * at_once))
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.verify.probes.results import peak_gigabytes, seconds_of, start_group
+from helpers.verify.probes.results import bytes_outside_the_allocator, peak_gigabytes, seconds_of, start_group
 from helpers.verify.record import Figure
 
 
@@ -52,24 +52,15 @@ def recompute(device: torch.device) -> Iterator[Figure]:
             yield Figure(f"{way}, peak memory", peak_gigabytes(), "GB")
 
 
-def megabytes_outside(device: torch.device) -> float:
-    """MB of the GPU that are used, but not by PyTorch's allocator. On a CPU there are none."""
-    if device.type == "cpu":
-        return 0.0
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return (total - free - torch.cuda.memory_reserved()) / 1e6
-
-
 def nccl_memory(device: torch.device) -> Iterator[Figure]:
     """MB of the GPU beside the allocator's: of CUDA's context, of the first group, and of another one."""
     x = torch.randn(1 << 20, device=device)
-    context = megabytes_outside(device)
+    context = bytes_outside_the_allocator(device) / 1e6
     yield Figure("CUDA's context", context, "MB")
     start_group(device)
     dist.all_reduce(x)
-    first = megabytes_outside(device)
+    first = bytes_outside_the_allocator(device) / 1e6
     yield Figure("the first group", first - context, "MB")
     group = dist.new_group([0])
     dist.all_reduce(x, group=group)
-    yield Figure("a second group", megabytes_outside(device) - first, "MB")
+    yield Figure("a second group", bytes_outside_the_allocator(device) / 1e6 - first, "MB")

@@ -1,7 +1,6 @@
 """Mistakes on purpose: what PyTorch, CUDA and NCCL print, and whether the book quotes it so."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from helpers.ranks.ports import hold_port
 from helpers.verify.leash import leashed
 from helpers.verify.probes.results import Text
 from helpers.verify.record import Figure
@@ -144,13 +144,13 @@ def shortened(output: str) -> str:
 def run_all(mistakes: Sequence[Mistake], limit: float) -> dict[str, str]:
     """{name: what its ranks printed}, of programs that run at once and are killed after so many seconds."""
     end = time.monotonic() + limit
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as logs:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
         ranks: list[tuple[Mistake, Path, subprocess.Popen[bytes]]] = []
         for number, mistake in enumerate(mistakes):
-            port = free_port()
+            port = held.enter_context(hold_port())
             for rank in range(mistake.ranks):
                 path = Path(folder, f"{number}-{rank}")
-                log = logs.enter_context(path.open("w"))
+                log = held.enter_context(path.open("w"))
                 process = subprocess.Popen(
                     leashed([sys.executable, "-c", PROGRAM.format(code=mistake.code)]),
                     env={**os.environ, **variables(rank, mistake.ranks, port)},
@@ -182,9 +182,3 @@ def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
         "NCCL_DEBUG": "WARN",
         "OMP_NUM_THREADS": "1",
     }
-
-
-def free_port() -> int:
-    """A port on which nothing listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

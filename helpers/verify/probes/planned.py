@@ -9,7 +9,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from helpers.verify.probes.catalog import PEAK, STATES, STEP_TIME
-from helpers.verify.probes.results import gigabytes_allocated, peak_gigabytes, seconds_of, start_group
+from helpers.verify.probes.results import (
+    bytes_outside_the_allocator,
+    gigabytes_allocated,
+    peak_gigabytes,
+    seconds_of,
+    start_group,
+)
 from helpers.verify.record import Figure
 
 
@@ -43,11 +49,16 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * sizes.width, sizes.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.query_key_value(self.norm1(x)).chunk(3, dim=-1)
-        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        query, key, value = self.query_key_value(self.norm1(x)).chunk(3, dim=-1)
+        attended = F.scaled_dot_product_attention(
+            self.split_heads(query), self.split_heads(key), self.split_heads(value), is_causal=True
+        )
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    def split_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[samples, tokens, width] to [samples, heads, tokens, width of a head]."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
 class GPT(nn.Module):
@@ -95,6 +106,4 @@ def planned(device: torch.device) -> Iterator[Figure]:
     if device.type == "cuda":
         yield Figure(PEAK, peak_gigabytes(), "GB")
         yield Figure("reserved by the allocator", torch.cuda.max_memory_reserved() / 1e9, "GB")
-        free, total = torch.cuda.mem_get_info()
-        outside = total - free - torch.cuda.memory_reserved()
-        yield Figure("outside the allocator (CUDA, NCCL)", outside / 1e9, "GB")
+        yield Figure("outside the allocator (CUDA, NCCL)", bytes_outside_the_allocator(device) / 1e9, "GB")

@@ -8,15 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from helpers.verify.probes.results import peak_gigabytes, seconds_of, start_group
+from helpers.verify.probes.results import FORMATS, peak_gigabytes, seconds_of, start_group
 from helpers.verify.record import Figure
 
-FORMATS = {  # what autocast computes in, and torch.set_float32_matmul_precision
-    "float32": (torch.float32, "highest"),
-    "TF32": (torch.float32, "high"),
-    "bfloat16": (torch.bfloat16, "highest"),
-    "float16": (torch.float16, "highest"),
-}
 LAYERS = 4
 
 

@@ -14,18 +14,12 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType
 
 from helpers.verify.probes.catalog import MATRIX, MEMORY_SPEED, product_name
-from helpers.verify.probes.results import seconds_of
+from helpers.verify.probes.results import FORMATS, seconds_of
 from helpers.verify.record import Figure
 
 SIZES = (1024, 2048, 4096, MATRIX)
 SMALL = (32, 64)  # on a CPU
 IN_A_ROW = 10  # products between two events, so that a small one's launch does not count
-PRECISIONS = {  # the type of the matrices, and torch.set_float32_matmul_precision
-    "float32": (torch.float32, "highest"),
-    "TF32": (torch.float32, "high"),
-    "bfloat16": (torch.bfloat16, "highest"),
-    "float16": (torch.float16, "highest"),
-}
 
 
 def rate_of(multiply: Callable[[], Any], size: int, device: torch.device) -> float:
@@ -46,7 +40,7 @@ def product_rate(a: torch.Tensor, b: torch.Tensor) -> float:
 def rates(device: torch.device) -> Iterator[Figure]:
     """TFLOP/s by type and size, of random matrices and, for the largest, of ones; GB/s of a copy within the memory."""
     sizes = SMALL if device.type == "cpu" else SIZES
-    for name, (dtype, matmul_precision) in PRECISIONS.items():
+    for name, (dtype, matmul_precision) in FORMATS.items():
         torch.set_float32_matmul_precision(matmul_precision)
         for size in sizes:
             a = torch.randn(size, size, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What probes share: the text that a program printed, the time of a call, a process group of one rank."""
+"""What probes share: number formats, the text that a program printed, time, memory, a process group of one rank."""
 
 import statistics
 import tempfile
@@ -10,6 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+FORMATS = {  # what is multiplied, and torch.set_float32_matmul_precision
+    "float32": (torch.float32, "highest"),
+    "TF32": (torch.float32, "high"),
+    "bfloat16": (torch.bfloat16, "highest"),
+    "float16": (torch.float16, "highest"),
+}
 
 
 @dataclass(frozen=True)
@@ -84,3 +91,12 @@ def gigabytes_allocated() -> float:
 def peak_gigabytes() -> float:
     """The most GB that tensors have occupied on the current GPU since the peak was reset."""
     return torch.cuda.max_memory_allocated() / 1e9
+
+
+def bytes_outside_the_allocator(device: torch.device) -> int:
+    """Bytes of a GPU that are used, but not by PyTorch's allocator. On a CPU there are none."""
+    if device.type == "cpu":
+        return 0
+    synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
