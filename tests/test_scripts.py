@@ -122,14 +122,21 @@ def test_the_ranks_cannot_import_helpers(alone, tmp_path):
 def test_chapter(notebook, alone, tmp_path):
     facts, folder = FACTS[notebook.stem], tmp_path / "empty"
     script = written(notebook, folder)
-    expected = on_one(script, alone)
-    assert facts.result, "metadata.book.script.result does not say what the script's numbers must be"
-    assert unmet(facts.result, expected) == []
     flags = facts.quick_flags.split()
-    if flags:
-        expected = on_one(script, alone, *flags)
+    expected = on_one(script, alone, *flags)
+    assert facts.result, "metadata.book.script.result does not say what the script's numbers must be"
+    if not flags:
+        assert unmet(facts.result, expected) == []
     assert on_ranks(4, forked(script_on_ranks(script, 4, *flags), alone)) == pytest.approx(expected, abs=TOLERANCE)
     assert set(os.listdir(folder)) <= {script.name, "__pycache__"}
+
+
+@pytest.mark.daily  # the page's own cells train as long, and assert as much
+@pytest.mark.parametrize(
+    "notebook", [path for path in CHAPTERS if FACTS[path.stem].quick_flags], ids=lambda path: path.stem
+)
+def test_without_its_quick_flags_it_trains_to_its_result(notebook, alone, tmp_path):
+    assert unmet(FACTS[notebook.stem].result, on_one(export(notebook, tmp_path), alone)) == []
 
 
 def rehearsed(notebook):
