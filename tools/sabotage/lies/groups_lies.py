@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from sabotage.lies.telling_lies import AGENT, C10D, DDP, LAUNCH, give_ranks, instead_of, lie, swap
+from sabotage.lies.telling_lies import AGENT, C10D, DDP, LAUNCH, give_ranks, instead_of, lie, nothing, replace, swap
 
 # --- The first run
 
@@ -46,23 +46,36 @@ def ddp_does_not_agree_on_its_buckets(parallel: Any) -> None:
 # --- Groups, launchers, meshes
 
 
-@lie("00", "each of them its number|world of four|rank", file=LAUNCH)
-def launch_returns_results_backwards(text: str) -> str:
+@lie("00", "each of them its number|world of four|rank", module=LAUNCH)
+def launch_returns_results_backwards(module: Any) -> None:
     """`launch` returns the ranks' results in the wrong order."""
-    return swap(text, "read_bytes()) for rank in range(nproc)]", "read_bytes()) for rank in reversed(range(nproc))]")
+
+    @instead_of(module, "launch")
+    def launch(true: Any, *inputs: Any, **keywords: Any) -> Any:
+        return true(*inputs, **keywords)[::-1]
 
 
-@lie("00 06c 02 03b 04", "hang|stands still|timeout|wait|never come", file=LAUNCH)
-def launch_forgives_a_hang(text: str) -> str:
+@lie("00 06c 02 03b 04", "hang|stands still|timeout|wait|never come", module=LAUNCH)
+def launch_forgives_a_hang(module: Any) -> None:
     """`launch` returns when a rank hangs, and says nothing."""
-    line = "            raise hang(where_they_stand(folder, nproc), returned, call.timeout)"
-    return swap(text, line, "            return [None] * nproc")
+
+    @instead_of(module, "launch")
+    def launch(true: Any, *inputs: Any, nproc: int = 4, **keywords: Any) -> Any:
+        try:
+            return true(*inputs, nproc=nproc, **keywords)
+        except module.RankError as error:
+            if " still ran after " not in str(error):
+                raise
+            return [None] * nproc
 
 
-@lie("04 06", "rank", file=LAUNCH)
-def launch_drops_a_ranks_output(text: str) -> str:
+@lie("04 06", "rank", module=LAUNCH)
+def launch_drops_a_ranks_output(module: Any) -> None:
     """`launch` does not show what the last rank printed."""
-    return swap(text, "in fold(outputs):", "in fold(outputs[:-1]):")
+
+    @instead_of(module, "fold")
+    def fold(true: Any, outputs: Any) -> Any:
+        return true(outputs[:-1])
 
 
 @lie("01 12", "local.rank", module=AGENT)
@@ -83,10 +96,10 @@ def every_node_is_node_0(agent: Any) -> None:
     give_ranks(agent, lambda env: {"GROUP_RANK": "0"})
 
 
-@lie("01", "backend|sick|gloo", file="helpers/runtime/process_group.py")
-def backends_are_not_compared(text: str) -> str:
+@lie("01", "backend|sick|gloo", module="helpers.runtime.process_group")
+def backends_are_not_compared(module: Any) -> None:
     """`start_process_group` starts though one node takes gloo and the other NCCL."""
-    return swap(text, "    compare(store, rank, world_size, few or backend)\n", "")
+    replace(module, "compare", nothing)
 
 
 @lie("06c", "group", module=C10D)
