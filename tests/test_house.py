@@ -19,8 +19,8 @@ def imported(code):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (node.module or "")
-            names += [f"{base}.{alias.name}" for alias in node.names]
+            dots = "." * node.level
+            names += [f"{dots}{node.module or ''}.{alias.name}" for alias in node.names]
     return names
 
 
