@@ -71,7 +71,7 @@ def test_a_row_quotes_a_cell_about_the_lie(lie, chapter):
     row = ROWS[lie.says, run.label(chapter)]
     cell_id, kind, text = (row[column].strip("`") for column in ("Cell", "By", "What the cell said"))
     command = f"run: make sabotage ARGS={lie.name}"
-    assert run.judge(lie, chapter, run.Failure(cell_id, kind, text)) == run.Verdict(row, ""), command
+    assert run.verdict_on(lie, chapter, run.Failure(cell_id, kind, text)) == run.Verdict(row, ""), command
     if text.startswith("assert "):
         cells = run.read_notebook(run.notebook_of(chapter)).cells
         [source] = [cell.source for cell in cells if cell.id == cell_id]
@@ -92,7 +92,7 @@ def test_a_lie_is_noticed_as_recorded(name):
     lie = LIES[name]
     chapter = EXAMPLES[name]
     row = ROWS[lie.says, run.label(chapter)]
-    assert run.judge(lie, chapter, run.run(lie, chapter)) == run.Verdict(row, "")
+    assert run.verdict_on(lie, chapter, run.run(lie, chapter)) == run.Verdict(row, "")
 
 
 UNNOTICED = {
@@ -113,7 +113,7 @@ def test_a_lie_that_is_not_noticed_is_a_problem(problem, tmp_path, monkeypatch):
     nbformat.write(new_notebook(cells=cells), project / "notebooks" / "05_tiny.ipynb")
     monkeypatch.setattr(run, "ROOT", project)
     lie = dataclasses.replace(LIES["autocast_is_off"], words="giraffes")
-    assert problem in run.judge(lie, "05", run.run(lie, "05")).problem
+    assert problem in run.verdict_on(lie, "05", run.run(lie, "05")).problem
 
 
 if __name__ == "__main__":

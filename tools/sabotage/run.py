@@ -131,7 +131,7 @@ def notebook_of(chapter: str) -> Path:
 # --- what it came to --------------------------------------------------------------------------------------------------
 
 
-def judge(lie: Lie, chapter: str, failure: Failure | None) -> Verdict:
+def verdict_on(lie: Lie, chapter: str, failure: Failure | None) -> Verdict:
     """Whether a chapter's first failing cell, or None, shows that the chapter notices the lie."""
     row = dict.fromkeys(COLUMNS, "")
     row["The lie"] = lie.says
@@ -227,7 +227,7 @@ def tell(names: list[str], pool: ThreadPoolExecutor) -> int:
     pending = {pool.submit(run, lie, chapter): (lie, chapter) for lie, chapter in PAIRS if lie.name in names}
     for future in as_completed(pending):
         lie, chapter = pending[future]
-        verdict = judge(lie, chapter, future.result())
+        verdict = verdict_on(lie, chapter, future.result())
         record(verdict.row)
         said = [verdict.row[column] for column in ("Cell", "By", "What the cell said")]
         print(f"{lie.name}, chapter {chapter}: {' '.join(said)}", flush=True)
