@@ -41,9 +41,11 @@ def normalised(nb: NotebookNode) -> NotebookNode:
     nb.nbformat_minor = 5
     for cell in nb.cells:
         cell.metadata = nbformat.from_dict({key: value for key, value in cell.metadata.items() if key in CELL_METADATA})
+        folded: dict[str, bool] = {}
         for tag in cell.metadata.get("tags", []):
-            if tag in FOLDED:
-                cell.metadata["jupyter"] = dict.fromkeys(FOLDED[tag], True)
+            folded |= dict.fromkeys(FOLDED.get(tag, []), True)
+        if folded:
+            cell.metadata["jupyter"] = folded
         for output in cell.get("outputs", []):
             output.get("data", {}).pop(WIDGET_VIEW, None)
             if "traceback" in output:  # nbval does not compare tracebacks
