@@ -14,43 +14,43 @@ from sabotage.lies.telling_lies import CHECKPOINT, SCALER, instead_of, lie, noth
 def the_lowest_rank_writes_every_copy(module: Any) -> None:
     """Of the ranks that hold a slice, the lowest one writes it, however much that rank has to write already."""
     true = module.dedup_save_plans
-    module.dedup_save_plans = lambda plans, _: true(plans, True)
+    replace(module, "dedup_save_plans", lambda plans, _: true(plans, True))
 
 
 @lie("10 old_code", "load|resume|same bits", module="torch.distributed.checkpoint.state_dict_loader")
 def dcp_load_loads_nothing(module: Any) -> None:
     """`dcp.load` returns, and the tensors hold what they held."""
-    module.load = nothing
+    replace(module, "load", nothing)
 
 
 @lie("10 11", "optimizer|momentum|same bits|every bit", module="torch.optim.optimizer")
 def optimizer_is_not_restored(module: Any) -> None:
     """A checkpoint without the optimizer: a resume begins with fresh momenta."""
-    module.Optimizer.load_state_dict = nothing
+    replace(module.Optimizer, "load_state_dict", nothing)
 
 
 @lie("10b", "scaler", module=SCALER)
 def scaler_is_not_restored(module: Any) -> None:
     """A checkpoint without the gradient scaler: a resume begins with a scale of 65,536."""
-    module.GradScaler.load_state_dict = nothing
+    replace(module.GradScaler, "load_state_dict", nothing)
 
 
 @lie("10", "random|same bits", module="torch.random")
 def generator_is_not_restored(module: Any) -> None:
     """A checkpoint without the random numbers: `set_rng_state` does nothing."""
-    module.set_rng_state = nothing
+    replace(module, "set_rng_state", nothing)
 
 
 @lie("10", "schedule|learning rate", module="torch.optim.lr_scheduler")
 def schedule_starts_again(module: Any) -> None:
     """A checkpoint without the schedule: after a resume the learning rate starts again."""
-    module.LRScheduler.load_state_dict = nothing
+    replace(module.LRScheduler, "load_state_dict", nothing)
 
 
 @lie("10b", "async_save|thread", module="torch.distributed.checkpoint.state_dict_saver")
 def async_save_copies_nothing(module: Any) -> None:
     """`dcp.async_save` does not copy: its thread waits a little, and writes what training has changed."""
-    module.DefaultStager.stage = lambda self, state, **keywords: state
+    replace(module.DefaultStager, "stage", lambda self, state, **keywords: state)
 
     @instead_of(module._ThreadBasedAsyncCheckpointExecutor, "execute_save")
     def execute_save(true: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
@@ -203,13 +203,13 @@ def load_exactly_keeps_the_state_that_torch_made(text: str) -> str:
 @lie("10b", "safetensors|slices", module="torch.distributed.checkpoint.hf_storage")
 def safetensors_are_not_read(module: Any) -> None:
     """`HuggingFaceStorageReader` reads nothing: the tensors hold what they held."""
-    module.HuggingFaceStorageReader._process_read_request = nothing
+    replace(module.HuggingFaceStorageReader, "_process_read_request", nothing)
 
 
 @lie("10b", "joins|joined", module="torch.distributed.checkpoint.hf_storage")
 def slices_are_not_joined(module: Any) -> None:
     """`HuggingFaceStorageWriter` ignores `enable_consolidation`."""
-    module.consolidate_safetensors_files = nothing
+    replace(module, "consolidate_safetensors_files", nothing)
 
 
 @lie("10b", "memory|copies", module="torch.distributed.checkpoint.staging")

@@ -106,7 +106,7 @@ def backends_are_not_compared(module: Any) -> None:
 def new_group_takes_everybody(c10d: Any) -> None:
     """`new_group` makes a group of all ranks, whichever ranks it is given."""
     true = c10d.new_group
-    c10d.new_group = lambda ranks=None, *inputs, **keywords: true(None, *inputs, **keywords)
+    replace(c10d, "new_group", lambda ranks=None, *inputs, **keywords: true(None, *inputs, **keywords))
 
 
 @lie("12", "barrier", module=C10D)
@@ -145,7 +145,7 @@ def mesh_counts_columns_first(module: Any) -> None:
         ranks = torch.arange(size).reshape(mesh_shape[::-1]).permute(*reversed(range(len(mesh_shape))))
         return module.DeviceMesh(device_type, ranks.contiguous(), mesh_dim_names=mesh_dim_names)
 
-    module.init_device_mesh = init_device_mesh
+    replace(module, "init_device_mesh", init_device_mesh)
 
 
 # --- Collectives
@@ -158,7 +158,7 @@ def all_reduce_adds_nothing(c10d: Any) -> None:
     def all_reduce(tensor: Any, op: Any = None, group: Any = None, async_op: Any = False) -> Any:
         return c10d.barrier(group=group, async_op=async_op)
 
-    c10d.all_reduce = all_reduce
+    replace(c10d, "all_reduce", all_reduce)
 
 
 @lie("02", "AVG|operation", module=C10D)
@@ -213,7 +213,7 @@ def reduce_gives_the_sum_to_all(c10d: Any) -> None:
     def reduce(tensor: Any, dst: Any = None, op: Any = c10d.ReduceOp.SUM, group: Any = None, **keywords: Any) -> Any:
         return c10d.all_reduce(tensor, op, group, keywords.get("async_op", False))
 
-    c10d.reduce = reduce
+    replace(c10d, "reduce", reduce)
 
 
 @lie("02", "gather", module=C10D)
@@ -236,19 +236,19 @@ def reduce_scatter_gives_all_the_first_part(c10d: Any) -> None:
         c10d.all_reduce(total)
         output.copy_(total.flatten()[: output.numel()].view_as(output))
 
-    c10d.reduce_scatter_single = reduce_scatter_single
+    replace(c10d, "reduce_scatter_single", reduce_scatter_single)
 
 
 @lie("02", "all.to.all|transpos", module=C10D)
 def all_to_all_does_not_transpose(c10d: Any) -> None:
     """`all_to_all` gives every rank its own parts back."""
-    c10d.all_to_all_single = lambda output, whole, *inputs, **keywords: output.copy_(whole)
+    replace(c10d, "all_to_all_single", lambda output, whole, *inputs, **keywords: output.copy_(whole))
 
 
 @lie("02", "DETAIL", module="torch.distributed")
 def detail_compares_nothing(module: Any) -> None:
     """`TORCH_DISTRIBUTED_DEBUG=DETAIL` is ignored: ranks do not compare their collectives."""
-    module.set_debug_level_from_env = lambda: None
+    replace(module, "set_debug_level_from_env", lambda: None)
 
 
 @lie("02", "order|receive", module=C10D)
@@ -283,4 +283,4 @@ def reduce_scatter_is_its_own_exchange(c10d: Any) -> None:
         parts = [part.clone().view_as(output) for part in total.flatten().split(output.numel())]
         c10d.scatter(output, None if c10d.get_rank() else parts, 0)
 
-    c10d.reduce_scatter_single = reduce_scatter_single
+    replace(c10d, "reduce_scatter_single", reduce_scatter_single)

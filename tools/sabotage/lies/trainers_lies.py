@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from sabotage.lies.telling_lies import AGENT, C10D, CHECKPOINT, give_ranks, instead_of, lie, nothing, swap
+from sabotage.lies.telling_lies import AGENT, C10D, CHECKPOINT, give_ranks, instead_of, lie, nothing, replace, swap
 
 # --- Trainer, restarts, nodes
 
@@ -18,7 +18,7 @@ def all_ranks_draw_the_same_noise(text: str) -> str:
 @lie("16", "mesh|share|dp|group", module="torch.distributed.device_mesh")
 def a_dimension_of_a_mesh_is_the_world(module: Any) -> None:
     """`DeviceMesh.get_group` gives the group of all ranks, whatever dimension was asked for."""
-    module.DeviceMesh.get_group = lambda *_, **__: module._get_default_group()
+    replace(module.DeviceMesh, "get_group", lambda *_, **__: module._get_default_group())
 
 
 @lie("11", "stop|signal|schedul", notebook=True)
@@ -72,13 +72,13 @@ def nothing_is_compiled_before_the_barrier(text: str) -> str:
 @lie("11b", "timeout|compile", module=C10D)
 def a_timeout_cannot_be_lowered(module: Any) -> None:
     """`_set_pg_timeout` changes nothing."""
-    module._set_pg_timeout = nothing
+    replace(module, "_set_pg_timeout", nothing)
 
 
 @lie("11b", "compile", module="torch.compiler")
 def guard_collectives_do_nothing(module: Any) -> None:
     """`torch.compiler.set_enable_guard_collectives` changes nothing."""
-    module.set_enable_guard_collectives = nothing
+    replace(module, "set_enable_guard_collectives", nothing)
 
 
 @lie("11b", "compile", notebook=True)
@@ -140,7 +140,7 @@ def torchrun_restarts_once_by_default(module: Any) -> None:
 @lie("13", "record|error file|which rank", module="torch.distributed.elastic.multiprocessing.errors")
 def record_writes_no_error_file(module: Any) -> None:
     """`@record` writes no file about the exception."""
-    module.record = lambda function, error_handler=None: function
+    replace(module, "record", lambda function, error_handler=None: function)
 
 
 @lie("12", "signal|requeue|batch|Slurm", module="helpers.export.launch_files")
@@ -202,7 +202,7 @@ def a_broadcast_waits_for_nobody(c10d: Any) -> None:
 @lie("12b", "peer|died|shrink|group", module=C10D)
 def shrink_group_is_accepted(c10d: Any) -> None:
     """`shrink_group` gives a group on gloo, too."""
-    c10d.shrink_group = lambda ranks, group=None, *inputs: group
+    replace(c10d, "shrink_group", lambda ranks, group=None, *inputs: group)
 
 
 @lie("12b", "timeout|abort", module=C10D)
