@@ -159,13 +159,18 @@ def read_notebook(path: Path) -> nbformat.NotebookNode:
 
 def section_of(nb: nbformat.NotebookNode, cell_id: str) -> Section:
     [position] = [index for index, cell in enumerate(nb.cells) if cell.id == cell_id]
-    before = [cell.source for cell in nb.cells[:position] if cell.cell_type == "markdown"]
-    after = [cell.source for cell in nb.cells[position:] if cell.cell_type == "markdown"]
-    without_blocks = re.sub(r"^```.*?^```", "", "\n".join(before), flags=re.DOTALL | re.MULTILINE)
-    last_heading = re.findall(r"^#+ (.*)$", without_blocks, re.MULTILINE)[-1]
+    before = prose_of(nb.cells[:position])
+    after = prose_of(nb.cells[position:])
+    # A comment in a listing begins with # as a heading does.
+    without_listings = re.sub(r"(?ms)^```.*?^```", "", "\n".join(before))
+    last_heading = re.findall(r"(?m)^#+ (.*)$", without_listings)[-1]
     heading = re.sub(r"^\d+\. ", "", last_heading)  # a chapter's title begins with its number
     text = "\n".join([heading, *before[-1:], nb.cells[position].source, *after[:1]])
     return Section(heading, slugify(last_heading.replace("`", "")), text)
+
+
+def prose_of(cells: list[nbformat.NotebookNode]) -> list[str]:
+    return [cell.source for cell in cells if cell.cell_type == "markdown"]
 
 
 def as_code(text: str, longest: int = LONGEST_QUOTE) -> str:
