@@ -47,10 +47,6 @@ def exports(*names, folder="scripts"):
     return Way(writes=tuple(f"{folder}/{name}" for name in names))
 
 
-def launch_files(chapter, folder="scripts"):
-    return exports(*(chapter + ending for ending in (".py", ".sbatch", ".nodes.sh", ".k8s.yaml")), folder=folder)
-
-
 WITHOUT_A_GPU = Way(("error: .*GPU.*\n.+",), status=1, never_prints=("Traceback",))
 FIRST, GROUPS, DDP, FSDP, TRAINER, CAPSTONE = (
     find_notebook(number).stem for number in ("00", "01", "04", "06", "11", "16")
@@ -96,11 +92,9 @@ WAYS = {
         daily=True,
     ),
     "make run CHAPTER=04 NPROC=4": Way(('result .*"world_size": 4',)),
-    "make run CHAPTER=NN NPROC=4": Way(('result .*"world_size": 4',)),
     "make soak CHAPTER=NN": Way(("2 ranks", "4 ranks"), typed="{} ARGS='--runs 1'", daily=True),
     "make scripts": exports(*(f"{path.stem}.py" for path in CHAPTERS)),
     "make gpu": dataclasses.replace(WITHOUT_A_GPU, status=2),
-    "python -m helpers verify": WITHOUT_A_GPU,
     "python -m helpers verify --minutes 8 --out results": WITHOUT_A_GPU,
     "python -m helpers verify --probes planned rates": Way(
         ("planned .*time of a step", "rates .*TFLOP/s"), ("verify/page.md",), "{} --rehearsal"
@@ -113,13 +107,10 @@ WAYS = {
     ),
     "python -m helpers list": Way((FIRST, CAPSTONE)),
     "python -m helpers export 04 --out DIR": exports(f"{DDP}.py", folder="DIR"),
-    "python -m helpers export 04 --out jobs": exports(f"{DDP}.py", folder="jobs"),
     "python -m helpers export 00": exports(f"{FIRST}.py"),
-    "python -m helpers export 12": exports(f"{PREFLIGHT}.py"),
-    "python -m helpers export 11 --slurm --nodes 2 --gpus-per-node 8 --time 04:00:00": launch_files(TRAINER),
-    "python -m helpers export 16 --slurm --nodes=2 --gpus-per-node=8 --time=04:00:00": launch_files(CAPSTONE),
-    "python -m helpers export 11 --slurm --nodes 2 --out jobs": launch_files(TRAINER, "jobs"),
-    "python -m helpers run 04 --nproc 4": Way(('result .*"world_size": 4',)),
+    "python -m helpers export 11 --slurm --nodes 2 --gpus-per-node 8 --time 04:00:00": exports(
+        *(TRAINER + ending for ending in (".py", ".sbatch", ".nodes.sh", ".k8s.yaml"))
+    ),
     "python -m helpers doctor": Way(("2 ranks on 1 host", "Nothing is wrong here|note|WRONG")),
     "python -m helpers rehearse 11 --gpus 8": Way(
         (REHEARSED, "the host waits for the GPU"), never_prints=("Traceback",)
@@ -158,6 +149,15 @@ TESTS = {  # by which other test a line is run
     "make pdf": "test_pdf.py::test_every_page_of_the_toc_is_there_under_its_title_and_number",
     "make rehearse": "../.ci/run::part make rehearse",
     "make sabotage": "../.ci/run::part make sabotage",
+    "make run CHAPTER=NN NPROC=4": "test_commands.py::make run CHAPTER=04 NPROC=4",
+    "python -m helpers run 04 --nproc 4": "../Makefile::python -m helpers run $(or $(CHAPTER),04) --nproc $(NPROC)",
+    "python -m helpers verify": "../Makefile::python -m helpers verify $(ARGS)",
+    "python -m helpers export 04 --out jobs": "test_commands.py::python -m helpers export 04 --out DIR",
+    "python -m helpers export 12": "test_commands.py::python -m helpers export 00",
+    "python -m helpers export 16 --slurm --nodes=2 --gpus-per-node=8 --time=04:00:00": (
+        "test_commands.py::python -m helpers export 11 --slurm"
+    ),
+    "python -m helpers export 11 --slurm --nodes 2 --out jobs": "test_commands.py::python -m helpers export 11 --slurm",
     "torchrun --nproc-per-node=1": "test_promises.py::test_lines_of_one_node_in_their_order",
     "python -m torch.distributed.run": "test_torchrun.py::test_a_rank_that_raises_ends_the_job_and_is_named",
     "python -m helpers rehearse 7": "test_commands.py::test_a_rehearsal_of_defaults_ends_within_a_minute",
