@@ -4,16 +4,7 @@ import pytest
 import torch
 from forked import forked, script_on_ranks
 from scripting import TOLERANCE, export, result, stand_alone
-from test_trainer_workloads import (  # noqa: F401  # its tests run here, too, with this file's project
-    NAMES,
-    TARGETS,
-    Project,
-    each_made_once,
-    of,
-    test_two_micro_batches_have_the_losses_of_one,
-    test_two_ranks_have_the_losses_of_one,
-    with_bug,
-)
+from test_trainer_workloads import NAMES, STEPS, TARGETS, Project, each_made_once, of, with_bug
 from workloads_run import gap
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
@@ -40,10 +31,22 @@ def test_losses_are_those_of_chapter_11(project, tmp_path):
     assert gap(project.whole().losses(), ddp.losses()) < 1e-4
 
 
+@of("two_inputs")
+def test_two_ranks_have_the_losses_of_one(project):
+    two = project.run(2)
+    assert len(two.losses()) == STEPS
+    assert gap(two.losses(), project.run(1).losses()) < 1e-4
+
+
+@of("lengths", "regression")
+def test_two_micro_batches_have_the_losses_of_one(project):
+    assert gap(project.run(1, "--accumulate", "2").losses(), project.run(1).losses()) < 1e-4
+
+
 @of(*NAMES)
-def test_a_validation_is_complete_and_true_on_1_2_and_3_ranks(project):
-    trained = project.whole().result() | {"step": 0, "bytes_per_parameter": 0}
-    for ranks in (1, 2, 3):
+def test_a_validation_is_complete_and_true_on_1_and_3_ranks(project):
+    trained = project.whole().result() | {"step": 0, "bytes_per_parameter": 0}  # on two ranks
+    for ranks in (1, 3):
         run = project.validate(ranks)
         sums = run.validation()
         result = run.result() | {"bytes_per_parameter": 0}
@@ -99,7 +102,7 @@ def test_a_pytorch_without_what_find_unused_needs_is_refused_by_name(train):
 
 
 RANKS = test_two_ranks_have_the_losses_of_one
-VALIDATION = test_a_validation_is_complete_and_true_on_1_2_and_3_ranks
+VALIDATION = test_a_validation_is_complete_and_true_on_1_and_3_ranks
 BUGS = {
     "FSDP's division is forgotten": ("args.batch_size * ranks /", "args.batch_size /", "two_inputs", RANKS),
     "each rank divides by its own count": ("dist.all_reduce(number", "(number", "masked_language", RANKS),
