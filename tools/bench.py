@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import csv
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -179,16 +180,19 @@ def time_ipyparallel() -> Seconds:
             pending = [client[rank].apply_async(eval, code.replace("RANK", str(rank))) for rank in range(NPROC)]
             return [reply.get(timeout=60) for reply in pending]
 
-        stores = iter(range(1_000_000))
-        on_engines(f"__import__('sys').path.insert(0, {str(ROOT / 'tools')!r}) or __import__('bench')")
+        stores = itertools.count()
+
+        def call() -> list[float]:
+            return on_engines(f"__import__('bench').with_group(RANK, '{folder}/store{next(stores)}')")
+
+        on_engines(f"__import__('sys').path.insert(0, {str(ROOT / 'tools')!r})")
         on_engines("__import__('torch').set_num_threads(1)")
-        with_groups = seconds_of(
-            lambda: on_engines(f"__import__('bench').with_group(RANK, '{folder}/store{next(stores)}')"), 9
-        )
-        with_groups[0] = time.perf_counter() - start - sum(with_groups[1:])
+        seconds_of(call, 1)
+        first = time.perf_counter() - start
+        later = seconds_of(call, 8)
         on_engines(f"__import__('bench').start_group(RANK, '{folder}/kept')")
         kept = seconds_of(lambda: on_engines("__import__('bench').all_reduce()"), 8)
-        return {**first_and_later("ipyparallel", with_groups), "later call: ipyparallel, group kept": kept}
+        return {**first_and_later("ipyparallel", [first, *later]), "later call: ipyparallel, group kept": kept}
 
 
 WAYS = {
