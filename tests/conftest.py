@@ -52,16 +52,18 @@ def run_nbval(path, *options):
     pytest does not find the root conftest.py from there. Its name is given, so that this kernel takes no ports either.
     """
     command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider"]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}", "PYTEST_ADDOPTS": ""}
     command += ["-p", "conftest", *options, path.name]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}", "PYTEST_ADDOPTS": ""}
     return subprocess.run(command, cwd=path.parent, env=env, capture_output=True, text=True)
 
 
 def pytest_runtest_setup(item):
     """Skip a test of several hosts, or of Slurm, on a machine that cannot have them."""
     for mark in item.iter_markers("system"):
-        if reason := mark.kwargs.get("missing", lambda: None)():
-            pytest.skip(reason)
+        if "missing" in mark.kwargs:
+            reason = mark.kwargs["missing"]()
+            if reason:
+                pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +78,8 @@ def book(tmp_path_factory, worker_id):
     shared = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         shared = shared.parent  # one folder for all of pytest-xdist's workers
-    folder, record = shared / "built-book", shared / "built-book.json"
+    folder = shared / "built-book"
+    record = shared / "built-book.json"
     with FileLock(shared / "built-book.lock"):
         if not record.exists():
             shutil.rmtree(folder, ignore_errors=True)  # a builder whose time was up may have left it
@@ -88,19 +91,19 @@ def book(tmp_path_factory, worker_id):
             subprocess.run(export, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
             _, status, complaints = build(folder, BOOK_REPOSITORY_URL="")
             record.write_text(json.dumps({"status": status, "complaints": complaints}))
-    html, scripts = folder / "_build" / "html", folder / "scripts"
-    return SimpleNamespace(html=html, scripts=scripts, **json.loads(record.read_text()))
+    outcome = json.loads(record.read_text())
+    return SimpleNamespace(html=folder / "_build" / "html", scripts=folder / "scripts", **outcome)
 
 
 @pytest.fixture(scope="module")
 def book_url(book):
     """The address of the built book, served on 127.0.0.1."""
 
-    class Quiet(http.server.SimpleHTTPRequestHandler):
+    class SilentHandler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *args):
             pass
 
-    handler = functools.partial(Quiet, directory=book.html)
+    handler = functools.partial(SilentHandler, directory=book.html)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.handle_error = lambda *args: None  # a page may close while it loads
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -114,7 +117,7 @@ def helpers(capsys):
     from helpers.__main__ import main
 
     def call(*arguments):
-        with mock.patch.dict(os.environ):  # which a command sets for the ranks that it starts
+        with mock.patch.dict(os.environ):  # a command sets variables for the ranks that it starts
             try:
                 status = main([str(argument) for argument in arguments])
             except SystemExit as end:
@@ -145,7 +148,8 @@ def visit(context, book_url):
     """A function that opens a page of the book, at ``url`` if it is not the served one. No page may complain."""
     from visits import open_page
 
-    pages, complaints = [], []
+    pages = []
+    complaints = []
 
     def visit_page(name, url=book_url):
         pages.append(open_page(context, url, name, complaints))

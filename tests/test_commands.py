@@ -1,9 +1,9 @@
 """Each shell line that the project prints is run as printed, here or by another test, or a table says why it cannot be.
 
-``PYTHONPATH=.:tools:tests/support python tests/test_commands.py`` prints the table of all lines as Markdown. A line is
-typed in an empty folder or, where it is make's or pytest's, in a copy of the project. A GPU is a rank here.
+A line is typed in an empty folder or, where it is make's or pytest's, in a copy of the project. A GPU is a rank here.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -28,35 +28,33 @@ pytestmark = pytest.mark.timeout(900)
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """What a line must say or, after "!", must not; the files that it leaves; what is typed for it, if not itself."""
+    """How a line is run here, and what it must do. The patterns are searched in what it prints."""
 
-    says: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
-    typed: str = "{}"
+    prints: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()  # files and folders that it leaves
+    typed: str = "{}"  # what is typed for it; {} is the line itself
     status: int = 0
-    daily: bool = False  # what it starts is long, and tested on each push in another way
+    daily: bool = False  # what it starts takes long, and is tested on each push in another way
+    never_prints: tuple[str, ...] = ()
 
 
-def collecting(*says, daily=False):
-    return Way(says, typed="PYTEST_ADDOPTS='--collect-only -q' {}", daily=daily)
+def selects(words):
+    """A line of make that runs tests: here make only says which it would run."""
+    return Way((words,), typed="{} --dry-run")
 
 
 def exports(*names, folder="scripts"):
-    return Way(files=tuple(f"{folder}/{name}" for name in names))
+    return Way(writes=tuple(f"{folder}/{name}" for name in names))
 
 
-def launch_files(chapter, folder="scripts"):
-    return exports(*(chapter + ending for ending in (".py", ".sbatch", ".nodes.sh", ".k8s.yaml")), folder=folder)
-
-
-WITHOUT_A_GPU = Way(("error: .*GPU.*\n.+", "!Traceback"), status=1)
+WITHOUT_A_GPU = Way(("error: .*GPU.*\n.+",), status=1, never_prints=("Traceback",))
 FIRST, GROUPS, DDP, FSDP, TRAINER, CAPSTONE = (
     find_notebook(number).stem for number in ("00", "01", "04", "06", "11", "16")
 )
 PREFLIGHT = preflight()
 NEXT = f"{len(CHAPTERS):02}"
 REHEARSED = "on 8 pretended GPUs"
-PLACES = {  # what a reader replaces: what it is here
+REPLACED = {  # what a reader replaces: what it is here
     "=gpu": "=2",
     "NN_topic": FIRST,
     "CHAPTER=NN": "CHAPTER=00",
@@ -65,30 +63,19 @@ PLACES = {  # what a reader replaces: what it is here
 }
 WAYS = {
     "make help": Way(("make book", "make rehearse", "make lock")),
-    "make check CHAPTER=04": Way(("what ran", r"\branks +[\d.]+ s +\d\d passed", "!failed"), daily=True),
-    "make check CHAPTER=NN": collecting(
-        f"{FIRST}.ipynb",
-        "test_chapters.py: ",
-        "test_scripts.py: 2",
-        "test_notebooks.py: 1",
-        "test_commands.py: 1",
-        daily=True,
+    "make check CHAPTER=04": Way(("what ran", r"\branks +[\d.]+ s +\d\d passed"), daily=True, never_prints=("failed",)),
+    "make check CHAPTER=NN": selects(f'"notebooks/{FIRST}.ipynb" tests/test_chapters.py .* -k "{FIRST} or '),
+    "make check": selects('-m "not ranks and not slow and not system and not daily" tests'),
+    "make test": selects('-m "not slow and not system and not daily"'),
+    "make test ALL=1": selects('--record-verified -m "not daily"'),
+    "make test DAILY=1": selects("--record-verified *\\|\\|"),
+    "LAB=all make test ARGS=tests/test_lab.py": Way(
+        (r"lab\[notebooks/00", r"lab\[notebooks/16"), typed="PYTEST_ADDOPTS='--collect-only -q' {} STATIC=true"
     ),
-    "make check": collecting("test_house", "test_planner", "!test_scripts", "!test_browser", "!ipynb", daily=True),
-    "make test": collecting(
-        f"{FIRST}.ipynb::", f"{CAPSTONE}.ipynb::", "test_chapter", "test_process_group", "!test_slurm", "!test_pdf"
+    "pytest --nbval notebooks": Way(
+        (f"{FIRST}.ipynb::", f"{CAPSTONE}.ipynb::", "template.ipynb::"),
+        typed="PYTEST_ADDOPTS='--collect-only -q' {}",
     ),
-    "make test ALL=1": collecting(
-        f"{CAPSTONE}.ipynb::",
-        "test_browser",
-        "test_two_hosts",
-        "test_slurm",
-        "test_a_kill_at",
-        "!test_a_lie_is_noticed",
-    ),
-    "make test DAILY=1": collecting("test_slurm", "test_lines_of_one_node", "test_25_kills", "test_a_lie_is_noticed"),
-    "LAB=all make test ARGS=tests/test_lab.py": collecting(r"lab\[notebooks/00", r"lab\[notebooks/16"),
-    "pytest --nbval notebooks": collecting(f"{FIRST}.ipynb::", f"{CAPSTONE}.ipynb::", "template.ipynb::"),
     "make system": Way(
         ("This installs, with .*apt-get: .*chromium.* slurmctld", "nothing was installed"),
         typed="mkdir few; for p in make sh id; do ln -s $(type -P $p) few/$p; done; "
@@ -105,11 +92,9 @@ WAYS = {
         daily=True,
     ),
     "make run CHAPTER=04 NPROC=4": Way(('result .*"world_size": 4',)),
-    "make run CHAPTER=NN NPROC=4": Way(('result .*"world_size": 4',)),
     "make soak CHAPTER=NN": Way(("2 ranks", "4 ranks"), typed="{} ARGS='--runs 1'", daily=True),
     "make scripts": exports(*(f"{path.stem}.py" for path in CHAPTERS)),
     "make gpu": dataclasses.replace(WITHOUT_A_GPU, status=2),
-    "python -m helpers verify": WITHOUT_A_GPU,
     "python -m helpers verify --minutes 8 --out results": WITHOUT_A_GPU,
     "python -m helpers verify --probes planned rates": Way(
         ("planned .*time of a step", "rates .*TFLOP/s"), ("verify/page.md",), "{} --rehearsal"
@@ -122,15 +107,14 @@ WAYS = {
     ),
     "python -m helpers list": Way((FIRST, CAPSTONE)),
     "python -m helpers export 04 --out DIR": exports(f"{DDP}.py", folder="DIR"),
-    "python -m helpers export 04 --out jobs": exports(f"{DDP}.py", folder="jobs"),
     "python -m helpers export 00": exports(f"{FIRST}.py"),
-    "python -m helpers export 12": exports(f"{PREFLIGHT}.py"),
-    "python -m helpers export 11 --slurm --nodes 2 --gpus-per-node 8 --time 04:00:00": launch_files(TRAINER),
-    "python -m helpers export 16 --slurm --nodes=2 --gpus-per-node=8 --time=04:00:00": launch_files(CAPSTONE),
-    "python -m helpers export 11 --slurm --nodes 2 --out jobs": launch_files(TRAINER, "jobs"),
-    "python -m helpers run 04 --nproc 4": Way(('result .*"world_size": 4',)),
+    "python -m helpers export 11 --slurm --nodes 2 --gpus-per-node 8 --time 04:00:00": exports(
+        *(TRAINER + ending for ending in (".py", ".sbatch", ".nodes.sh", ".k8s.yaml"))
+    ),
     "python -m helpers doctor": Way(("2 ranks on 1 host", "Nothing is wrong here|note|WRONG")),
-    "python -m helpers rehearse 11 --gpus 8": Way((REHEARSED, "the host waits for the GPU", "!Traceback")),
+    "python -m helpers rehearse 11 --gpus 8": Way(
+        (REHEARSED, "the host waits for the GPU"), never_prints=("Traceback",)
+    ),
     "python -m helpers rehearse 08 --gpus 8 --nodes 2": Way(
         ("on 16 pretended GPUs|2 nodes",), typed="{} --timeout 300 -- --layers 16 --micro-batches 16", daily=True
     ),
@@ -141,9 +125,9 @@ WAYS = {
         ("layouts of .* 512 x h100", "ranked")
     ),
     "python -m helpers plan llama3-8b h100 --gpus 64 --layout batch=512": Way(("layouts of .*64 x h100", "ranked")),
-    f"jupyter nbconvert --to torchrun notebooks/{DDP}.ipynb --output-dir jobs": Way(files=(f"jobs/{DDP}.py",)),
-    "git clone ADDRESS world-size-one && cd world-size-one": Way(files=("world-size-one/Makefile",)),
-    "mkdir -p runs/a": Way(files=("runs/a",)),
+    f"jupyter nbconvert --to torchrun notebooks/{DDP}.ipynb --output-dir jobs": Way(writes=(f"jobs/{DDP}.py",)),
+    "git clone ADDRESS world-size-one && cd world-size-one": Way(writes=("world-size-one/Makefile",)),
+    "mkdir -p runs/a": Way(writes=("runs/a",)),
     "ip -br addr": Way(("lo .*127.0.0.1",)),
     "torchrun --nproc-per-node=gpu train.py": Way(('"world_size": 2',)),
     "TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun ...": Way(('"world_size": 2',)),
@@ -165,6 +149,15 @@ TESTS = {  # by which other test a line is run
     "make pdf": "test_pdf.py::test_every_page_of_the_toc_is_there_under_its_title_and_number",
     "make rehearse": "../.ci/run::part make rehearse",
     "make sabotage": "../.ci/run::part make sabotage",
+    "make run CHAPTER=NN NPROC=4": "test_commands.py::make run CHAPTER=04 NPROC=4",
+    "python -m helpers run 04 --nproc 4": "../Makefile::python -m helpers run $(or $(CHAPTER),04) --nproc $(NPROC)",
+    "python -m helpers verify": "../Makefile::python -m helpers verify $(ARGS)",
+    "python -m helpers export 04 --out jobs": "test_commands.py::python -m helpers export 04 --out DIR",
+    "python -m helpers export 12": "test_commands.py::python -m helpers export 00",
+    "python -m helpers export 16 --slurm --nodes=2 --gpus-per-node=8 --time=04:00:00": (
+        "test_commands.py::python -m helpers export 11 --slurm"
+    ),
+    "python -m helpers export 11 --slurm --nodes 2 --out jobs": "test_commands.py::python -m helpers export 11 --slurm",
     "torchrun --nproc-per-node=1": "test_promises.py::test_lines_of_one_node_in_their_order",
     "python -m torch.distributed.run": "test_torchrun.py::test_a_rank_that_raises_ends_the_job_and_is_named",
     "python -m helpers rehearse 7": "test_commands.py::test_a_rehearsal_of_defaults_ends_within_a_minute",
@@ -200,8 +193,7 @@ NOT_HERE = {  # why a line cannot be run here
     "make PYTHON=python3.14 lab": "installs from PyPI; test_set_up.py tests which PyTorch is taken",
     "make lab TORCH=2.14.1": "as make PYTHON=python3.14 lab",
     "make test ALL=1 TORCH=2.16.0": "there is no PyTorch 2.16 yet",
-    "make bench": "installs other libraries from PyPI, and takes an hour of an idle machine",
-    "make bench ARGS=\"--only '4 ranks'\"": "as make bench",
+    "make bench": "installs other libraries from PyPI, and needs an idle machine",
     "make bench ARGS=--record": "as make bench",
     "make sabotage ARGS=--jobs=2": "takes hours; .ci/run daily runs it with one job",
     "make sabotage ARGS=no_sync_that_syncs": "test_sabotage.py tells three other lies; .ci/run daily tells this one",
@@ -217,9 +209,12 @@ def of_chapters():
     """{line: the test that runs it}, of torchrun lines with a chapter's script."""
     tests = {}
     for line in LINES:
-        name = "lines_of_one_node_in_their_order" if line.nodes == 1 else "a_line_on_each_of_two_nodes"
-        plain = line.nodes == 1 and not line.flags
-        tests[line.text] = "test_scripts.py::test_chapter" if plain else f"test_promises.py::test_{name}"
+        if line.nodes == 2:
+            tests[line.text] = "test_promises.py::test_a_line_on_each_of_two_nodes"
+        elif line.flags:
+            tests[line.text] = "test_promises.py::test_lines_of_one_node_in_their_order"
+        else:
+            tests[line.text] = "test_scripts.py::test_chapter"
     return {text: test for text, test in tests.items() if text not in ON_TWO_NODES}
 
 
@@ -235,11 +230,10 @@ def test_each_line_is_in_one_table_and_each_row_is_printed():
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A copy of the project, which shares .venv, and a reader's folder with scripts and a notebook."""
-    project, reader = tmp_path_factory.mktemp("copy") / "project", tmp_path_factory.mktemp("reader")
-    generated = {"_build", "__pycache__", str(ROOT / "scripts"), str(ROOT / "verify")}
-    shutil.copytree(
-        ROOT, project, ignore=lambda at, names: [n for n in names if n[0] == "." or {n, f"{at}/{n}"} & generated]
-    )
+    project = tmp_path_factory.mktemp("copy") / "project"
+    reader = tmp_path_factory.mktemp("reader")
+    shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".*", "_build", "__pycache__", "scripts"))
+    shutil.rmtree(project / "verify", ignore_errors=True)
     (project / ".venv").symlink_to(Path(sys.prefix))
     for name in ("requirements.txt", "requirements.lock", "pyproject.toml"):
         os.utime(project / name, (0, 0))  # .venv is ready
@@ -253,26 +247,38 @@ def folders(tmp_path_factory):
 
 
 def started(command, folders, output):
-    """A shell that runs a command in its folder; its output goes to a file."""
-    mine = ("PYTEST", "MAKE", "ALL", "DAILY", "ARGS", "BUILT_BOOK", "CI", "MFLAGS", "PYTHONPATH")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
+    """(a shell that runs a command, the folder in which it does). What it prints goes to the file ``output``."""
+    of_this_run = ("PYTEST", "MAKE", "ALL", "DAILY", "ARGS", "BUILT_BOOK", "CI", "MFLAGS", "PYTHONPATH")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(of_this_run)}
     environment |= {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     environment |= {f"JUPYTER_{name}_DIR": str(output.parent / name) for name in ("CONFIG", "DATA", "RUNTIME")}
-    folder = folders[0] if re.search(r"\b(make|pytest) ", command) else folders[1]
+    project, reader = folders
+    folder = reader
+    if re.search(r"\b(make|pytest) ", command):
+        folder = project
     with output.open("w") as file:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "start_new_session": True}
-        return subprocess.Popen(["bash", "-c", command], cwd=folder, env=environment, **pipes), folder
+        shell = subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    return shell, folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "text", [pytest.param(text, marks=[pytest.mark.daily] if way.daily else []) for text, way in WAYS.items()]
 )
-def test_a_line_keeps_its_word(text, folders, tmp_path):
-    way, words = WAYS[text], text
-    for place, other in PLACES.items():
-        words = words.replace(place, other)
-    process, folder = started(way.typed.replace("{}", words), folders, tmp_path / "output")
+def test_a_line_does_what_the_page_says(text, folders, tmp_path):
+    way = WAYS[text]
+    line = text
+    for word, replacement in REPLACED.items():
+        line = line.replace(word, replacement)
+    process, folder = started(way.typed.replace("{}", line), folders, tmp_path / "output")
     try:
         status = process.wait(800)
     finally:
@@ -280,9 +286,11 @@ def test_a_line_keeps_its_word(text, folders, tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
     out = (tmp_path / "output").read_text()
     assert status == way.status, out
-    for pattern in way.says:
-        assert bool(re.search(pattern.lstrip("!"), out)) != pattern.startswith("!"), f"{pattern}\n{out}"
-    assert [name for name in way.files if not (folder / name).exists()] == [], out
+    for pattern in way.prints:
+        assert re.search(pattern, out), f"{pattern}\n{out}"
+    for pattern in way.never_prints:
+        assert not re.search(pattern, out), f"{pattern}\n{out}"
+    assert [name for name in way.writes if not (folder / name).exists()] == [], out
 
 
 @pytest.mark.slow
@@ -298,10 +306,9 @@ def test_a_page_is_served(text, folders, tmp_path):
         assert addresses, (tmp_path / "output").read_text()
 
         def page():
-            try:
+            with contextlib.suppress(OSError):
                 return urllib.request.urlopen(addresses[-1], timeout=20).read().decode()
-            except OSError:
-                return ""
+            return ""
 
         assert SERVED[text] in soon(page, 60), addresses
     finally:
@@ -313,25 +320,7 @@ def test_a_page_is_served(text, folders, tmp_path):
 @pytest.mark.parametrize("chapter", range(len(CHAPTERS)))
 def test_a_rehearsal_of_defaults_ends_within_a_minute(chapter, folders, tmp_path):
     process, _ = started(f"python -m helpers rehearse {chapter} --timeout 60", folders, tmp_path / "output")
-    status, out = process.wait(300), (tmp_path / "output").read_text()
-    assert status == 0 and "Rehearsal on 2 pretended GPUs" in out, out
-
-
-def table():
-    """The table of all lines as Markdown: the line, how it is run, and where it is printed."""
-    chapters = of_chapters()
-    smaller = {line.text: line.facts.here for line in LINES if line.facts.here}
-    for text, pages in printed().items():
-        if text in WAYS:
-            how = "run" if WAYS[text].typed == "{}" else f"run: `{' '.join(WAYS[text].typed.split())}`"
-        elif text in NOT_HERE:
-            how = f"cannot be run here: {NOT_HERE[text]}"
-        else:
-            how = TESTS.get(text) or chapters.get(text) or "test_commands.py::test_a_page_is_served"
-            how += f"; here `{smaller[text]}`" if text in smaller else ""
-        yield f"| `{text}` | {how} | {', '.join(pages)} |".replace("{}", "…")
-
-
-if __name__ == "__main__":
-    print("| command | how it is run | where printed |\n|---|---|---|")
-    print("\n".join(table()))
+    status = process.wait(300)
+    out = (tmp_path / "output").read_text()
+    assert status == 0, out
+    assert "Rehearsal on 2 pretended GPUs" in out

@@ -1,4 +1,4 @@
-"""The order of the code: imports go down the list of rooms."""
+"""The order of the code: a file of helpers imports only from its own folder and from those before it in the list."""
 
 import ast
 import re
@@ -8,39 +8,45 @@ from conftest import ROOT
 
 HELPERS = ROOT / "helpers"
 
-# The folders and files of helpers/ in CONTRIBUTING.md's order: each imports only from itself and from those before.
-ROOMS = re.findall(r"(?m)^- `(\w+)`: ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+# The folders and files of helpers/, in CONTRIBUTING.md's order.
+PARTS = re.findall(r"(?m)^- `(\w+)`: ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
 
 
-def imports(code):
-    """Yields (line, module) for each import of a code, inside functions too. ``from a import b`` is a.b."""
+def imported(code):
+    """The names of all modules that the code imports, inside functions too. ``from a import b`` is a.b."""
+    names = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (f"{node.module}." if node.module else "")
-            yield from ((node.lineno, f"{base}{alias.name}") for alias in node.names)
+            dots = "." * node.level
+            names += [f"{dots}{node.module or ''}.{alias.name}" for alias in node.names]
+    return names
 
 
-def climbs(code, room):
-    """What the code of a room imports from rooms that stand after it, or by a relative name, which says no room."""
-    for line, module in imports(code):
+def out_of_order(code, part):
+    """What the code of a part imports from parts after it, or by a relative name, which does not say from where."""
+    wrong = []
+    for module in imported(code):
         names = module.split(".")
-        relative = names[0] == ""
-        if relative or module == "helpers" or (names[0] == "helpers" and ROOMS.index(names[1]) > ROOMS.index(room)):
-            yield f"line {line} imports {module}"
+        if names == ["helpers"] or names[0] == "":
+            wrong.append(module)
+        elif names[0] == "helpers" and PARTS.index(names[1]) > PARTS.index(part):
+            wrong.append(module)
+    return wrong
 
 
-def test_contributing_lists_all_rooms():
+def test_contributing_lists_all_parts():
     folders = {path.parent.name for path in HELPERS.glob("*/*.py")}
-    assert sorted([*ROOMS, "__init__"]) == sorted(folders | {path.stem for path in HELPERS.glob("*.py")})
+    assert sorted([*PARTS, "__init__"]) == sorted(folders | {path.stem for path in HELPERS.glob("*.py")})
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_imports_go_only_down_the_list(room):
-    files = [HELPERS / f"{room}.py", *(HELPERS / room).rglob("*.py")]
+@pytest.mark.parametrize("part", PARTS)
+def test_imports_go_only_up_the_list(part):
+    files = [HELPERS / f"{part}.py", *(HELPERS / part).rglob("*.py")]
     codes = {path.name: path.read_text(encoding="utf-8") for path in files if path.exists()}
-    assert [f"{name}: {climb}" for name, code in codes.items() for climb in climbs(code, room)] == []
+    wrong = {name: out_of_order(code, part) for name, code in codes.items()}
+    assert {name: modules for name, modules in wrong.items() if modules} == {}
 
 
 def test_importing_the_package_imports_nothing_else():
@@ -50,7 +56,7 @@ def test_importing_the_package_imports_nothing_else():
     assert {getattr(node, "module", None) for node in imports} <= {"typing"}
 
 
-CLIMBS = [
+WRONG = [
     "from helpers.figures.ddp import overlap",
     "import torch, helpers.doctor.report",
     "def late():\n    from helpers.__main__ import main",
@@ -59,7 +65,8 @@ CLIMBS = [
 ]
 
 
-@pytest.mark.parametrize("code", CLIMBS)
-def test_an_import_that_climbs_is_seen(code):
+@pytest.mark.parametrize("code", WRONG)
+def test_an_import_out_of_order_is_seen(code):
     fine = "from helpers.ranks.launch import launch\nfrom helpers.runtime import data\nimport os.path"
-    assert list(climbs(fine, "ranks")) == [] and len(list(climbs(f"{fine}\n{code}", "ranks"))) == 1
+    assert out_of_order(fine, "ranks") == []
+    assert len(out_of_order(f"{fine}\n{code}", "ranks")) == 1

@@ -22,9 +22,7 @@ def found():
 
 
 def test_no_code_breaks_a_rule_but_the_exceptions(found):
-    exceptions = plain_code.listed()
-    print(plain_code.left_by_rule(exceptions))
-    messages = [finding.message for finding in plain_code.not_listed(found, exceptions)]
+    messages = [finding.message for finding in plain_code.not_listed(found, plain_code.listed())]
     assert not messages, "\n\n".join([f"{len(messages)} statements break a rule:", *messages])
 
 
@@ -55,66 +53,36 @@ ARITHMETIC, WALRUS, CONDITIONAL, PACKED = [rule.name for rule in plain_code.RULE
 BREAKS = {
     ARITHMETIC: [
         "total = base + extra * (rank == 0)",
-        "total = (rank < 2) - last",
-        "scale = 65536.0 ** (dtype == 'float16')",
         "half = size // (world_size > 1)",
-        "mean = total / (count or 1)",
-        "words = ['--force'] * bool(force)",
+        "share = total / (count or 1)",
         "text = f'{count} rank{\"s\" * (count != 1)}'",
         "tensors = [bias] * (not tied)",
-        "first += rank in group",
-        "failed += not done",
         "count += isinstance(value, list)",
-        "hits += any(seen)",
     ],
     WALRUS: [
         "share = divmod(size, ranks := count())",
-        "print(f'{key}:', outcome := run())",
-        "run(timeout=(seconds := 3))",
-        "for path in reversed(paths := finished(folder)):\n    pass",
         "names = sorted(match[1] for line in lines if (match := find(line)))",
     ],
     CONDITIONAL: [
         "name = 'first' if rank == 0 else 'last' if rank == last else 'inner'",
-        "name = ('a' if x else 'b') if y else 'c'",
-        "name = 1 if (x if y else z) else 2",
-        "name = f'{n if n else 0}' if known else ''",
         "rows = [a if b else c for b in d] if e else []",
     ],
     PACKED: [
         "x, y, z = 1, 2, 3",
-        "self.a, self.b, self.c = a, b, c",
-        "[x, y, z] = [1, 2, 3]",
         "(a, b), (c, d) = (1, 2), (3, 4)",
-        "d = a, b, c = 1, 2, 3",
         "a, b, c = b, c, 0",
-        "first, *rest, last = 1, 2, 3",
     ],
 }
 PLAIN = [
     "total = base + extra",
-    "same = rank + 1 == last",
     "if rank == 0 and not done:\n    total += extra",
-    "on_gpu = a > 0 and b > 0",
     "mask = labels != -100\nloss = losses * mask",
     "correct = (guess == label).sum() + others",
-    "chosen = mask & (rank > 0)",
-    "text = 'rank %d' % (rank or 0)",
-    "while (line := read()) is not None:\n    print(line)",
     "if match := find(line):\n    print(match[1])",
-    "found = [match for line in lines if (match := find(line))]",
-    "(match := find(line)).group(1)",
-    "name = 'first' if rank == 0 else 'inner'",
     "call(a if b else c, d if e else f)",
     "a, b = 1, 2",
-    "a, b = b, a",
     "a, b, c = b, c, a",
     "a, b, c = read()",
-    "a, b, c = (int(word) for word in words)",
-    "(a, b), c = read(), 3",
-    "first, *rest = words",
-    "for a, b, c in rows:\n    pass",
-    "a = b = c = 0",
     "sizes = 1, 2, 3",
 ]
 
@@ -131,16 +99,6 @@ def test_a_rule_sees_what_breaks_it(rule, code):
 @pytest.mark.parametrize("code", PLAIN)
 def test_the_rules_let_plain_code_pass(code):
     assert broken(code) == set()
-
-
-@pytest.mark.parametrize("rule", plain_code.RULES, ids=lambda rule: rule.name)
-def test_the_plain_form_in_a_message_breaks_no_rule(rule):
-    finding = plain_code.Finding(PLACE, 3, "before = 1", rule, "before = 1", "1")
-    title, source_line, _, *plain = finding.message.splitlines()
-    assert (title, source_line) == (f"helpers/sample.py:3: {rule.name}", "    before = 1")
-    [not_plain] = [line.partition("# not: ")[2] for line in plain if "# not: " in line]
-    assert broken(not_plain) == {rule.name}
-    assert broken("if True:\n" + "\n".join(plain)) == set()
 
 
 # --- the list of exceptions -------------------------------------------------------------------------------------------
@@ -169,4 +127,3 @@ def test_the_list_is_written_anew_and_says_what_changed(tmp_path, monkeypatch, c
     assert plain_code.listed() == {exception: 2}
     assert plain_code.not_listed(twice, plain_code.listed()) == []
     assert plain_code.not_listed([*twice, twice[0]], plain_code.listed()) == [twice[0]]
-    assert plain_code.left_by_rule(plain_code.listed()).startswith(f"2 exceptions are left: {ARITHMETIC} 2, ")

@@ -1,9 +1,9 @@
 """Each printed torchrun line of a chapter's script is run: ranks for GPUs, local agents for nodes, and a rehearsal.
 
-A GPU is a rank here, HOST is 127.0.0.1, a folder that all nodes see is this test's. What a line promises, and with
-which flags it is run on two cores, its notebook says under ``script.lines`` (helpers/export/facts.py). Every line has
-to train as well as the script's defaults do, unless it is said there that it does not. What test_scripts.py runs (the
-defaults on a node) is not run again.
+A GPU is a rank here, HOST is 127.0.0.1, and a folder that all nodes see is this test's. What a line promises, and with
+which flags it is run on two cores, is in its notebook under ``script.lines`` (helpers/export/facts.py). Every line has
+to train as well as the script's defaults do, unless the notebook says that it does not. The line of a node with the
+defaults is left to test_scripts.py.
 """
 
 import os
@@ -11,7 +11,6 @@ import re
 import shlex
 import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from forked import AT_ADDRESS, Forked, Work, forked
@@ -21,16 +20,15 @@ from scripting import CHAPTERS, export, result, stand_alone, torchrun
 from helpers.export.facts import facts_at, unmet
 from helpers.ranks.ports import hold_port
 
-HERE = {**os.environ, "OMP_NUM_THREADS": "1"}
-
 pytestmark = pytest.mark.timeout(900)
 
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 FACTS = {path.stem: facts_at(path) for path in CHAPTERS}
 
 
 @dataclass(frozen=True)
 class Line:
-    """A printed torchrun line: its launcher's words, its script, and its flags."""
+    """A printed torchrun line: ``torchrun LAUNCHER CHAPTER.py FLAGS``."""
 
     text: str
     launcher: tuple[str, ...]
@@ -43,6 +41,7 @@ class Line:
 
     @property
     def ranks(self) -> int:
+        """How many ranks it starts on a node here."""
         [number] = [word.partition("=")[2] for word in self.launcher if word.startswith("--nproc-per-node")]
         return 2 if number == "gpu" else int(number)
 
@@ -59,11 +58,10 @@ def printed_lines() -> list[Line]:
     """All torchrun lines that start a chapter's script, of pages and of the scripts' own first lines."""
     lines = []
     for text in printed():
-        words = text.split()
-        scripts = [place for place, word in enumerate(words) if re.search(r"\d\d_\w+\.py$", word)]
-        if words[0] == "torchrun" and scripts:
-            [place] = scripts
-            lines.append(Line(text, tuple(words[1:place]), Path(words[place]).stem, " ".join(words[place + 1 :])))
+        match = re.fullmatch(r"torchrun (.* )?(?:\S*/)?(\d\d_\w+)\.py(?: (.*))?", text)
+        if match is not None:
+            launcher, chapter, flags = match.groups(default="")
+            lines.append(Line(text, tuple(launcher.split()), chapter, flags))
     return lines
 
 
@@ -73,19 +71,7 @@ FIRST_OF_TWO = [line for line in LINES if "--node-rank=0" in line.launcher]
 ELSEWHERE = {  # lines with c10d on each of two nodes: test_two_hosts.py runs both kinds of rendezvous with restarts
     line.text for line in LINES if line.nodes == 2 and "--rdzv-backend=c10d" in line.launcher
 }
-
-
 PLAN_OF_CHAPTER_15 = "python -m helpers plan llama3-8b cluster.toml --layout dp=16,zero=3,batch=128 --job tokens=1e11"
-
-
-def plan_of_the_cluster(folder: Path) -> None:
-    """Chapter 15 prints this line behind one that measures a cluster: it plans for what was measured."""
-    cluster = tomllib.loads((folder / "cluster.toml").read_text())["cluster"]
-    ranks = cluster["gpus_per_node"] * cluster["nodes"]
-    here = PLAN_OF_CHAPTER_15.replace("dp=16", f"dp={ranks},dtype=float32")  # the only type that a CPU is timed in
-    words = here.split()[3:]
-    status, out, errors, _ = forked(Work("helpers.__main__", "main", words, str(folder)), HERE)
-    assert status == 0 and re.search(r"(?m)^run: 1e\+11 tokens, .* days", out), out + errors
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +87,10 @@ def script(tmp_path):
 
 def agent(line, script, launcher, environment):
     """A fork that is one node's torchrun."""
-    words = [word.replace("HOST", "127.0.0.1").replace("=gpu", "=2") for word in launcher]
-    folder = script.parent
-    flags = [flag.replace("/shared", str(folder)) for flag in line.flags_here()]
-    return Forked(Work("forked_torchrun", "main", [*words, str(script), *flags], str(folder)), environment)
+    launcher = [word.replace("HOST", "127.0.0.1").replace("=gpu", "=2") for word in launcher]
+    folder = str(script.parent)
+    flags = [flag.replace("/shared", folder) for flag in line.flags_here()]
+    return Forked(Work("forked_torchrun", "main", [*launcher, str(script), *flags], folder), environment)
 
 
 def check(line, ended, folder):
@@ -114,24 +100,43 @@ def check(line, ended, folder):
     if line.facts.prints:
         assert re.search(line.facts.prints, out, re.MULTILINE), f"{line.text}\n{out}"
     if line.facts.writes:
-        assert size(folder / line.facts.writes) > 100, f"{line.text} left no {line.facts.writes}"
+        path = folder / line.facts.writes
+        files = path.rglob("*") if path.is_dir() else [path]
+        assert sum(file.stat().st_size for file in files if file.is_file()) > 100, f"{line.text} left no {path}"
     if line.facts.trains:
         assert unmet(FACTS[line.chapter].script.result, result(out)) == [], f"{line.text}\n{out}"
 
 
-def size(path):
-    """The bytes of a file, or of all files in a folder."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+def check_command(words, folder):
+    """Check that ``python -m helpers WORDS`` succeeds in a folder. Returns what it printed."""
+    status, out, errors, left = forked(Work("helpers.__main__", "main", words, str(folder)), ENVIRONMENT, 700)
+    assert status == 0 and not left, f"{' '.join(words)}\n{out}{errors}"
+    return out
+
+
+def check_plan(folder):
+    """Chapter 15 prints its plan behind a line that measures a cluster: it plans for what was measured."""
+    cluster = tomllib.loads((folder / "cluster.toml").read_text())["cluster"]
+    ranks = cluster["gpus_per_node"] * cluster["nodes"]
+    plan = PLAN_OF_CHAPTER_15.replace("dp=16", f"dp={ranks},dtype=float32")  # the only type that a CPU is timed in
+    out = check_command(plan.split()[3:], folder)
+    assert re.search(r"(?m)^run: 1e\+11 tokens, .* days", out), out
 
 
 def test_chapters_say_something_of_printed_lines_alone():
-    said = {(chapter, line.flags) for chapter, facts in FACTS.items() for line in facts.script.lines}
-    assert said - {(line.chapter, line.flags) for line in LINES} == set()
-    assert [line.flags for facts in FACTS.values() for line in facts.script.lines if line.here and not line.why] == []
-    assert {line.text for line in LINES if line.nodes == 2} - ELSEWHERE <= {
-        text for line in FIRST_OF_TWO for text in (line.text, line.text.replace("--node-rank=0", "--node-rank=1"))
-    }
+    described = {(chapter, line.flags) for chapter, facts in FACTS.items() for line in facts.script.lines}
+    assert described <= {(line.chapter, line.flags) for line in LINES}
+
+
+def test_other_flags_on_two_cores_have_a_reason():
+    lines = [line for facts in FACTS.values() for line in facts.script.lines]
+    assert [line.flags for line in lines if line.here and not line.why] == []
+
+
+def test_a_line_of_one_node_has_its_line_of_the_other():
+    firsts = {line.text for line in FIRST_OF_TWO}
+    seconds = {text.replace("--node-rank=0", "--node-rank=1") for text in firsts}
+    assert {line.text for line in LINES if line.nodes == 2} - ELSEWHERE <= firsts | seconds
 
 
 @pytest.mark.daily
@@ -140,22 +145,23 @@ def test_lines_of_one_node_in_their_order(chapter, alone, script):
     """In one folder, as a reader types them: a line may go on from what an earlier line wrote."""
     path = script(chapter)
     (path.parent / "runs" / "a").mkdir(parents=True)  # chapter 10 prints this line
+    environment = alone
+    if chapter.startswith("13"):
+        environment = {**alone, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     for line in LINES:
-        if line.chapter == chapter and line.nodes == 1 and line.flags:
-            launcher = [word for word in line.launcher if word != "--standalone"] + AT_ADDRESS
-            environment = {**alone, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if chapter[:2] == "13" else alone
-            if line.ranks > 4:  # now and then one of eight ranks that are forked from an agent hangs at its start
-                ended = torchrun(path, line.ranks, environment, *line.flags_here(), timeout=600)
-            else:
-                ended = agent(line, path, launcher, environment).end(600)
-            check(line, ended, path.parent)
-            if line.facts.writes == "cluster.toml":
-                plan_of_the_cluster(path.parent)
-            rehearsed = "--nproc-per-node=gpu" in line.launcher and "--max-restarts=3" not in line.launcher
-            if rehearsed:
-                words = ["rehearse", path.name, "--gpus", str(line.ranks), "--timeout", "600", "--", *line.flags_here()]
-                status, out, errors, left = forked(Work("helpers.__main__", "main", words, str(path.parent)), HERE, 700)
-                assert status == 0 and not left, f"{' '.join(words)}\n{out}{errors}"
+        if line.chapter != chapter or line.nodes != 1 or not line.flags:
+            continue
+        if line.ranks > 4:  # now and then one of eight ranks that are forked from an agent hangs at its start
+            ended = torchrun(path, line.ranks, environment, *line.flags_here(), timeout=600)
+        else:
+            launcher = [word for word in line.launcher if word != "--standalone"]
+            ended = agent(line, path, [*launcher, *AT_ADDRESS], environment).end(600)
+        check(line, ended, path.parent)
+        if line.facts.writes == "cluster.toml":
+            check_plan(path.parent)
+        if "--nproc-per-node=gpu" in line.launcher and "--max-restarts=3" not in line.launcher:
+            options = ["--gpus", str(line.ranks), "--timeout", "600", "--", *line.flags_here()]
+            check_command(["rehearse", path.name, *options], path.parent)
 
 
 @pytest.mark.daily
@@ -164,9 +170,11 @@ def test_a_line_on_each_of_two_nodes(line, alone, script):
     path = script(line.chapter)
     (path.parent / "runs" / "b").mkdir(parents=True)
     with hold_port() as port:
-        second = [word.replace("--node-rank=0", "--node-rank=1") for word in line.launcher]
-        nodes = [agent(line, path, [*words, f"--master-port={port}"], alone) for words in (line.launcher, second)]
-        first, other = (node.end(600) for node in nodes)
-    assert other[0] == 0 and not other[3], other
-    check(line, first, path.parent)
-    assert result(first[1])["world_size"] == 4
+        first = [*line.launcher, f"--master-port={port}"]
+        second = [word.replace("--node-rank=0", "--node-rank=1") for word in first]
+        nodes = [agent(line, path, launcher, alone) for launcher in (first, second)]
+        (first_end, second_end) = [node.end(600) for node in nodes]
+    status, out, errors, left = second_end
+    assert status == 0 and not left, out + errors
+    check(line, first_end, path.parent)
+    assert result(first_end[1])["world_size"] == 4

@@ -13,54 +13,41 @@ import set_up
 
 ROOT = Path(__file__).parents[1]
 RANGE = set_up.wanted_torch("numpy\ntorch>=2.13,<2.16\n")
-ALL = ["2.16.0", "2.15.0", "2.14.1", "2.13.0", "2.12.1"]
-CPU = [f"{version}+cpu" for version in ALL]
-HERE = "/opt/wheels"
-ITS_INDEX = ("--index-url", set_up.PYTORCH_INDEX)
+WITH_CUDA = ["2.16.0", "2.15.0", "2.14.1", "2.13.0", "2.12.1"]  # as PyPI has them
+CPU = [f"{version}+cpu" for version in WITH_CUDA]
+PYTORCHS_INDEX = ("--index-url", set_up.PYTORCH_INDEX)
 
 
-def choice(configured, pytorch=(), folders=(), system="Linux", has_gpu=False, wanted=RANGE):
-    found = set_up.Found(list(configured), list(pytorch), list(folders), HERE)
-    return set_up.choose(wanted, found, system, has_gpu)
+def choice(configured, pytorch=(), system="Linux", has_gpu=False, wanted=RANGE):
+    return set_up.choose(wanted, list(configured), list(pytorch), system, has_gpu)
 
 
 def test_the_newest_cpu_build_of_the_range_is_taken():
-    build = choice(ALL, pytorch=CPU)
-    assert (build.requirement, build.index_options) == ("torch==2.15.0+cpu", ITS_INDEX)
-    assert build.description.startswith("PyTorch 2.15.0, CPU build, from PyTorch's own index")
+    build = choice(WITH_CUDA, pytorch=CPU)
+    assert (build.requirement, build.index_options) == ("torch==2.15.0+cpu", PYTORCHS_INDEX)
+    assert build.description == "PyTorch 2.15.0, CPU build, from PyTorch's own index"
 
 
 def test_an_older_cpu_build_goes_before_a_newer_one_with_cuda():
-    build = choice([*ALL, "2.13.0+cpu"], pytorch=["2.13.0+cpu"], folders=["2.13.0+cpu"])
+    build = choice([*WITH_CUDA, "2.13.0+cpu"], pytorch=["2.13.0+cpu"])
     assert (build.requirement, build.index_options) == ("torch==2.13.0+cpu", ())
-    assert build.description.startswith("PyTorch 2.13.0, CPU build, from /opt/wheels")
-
-
-def test_a_build_at_hand_goes_before_the_same_build_of_pytorchs_index():
-    build = choice([*ALL, "2.15.0+cpu"], pytorch=CPU)
-    assert (build.requirement, build.index_options) == ("torch==2.15.0+cpu", ())
-    assert "from the index that pip is configured with" in build.description
-
-
-def test_a_folder_is_named_only_if_the_build_is_from_there():
-    build = choice(["2.14.1+cpu", "2.13.0+cpu"], folders=["2.13.0+cpu"])
-    assert build.requirement == "torch==2.14.1+cpu"
-    assert HERE not in build.description
+    assert build.description == "PyTorch 2.13.0, CPU build, from where pip is configured to look"
 
 
 @pytest.mark.parametrize(
-    "options, word",
+    "options, why",
     [
         ({}, "6 GB"),
         ({"has_gpu": True, "pytorch": CPU}, "shows a GPU"),
         ({"system": "Darwin"}, "no CUDA on this system"),
     ],
+    ids=["no CPU build", "a GPU", "macOS"],
 )
-def test_the_plain_build_is_taken(options, word):
-    """Where there is no CPU build, where a GPU is, and on macOS. Three equals signs: it must not be 2.15.0+cpu."""
-    build = choice(ALL, **options)
+def test_the_plain_build_is_taken(options, why):
+    """With three equals signs, because 2.15.0+cpu satisfies ``torch==2.15.0``."""
+    build = choice(WITH_CUDA, **options)
     assert (build.requirement, build.index_options) == ("torch===2.15.0", ())
-    assert word in build.description
+    assert why in build.description
 
 
 @pytest.mark.parametrize(
@@ -68,11 +55,11 @@ def test_the_plain_build_is_taken(options, word):
 )
 def test_a_version_that_is_asked_for_is_taken_from_outside_the_range_too(exact, taken):
     wanted = set_up.Wanted(exact, RANGE.lowest, RANGE.below)
-    assert choice([*ALL, "2.11.0"], pytorch=CPU, wanted=wanted).requirement == taken
+    assert choice([*WITH_CUDA, "2.11.0"], pytorch=CPU, wanted=wanted).requirement == taken
 
 
 @pytest.mark.parametrize("configured", [[], ["2.16.0", "2.12.1"]])
-def test_no_version_of_the_range(configured):
+def test_no_version_of_the_range_is_an_error_of_two_lines(configured):
     with pytest.raises(set_up.SetUpError, match=r"pip finds no PyTorch >=2\.13,<2\.16 for Python 3\.") as error:
         choice(configured)
     assert len(str(error.value).splitlines()) == 2
@@ -94,7 +81,7 @@ def offline(monkeypatch, folder):
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
 
 
-def test_pip_is_asked_what_a_folder_has(tmp_path, monkeypatch):
+def test_pip_is_asked_for_the_versions(tmp_path, monkeypatch):
     for version in ("2.16.0+cpu", "2.15.0", "2.14.1+cpu", "2.13.0+cpu"):
         (tmp_path / f"torch-{version}-py3-none-any.whl").touch()
     (tmp_path / "torch-2.15.0+cpu-cp27-cp27m-linux_x86_64.whl").touch()  # not for this Python
@@ -103,26 +90,32 @@ def test_pip_is_asked_what_a_folder_has(tmp_path, monkeypatch):
     monkeypatch.setattr(set_up.platform, "system", lambda: "Linux")
     build = set_up.chosen_build(set_up.Environment(Path(sys.prefix)), RANGE)
     assert (build.requirement, build.index_options) == ("torch==2.14.1+cpu", ())
-    assert f"from {tmp_path}, which pip is configured with" in build.description
+
+
+def write_program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A copy of the program beside a requirements.txt, where pip finds no wheel of torch."""
+    """A copy of the program beside a requirements.txt and an environment, in which pip finds no wheel of torch."""
     offline(monkeypatch, tmp_path)
     (tmp_path / "tools").mkdir()
     shutil.copy(ROOT / "tools" / "set_up.py", tmp_path / "tools")
     (tmp_path / "requirements.txt").write_text("torch>=2.13,<2.16\n")
+    write_program(tmp_path / ".venv" / "bin" / "python", f'exec {sys.executable} "$@"')
     return tmp_path
 
 
+COMMAND = [sys.executable, "tools/set_up.py", ".venv"]
+
+
 def test_without_an_index_it_says_so_and_nothing_looks_ready(project):
-    (project / ".venv").mkdir()
-    (project / ".venv" / "unfinished").touch()
-    command = [sys.executable, "tools/set_up.py", ".venv"]
-    ended = subprocess.run(command, cwd=project, capture_output=True, text=True)
+    (project / ".venv" / "ready").touch()
+    ended = subprocess.run(COMMAND, cwd=project, capture_output=True, text=True)
     assert ended.returncode == 1
-    assert ".venv is made anew: an earlier set-up did not finish." in ended.stdout
     assert ended.stderr.startswith("pip finds no PyTorch >=2.13,<2.16 for Python 3.")
     assert len(ended.stderr.splitlines()) == 2, ended.stderr
     assert (project / ".venv" / "unfinished").exists()
@@ -131,17 +124,15 @@ def test_without_an_index_it_says_so_and_nothing_looks_ready(project):
 
 def test_two_at_once_do_not_disturb_each_other(project):
     with set_up.only_one(project):
-        command = [sys.executable, "tools/set_up.py", ".venv"]
-        second = subprocess.run(command, cwd=project, capture_output=True, text=True)
+        second = subprocess.run(COMMAND, cwd=project, capture_output=True, text=True)
     assert second.returncode == 1
     assert second.stderr.startswith("Another make sets up this project at the moment.\n")
-    assert not (project / ".venv").exists()
+    assert not (project / ".venv" / "unfinished").exists()
 
 
 def test_ctrl_c_leaves_nothing_that_looks_ready(project):
-    command = [sys.executable, "tools/set_up.py", ".venv"]
     process = subprocess.Popen(
-        command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        COMMAND, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     while not (project / ".venv" / "unfinished").exists():
         assert process.poll() is None, process.communicate()
@@ -153,20 +144,30 @@ def test_ctrl_c_leaves_nothing_that_looks_ready(project):
     assert not (project / ".venv" / "ready").exists()
 
 
-def test_a_broken_environment_is_made_anew(tmp_path):
+def test_a_broken_environment_is_not_used(tmp_path):
     environment = set_up.Environment(tmp_path)
     assert environment.why_anew() == "it has no Python that starts"
-    (tmp_path / "bin").mkdir()
-    environment.python.symlink_to(sys.executable)
+    write_program(environment.python, f'exec {sys.executable} "$@"')
     assert environment.why_anew() == ""
-    environment.python.unlink()
-    environment.python.write_text("#!/bin/sh\necho 3.9.2\n")
-    environment.python.chmod(0o755)
+    write_program(environment.python, "echo 3.9.2")
     assert environment.why_anew().startswith("it has Python 3.9.2, and ")
-    environment.python.write_text("#!/bin/sh\nexit 1\n")
+    write_program(environment.python, "exit 1")
     assert environment.why_anew() == "its Python has no pip, or does not start"
     environment.unfinished.touch()
     assert environment.why_anew() == "an earlier set-up did not finish"
+
+
+def test_an_unfinished_environment_is_removed_and_made_anew(tmp_path, monkeypatch, capsys):
+    write_program(tmp_path / "python", "echo 'ensurepip is not available'; exit 1")
+    monkeypatch.setattr(set_up.sys, "executable", str(tmp_path / "python"))
+    environment = set_up.Environment(tmp_path / ".venv")
+    write_program(environment.python, "exit 1")
+    environment.unfinished.touch()
+    with pytest.raises(set_up.SetUpError, match="sudo apt install python3-venv"):
+        environment.create()
+    assert ".venv is made anew: an earlier set-up did not finish." in capsys.readouterr().out
+    assert not environment.python.exists()
+    assert environment.unfinished.exists()
 
 
 def test_an_old_python_is_refused_in_two_lines(tmp_path, monkeypatch, capsys):
@@ -192,19 +193,3 @@ def test_what_pip_says_is_explained_in_two_lines(line, meaning):
     explained = set_up.explained(["Collecting numpy\n", f"{line}\n"], "pip ended; its words are in .venv/set_up.log")
     assert meaning in explained
     assert len(explained.splitlines()) == 2
-
-
-def test_progress_reads_pips_lines(tmp_path):
-    packages = tmp_path / "lib" / "python3.13" / "site-packages"
-    progress = set_up.Progress(set_up.Environment(tmp_path))
-    progress.read("Collecting numpy==2.4.6 (from -r pins.txt (line 6))\n")
-    assert progress.text() == "looking for numpy==2.4.6"
-    progress.read("  Downloading https://a.org/torch-2.15.0%2Bcpu-cp313-cp313-manylinux_2_28_x86_64.whl (190 MB)\n")
-    assert progress.text() == "downloading torch-2.15.0%2Bcpu (190 MB)"
-    progress.read("Processing /opt/pypi/files/attrs-26.1.0-py3-none-any.whl (from jsonschema)\n")
-    assert progress.text() == "reading attrs-26.1.0, which is at hand"
-    progress.read("Installing collected packages: numpy, attrs, torch\n")
-    (packages / "numpy-2.4.6.dist-info").mkdir(parents=True)
-    assert progress.text() == "unpacking and compiling 3 packages, 1 done"
-    progress.read("Installing collected packages: torch\n")
-    assert progress.text() == "unpacking and compiling torch"

@@ -78,7 +78,8 @@ def test_refused_in_one_line(script, tmp_path, monkeypatch, flags, error):
 
 def steps_with(path, args, sums):
     """Train with a function of the model's outputs in place of the script's ``loss_sums``."""
-    trainer, calls = loaded(path), count()
+    trainer = loaded(path)
+    calls = count()
     trainer.loss_sums = lambda model, batch, args: sums(model(batch[0]), len(batch[0]), next(calls))
     trainer.train(args, torch.device("cpu"))
 
@@ -113,7 +114,8 @@ def test_checkpoints_are_in_the_order_of_their_steps(script, tmp_path):
 
 def save_on_a_full_disk(path, args):
     """(what a folder holds after a save that ends in the middle, what the save raised, what a resume loads)."""
-    trainer, model = loaded(path), nn.Linear(64, 64)
+    trainer = loaded(path)
+    model = nn.Linear(64, 64)
     trainer.save_run({"model": model}, 1, 0.5, args)
     write = torch.save
 
@@ -132,12 +134,15 @@ def save_on_a_full_disk(path, args):
 def test_a_full_disk_leaves_the_last_checkpoint_and_a_part_that_does_not_count(script, tmp_path):
     args = settings(script, f"--checkpoint-dir={tmp_path / 'runs'}", "--resume")
     [(names, error, run)] = launch(save_on_a_full_disk, str(script), args, nproc=1)
-    assert names == ["step_00000001.pt", "unfinished.part"] and "No space left" in error and run == (1, 0.5)
+    assert names == ["step_00000001.pt", "unfinished.part"]
+    assert "No space left" in error
+    assert run == (1, 0.5)
 
 
 def events_of(path, args):
     """What a run does, in order: forks, and calls that communicate."""
-    trainer, events = loaded(path), []
+    trainer = loaded(path)
+    events = []
     os.register_at_fork(before=lambda: events.append("fork"))
 
     def noted(call):
@@ -153,34 +158,38 @@ def events_of(path, args):
 def test_no_worker_is_forked_beside_a_collective(script, tmp_path):
     args = settings(script, "--max-steps=4", "--val-every=2", "--num-workers=2", f"--checkpoint-dir={tmp_path}")
     for events in launch(events_of, str(script), args, nproc=2):
-        assert events[:4] == ["fork"] * 4 and len(events) > 20 and set(events[4:]) == {"collective"}
+        assert events[:4] == ["fork"] * 4
+        assert set(events[4:]) == {"collective"}
+        assert len(events) > 20
 
 
-def best_and_average(path, args):
-    """What the files of a run with an average and a best checkpoint hold, and the metrics that it told."""
-    trainer, told = loaded(path), []
-    args.checkpoint_dir = args.checkpoint_dir.format(rank=dist.get_rank())
-    model, metrics = trainer.train(args, torch.device("cpu"), lambda args: lambda *values: told.append(values))
-    names = ("best.pt", "step_00000012.pt")
-    best, last = (torch.load(trainer.Path(args.checkpoint_dir, name), weights_only=True) for name in names)
-    judge = trainer.build_model(args)
-    judge.load_state_dict({name[7:]: x for name, x in last["ema"].items() if name.startswith("module.")})
+def train_with_an_average(path, args):
+    """(the metrics of a run, what it logged, the loss of the averaged model in its last checkpoint)."""
+    trainer = loaded(path)
+    log = []
+    _, metrics = trainer.train(args, torch.device("cpu"), lambda args: lambda *record: log.append(record))
+    last = torch.load(trainer.Path(args.checkpoint_dir, "step_00000012.pt"), weights_only=True)
+    average = trainer.build_model(args)
+    average.load_state_dict({name[7:]: x for name, x in last["ema"].items() if name.startswith("module.")})
     _, (images, labels) = (data.tensors for data in trainer.load_data(args))
-    loss = nn.functional.cross_entropy(judge.eval()(images), labels).item()
-    weights = [torch.equal(x, last["ema"][f"module.{name}"]) for name, x in last["model"].items()]
-    return best["step"], best["best"], loss, metrics, any(weights), told
+    loss = nn.functional.cross_entropy(average.eval()(images), labels).item()
+    return metrics, log, loss
 
 
-def test_the_average_is_judged_and_the_best_is_kept(script, tmp_path):
+def test_the_average_is_validated_and_the_best_is_kept(script, tmp_path):
     flags = ["--max-steps=12", "--val-every=3", "--ema=0.9", "--keep-best", "--lr=0.5", "--log-every=4"]
     args = settings(script, *flags, f"--checkpoint-dir={tmp_path}")
-    [(step, best, loss, metrics, same, told)] = launch(best_and_average, str(script), args, nproc=1)
-    judged = {step: values["val_loss"] for step, values in told if "val_loss" in values}
-    assert [*judged] == [3, 6, 9, 12] and not same
+    [(metrics, log, loss)] = launch(train_with_an_average, str(script), args, nproc=1)
+    validated = {step: values["val_loss"] for step, values in log if "val_loss" in values}
+    assert list(validated) == [3, 6, 9, 12]
     assert metrics["val_loss"] == pytest.approx(loss, rel=1e-4)
-    assert best == min(judged.values()) and judged[step] == best
-    steps = [values for _, values in told if "loss" in values]
-    assert all(values["norm"] > 0 and values["samples/s"] > 0 and values["lr"] > 0 for values in steps)
+
+    last, best = (torch.load(tmp_path / name, weights_only=True) for name in ("step_00000012.pt", "best.pt"))
+    assert not any(torch.equal(x, last["ema"][f"module.{name}"]) for name, x in last["model"].items())
+    assert best["best"] == min(validated.values()) == validated[best["step"]]
+    for _, values in log:
+        if "loss" in values:
+            assert values["norm"] > 0 and values["samples/s"] > 0 and values["lr"] > 0
 
 
 def wait_for_a_late_rank(path, signalled):
@@ -212,7 +221,9 @@ def speeds_by_a_slow_clock(path, args, waits):
     """The speeds that a run prints if a step takes a second, on a queue, and a validation or a save an hour. With
     ``waits``, the host waits in each question for another rank, while the device works.
     """
-    trainer, device, records = loaded(path), Device(), []
+    trainer = loaded(path)
+    device = Device()
+    records = []
 
     def step(*arguments):
         device.step()
@@ -238,12 +249,13 @@ def test_the_speed_is_that_of_steps_alone(waits, script, tmp_path):
 
 
 def test_a_logger_has_one_run(script, alone, tmp_path):
-    text, here = script.read_text(), tmp_path / "train.py"
+    text = script.read_text()
     old = text[text.index("def open_log(args)") : text.index("def seed_all")]
     new = "def open_log(args):\n    file = open(f'log{os.getpid()}', 'w')\n"
     new += "    return lambda step, values: print(step, *values, file=file, flush=True)\n\n\n"
-    here.write_text(text.replace(old, new))
-    status, _, errors, _ = forked(script_on_ranks(here, 2, "--max-steps=4", "--log-every=2"), alone)
+    copy = tmp_path / "train.py"
+    copy.write_text(text.replace(old, new))
+    status, _, errors, _ = forked(script_on_ranks(copy, 2, "--max-steps=4", "--log-every=2"), alone)
     assert status == 0, errors
     [log] = tmp_path.glob("log*")
     steps = [line.split()[:2] for line in log.read_text().splitlines()]

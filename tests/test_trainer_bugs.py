@@ -1,19 +1,19 @@
 """Bugs that are planted in chapter 11's script, one at a time: a check of test_trainer_workloads.py notices each."""
 
 import pytest
-import test_trainer_workloads as table
+import test_trainer_workloads as workloads
 
 pytestmark = [pytest.mark.ranks, pytest.mark.daily, pytest.mark.timeout(600)]
 
-RANKS = table.test_two_ranks_have_the_losses_of_one
-MICRO = table.test_two_micro_batches_have_the_losses_of_one
-WORKERS = table.test_workers_change_no_loss_and_told_losses_are_the_true_ones
-JUDGED = table.test_a_validation_is_whole_and_true_on_1_2_and_3_ranks
-STOPPED = table.test_a_stopped_run_ends_with_the_bits_of_an_undisturbed_one
-TORN = table.test_a_truncated_checkpoint_is_named_and_the_one_before_it_is_taken
-NAN = table.test_a_nan_leaves_no_checkpoint_that_is_not_finite
-GROUPS = table.test_groups_keep_the_ratio_of_their_rates
-LONG = table.test_a_signal_in_a_long_validation_or_save_is_heard_there
+RANKS = workloads.test_two_ranks_have_the_losses_of_one
+MICRO = workloads.test_two_micro_batches_have_the_losses_of_one
+WORKERS = workloads.test_workers_change_no_loss_and_the_printed_losses_are_the_true_ones
+VALIDATION = workloads.test_a_validation_is_complete_and_true_on_1_2_and_3_ranks
+STOPPED = workloads.test_a_stopped_run_ends_with_the_bits_of_an_undisturbed_one
+TORN = workloads.test_a_truncated_checkpoint_is_named_and_the_one_before_it_is_taken
+NAN = workloads.test_a_nan_leaves_no_checkpoint_that_is_not_finite
+GROUPS = workloads.test_groups_keep_the_ratio_of_their_rates
+LONG = workloads.test_a_signal_in_a_long_validation_or_save_is_heard_there
 BUGS = {
     "each rank divides by its own count": ("ranks / number)", "ranks / totals[0, 1])", "masked_language", RANKS),
     "micro-batches are averaged by themselves": ("loss / args.batch_size)", "loss / sums[0, 1])", "lengths", MICRO),
@@ -51,8 +51,8 @@ BUGS = {
     "the optimizer is not saved": ('"model": model, "optimizer": optimizer,', '"model": model,', "batch_norm", STOPPED),
     "a nan is stepped": ("scaler.step(optimizer)", "optimizer.step()", "low_rank", NAN),
     "BatchNorm keeps a nan": ("torch.where(norm.isfinite(), buffer, before)", "buffer", "batch_norm", NAN),
-    "a validation leaves out its rest": ("if len(block) >= self.least > 0:", "if False:", "regression", JUDGED),
-    "each rank judges its own BatchNorm": ("dist.broadcast(buffer, src=0)", "pass", "batch_norm", JUDGED),
+    "a validation leaves out its rest": ("if len(block) >= self.least > 0:", "if False:", "regression", VALIDATION),
+    "each rank judges its own BatchNorm": ("dist.broadcast(buffer, src=0)", "pass", "batch_norm", VALIDATION),
     "metrics are of one rank": ("dist.all_reduce(totals)", "pass", "lengths", WORKERS),
     "a line's sums are not forgotten": (
         "tell(module.means(totals) | values)\n            totals, line, start, other = 0,",
@@ -69,6 +69,6 @@ BUGS = {
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_noticed(name, tmp_path):
     old, new, workload, check = BUGS[name]
-    project = table.with_bug(table.Project, workload, tmp_path, old, new)
+    project = workloads.with_bug(workloads.Project, workload, tmp_path, old, new)
     with pytest.raises((AssertionError, ValueError)):
         check(project)

@@ -14,58 +14,69 @@ from workloads_run import WORKLOADS, Run, checkpoints, gap, newest, same_bits, w
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
+NAMES = sorted(path.stem for path in WORKLOADS.glob("*.py"))
+STEPS = 10
 FLAGS = ["--epochs=2", "--batch-size=12", "--lr=0.05", "--warmup=2", "--log-every=1"]
-MORE = {
+FLAGS_OF = {  # of one workload
     "stream": ["--max-steps=10"],
     "two_inputs": ["--find-unused", "--max-norm=0"],
     "lengths": ["--batch-size=13", "--max-steps=10"],
     "low_rank": ["--adapt"],
 }
-DRAWS = {"regression": ["--dropout=0.3"], "batch_norm": ["--num-workers=1"]}  # for what is resumed
-NAMES = sorted(path.stem for path in WORKLOADS.glob("*.py"))
-BY_MICRO_BATCH = {"batch_norm", "contrastive"}
-TARGETS = {"masked_language": 78, "lengths": 110, "contrastive": 24}  # of the validation; of the others 23
+RANDOM_FLAGS = {"regression": ["--dropout=0.3"], "batch_norm": ["--num-workers=1"]}  # with which a run draws numbers
+BY_MICRO_BATCH = {"batch_norm", "contrastive"}  # their loss depends on the size of a micro-batch
+TARGETS = dict.fromkeys(NAMES, 23) | {"masked_language": 78, "lengths": 110, "contrastive": 24}  # in the validation set
 
 
 class Project:
-    """A chapter's script with a workload, and its runs, each made once."""
+    """A chapter's script with a workload's functions in place of its own, and its runs, each made once."""
 
-    def __init__(self, name, folder, environment, plant=("", ""), chapter="11", flags=("--save-every=3",)):
-        self.name, self.folder, self.environment, self.runs = name, folder, environment, {}
-        self.script, self.flags = folder / "train.py", [*FLAGS, *flags, *MORE.get(name, [])]
-        text = export(chapter, folder).read_text()
-        assert text.count(plant[0]) == 1 or not plant[0], plant
-        text = text.replace(*plant) if plant[0] else text
+    chapter = "11"
+    flags = ("--save-every=3",)
+    files_of_whole_run = ("--checkpoint-dir=undisturbed",)
+
+    def __init__(self, name, folder, environment, bug=None):
+        """With ``bug``, a pair of texts, the first is replaced in the script by the second."""
+        self.name = name
+        self.folder = folder
+        self.environment = environment
+        self.runs = {}
+        self.random_flags = RANDOM_FLAGS.get(name, [])
+        self.script = folder / "train.py"
+        text = export(self.chapter, folder).read_text()
+        if bug is not None:
+            correct, wrong = bug
+            assert text.count(correct) == 1, correct
+            text = text.replace(correct, wrong)
         self.script.write_text(with_workload(text, (WORKLOADS / f"{name}.py").read_text()))
 
     def start(self, ranks, *flags, mischief=""):
-        return Run(self.script, ranks, self.environment, *self.flags, *flags, mischief=mischief)
+        flags = [*FLAGS, *self.flags, *FLAGS_OF.get(self.name, []), *flags]
+        return Run(self.script, ranks, self.environment, *flags, mischief=mischief)
 
     def run(self, ranks, *flags):
-        if (ranks, flags) == (2, ()) and self.name not in DRAWS:
+        if (ranks, flags) == (2, ()) and not self.random_flags:
             return self.whole()
-        key = ranks, flags
-        if key not in self.runs:
-            self.runs[key] = self.start(ranks, *flags).end()
-        return self.runs[key]
+        if (ranks, flags) not in self.runs:
+            self.runs[ranks, flags] = self.start(ranks, *flags).end()
+        return self.runs[ranks, flags]
 
     def whole(self):
-        """The run on two ranks; its checkpoints are in ``undisturbed``."""
-        return self.run(2, "--checkpoint-dir=undisturbed", *DRAWS.get(self.name, []))
+        """The undisturbed run on two ranks, whose files stay."""
+        return self.run(2, *self.files_of_whole_run, *self.random_flags)
 
     def resume(self, source, name, ranks=2):
-        """A run that goes on from a copy of a folder with checkpoints."""
+        """A run that goes on from a copy of a folder with checkpoints, or from the copy that is there."""
         if not (self.folder / name).exists():
             shutil.copytree(self.folder / source, self.folder / name)
-        flags = [f"--checkpoint-dir={name}", "--resume", *DRAWS.get(self.name, [])]
-        return self.start(ranks, *flags).end()
+        return self.start(ranks, f"--checkpoint-dir={name}", "--resume", *self.random_flags).end()
 
-    def interrupt(self):
-        """A run that is told to stop in its seventh step; its checkpoints are in ``stopped``."""
-        if "stopped" not in self.runs:
-            flags = ["--checkpoint-dir=stopped", *DRAWS.get(self.name, [])]
-            self.runs["stopped"] = self.start(2, *flags, mischief="stop [true, 7]").end(ok=False)
-        return self.runs["stopped"]
+    def interrupted(self):
+        """A run that gets SIGTERM in its seventh step; its checkpoints are in ``stopped``."""
+        if "interrupted" not in self.runs:
+            run = self.start(2, "--checkpoint-dir=stopped", *self.random_flags, mischief="stop [true, 7]")
+            self.runs["interrupted"] = run.end(ok=False)
+        return self.runs["interrupted"]
 
 
 def each_made_once(kind):
@@ -82,107 +93,115 @@ def each_made_once(kind):
     return project
 
 
-def with_bug(kind, workload, folder, old, new):
-    """A project of this kind with ``new`` in its script. Raises AssertionError where ``old`` is not in it once."""
+def with_bug(kind, workload, folder, correct, wrong):
+    """A project of this kind with ``wrong`` in its script in place of ``correct``, which has to be in it once."""
     (folder / "path").mkdir()
     (folder / "run").mkdir()
-    return kind(workload, folder / "run", stand_alone(folder / "path"), (old, new))
+    return kind(workload, folder / "run", stand_alone(folder / "path"), (correct, wrong))
 
 
 project = each_made_once(Project)
 
 
-def of(names):
+def of(*names):
     return pytest.mark.parametrize("project", names, indirect=True)
 
 
-@of(NAMES)
+@of(*NAMES)
 def test_two_ranks_have_the_losses_of_one(project):
-    parts = ["--accumulate", "2"] if project.name == "batch_norm" else []
-    one, two = project.run(1, *parts), project.run(2)
-    assert len(two.losses()) == 10
+    micro_batches = ["--accumulate", "2"] if project.name == "batch_norm" else []
+    one = project.run(1, *micro_batches)
+    two = project.run(2)
+    assert len(two.losses()) == STEPS
     assert gap(two.losses(), one.losses()) < 1e-4
 
 
-@of([name for name in NAMES if name not in BY_MICRO_BATCH])
+@of(*sorted(set(NAMES) - BY_MICRO_BATCH))
 def test_two_micro_batches_have_the_losses_of_one(project):
-    draws = DRAWS.get(project.name, [])  # dropout draws for each micro-batch of each rank
     assert gap(project.run(1, "--accumulate", "2").losses(), project.run(1).losses()) < 1e-4
-    assert gap(project.run(1, "--accumulate", "2", *draws).losses(), project.whole().losses()) < 1e-4
+    # Dropout draws for each micro-batch of each rank.
+    assert gap(project.run(1, "--accumulate", "2", *project.random_flags).losses(), project.whole().losses()) < 1e-4
 
 
-@of(NAMES)
-def test_workers_change_no_loss_and_told_losses_are_the_true_ones(project):
-    workers = project.run(2, *DRAWS.get(project.name, []), "--num-workers=2")
-    draws = project.run(2) if project.name == "batch_norm" else project.whole()  # without workers
-    assert gap(workers.losses(), draws.losses()) < 1e-6
+@of(*NAMES)
+def test_workers_change_no_loss_and_the_printed_losses_are_the_true_ones(project):
+    workers = project.run(2, *project.random_flags, "--num-workers=2")
+    without = project.run(2) if project.name == "batch_norm" else project.whole()
+    assert gap(workers.losses(), without.losses()) < 1e-6
     true = dict(enumerate(workers.losses(), start=1))
     assert workers.console() == pytest.approx(true, rel=1e-3)
 
 
-@of(NAMES)
-def test_a_validation_is_whole_and_true_on_1_2_and_3_ranks(project):
+@of(*NAMES)
+def test_a_validation_is_complete_and_true_on_1_2_and_3_ranks(project):
     on_two = project.whole().result()
-    runs = {ranks: project.resume("undisturbed", f"validation_{ranks}", ranks) for ranks in (1, 3)}
-    sums = {ranks: run.validation() for ranks, run in runs.items()}
-    counts = [{name: count for name, (_, count) in pairs.items()} for pairs in sums.values()]
-    assert counts[0] == counts[1] and counts[0]["loss"] == TARGETS.get(project.name, 23)
-    for ranks, run in runs.items():
-        true = {f"val_{name}": total / count for name, (total, count) in sums[ranks].items()}
-        assert run.result() == pytest.approx({**true, "world_size": ranks, "step": 10}, rel=1e-4, abs=1e-6)
+    for ranks in (1, 3):
+        run = project.resume("undisturbed", f"validation_{ranks}", ranks)
+        sums = run.validation()
+        assert sums["loss"][1] == TARGETS[project.name]
+        means = {f"val_{name}": total / count for name, (total, count) in sums.items()}
+        assert run.result() == pytest.approx({**means, "world_size": ranks, "step": STEPS}, rel=1e-4, abs=1e-6)
         assert {**on_two, "world_size": ranks} == pytest.approx(run.result(), rel=1e-4, abs=1e-6)
 
 
-@of(NAMES)
+@of(*NAMES)
 def test_a_stopped_run_ends_with_the_bits_of_an_undisturbed_one(project):
-    assert "stopped by SIGTERM at step " in project.interrupt().out
+    assert "stopped by SIGTERM at step " in project.interrupted().out
     step = newest(project.folder / "stopped")["step"]
-    assert step in (7, 8, 9) and (project.folder / "stopped/stopped").exists()
+    assert step in (7, 8, 9)
+    assert (project.folder / "stopped" / "stopped").exists()
     run = project.resume("stopped", "resumed")
-    assert f"going on from step_{step:08}" in run.out and len(run.losses()) == 10 - step
+    assert f"going on from step_{step:08}" in run.out
+    assert len(run.losses()) == STEPS - step
     project.whole()
     assert same_bits(newest(project.folder / "resumed")["model"], newest(project.folder / "undisturbed")["model"])
 
 
-@of(NAMES)
+@of("low_rank")
 def test_a_truncated_checkpoint_is_named_and_the_one_before_it_is_taken(project):
-    project.interrupt(), project.whole()
+    project.interrupted()
+    project.whole()
     shutil.copytree(project.folder / "stopped", project.folder / "torn")
     path = checkpoints(project.folder / "torn")[-1]
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     run = project.resume("stopped", "torn")
-    assert f"{path.name} is damaged" in run.out and "going on from step_00000006" in run.out
+    assert f"{path.name} is damaged" in run.out
+    assert "going on from step_00000006" in run.out
     assert same_bits(newest(project.folder / "torn")["model"], newest(project.folder / "undisturbed")["model"])
 
 
-@of(NAMES)
+@of("low_rank", "batch_norm")
 def test_a_nan_leaves_no_checkpoint_that_is_not_finite(project):
     run = project.start(2, "--checkpoint-dir=nan", mischief="poison [true, 4]").end()
     norms = [float(line.split(" norm ")[1].split(",")[0]) for line in run.out.splitlines() if " norm " in line]
     assert [step for step, norm in enumerate(norms, start=1) if math.isnan(norm)] == [4]
-    kept = [torch.load(path, weights_only=True) for path in checkpoints(project.folder / "nan")]
-    assert [state["step"] for state in kept] == [6, 9, 10]
-    optimizer = [tensors.values() for state in kept for tensors in state["optimizer"]["state"].values()]
-    tensors = [tensor for state in kept for tensor in state["model"].values()] + [x for row in optimizer for x in row]
-    assert all(tensor.isfinite().all() for tensor in tensors if torch.is_tensor(tensor))
-    assert not same_bits(kept[0]["model"], kept[1]["model"])
+    states = [torch.load(path, weights_only=True) for path in checkpoints(project.folder / "nan")]
+    assert [state["step"] for state in states] == [6, 9, 10]
+    for state in states:
+        values = list(state["model"].values())
+        for of_parameter in state["optimizer"]["state"].values():
+            values += of_parameter.values()
+        assert all(value.isfinite().all() for value in values if torch.is_tensor(value))
+    assert not same_bits(states[0]["model"], states[1]["model"])
 
 
-@of(["low_rank"])
+@of("low_rank")
 def test_groups_keep_the_ratio_of_their_rates(project):
     project.whole()
     states = [torch.load(path, weights_only=True) for path in checkpoints(project.folder / "undisturbed")]
     rates = [[group["lr"] for group in state["optimizer"]["param_groups"]] for state in states]
-    assert all(low * 100 == pytest.approx(high) for low, high in rates) and rates[0][1] > rates[1][1] > 0
+    assert all(low * 100 == pytest.approx(high) for low, high in rates)
+    assert rates[0][1] > rates[1][1] > 0
 
 
-@of(["regression"])
+@of("regression")
 def test_a_signal_in_a_long_validation_or_save_is_heard_there(project):
-    flags = ["--batch-size=6", "--wait=0.7", "--val-every=4"]
-    judging = project.start(2, *flags, "--checkpoint-dir=judging", mischief="stop [false, 1]")
+    flags = ["--batch-size=6", "--wait=0.7", "--val-every=4", "--checkpoint-dir=validating"]
+    validating = project.start(2, *flags, mischief="stop [false, 1]")
     saving = project.start(2, "--checkpoint-dir=saving", mischief="stop_in_save 3")
-    judging.end(ok=False), saving.end(ok=False)
-    assert newest(project.folder / "judging")["step"] == 4
-    assert len(judging.calls(training=False)[0]) in (2, 3)  # of 4 batches
+    validating.end(ok=False)
+    saving.end(ok=False)
+    assert newest(project.folder / "validating")["step"] == 4
+    assert len(validating.calls(training=False)[0]) in (2, 3)  # of 4 batches
     assert [path.name for path in checkpoints(project.folder / "saving")] == ["step_00000003.pt"]
     assert "stopped by SIGTERM at step 3:" in saving.out

@@ -1,13 +1,14 @@
-"""Measure what it takes to start ranks from a notebook, beside other ways to do it: ``make bench``.
+"""Measure what it takes to start four ranks from a notebook, beside other ways to do it: ``make bench``.
 
-Every round runs every contender once, each in an interpreter of its own, so that a slow minute of the machine slows all
-of them. The table shows medians and spreads. ``--record`` writes the tables of book/bench.md.
+Each way runs in an interpreter of its own, once a round, so that a slow minute of the machine slows all of them. The
+table shows medians and spreads. ``--record`` writes the tables of book/bench.md.
 """
 
 import argparse
 import contextlib
 import csv
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -17,9 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib.metadata import distributions
+from collections.abc import Callable
+from importlib.metadata import version
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
@@ -30,12 +30,12 @@ from helpers.ranks.ports import hold_port
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "book" / "recorded"
-SIZES = (2, 4, 8)
-CALLS = {"launch": 8, "mp.spawn": 2, "accelerate": 4, "torchrun": 2}  # calls in one interpreter, the first one apart
-ENGINES = 4  # of ipyparallel: each takes as long to start as a rank of mp.spawn
+NPROC = 4
+TOTAL = 10.0  # 1 + 2 + 3 + 4
+ROUNDS = 3
+BASE = "launch"  # the other ways are compared with it
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-Seconds = dict[str, list[float]]  # {kind of call: its measurements}
-Call = Callable[[], list[float]]
+Seconds = dict[str, list[float]]  # {row of the table: its measurements}
 
 
 # --- the same work for all: an all-reduce of a small tensor, its result brought back ----------------------------------
@@ -51,21 +51,21 @@ def all_reduce() -> float:
     return x.item()
 
 
-def with_group(rank: int, world_size: int, store: str) -> float:
-    """``all_reduce`` in a process without a group. ``store`` is the file by which the N processes meet."""
+def start_group(rank: int, store: str) -> None:
     import torch.distributed as dist
 
-    start_group(rank, world_size, store)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NPROC)
+
+
+def with_group(rank: int, store: str) -> float:
+    """``all_reduce`` in a process without a group. ``store`` is the file by which the processes meet."""
+    import torch.distributed as dist
+
+    start_group(rank, store)
     total = all_reduce()
     dist.barrier()
     dist.destroy_process_group()
     return total
-
-
-def start_group(rank: int, world_size: int, store: str) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
 
 
 def use_openmp() -> None:
@@ -76,36 +76,55 @@ def use_openmp() -> None:
     torch.ones(1000, 1000) @ torch.ones(1000, 1000)
 
 
-# --- ways to start ranks: each returns a function that makes one call on nproc ranks ----------------------------------
+# --- ways to start ranks: each measures itself, in this interpreter ---------------------------------------------------
 
 
-def by_launch(nproc: int) -> Call:
+def seconds_of(call: Callable[[], list[float]], calls: int) -> list[float]:
+    """How long each of so many calls takes. A call returns what ``all_reduce`` gave on each rank."""
+    seconds = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        totals = call()
+        seconds.append(time.perf_counter() - start)
+        assert totals == [TOTAL] * NPROC, totals
+    return seconds
+
+
+def first_and_later(way: str, seconds: list[float]) -> Seconds:
+    return {f"first call: {way}": seconds[:1], f"later call: {way}": seconds[1:]}
+
+
+def time_launch() -> Seconds:
     from helpers.ranks.launch import launch, warm
 
     warm()  # as `%load_ext helpers` does in a chapter's first cell
     use_openmp()
-    return lambda: launch(all_reduce, nproc=nproc)
+    return first_and_later("launch", seconds_of(lambda: launch(all_reduce, nproc=NPROC), 8))
 
 
-def on_rank(rank: int, nproc: int, store: str, queue: SimpleQueue) -> None:
-    queue.put((rank, with_group(rank, nproc, store)))
+def put_total(rank: int, store: str, queue: SimpleQueue) -> None:
+    queue.put((rank, with_group(rank, store)))
 
 
-def by_spawn(nproc: int) -> Call:
+def totals_in(queue: SimpleQueue) -> list[float]:
+    """The ranks' totals, in their order."""
+    return [total for _, total in sorted(queue.get() for _ in range(NPROC))]
+
+
+def time_spawn() -> Seconds:
     import torch.multiprocessing as mp
-
-    use_openmp()
 
     def call() -> list[float]:
         queue = mp.get_context("spawn").SimpleQueue()
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(on_rank, (nproc, f"{folder}/store", queue), nprocs=nproc)
-        return [total for _, total in sorted(queue.get() for _ in range(nproc))]
+            mp.spawn(put_total, (f"{folder}/store", queue), nprocs=NPROC)
+        return totals_in(queue)
 
-    return call
+    use_openmp()
+    return first_and_later("mp.spawn", seconds_of(call, 2))
 
 
-def by_accelerate(nproc: int) -> Call:
+def time_accelerate() -> Seconds:
     """accelerate's notebook_launcher. It forks, and the ranks hang if the caller has used OpenMP: here it has not."""
     import torch.multiprocessing as mp
     from accelerate import notebook_launcher
@@ -114,13 +133,13 @@ def by_accelerate(nproc: int) -> Call:
         queue = mp.get_context("fork").SimpleQueue()
 
         def work(store: str) -> None:
-            on_rank(int(os.environ["RANK"]), nproc, store, queue)
+            put_total(int(os.environ["RANK"]), store, queue)
 
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None), hold_port() as port:
-            notebook_launcher(work, (f"{folder}/store",), num_processes=nproc, use_port=str(port))
-        return [total for _, total in sorted(queue.get() for _ in range(nproc))]
+            notebook_launcher(work, (f"{folder}/store",), num_processes=NPROC, use_port=str(port))
+        return totals_in(queue)
 
-    return call
+    return first_and_later("accelerate", seconds_of(call, 4))
 
 
 SCRIPT = f"""\
@@ -128,186 +147,150 @@ import os, pathlib, sys
 sys.path.insert(0, {str(ROOT / "tools")!r})
 import bench
 rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
-(folder / str(rank)).write_text(str(bench.with_group(rank, int(os.environ["WORLD_SIZE"]), folder / "store")))
+(folder / str(rank)).write_text(str(bench.with_group(rank, folder / "store")))
 """
 
 
-def by_torchrun(nproc: int) -> Call:
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", "--master-addr=127.0.0.1"]
-
+def time_torchrun() -> Seconds:
     def call() -> list[float]:
         with tempfile.TemporaryDirectory() as folder, hold_port() as port:
             script = Path(folder, "script.py")
             script.write_text(SCRIPT)
-            line = [*start, f"--master-port={port}", str(script), folder]
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={NPROC}"]
+            command += ["--master-addr=127.0.0.1", f"--master-port={port}", str(script), folder]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            subprocess.run(line, env=environment, check=True, capture_output=True, text=True, timeout=300)
-            return [float(Path(folder, str(rank)).read_text()) for rank in range(nproc)]
+            subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
+            return [float(Path(folder, str(rank)).read_text()) for rank in range(NPROC)]
 
-    return call
-
-
-WAYS = {"launch": by_launch, "mp.spawn": by_spawn, "accelerate": by_accelerate, "torchrun": by_torchrun}
+    return first_and_later("torchrun", seconds_of(call, 2))
 
 
-def time_calls(way: str, nproc: int) -> Seconds:
-    """Seconds of the first call in this interpreter, and of the later ones."""
-    seconds, call = [], WAYS[way](nproc)
-    for _ in range(CALLS[way]):
-        start = time.perf_counter()
-        totals = call()
-        seconds.append(time.perf_counter() - start)
-        assert totals == [nproc * (nproc + 1) / 2] * nproc, totals
-    return {"first": seconds[:1], "later": seconds[1:]}
-
-
-def time_ipyparallel(calls: int = 8) -> Seconds:
-    """Seconds of the engines' start with a call, of calls that make a group, and of calls on a group that is kept."""
+def time_ipyparallel() -> Seconds:
+    """The first call contains the engines' start. With a group that is kept, a call is the all-reduce alone."""
     import ipyparallel
 
     start = time.perf_counter()
     with (
         tempfile.TemporaryDirectory() as folder,
-        ipyparallel.Cluster(n=ENGINES, log_level=40, profile_dir=folder) as client,
+        ipyparallel.Cluster(n=NPROC, log_level=40, profile_dir=folder) as client,
     ):
-        engines = [client[rank] for rank in range(ENGINES)]
 
         def on_engines(code: str) -> list:
             """What ``code`` evaluates to on each engine; RANK in it stands for the engine's number."""
-            pending = [engine.apply_async(eval, code.replace("RANK", str(rank))) for rank, engine in enumerate(engines)]
+            pending = [client[rank].apply_async(eval, code.replace("RANK", str(rank))) for rank in range(NPROC)]
             return [reply.get(timeout=60) for reply in pending]
 
-        def timed(code: str, start: float | None = None) -> float:
-            start = start or time.perf_counter()
-            totals = on_engines(code)
-            assert totals == [ENGINES * (ENGINES + 1) / 2] * ENGINES, totals
-            return time.perf_counter() - start
+        stores = itertools.count()
 
-        path, name = str(ROOT / "tools"), "__import__('bench')"
-        on_engines(f"__import__('sys').path.insert(0, {path!r}) or __import__('torch').set_num_threads(1)")
-        with_groups = [f"{name}.with_group(RANK, {ENGINES}, '{folder}/store-{number}')" for number in range(calls + 1)]
-        first = timed(with_groups[0], start)
-        later = [timed(code) for code in with_groups[1:]]
-        on_engines(f"{name}.start_group(RANK, {ENGINES}, '{folder}/kept')")
-        return {"first": [first], "later": later, "kept": [timed(f"{name}.all_reduce()") for _ in range(calls)]}
+        def call() -> list[float]:
+            return on_engines(f"__import__('bench').with_group(RANK, '{folder}/store{next(stores)}')")
+
+        on_engines(f"__import__('sys').path.insert(0, {str(ROOT / 'tools')!r})")
+        on_engines("__import__('torch').set_num_threads(1)")
+        seconds_of(call, 1)
+        first = time.perf_counter() - start
+        later = seconds_of(call, 8)
+        on_engines(f"__import__('bench').start_group(RANK, '{folder}/kept')")
+        kept = seconds_of(lambda: on_engines("__import__('bench').all_reduce()"), 8)
+        return {**first_and_later("ipyparallel", [first, *later]), "later call: ipyparallel, group kept": kept}
+
+
+WAYS = {
+    "launch": time_launch,
+    "mp.spawn": time_spawn,
+    "accelerate": time_accelerate,
+    "torchrun": time_torchrun,
+    "ipyparallel": time_ipyparallel,
+}
 
 
 # --- rounds and the tables --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A function of this file with its arguments, and for each kind of its seconds the (measure, way) of the table."""
-
-    function: str
-    args: tuple
-    places: dict[str, tuple[str, str]]
-    once: bool = False  # in the first round only
-
-
-def contenders() -> Iterator[Contender]:
-    """In the order in which a round runs them. The first way of a measure is the one with the ratio 1."""
-    for nproc in SIZES:
-        measures = {kind: f"{kind} call, {nproc} ranks" for kind in ("first", "later")}
-        for way in WAYS:
-            slow = nproc == max(SIZES) and way in ("mp.spawn", "torchrun")
-            places = {kind: (measure, way) for kind, measure in measures.items()}
-            yield Contender("time_calls", (way, nproc), places, once=slow)
-        if nproc == ENGINES:
-            places = {kind: (measure, "ipyparallel") for kind, measure in measures.items()}
-            places["kept"] = measures["later"], "ipyparallel, group kept"
-            yield Contender("time_ipyparallel", (), places)
-
-
-def child(contender: Contender) -> Seconds:
-    """What the contender's function returns in a new interpreter."""
-    command = [sys.executable, __file__, "--child", json.dumps([contender.function, *contender.args])]
+def in_new_interpreter(way: str) -> Seconds:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK}
+    command = [sys.executable, __file__, "--way", way]
     process = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment)
-    if process.returncode:
-        raise RuntimeError(process.stderr[-2000:])
+    if process.returncode != 0:
+        raise RuntimeError(f"{way} failed:\n{process.stderr[-2000:]}")
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def measure(
-    rounds: int, entrants: list[Contender], run: Callable[[Contender], Seconds] = child
-) -> dict[tuple[str, str], list[float]]:
-    """{(measure, way): [seconds]} of all rounds. Who fails gets no seconds in that round, and a line on stderr."""
-    seconds: dict[tuple[str, str], list[float]] = {}
-    for number in range(rounds):
-        for contender in [contender for contender in entrants if number == 0 or not contender.once]:
-            note, by_kind = "done", Seconds()
-            try:
-                by_kind = run(contender)
-            except Exception as error:
-                note = f"failed: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}"
-            print(f"round {number + 1}: {contender.function}{contender.args}: {note}", file=sys.stderr, flush=True)
-            for kind, place in contender.places.items():
-                seconds.setdefault(place, []).extend(by_kind.get(kind, []))
+def measure() -> Seconds:
+    """All ways, one after another, in each of the rounds."""
+    seconds: Seconds = {}
+    for number in range(ROUNDS):
+        for way in WAYS:
+            print(f"round {number + 1} of {ROUNDS}: {way}", file=sys.stderr, flush=True)
+            for row, measured in in_new_interpreter(way).items():
+                seconds.setdefault(row, []).extend(measured)
     return seconds
 
 
-def table(seconds: dict[tuple[str, str], list[float]]) -> list[dict[str, str]]:
-    """The rows, by measure: the median, its spread, and its ratio to the first way of the measure."""
-    bases: dict[str, list[float]] = {}
-    for (name, _), numbers in seconds.items():
-        bases.setdefault(name, numbers)
+def table(seconds: Seconds) -> list[dict[str, str]]:
+    """The rows, first calls before later ones: the median, its spread, and its ratio to that of ``launch``."""
     rows = []
-    for (name, way), numbers in sorted(seconds.items(), key=lambda item: list(bases).index(item[0][0])):
-        row = {"What": f"{name}: {way}", "Seconds": "failed", "Lowest to highest": "–", "Ratio": "–"}
-        if numbers:
-            middle, spread = statistics.median(numbers), f"{short(min(numbers))} to {short(max(numbers))}"
-            row |= {"Seconds": short(middle), "Lowest to highest": spread}
-            row["Ratio"] = short(middle / statistics.median(bases[name])) if bases[name] else "–"
-        rows.append(row | {"Calls": str(len(numbers))})
+    for name in sorted(seconds, key=lambda name: name.partition(": ")[0]):
+        measured = seconds[name]
+        base = seconds[f"{name.partition(': ')[0]}: {BASE}"]
+        rows.append(
+            {
+                "What": name,
+                "Seconds": three_digits(statistics.median(measured)),
+                "Lowest to highest": f"{three_digits(min(measured))} to {three_digits(max(measured))}",
+                "Ratio": three_digits(statistics.median(measured) / statistics.median(base)),
+                "Calls": str(len(measured)),
+            }
+        )
     return rows
 
 
-def short(number: float) -> str:
-    """Three digits, and no exponent."""
-    return f"{number:.0f}" if number >= 100 else f"{float(f'{number:.3g}'):f}".rstrip("0").rstrip(".")
+def three_digits(number: float) -> str:
+    """Without an exponent."""
+    if number >= 100:
+        return f"{number:.0f}"
+    return f"{float(f'{number:.3g}'):f}".rstrip("0").rstrip(".")
 
 
-def machine(rounds: int) -> list[dict[str, str]]:
-    """The rows of the machine, the software and this run. Call it before the run, because of the load."""
-    info = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-    cpu = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
-    system = "macOS" if sys.platform == "darwin" else platform.freedesktop_os_release()["PRETTY_NAME"]
-    versions = {package.metadata["Name"]: package.version for package in distributions()}
+def machine() -> list[dict[str, str]]:
+    """The rows of the machine and the software. Call it before the run, because of the load."""
+    cpu = platform.machine()
+    system = "macOS"
+    if sys.platform == "linux":
+        model = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        cpu = model[1] if model else cpu
+        system = platform.freedesktop_os_release()["PRETTY_NAME"]
     values = {
-        "CPU": cpu[1] if cpu else platform.machine(),
+        "CPU": cpu,
         "cores": str(os.cpu_count()),
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "load before the run": f"{os.getloadavg()[0]:.1f}",
         "system": system,
         "Python": platform.python_version(),
-        **{name: versions.get(name, "not installed") for name in ("torch", "accelerate", "ipyparallel")},
+        "torch": version("torch"),
+        "accelerate": version("accelerate"),
+        "ipyparallel": version("ipyparallel"),
         "date": datetime.date.today().isoformat(),
-        "rounds": str(rounds),
+        "rounds": str(ROUNDS),
     }
     return [{"What": name, "Here": value} for name, value in values.items()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="repetitions, interleaved (default: 3)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="measures with this in their name")
-    parser.add_argument("--record", action="store_true", help="write the tables of book/bench.md; takes all measures")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--record", action="store_true", help="write the tables of book/bench.md")
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        name, *rest = json.loads(args.child)
-        print("\n" + json.dumps(globals()[name](*rest)))
+    if args.way:
+        print("\n" + json.dumps(WAYS[args.way]()))
         return
-    if args.record and args.only:
-        parser.error("--record takes all measures: leave out --only")
-    entrants = [entry for entry in contenders() if any(args.only in name for name, _ in entry.places.values())]
-    tables = {"machine": machine(args.rounds), "calls": table(measure(args.rounds, entrants))}
+    tables = {"machine": machine(), "calls": table(measure())}
     for name, rows in tables.items():
-        print(*aligned([list(rows[0]), *(list(row.values()) for row in rows)], left=range(len(rows[0]))), sep="\n")
+        columns = list(rows[0])
+        print(*aligned([columns, *(list(row.values()) for row in rows)], left=range(len(columns))), sep="\n")
         if args.record:
             with (RECORDED / f"bench_{name}.csv").open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+                writer = csv.DictWriter(file, columns, lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(rows)
 

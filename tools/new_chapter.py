@@ -15,7 +15,7 @@ from store_outputs import text_of
 
 ROOT = Path(__file__).parents[1]
 NAME = re.compile(r"(\d\d)_([a-z0-9]+(?:_[a-z0-9]+)*)")
-IN_TOC = re.compile(r"(?m)^( *- file: notebooks/)\d\d[a-z]?_\w+\n")
+CHAPTER_IN_TOC = re.compile(r" *- file: notebooks/\d\d[a-z]?_\w+$")
 LEFT = """\
 {path} is a copy of the template, and _toc.yml lists it behind the last chapter. What is left to do:
   1. Open it (make lab), and write your chapter in the place of the template's, section by section.
@@ -32,7 +32,7 @@ class Refused(Exception):
 
 def checked(names: Sequence[str], notebooks: Path) -> tuple[str, str]:
     """(number, topic) of a new chapter. Raises Refused for what is not one name, or not the next chapter's."""
-    taken = {path.name[:2]: path for path in sorted(notebooks.glob("[0-9][0-9]_*.ipynb"))}
+    taken = {path.name[:2]: path for path in notebooks.glob("[0-9][0-9]_*.ipynb")}
     following = f"{len(taken):02}"
     example = f"make chapter NAME={following}_topic"
     if len(names) != 1:
@@ -52,12 +52,12 @@ def checked(names: Sequence[str], notebooks: Path) -> tuple[str, str]:
 def copy_of_template(template: Path, number: str, topic: str) -> nbformat.NotebookNode:
     """The template as a chapter: with its title and the names of its files, and without the template's questions."""
     nb = nbformat.read(template, as_version=4)
-    words = topic.replace("_", " ")
     for cell in nb.cells:
         if cell.cell_type == "markdown":
             cell.source = re.sub(r"\btemplate(?=\.(py|ipynb)\b)", f"{number}_{topic}", cell.source)
-    title = f"# {int(number)}. {words[0].upper()}{words[1:]}"
-    nb.cells[0].source = re.sub(r"^# .*", title, nb.cells[0].source)
+    title = topic.replace("_", " ").capitalize()
+    nb.cells[0].source = re.sub(r"^# .*", f"# {int(number)}. {title}", nb.cells[0].source)
+    # They are the template's. Empty ones fail a test, so that they are not forgotten.
     nb.metadata.book.question = ""
     nb.metadata.book.searches = {}
     return nb
@@ -67,12 +67,14 @@ def start(names: Sequence[str], root: Path = ROOT) -> str:
     """Make the notebook and its line in _toc.yml; return what is left to do. Raises Refused, and then makes nothing."""
     number, topic = checked(names, root / "notebooks")
     path = Path("notebooks", f"{number}_{topic}.ipynb")
-    toc = (root / "_toc.yml").read_text(encoding="utf-8")
-    *_, last = IN_TOC.finditer(toc)
     nb = copy_of_template(root / "notebooks" / "template.ipynb", number, topic)
     (root / path).write_text(text_of(nb), encoding="utf-8")
-    line = f"{last[1]}{path.stem}\n"
-    (root / "_toc.yml").write_text(toc[: last.end()] + line + toc[last.end() :], encoding="utf-8")
+
+    toc = root / "_toc.yml"
+    lines = toc.read_text(encoding="utf-8").splitlines(keepends=True)
+    last = max(index for index, line in enumerate(lines) if CHAPTER_IN_TOC.match(line))
+    lines.insert(last + 1, re.sub(r"notebooks/.*", f"notebooks/{path.stem}", lines[last]))
+    toc.write_text("".join(lines), encoding="utf-8")
     return LEFT.format(path=path, number=number)
 
 

@@ -1,8 +1,8 @@
 """Run the chapters' scripts with the PyTorch of this Python, alone and on two ranks, and record its version.
 
-``PYTHONPATH=. PYTHON tools/run_scripts.py [CHAPTER ...]`` is for a PyTorch on which `make test`
-cannot run, because the notebooks call what is newer. A script passes if it ends alone with a result that is good enough
-for tests/test_scripts.py, and on two ranks with the same result. The scripts that pass are recorded in
+``PYTHONPATH=. PYTHON tools/run_scripts.py [CHAPTER ...]`` is for a PyTorch on which `make test` cannot run, because the
+notebooks call what is newer. A script passes if it ends alone with a result that is good enough for
+tests/test_scripts.py, and on two ranks with the same result. The scripts that pass are recorded in
 notebooks/verified.json, and say so in their docstrings. The exit status is 1 if one does not pass.
 """
 
@@ -62,8 +62,9 @@ def try_script(script: Path, facts: Script) -> None:
     if flags:  # with which it ends sooner
         alone = result(script, [], flags)
     on_two = result(script, ON_TWO_RANKS, flags)
-    if (alone.pop("world_size"), on_two.pop("world_size")) != (1, 2):
-        raise Failed("it counted its ranks wrong")
+    world_sizes = (alone.pop("world_size"), on_two.pop("world_size"))
+    if world_sizes != (1, 2):
+        raise Failed(f"it counted {world_sizes} ranks, and had 1 and 2")
     if list(numbers(on_two, alone, TOLERANCE)):
         raise Failed(f"the results differ: {alone} alone, and {on_two} on two ranks")
 

@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 OLDEST_PYTHON = (3, 11)
 PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-SECONDS_BETWEEN_LINES = 10  # of a log; on a terminal one line is redrawn every second
+SECONDS_BETWEEN_LINES = 10  # while pip works
+LONGEST_LINE = 100  # characters
+STARTED = time.monotonic()
 
 # What pip or venv wrote, as a regular expression, and what to do about it. The first that matches is taken.
 NEXT_STEPS = {
@@ -81,16 +82,6 @@ class Wanted:
         return f"PyTorch >={lowest},<{below}"
 
 
-@dataclass(frozen=True)
-class Found:
-    """The versions of torch that pip finds for this Python and system, by the place where it finds them."""
-
-    configured: list[str]  # as pip is configured, usually at PyPI
-    pytorch: list[str]  # with PyTorch's own index in PyPI's place
-    folders: list[str]  # without any index: only in the folders or pages that pip's find-links names
-    find_links: str  # these folders or pages: "/opt/wheels"
-
-
 def public_version(version: str) -> str:
     """A version without its local part: ``2.15.0`` of ``2.15.0+cpu``."""
     return version.partition("+")[0]
@@ -113,29 +104,28 @@ def newest(versions: list[str]) -> str | None:
     return max(versions, key=lambda version: numbers(public_version(version)), default=None)
 
 
-def choose(wanted: Wanted, found: Found, system: str, has_gpu: bool) -> Build:
-    """The newest CPU build that pip finds, or a build with CUDA if a GPU is here or if there is no other.
+def choose(wanted: Wanted, configured: list[str], pytorch: list[str], system: str, has_gpu: bool) -> Build:
+    """The newest CPU build, or a build with CUDA if a GPU is here or if there is no other.
 
-    On Linux the version of a CPU build ends in ``+cpu``. On macOS every build is one.
+    ``configured`` are the versions where pip is configured to look, usually at PyPI, and ``pytorch`` those of PyTorch's
+    own index. On Linux the version of a CPU build ends in ``+cpu``. On macOS every build is one.
     """
-    configured = [version for version in found.configured if wanted.allows(version)]
-    pytorch = [version for version in found.pytorch if wanted.allows(version)]
+    configured = [version for version in configured if wanted.allows(version)]
+    pytorch = [version for version in pytorch if wanted.allows(version)]
     plain = newest([version for version in configured if "+" not in version])
     if system != "Linux" and plain is not None:
         return Build(f"torch==={plain}", (), f"PyTorch {plain}, which has no CUDA on this system")
     if has_gpu and plain is not None:
         return Build(f"torch==={plain}", (), f"PyTorch {plain} with CUDA, because nvidia-smi shows a GPU here")
 
-    at_hand = newest([version for version in configured if version.endswith("+cpu")])
-    at_pytorch = newest([version for version in pytorch if version.endswith("+cpu")])
-    if at_pytorch is not None and (at_hand is None or numbers(at_hand) < numbers(at_pytorch)):
-        options = ("--index-url", PYTORCH_INDEX)
-        return Build(f"torch=={at_pytorch}", options, described(at_pytorch, "PyTorch's own index"))
-    if at_hand is not None:
-        place = "the index that pip is configured with"
-        if at_hand in found.folders:
-            place = f"{found.find_links}, which pip is configured with"
-        return Build(f"torch=={at_hand}", (), described(at_hand, place))
+    configured_cpu = newest([version for version in configured if version.endswith("+cpu")])
+    pytorch_cpu = newest([version for version in pytorch if version.endswith("+cpu")])
+    if pytorch_cpu is not None and (configured_cpu is None or numbers(configured_cpu) < numbers(pytorch_cpu)):
+        description = f"PyTorch {public_version(pytorch_cpu)}, CPU build, from PyTorch's own index"
+        return Build(f"torch=={pytorch_cpu}", ("--index-url", PYTORCH_INDEX), description)
+    if configured_cpu is not None:
+        description = f"PyTorch {public_version(configured_cpu)}, CPU build, from where pip is configured to look"
+        return Build(f"torch=={configured_cpu}", (), description)
     if plain is not None:
         why = f"neither {PYTORCH_INDEX} nor pip's own configuration has a CPU build for this Python, or is reached"
         return Build(f"torch==={plain}", (), f"PyTorch {plain} with CUDA, 6 GB on disk: {why}")
@@ -144,10 +134,6 @@ def choose(wanted: Wanted, found: Found, system: str, has_gpu: bool) -> Build:
         f"pip finds no {wanted} for Python {python}. Is there a network? Does `pip config list` name an index?\n"
         "If there is, this Python may be too new: name an older one, as in make PYTHON=python3.13"
     )
-
-
-def described(version: str, place: str) -> str:
-    return f"PyTorch {public_version(version)}, CPU build, from {place}: the newest that can be had here"
 
 
 class Environment:
@@ -205,38 +191,35 @@ class Environment:
         answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         return listed_versions(answer.stdout)
 
-    def find_links(self) -> str:
-        """The folders and pages of wheels in pip's settings, ``/opt/wheels``, or nothing."""
-        settings = subprocess.run(self.pip("config", "list"), stdout=subprocess.PIPE, text=True).stdout
-        values = re.findall(r"\.find-links='(.*)'$", settings, re.MULTILINE)
-        return " ".join(dict.fromkeys(values))  # each once: the environment may repeat what a file says
-
-    def installed(self) -> int:
-        """How many packages are installed."""
-        return len(list(self.folder.glob("lib/python*/site-packages/*.dist-info")))
-
     def install(self, *arguments: str) -> None:
-        """Run pip install and show how far it is. Whatever pip writes goes to the log."""
+        """Run pip install, and say every few seconds what it does. Whatever pip writes goes to the log."""
         command = self.pip("install", "--progress-bar", "off", *arguments)
         unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        lines = []
-        with self.log.open("a", buffering=1) as log, Progress(self) as progress:
-            pip = subprocess.Popen(
-                command, cwd=ROOT, env=unbuffered, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-            assert pip.stdout is not None
+        with self.log.open("w") as log:
+            pip = subprocess.Popen(command, cwd=ROOT, env=unbuffered, stdout=log, stderr=subprocess.STDOUT)
             try:
-                for line in pip.stdout:
-                    lines.append(line)
-                    log.write(line)
-                    progress.read(line)
+                while not ended_within(pip, SECONDS_BETWEEN_LINES):
+                    print_last_line(self.log)
+            finally:
+                pip.terminate()  # after Ctrl-C; otherwise it has ended
                 pip.wait()
-            except KeyboardInterrupt:
-                pip.terminate()
-                pip.wait()
-                raise
         if pip.returncode != 0:
+            lines = self.log.read_text().splitlines()
             raise SetUpError(explained(lines, f"pip could not install everything; its words are in {self.log}"))
+
+
+def ended_within(process: subprocess.Popen, seconds: float) -> bool:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def print_last_line(log: Path) -> None:
+    """Print how long the set-up has taken, and what pip does now, such as ``Downloading torch-2.15.0…``."""
+    lines = log.read_text().splitlines() or ["pip starts"]
+    print(f"  {time.monotonic() - STARTED:4.0f} s  {lines[-1].strip()[:LONGEST_LINE]}", flush=True)
 
 
 def listed_versions(answer: str) -> list[str]:
@@ -248,7 +231,7 @@ def listed_versions(answer: str) -> list[str]:
 
 
 def explained(lines: list[str], otherwise: str) -> str:
-    """What a program's output means, and the next step. Of an error not known here, its last lines."""
+    """What a program's output means, and the next step. Of an error not known here, its first or last line."""
     text = "\n".join(lines)
     for pattern, next_step in NEXT_STEPS.items():
         if re.search(pattern, text):
@@ -259,69 +242,9 @@ def explained(lines: list[str], otherwise: str) -> str:
             f"pip finds no {missing[1]} for Python {platform.python_version()}: no index answers, or it has no wheel.\n"
             "Look at `pip config list`, or name another Python: make PYTHON=python3.13"
         )
-    errors = [line.strip() for line in lines if line.startswith("ERROR:")] or [line.strip() for line in lines[-1:]]
-    return "\n".join([*errors[:1], f"{otherwise}."])
-
-
-class Progress:
-    """Says every few seconds what pip does: one line that is redrawn on a terminal, a line each time in a log."""
-
-    def __init__(self, environment: Environment) -> None:
-        self.environment = environment
-        self.terminal = sys.stdout.isatty()
-        self.doing = "pip starts"
-        self.to_install: list[str] = []
-        self.already_installed = environment.installed()
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self.repeat, daemon=True)
-
-    def __enter__(self) -> Progress:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ended.set()
-        self.thread.join()
-        if self.terminal:
-            print("\r\033[K", end="", flush=True)
-
-    def read(self, line: str) -> None:
-        """Take from a line of pip's output what it does now."""
-        collecting = re.match(r"\s*Collecting (\S+)", line)
-        downloading = re.match(r"\s*Downloading (?:\S*/)?(\S+\.(?:whl|tar\.gz)) (\(.*\))", line)
-        at_hand = re.match(r"\s*(?:Processing|Using cached) (?:\S*/)?(\S+\.(?:whl|tar\.gz))", line)
-        installing = re.match(r"Installing collected packages: (.*)", line)
-        if collecting:
-            self.doing = f"looking for {collecting[1]}"
-        elif downloading:
-            package = "-".join(downloading[1].split("-")[:2])
-            self.doing = f"downloading {package} {downloading[2]}"
-        elif at_hand:
-            package = "-".join(at_hand[1].split("-")[:2])
-            self.doing = f"reading {package}, which is at hand"
-        elif installing:
-            self.to_install = installing[1].split(", ")
-
-    def text(self) -> str:
-        if not self.to_install:
-            return self.doing
-        if len(self.to_install) == 1:
-            return f"unpacking and compiling {self.to_install[0]}"
-        done = self.environment.installed() - self.already_installed
-        return f"unpacking and compiling {len(self.to_install)} packages, {done} done"
-
-    def repeat(self) -> None:
-        seconds_between = 1 if self.terminal else SECONDS_BETWEEN_LINES
-        while not self.ended.wait(seconds_between):
-            line = f"  {time.monotonic() - STARTED:4.0f} s  {self.text()}"
-            if self.terminal:
-                columns = shutil.get_terminal_size().columns
-                print(f"\r\033[K{line[: columns - 1]}", end="", flush=True)
-            else:
-                print(line, flush=True)
-
-
-STARTED = time.monotonic()
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    first = (errors or lines[-1:] or [""])[0]
+    return f"{first.strip()}\n{otherwise}."
 
 
 @contextlib.contextmanager
@@ -360,11 +283,7 @@ def chosen_build(environment: Environment, wanted: Wanted) -> Build:
     pytorch = []
     if system == "Linux" and not has_gpu:
         pytorch = environment.versions(*options, "--index-url", PYTORCH_INDEX, "--retries", "0", "--timeout", "10")
-    folders = []
-    find_links = environment.find_links()
-    if find_links:
-        folders = environment.versions(*options, "--no-index")
-    return choose(wanted, Found(configured, pytorch, folders, find_links), system, has_gpu)
+    return choose(wanted, configured, pytorch, system, has_gpu)
 
 
 def set_up(folder: Path, torch: str | None) -> None:

@@ -5,7 +5,8 @@
     --kills 1000   of chapter 16's job, which goes on on another mesh each time
 
 Ranks, torchrun's agent and SIGKILL are real, and any rank may be the victim. No process, no half written file and no
-hanging job may be left.
+hanging job may be left. Where ranks are killed, they are forked from the agent, which has imported torch: so a start
+takes a tenth of a second, and a thousand kills are possible.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,17 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from helpers.export import chapters
 
-PATIENCE = 180  # seconds: a start, a restart or an end that takes longer counts as a hang
-# Of chapter 16's job: done once in the agent, not in each rank.
-IMPORTS = ["numpy", "torch.utils.serialization"] + [
-    f"torch.distributed.{name}"
-    for name in "fsdp pipelining tensor.parallel checkpoint._fsspec_filesystem checkpoint.state_dict".split()
+CPUS = os.cpu_count() or 1
+LONGEST_WAIT = 180  # seconds: a start, a restart or an end that takes longer counts as a hang
+# What chapter 16's script imports: once in the agent, and not in each rank.
+IMPORTS = [
+    "numpy",
+    "torch.utils.serialization",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+    "torch.distributed.checkpoint.state_dict",
 ]
 
 
@@ -53,23 +61,25 @@ class Agent:
     """
 
     def __init__(self, folder: Path, forking: bool = True) -> None:
-        self.folder, self.forking, self.mark = folder, forking, uuid.uuid4().hex
+        self.folder = folder
+        self.forking = forking
+        self.mark = uuid.uuid4().hex  # in the environment of all its processes
         self.lines: list[str] = []
         self.errors = folder / "errors.txt"
         self.process: Any = None  # subprocess.Popen, once a job has been started
 
     def start(self, script: Path, nproc: int, *flags: str, restarts: int = 0) -> None:
         """Start a job; the one before has ended."""
-        words = [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}", "--monitor-interval=0.02", *AT_ADDRESS]
-        words += [str(script), *flags]
+        arguments = [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}", "--monitor-interval=0.02"]
+        arguments += [*AT_ADDRESS, str(script), *flags]
         self.lines.clear()
         if not self.forking:
             self.close()
-            self.open([*TORCHRUN, *words], own_store=restarts > 0)
+            self.open([*TORCHRUN, *arguments], own_store=restarts > 0)
             return
-        if not self.process:
+        if self.process is None:
             self.open([*FORKING, "--serve", *IMPORTS], own_store=True)
-        print(json.dumps(words), file=self.process.stdin, flush=True)
+        print(json.dumps(arguments), file=self.process.stdin, flush=True)
 
     def open(self, command: list[str], own_store: bool) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -78,10 +88,16 @@ class Agent:
         # Ranks that start again may read dead ranks' addresses from a store that outlives them. But another program may
         # take the port of a store of their own before it starts.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(own_store))
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with self.errors.open("w") as errors:
-            pipes |= {"stderr": errors}
-            self.process = subprocess.Popen([sys.executable, *command], cwd=self.folder, env=environment, **pipes)
+            self.process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=self.folder,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
         self.reader = threading.Thread(target=self.read, daemon=True)
         self.reader.start()
 
@@ -89,25 +105,23 @@ class Agent:
         for line in self.process.stdout:
             self.lines.append(line.rstrip())
 
+    def printed(self, beginning: str, since: int = 0) -> bool:
+        """Whether a line begins with these words, from line ``since`` on."""
+        return any(line.startswith(beginning) for line in self.lines[since:])
+
     def status(self) -> int | None:
         """The job's exit status; None while it runs."""
-        if self.forking and self.printed("ended "):
-            return int(self.lines[self.last("ended ")].split()[1])
         status = self.process.poll()
-        if self.forking and status is not None:
+        if not self.forking:
+            return status
+        for line in self.lines:
+            if line.startswith("ended "):  # the agent prints it, and waits for the next job
+                return int(line.split()[1])
+        if status is not None:
             raise Failure(f"the agent ended with status {status}")
-        return status
+        return None
 
-    def last(self, words: str) -> int:
-        """The number of the last line that begins with these words, or -1."""
-        numbers = range(len(self.lines) - 1, -1, -1)
-        return next((number for number in numbers if self.lines[number].startswith(words)), -1)
-
-    def printed(self, words: str, since: int = 0) -> bool:
-        """Whether a line begins with these words, from line ``since`` on."""
-        return self.last(words) >= since
-
-    def wait_for(self, condition: Callable[[], object], seconds: float = PATIENCE, step: float = 0.001) -> bool:
+    def wait_for(self, condition: Callable[[], object], seconds: float = LONGEST_WAIT, step: float = 0.001) -> bool:
         """Whether a condition has held before the job's end; Failure after so many seconds without either."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -117,6 +131,10 @@ class Agent:
                 return False
             time.sleep(step)
         raise Failure("it hangs")
+
+    def ends_within(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        return not self.wait_for(lambda: time.monotonic() >= end)
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks that run now, by rank."""
@@ -128,24 +146,27 @@ class Agent:
         """Wait for ranks that were not there before; [] if the job ends."""
         ranks: list[psutil.Process] = []
 
-        def new() -> bool:
+        def all_are_new() -> bool:
             ranks[:] = self.ranks()
             return len(ranks) == nproc and not set(ranks) & set(before)
 
-        return ranks if self.wait_for(new, step=0.05) else []  # a look reads all processes of the machine
+        if self.wait_for(all_are_new, step=0.05):  # psutil reads all processes of the machine each time
+            return ranks
+        return []
 
-    def end(self, seconds: float = PATIENCE) -> int | None:
+    def end(self, seconds: float = LONGEST_WAIT) -> int | None:
         """Wait for the job's end: its exit status. Failure where it hangs or leaves a process."""
         self.wait_for(lambda: self.status() is not None, seconds)
+        may_stay = {self.process.pid}  # the agent that forks
         if not self.forking:
+            may_stay = set()
             self.reader.join(5)
-        agent = {self.process.pid} if self.forking else set()  # it waits for the next job
-        if not leftovers.soon(lambda: not leftovers.processes(self.mark).keys() - agent):
+        if not leftovers.soon(lambda: not leftovers.processes(self.mark).keys() - may_stay):
             raise Failure(f"it left {leftovers.processes(self.mark)}")
         return self.status()
 
     def close(self) -> None:
-        if not self.process:
+        if self.process is None:
             return
         if self.process.poll() is None:  # after its end, the system may give its number to another process
             self.process.kill()
@@ -156,6 +177,11 @@ class Agent:
         self.reader.join(5)
         self.process.stdin.close()
         self.process.stdout.close()
+
+
+def kill(rank: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
+        rank.kill()
 
 
 # --- chapter 13: the agent restarts the ranks, and no bit changes -----------------------------------------------------
@@ -170,80 +196,114 @@ class Restarts:
     """
 
     CHAPTER = "13"
-    LENGTH, STEPS = ["--epochs", "32"], 480  # long enough for some twenty kills
-    WINDOW = 1.0  # seconds of training from which half of the moments are drawn
+    NPROC = 2
+    EPOCHS = 32  # long enough for some twenty kills
+    STEPS = 480
+    TRAINING = 1.0  # seconds of training from which half of the moments are drawn
 
-    def __init__(self, agent: Agent, script: Path, scratch: Path, luck: random.Random, nproc: int = 2) -> None:
-        self.agent, self.script, self.luck, self.nproc = agent, script, luck, nproc
+    def __init__(self, agent: Agent, script: Path, scratch: Path, luck: random.Random) -> None:
+        self.agent = agent
+        self.script = script
+        self.luck = luck
+        self.kills: list[str] = []  # where each of them hit
         self.start(scratch / "undisturbed", 1000)
-        agent.new_ranks(nproc, [])
+        agent.new_ranks(self.NPROC, [])
         start = time.monotonic()
         agent.wait_for(lambda: agent.printed("start "))
         self.start_up = time.monotonic() - start
         self.undisturbed = self.outcome()
-        print(f"undisturbed, {nproc} ranks: {self.start_up:.2f} s of start-up", flush=True)
+        print(f"undisturbed, {self.NPROC} ranks: {self.start_up:.2f} s of start-up", flush=True)
 
-    def start(self, folder: Path, every: int, *flags: str) -> None:
-        saves = ["--save-every", str(every), "--checkpoint-dir", str(folder)]
-        self.agent.start(self.script, self.nproc, *self.LENGTH, *saves, *flags, restarts=1_000_000)
+    def start(self, folder: Path, save_every: int, *flags: str) -> None:
+        flags = ("--epochs", str(self.EPOCHS), "--save-every", str(save_every), "--checkpoint-dir", str(folder), *flags)
+        self.agent.start(self.script, self.NPROC, *flags, restarts=1_000_000)
 
     def outcome(self) -> list[str]:
         """What the job printed at its end: the digest of its weights, and its result."""
-        status, lines = self.agent.end(), self.agent.lines
-        endings = [line for line in lines[self.agent.last("start ") :] if line.startswith(("weights ", "result "))]
-        if status or len(endings) != 2:
+        status = self.agent.end()
+        endings = [line for line in self.agent.lines if line.startswith(("weights ", "result "))][-2:]
+        if status != 0 or [line.split()[0] for line in endings] != ["weights", "result"]:
             raise Failure(f"torchrun ended with status {status}")
         return endings
 
-    def job(self, folder: Path, most: int, kills: list[str]) -> str:
-        """Kill ranks of one job until it ends, at most so often; add the places to kills. Returns what it came to."""
-        agent, every, emergency = self.agent, self.luck.choice([1, 1, 2, 5]), self.luck.choice(["", "no-"])
-        self.start(folder, every, f"--{emergency}emergency")
-        ranks = agent.new_ranks(self.nproc, [])
-        while ranks and len(kills) < most and self.kill(folder, ranks, kills):
-            ranks = agent.new_ranks(self.nproc, ranks)
-        outcome, names = self.outcome(), r"step_.*"
-        if agent.printed(f"going on from step {self.STEPS},", agent.last("start ")):  # it had nothing to train or save
-            names += rf"|emergency_\d+\.pt|\.step_{self.STEPS:08}\.pt\.part"
-        if strange := [path.name for path in folder.iterdir() if not re.fullmatch(names, path.name)]:
-            raise Failure(f"its folder holds {strange}")
-        verdict = "equal" if outcome == self.undisturbed else f"DIFFERENT: {outcome}, not {self.undisturbed}"
-        return f"{verdict}; a snapshot every {every} steps, {'with' if not emergency else 'without'} emergency saves"
+    def job(self, folder: Path, most_kills: int) -> str:
+        """Kill ranks of one job until it ends, or until there were so many kills. Returns what it came to."""
+        save_every = self.luck.choice([1, 1, 2, 5])
+        emergency = self.luck.choice(["--emergency", "--no-emergency"])
+        self.start(folder, save_every, emergency)
+        ranks = self.agent.new_ranks(self.NPROC, [])
+        while ranks and len(self.kills) < most_kills and self.kill_one(folder, ranks):
+            ranks = self.agent.new_ranks(self.NPROC, ranks)
+        outcome = self.outcome()
 
-    def kill(self, folder: Path, ranks: list[psutil.Process], kills: list[str]) -> bool:
+        allowed = r"step_.*"
+        if self.agent.printed(f"going on from step {self.STEPS},"):  # this start had nothing to train or save
+            allowed += rf"|emergency_\d+\.pt|\.step_{self.STEPS:08}\.pt\.part"
+        strange = [path.name for path in folder.iterdir() if not re.fullmatch(allowed, path.name)]
+        if strange:
+            raise Failure(f"its folder holds {strange}")
+        verdict = "equal"
+        if outcome != self.undisturbed:
+            verdict = f"DIFFERENT: {outcome}, not {self.undisturbed}"
+        return f"{verdict}; {emergency} --save-every {save_every}"
+
+    def kill_one(self, folder: Path, ranks: list[psutil.Process]) -> bool:
         """Wait for a moment and kill a rank; False if the job ends before."""
-        agent, since, clock = self.agent, len(self.agent.lines), time.time()
+        agent = self.agent
+        lines_before = len(agent.lines)
+        started = time.time()
 
         def newer(pattern: str) -> bool:
             with contextlib.suppress(FileNotFoundError):  # a file was renamed after glob had listed it
-                return any(path.stat().st_mtime > clock for path in folder.glob(pattern))
+                return any(path.stat().st_mtime > started for path in folder.glob(pattern))
             return False
 
         def trains() -> bool:
-            return newer("step_*") or agent.printed("going on", since)
+            return newer("step_*") or agent.printed("going on", lines_before)
 
         moment = self.luck.uniform(0, self.start_up)
         if self.luck.random() < 0.5:
             agent.wait_for(trains)
-            moment = self.luck.uniform(0, self.WINDOW)
-        if ended_within(agent, moment):
+            moment = self.luck.uniform(0, self.TRAINING)
+        if agent.ends_within(moment):
             return False
         if self.luck.random() < 0.5 and trains():
-            with contextlib.suppress(Failure):
+            with contextlib.suppress(Failure):  # after this time without a write, it is killed all the same
                 agent.wait_for(lambda: newer(".step_*.part"), 0.3)
-        with contextlib.suppress(psutil.NoSuchProcess):  # the rank has ended by itself
-            self.luck.choice(ranks).kill()
-            where = "a write" if newer(".step_*.part") else "training" if trains() else "start-up"
-            kills.append("the end" if agent.printed("weights ", since) else where)
+
+        kill(self.luck.choice(ranks))
+        if agent.printed("weights ", lines_before):
+            self.kills.append("the end")
+        elif newer(".step_*.part"):
+            self.kills.append("a write")
+        elif trains():
+            self.kills.append("training")
+        else:
+            self.kills.append("start-up")
         return True
 
 
-def ended_within(agent: Agent, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    return not agent.wait_for(lambda: time.monotonic() >= end)
-
-
 # --- chapter 16: each start is on another mesh, and no step is lost ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step printed: with three and with two digits."""
+
+    loss: float
+    norm: float
+
+    def agrees_with(self, other: "Step") -> bool:
+        return abs(self.loss - other.loss) < 0.0015 and abs(self.norm - other.norm) < 0.015
+
+
+@dataclass(frozen=True)
+class End:
+    """What one start has printed: the step of the checkpoint that it went on from, its own steps, and its result."""
+
+    origin: int
+    steps: dict[int, Step]
+    has_result: bool
 
 
 class Meshes:
@@ -266,10 +326,19 @@ class Meshes:
 
     CHAPTER = "16"
     # {(pp, dp, tp): how often it is drawn}. Twice the ranks take about twice the processor time.
-    MESHES = {(1, 1, 1): 8, (2, 1, 1): 4, (1, 2, 1): 4, (1, 1, 2): 4}
-    MESHES |= {(2, 2, 1): 2, (1, 2, 2): 2, (2, 1, 2): 2, (2, 2, 2): 1}
-    STEPS, EVERY = 16, 2
-    FLAGS = ["--steps", str(STEPS), "--save-every", str(EVERY), "--log-every", "1", "--backend", "gloo"]
+    MESHES = {
+        (1, 1, 1): 8,
+        (2, 1, 1): 4,
+        (1, 2, 1): 4,
+        (1, 1, 2): 4,
+        (2, 2, 1): 2,
+        (1, 2, 2): 2,
+        (2, 1, 2): 2,
+        (2, 2, 2): 1,
+    }
+    STEPS = 16
+    SAVE_EVERY = 2
+    FLAGS = ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-every", "1", "--backend", "gloo"]
     FLAGS += ["--width", "16", "--layers", "2", "--batch-size", "32", "--warmup", "4"]
     PLACES = ["training", "a write", "a commit"]
     COMMIT = 0.005  # seconds from a checkpoint's last file: its renaming and the removal of an old one take as long
@@ -277,7 +346,13 @@ class Meshes:
 
     def __init__(self, agent: Agent, script: Path, scratch: Path, luck: random.Random, meshes: dict = MESHES) -> None:
         """Run the uninterrupted job on one rank, and note its weights, its steps and its times."""
-        self.agent, self.script, self.scratch, self.luck, self.meshes = agent, script, scratch, luck, meshes
+        self.agent = agent
+        self.script = script
+        self.scratch = scratch
+        self.luck = luck
+        self.meshes = meshes
+        self.kills: list[str] = []  # where each of them hit
+
         folder = scratch / "uninterrupted"
         folder.mkdir()
         self.start((1, 1, 1), folder)
@@ -285,31 +360,35 @@ class Meshes:
         start = time.monotonic()
         if not agent.wait_for(lambda: doing(folder) == "a write"):
             raise Failure("its checkpoints have their names before they are complete")
-        writes = time.monotonic()
+        write_start = time.monotonic()
         agent.wait_for(lambda: doing(folder) != "a write")
-        write = time.monotonic() - writes
-        agent.wait_for(lambda: agent.printed(f"step {self.EVERY + 1}:"))
+        write = time.monotonic() - write_start
+        agent.wait_for(lambda: agent.printed(f"step {self.SAVE_EVERY + 1}:"))
         training = time.monotonic() - start
-        _, self.steps, result = self.end()
-        if not result:
+        end = self.end()
+        if not end.has_result:
             raise Failure("the uninterrupted job ends without a result")
+        self.steps = end.steps
         self.weights = self.contents(folder)
         self.seconds = {"training": training, "a write": write, "a commit": self.COMMIT}
         print(f"uninterrupted: {training:.2f} s until it has saved, {write:.2f} s of a write", flush=True)
 
     def start(self, mesh: tuple[int, int, int], folder: Path) -> None:
         pp, dp, tp = mesh
-        where = ["--checkpoint-dir", str(folder), "--resume", "--pp", str(pp), "--tp", str(tp)]
-        self.agent.start(self.script, pp * dp * tp, *self.FLAGS, *where)
+        flags = [*self.FLAGS, "--checkpoint-dir", str(folder), "--resume", "--pp", str(pp), "--tp", str(tp)]
+        self.agent.start(self.script, pp * dp * tp, *flags)
 
-    def end(self) -> tuple[int, dict[int, tuple[float, float]], bool]:
-        """Wait for a start's end: (the step that it went on from, {step: (loss, norm)}, whether it has a result)."""
+    def end(self) -> End:
+        """Wait for a start's end."""
         self.agent.end()
         text = "\n".join(self.agent.lines)
         checkpoint = re.search(r"going on from step_(\d+)", text)
         lines = re.findall(r"^step (\d+): loss (\S+), norm (\S+)$", text, re.MULTILINE)
-        steps = {int(step): (float(loss), float(norm)) for step, loss, norm in lines}
-        return int(checkpoint[1]) if checkpoint else 0, steps, self.agent.printed("result ")
+        return End(
+            origin=int(checkpoint[1]) if checkpoint else 0,
+            steps={int(step): Step(float(loss), float(norm)) for step, loss, norm in lines},
+            has_result=self.agent.printed("result "),
+        )
 
     def contents(self, folder: Path) -> dict[str, torch.Tensor]:
         """{name: tensor} of all that the newest checkpoint holds."""
@@ -328,64 +407,78 @@ class Meshes:
         path.unlink()
         return tensors
 
-    def kill(self, folder: Path, before: int, place: str) -> str | None:
+    def kill_one(self, folder: Path, newest: int, place: str) -> str | None:
         """Wait for a moment, then kill a rank: what the job did then, or None if it had ended."""
-        agent, luck = self.agent, self.luck
-        moment, number, later = self.seconds[place] * luck.random(), luck.random(), luck.random() < 0.5
-        if place == "a commit" and luck.random() < 0.5:
+        agent = self.agent
+        moment = self.seconds[place] * self.luck.random()
+        number = self.luck.random()
+        waits_for_a_save = self.luck.random() < 0.5
+        if place == "a commit" and self.luck.random() < 0.5:
             number = 0  # rank 0 does it; without the others it ends at its next collective
         if not agent.wait_for(lambda: agent.printed("starting anew") or agent.printed("going on")):
             return None
         ranks = agent.ranks()
-        if later:
-            agent.wait_for(lambda: agent.printed(f"step {before + self.EVERY + 1}:"))
+        if waits_for_a_save:
+            agent.wait_for(lambda: agent.printed(f"step {newest + self.SAVE_EVERY + 1}:"))
         if place != "training":
             agent.wait_for(lambda: doing(folder) == place)
-        moment *= max(1, len(ranks) / (os.cpu_count() or 1))
-        if ended_within(agent, moment) or agent.printed("result") or not ranks:
+        moment *= max(1.0, len(ranks) / CPUS)
+        if agent.ends_within(moment) or agent.printed("result") or not ranks:
             return None
-        with contextlib.suppress(psutil.NoSuchProcess):
-            ranks[int(number * len(ranks))].kill()
-            return doing(folder)
-        return None
+        kill(ranks[int(number * len(ranks))])
+        return doing(folder)
 
-    def job(self, folder: Path, most: int, kills: list[str]) -> str:
-        """Start and kill a job until it ends, at most so often; add the places to kills. Returns what it came to."""
-        history: dict[int, tuple[float, float]] = {}  # the steps whose weights the job goes on with
-        starts, result = 0, False
+    def job(self, folder: Path, most_kills: int) -> str:
+        """Start and kill a job until it ends by itself, with at most so many kills. Returns what it came to."""
+        history: dict[int, Step] = {}  # the steps whose weights the job goes on with
+        starts = 0
         folder.mkdir()
-        while not result:
-            mesh, place = self.luck.choices(*zip(*self.meshes.items(), strict=True))[0], self.luck.choice(self.PLACES)
-            before, starts, kill = complete(folder), starts + 1, None
+        while True:
+            starts += 1
+            [mesh] = self.luck.choices(list(self.meshes), list(self.meshes.values()))
+            place = self.luck.choice(self.PLACES)
+            before = complete(folder)
             self.start(mesh, folder)
-            if len(kills) < most and (kill := self.kill(folder, before[-1], place)):
-                kills.append(f"{kill} on {'x'.join(map(str, mesh))}")
+            hit = None
+            if len(self.kills) < most_kills:
+                hit = self.kill_one(folder, before[-1], place)
+            if hit is not None:
+                self.kills.append(f"{hit} on {'x'.join(str(size) for size in mesh)}")
             after = complete(folder)
-            origin, steps, result = self.end()
-            if not result and not kill:
+            end = self.end()
+            if not end.has_result and hit is None:
                 raise Failure("it ended by itself, without a result")
-            if origin != before[-1]:
-                raise Failure(f"it went on from step {origin}, and the checkpoints {before} were complete")
+            if end.origin != before[-1]:
+                raise Failure(f"it went on from step {end.origin}, and the checkpoints {before} were complete")
             if complete(folder)[-1] < after[-1]:
                 raise Failure(f"of the checkpoints {after}, complete at the kill, {complete(folder)} are left")
-            history = {step: pair for step, pair in history.items() if step <= origin} | steps
-        self.check(folder, history, bool(steps))
+            history = {step: printed for step, printed in history.items() if step <= end.origin}
+            history |= end.steps
+            if end.has_result:
+                break
+
+        self.check_steps(history)
+        self.check_names(folder, trained=bool(end.steps))
         weights = self.contents(folder)
         if weights.keys() != self.weights.keys():
             raise Failure(f"a checkpoint lacks {min(weights.keys() ^ self.weights.keys())}")
-        apart = max((weights[name] - self.weights[name]).abs().max().item() for name in weights)
-        return f"{'equal' if apart < self.TOLERANCE else 'DIFFERENT'}; {starts} starts, {apart:.1e} from one rank"
+        difference = max((weights[name] - self.weights[name]).abs().max().item() for name in weights)
+        verdict = "equal" if difference < self.TOLERANCE else "DIFFERENT"
+        return f"{verdict}; {starts} starts, {difference:.1e} from one rank"
 
-    def check(self, folder: Path, history: dict, trains: bool) -> None:
-        """Raise Failure unless each step was kept once and equals the uninterrupted job's, and the folder is tidy."""
+    def check_steps(self, history: dict[int, Step]) -> None:
+        """Raise Failure unless each step was kept once, and printed what the uninterrupted job's did."""
         if list(history) != list(range(1, self.STEPS + 1)):
             raise Failure(f"the steps that it kept are {list(history)}")
-        for step, (loss, norm) in history.items():  # printed with three and with two digits
-            if abs(loss - self.steps[step][0]) >= 0.0015 or abs(norm - self.steps[step][1]) >= 0.015:
-                raise Failure(f"step {step} printed {loss, norm}, not {self.steps[step]}")
+        for number, step in history.items():
+            if not step.agrees_with(self.steps[number]):
+                raise Failure(f"step {number} printed {step}, not {self.steps[number]}")
+
+    def check_names(self, folder: Path, trained: bool) -> None:
+        """Raise Failure unless the folder holds the last three checkpoints, or four where nothing was trained."""
         names = sorted(path.name for path in folder.iterdir())
-        newest = [f"step_{self.STEPS - self.EVERY * back:08}" for back in (3, 2, 1, 0)]
-        if names != newest[1:] and (trains or names != newest):
+        last_four = [f"step_{self.STEPS - self.SAVE_EVERY * back:08}" for back in (3, 2, 1, 0)]
+        if names != last_four[1:] and (trained or names != last_four):
             raise Failure(f"its folder holds {names}")
 
 
@@ -399,27 +492,33 @@ def doing(folder: Path) -> str:
     hidden = [Path(folder, name) for name in os.listdir(folder) if name.startswith(".step_")]
     if any(path.suffix != ".part" or Path(path, ".metadata").exists() for path in hidden):
         return "a commit"  # a checkpoint has all of its files but not its name, or an old one is being removed
-    return "a write" if hidden else "training"
+    if hidden:
+        return "a write"
+    return "training"
 
 
 def kill_many(kind: Any, kills: int, seed: int, agent: Agent, script: Path, scratch: Path, *options: object) -> int:
     """Run jobs of a kind until ``kills`` ranks have been killed; print a line for each. Returns how many went wrong."""
-    places: list[str] = []
-    wrong, job = 0, 0
     print(f"seed {seed}: python tools/soak.py --chapter {kind.CHAPTER} --kills {kills} --seed {seed}", flush=True)
+    wrong = 0
+    number = 0
+    places: list[str] = []
     try:
         jobs = kind(agent, script, scratch, random.Random(seed), *options)
+        places = jobs.kills
         while len(places) < kills:
-            job, before = job + 1, len(places)
-            outcome = jobs.job(scratch / f"job{job}", kills, places)
-            wrong += not outcome.startswith("equal")
-            print(f"job {job}, {len(places) - before} kills: {outcome}", flush=True)
+            number += 1
+            before = len(places)
+            outcome = jobs.job(scratch / f"job{number}", kills)
+            if not outcome.startswith("equal"):
+                wrong += 1
+            print(f"job {number}, {len(places) - before} kills: {outcome}", flush=True)
     except Failure as failure:
         wrong += 1
         print("\n".join([*agent.lines[-40:], *agent.errors.read_text().splitlines()[-40:]]))
         print(f"FAILED: {failure}", flush=True)
-    counts = ", ".join(f"{number} in {place}" for place, number in Counter(places).most_common())
-    print(f"{len(places)} kills ({counts}) in {job} jobs: {wrong} jobs differ or failed", flush=True)
+    counts = ", ".join(f"{count} in {place}" for place, count in Counter(places).most_common())
+    print(f"{len(places)} kills ({counts}) in {number} jobs: {wrong} jobs differ or failed", flush=True)
     return wrong
 
 
@@ -428,40 +527,38 @@ def kill_many(kind: Any, kills: int, seed: int, agent: Agent, script: Path, scra
 
 def run_many(agent: Agent, script: Path, nproc: int, runs: int) -> int:
     """Run a script so many times. Returns how many runs ended badly."""
-    endings: Counter[str] = Counter()
+    bad = 0
     start = time.monotonic()
     for _ in range(runs):
         agent.start(script, nproc)
         try:
             status = agent.end()
-            ending = f"ended with status {status}" if status else "ended well"
+            problem = f"ended with status {status}" if status != 0 else ""
         except Failure as failure:
-            ending = str(failure)
-        endings[ending] += 1
-        if ending != "ended well":
-            print(ending, *agent.lines, agent.errors.read_text(), sep="\n", flush=True)
-    each = (time.monotonic() - start) / runs
-    summary = ", ".join(f"{count} x {ending}" for ending, count in sorted(endings.items()))
-    print(f"{script.stem} {nproc} ranks: {summary} ({each:.1f} s each)", flush=True)
-    return runs - endings["ended well"]
+            problem = str(failure)
+        if problem:
+            bad += 1
+            print(problem, *agent.lines, agent.errors.read_text(), sep="\n", flush=True)
+    seconds = (time.monotonic() - start) / runs
+    print(f"{script.stem}, {nproc} ranks: {bad} of {runs} runs ended badly ({seconds:.1f} s each)", flush=True)
+    return bad
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Returns how many runs or jobs went wrong."""
+    kinds = {kind.CHAPTER: kind for kind in (Restarts, Meshes)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chapter", default="04", help="a chapter's number or name, or a notebook's path (04)")
     parser.add_argument("--runs", type=int, default=40, help="how often, on each number of ranks (40)")
     parser.add_argument("--kills", type=int, help="kill so many ranks instead; of chapter 13 or 16")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of moments, ranks and meshes")
-    parser.add_argument("--forked", action="store_true", help="fork chapter 13's ranks, with torch imported")
     args = parser.parse_args(arguments)
-    kinds = {kind.CHAPTER: kind for kind in (Restarts, Meshes)}
     if args.kills and args.chapter not in kinds:
         parser.error(f"ranks are killed of chapters {' and '.join(kinds)}, not of {args.chapter}")
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        agent = Agent(scratch, forking=bool(args.kills) and (args.forked or args.chapter == Meshes.CHAPTER))
-        with contextlib.closing(agent):
-            [script] = chapters.export(args.chapter, scratch / "script")
+        [script] = chapters.export(args.chapter, scratch / "script")
+        with contextlib.closing(Agent(scratch, forking=bool(args.kills))) as agent:
             if args.kills:
                 return kill_many(kinds[args.chapter], args.kills, args.seed, agent, script, scratch)
             return sum(run_many(agent, script, nproc, args.runs) for nproc in (2, 4))

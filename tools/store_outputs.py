@@ -34,13 +34,18 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"  # it names a widget of
 def normalised(nb: NotebookNode) -> NotebookNode:
     """A copy of the notebook without widget state, timings, version numbers and this machine's paths."""
     nb = deepcopy(nb)
-    own = {"book": nb.metadata.book} if "book" in nb.metadata else {}  # what a chapter says of itself
-    nb.metadata = nbformat.from_dict(METADATA | own)
+    metadata = dict(METADATA)
+    if "book" in nb.metadata:
+        metadata["book"] = nb.metadata.book
+    nb.metadata = nbformat.from_dict(metadata)
     nb.nbformat_minor = 5
     for cell in nb.cells:
         cell.metadata = nbformat.from_dict({key: value for key, value in cell.metadata.items() if key in CELL_METADATA})
-        if folded := [name for tag in FOLDED if tag in cell.metadata.get("tags", []) for name in FOLDED[tag]]:
-            cell.metadata["jupyter"] = dict.fromkeys(folded, True)
+        folded: dict[str, bool] = {}
+        for tag in cell.metadata.get("tags", []):
+            folded |= dict.fromkeys(FOLDED.get(tag, []), True)
+        if folded:
+            cell.metadata["jupyter"] = folded
         for output in cell.get("outputs", []):
             output.get("data", {}).pop(WIDGET_VIEW, None)
             if "traceback" in output:  # nbval does not compare tracebacks

@@ -1,4 +1,4 @@
-"""Kernels on sockets in a folder, for nbval (the root conftest.py) and for nbclient (tests, tools/sabotage/flips.py).
+"""Kernels on sockets in a folder, for nbval (the root conftest.py) and for nbclient (test_figures.py).
 
 jupyter_client looks for five free ports, and the kernel takes them later. Meanwhile the ranks of other tests take ports
 all the time, and a kernel that finds one taken dies.

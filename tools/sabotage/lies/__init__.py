@@ -1,8 +1,9 @@
-"""The lies: each is a small patch of torch or of a helper, with the chapters whose cells have to notice it.
+"""The lies: each is a small wrong change, with the chapters whose cells have to notice it.
 
-A lie about torch gets a module that has just been imported, and changes it. A lie about a helper or a chapter gets the
-text of a file and returns a changed text. Every process of a sabotaged run imports this package, so it imports little.
-Its files end in "lies.py": by this first_failure.py knows an error of a lie; a rank tells only the file's name.
+A lie about torch or about helpers gets a module that has just been imported, and replaces a function or an attribute by
+its name. A lie about a chapter's own lines gets the text of the notebook's file and returns a changed text: it quotes
+the line that it changes. Every process of a sabotaged run imports this package, so it imports little. Its files end in
+"lies.py", because first_failure.py knows an error of a lie by this: a rank tells only the file's name.
 """
 
 import importlib

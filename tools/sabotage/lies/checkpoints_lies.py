@@ -1,8 +1,11 @@
 """Checkpoints."""
 
+import json
+import os
 from typing import Any
+from unittest import mock
 
-from sabotage.lies.telling_lies import CHECKPOINT, SCALER, instead_of, lie, nothing, swap
+from sabotage.lies.telling_lies import CHECKPOINT, SCALER, instead_of, lie, nothing, replace, swap
 
 # --- Checkpoints
 
@@ -11,43 +14,43 @@ from sabotage.lies.telling_lies import CHECKPOINT, SCALER, instead_of, lie, noth
 def the_lowest_rank_writes_every_copy(module: Any) -> None:
     """Of the ranks that hold a slice, the lowest one writes it, however much that rank has to write already."""
     true = module.dedup_save_plans
-    module.dedup_save_plans = lambda plans, _: true(plans, True)
+    replace(module, "dedup_save_plans", lambda plans, _: true(plans, True))
 
 
 @lie("10 old_code", "load|resume|same bits", module="torch.distributed.checkpoint.state_dict_loader")
 def dcp_load_loads_nothing(module: Any) -> None:
     """`dcp.load` returns, and the tensors hold what they held."""
-    module.load = nothing
+    replace(module, "load", nothing)
 
 
 @lie("10 11", "optimizer|momentum|same bits|every bit", module="torch.optim.optimizer")
 def optimizer_is_not_restored(module: Any) -> None:
     """A checkpoint without the optimizer: a resume begins with fresh momenta."""
-    module.Optimizer.load_state_dict = nothing
+    replace(module.Optimizer, "load_state_dict", nothing)
 
 
 @lie("10b", "scaler", module=SCALER)
 def scaler_is_not_restored(module: Any) -> None:
     """A checkpoint without the gradient scaler: a resume begins with a scale of 65,536."""
-    module.GradScaler.load_state_dict = nothing
+    replace(module.GradScaler, "load_state_dict", nothing)
 
 
 @lie("10", "random|same bits", module="torch.random")
 def generator_is_not_restored(module: Any) -> None:
     """A checkpoint without the random numbers: `set_rng_state` does nothing."""
-    module.set_rng_state = nothing
+    replace(module, "set_rng_state", nothing)
 
 
 @lie("10", "schedule|learning rate", module="torch.optim.lr_scheduler")
 def schedule_starts_again(module: Any) -> None:
     """A checkpoint without the schedule: after a resume the learning rate starts again."""
-    module.LRScheduler.load_state_dict = nothing
+    replace(module.LRScheduler, "load_state_dict", nothing)
 
 
 @lie("10b", "async_save|thread", module="torch.distributed.checkpoint.state_dict_saver")
 def async_save_copies_nothing(module: Any) -> None:
     """`dcp.async_save` does not copy: its thread waits a little, and writes what training has changed."""
-    module.DefaultStager.stage = lambda self, state, **keywords: state
+    replace(module.DefaultStager, "stage", lambda self, state, **keywords: state)
 
     @instead_of(module._ThreadBasedAsyncCheckpointExecutor, "execute_save")
     def execute_save(true: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
@@ -61,53 +64,83 @@ def async_save_copies_nothing(module: Any) -> None:
         return ThreadPoolExecutor(1).submit(later)
 
 
-@lie("10", "half|killed|damage|whole", file=CHECKPOINT)
-def half_a_file_counts(text: str) -> str:
+@lie("10", "half|killed|damage|whole", module=CHECKPOINT)
+def half_a_file_counts(module: Any) -> None:
     """A torn write: half of a file is written, and it counts as saved."""
-    line = "    replace_file(path, lambda file: torch.save(state, file))"
-    return swap(text, line, f"{line}\n    os.truncate(path, os.stat(path).st_size // 2)")
+
+    @instead_of(module, "save_file")
+    def save_file(true: Any, state: Any, path: Any) -> None:
+        true(state, path)
+        os.truncate(path, os.stat(path).st_size // 2)
 
 
-@lie("10", "fail|disk|raise|finish", file=CHECKPOINT)
-def failed_save_counts(text: str) -> str:
+@lie("10", "fail|disk|raise|finish", module=CHECKPOINT)
+def failed_save_counts(module: Any) -> None:
     """A checkpoint counts though one rank could not write its part."""
-    return swap(text, "            if failure:\n", "            if False:\n")
+
+    @instead_of(module, "put_in_place")
+    def put_in_place(true: Any, path: Any, ranks: Any, keep: Any) -> None:
+        true(path, [("", files) for _, files in ranks], keep)
 
 
-@lie("10", "newest|keep|last", file=CHECKPOINT)
-def retention_deletes_the_newest(text: str) -> str:
+@lie("10", "newest|keep|last", module=CHECKPOINT)
+def retention_deletes_the_newest(module: Any) -> None:
     """Of more than `keep` checkpoints the newest are deleted."""
-    return swap(text, "finished(path.parent)[: -max(keep, 1)]", "finished(path.parent)[max(keep, 1) :]")
+
+    @instead_of(module, "put_in_place")
+    def put_in_place(true: Any, path: Any, ranks: Any, keep: int) -> None:
+        true(path, ranks, 1_000_000)
+        for newer in module.finished(path.parent)[keep:]:
+            module.forget(newer)
 
 
-@lie("10", "flip|checksum|bit", file=CHECKPOINT)
-def digests_are_not_compared(text: str) -> str:
+@lie("10", "flip|checksum|bit", module=CHECKPOINT)
+def digests_are_not_compared(module: Any) -> None:
     """`verify` accepts any bytes of the right length."""
-    return swap(text, "            if digest != manifest[name][1]:", "            if False:")
+
+    def digest_in_the_manifest(path: Any) -> str:
+        manifest = json.loads((path.parent / module.MANIFEST).read_bytes())
+        return manifest[path.name][1]
+
+    replace(module, "sha256", digest_in_the_manifest)
 
 
-@lie("10", "truncat|length|gone|damage", file=CHECKPOINT)
-def damaged_checkpoint_is_taken(text: str) -> str:
+@lie("10", "truncat|length|gone|damage", module=CHECKPOINT)
+def damaged_checkpoint_is_taken(module: Any) -> None:
     """`latest_good` takes the newest checkpoint, damaged or not."""
-    return swap(text, "        if not (problem := damage(path)):", "        if not (problem := None):")
+    replace(module, "find_latest_good", lambda folder: module.finished(folder)[-1])
 
 
-@lie("10", "execut|weights_only|hostile|program", file=CHECKPOINT)
-def load_file_executes_what_it_reads(text: str) -> str:
+@lie("10", "execut|weights_only|hostile|program", module=CHECKPOINT)
+def load_file_executes_what_it_reads(module: Any) -> None:
     """`load_file` loads with `weights_only=False`, and so executes what a file says."""
-    return swap(text, "weights_only=True, mmap=True", "weights_only=False, mmap=True")
+
+    @instead_of(module, "load_file")
+    def load_file(true: Any, path: Any) -> Any:
+        load = module.torch.load
+        with mock.patch.object(module.torch, "load", lambda *inputs, **options: load(path, weights_only=False)):
+            return true(path)
 
 
-@lie("10", "copy|background|start of the save", file=CHECKPOINT)
-def background_save_copies_nothing(text: str) -> str:
+@lie("10", "copy|background|start of the save", module=CHECKPOINT)
+def background_save_copies_nothing(module: Any) -> None:
     """A save in the background writes tensors that training goes on to change."""
-    return swap(text, "copy = BlockingAsyncStager().stage(state)  # on the CPU", "copy = state")
+
+    class NoCopies:
+        def stage(self, state: Any) -> Any:
+            return state
+
+    replace(module, "BlockingAsyncStager", NoCopies)
 
 
-@lie("10", "sync|disk", file=CHECKPOINT)
-def a_file_is_renamed_before_it_is_on_the_disk(text: str) -> str:
+@lie("10", "sync|disk", module=CHECKPOINT)
+def a_file_is_renamed_before_it_is_on_the_disk(module: Any) -> None:
     """A checkpoint's file is renamed without a wait for the disk."""
-    return swap(text, "            os.fsync(self.fileno())\n", "")
+
+    @instead_of(module.Hashed, "close")
+    def close(true: Any, file: Any) -> None:
+        with mock.patch("os.fsync", nothing):
+            true(file)
 
 
 @lie("10", "random|same bits", notebook=True)
@@ -170,13 +203,13 @@ def load_exactly_keeps_the_state_that_torch_made(text: str) -> str:
 @lie("10b", "safetensors|slices", module="torch.distributed.checkpoint.hf_storage")
 def safetensors_are_not_read(module: Any) -> None:
     """`HuggingFaceStorageReader` reads nothing: the tensors hold what they held."""
-    module.HuggingFaceStorageReader._process_read_request = nothing
+    replace(module.HuggingFaceStorageReader, "_process_read_request", nothing)
 
 
 @lie("10b", "joins|joined", module="torch.distributed.checkpoint.hf_storage")
 def slices_are_not_joined(module: Any) -> None:
     """`HuggingFaceStorageWriter` ignores `enable_consolidation`."""
-    module.consolidate_safetensors_files = nothing
+    replace(module, "consolidate_safetensors_files", nothing)
 
 
 @lie("10b", "memory|copies", module="torch.distributed.checkpoint.staging")

@@ -3,7 +3,7 @@
 import contextlib
 from typing import Any
 
-from sabotage.lies.telling_lies import DDP, SCALER, build_with, instead_of, lie, nothing, swap
+from sabotage.lies.telling_lies import DDP, SCALER, build_with, instead_of, lie, nothing, replace, swap
 
 # --- DDP
 
@@ -11,14 +11,14 @@ from sabotage.lies.telling_lies import DDP, SCALER, build_with, instead_of, lie,
 @lie("04", "broadcast|equal at the start|copies rank 0|before DDP", module=DDP)
 def ddp_without_its_first_broadcast(module: Any) -> None:
     """DDP does not broadcast rank 0's weights when it is built."""
-    module._sync_module_states = nothing
+    replace(module, "_sync_module_states", nothing)
 
 
 @lie("04", "no_sync", module=DDP)
 def no_sync_that_syncs(module: Any) -> None:
     """`no_sync` sends the gradients all the same."""
 
-    module.DistributedDataParallel.no_sync = lambda self: contextlib.nullcontext()
+    replace(module.DistributedDataParallel, "no_sync", lambda self: contextlib.nullcontext())
 
 
 @lie("00 04", "average|mean", module=DDP)
@@ -36,7 +36,7 @@ def ddp_adds_up_gradients(module: Any) -> None:
 @lie("04", "buffers|running", module=DDP)
 def ddp_never_copies_buffers(module: Any) -> None:
     """DDP does not copy rank 0's buffers before a forward."""
-    module.DistributedDataParallel._sync_buffers = nothing
+    replace(module.DistributedDataParallel, "_sync_buffers", nothing)
 
 
 @lie("04", "bucket", module=DDP)
@@ -81,7 +81,7 @@ def clip_grad_norm_clips_at_twice_the_norm(module: Any) -> None:
 @lie("04", "Join|uneven", module="torch.distributed.algorithms.join")
 def join_does_not_shadow(module: Any) -> None:
     """`Join` does not shadow the collectives of the ranks that still train."""
-    module.Join._get_num_nonjoined_procs = lambda self: 0
+    replace(module.Join, "_get_num_nonjoined_procs", lambda self: 0)
 
 
 @lie("04", "sampler|step count", notebook=True)
@@ -114,7 +114,7 @@ def checkpointing_is_always_reentrant(module: Any) -> None:
 @lie("04", "float16|fp16", module="torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
 def the_float16_hook_sends_float32(module: Any) -> None:
     """`fp16_compress_hook` sends float32, as DDP does without a hook."""
-    module.fp16_compress_hook = module.allreduce_hook
+    replace(module, "fp16_compress_hook", module.allreduce_hook)
 
 
 # --- Automatic mixed precision
@@ -146,7 +146,7 @@ def scaler_does_not_scale_the_loss(module: Any) -> None:
             self._lazy_init_scale_growth_tracker(outputs.device)
         return outputs
 
-    module.GradScaler.scale = scale
+    replace(module.GradScaler, "scale", scale)
 
 
 @lie("05", "grow", module=SCALER)
@@ -195,4 +195,4 @@ def each_block_has_the_scale_of_the_tensor(text: str) -> str:
 @lie("05 06", "clip|norm", module="torch.nn.utils.clip_grad")
 def clip_grad_norm_does_not_clip(module: Any) -> None:
     """`clip_grad_norm_` returns the norm, and leaves the gradients as long as they were."""
-    module._clip_grads_with_norm_ = nothing
+    replace(module, "_clip_grads_with_norm_", nothing)

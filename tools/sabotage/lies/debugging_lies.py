@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sabotage.lies.telling_lies import C10D, instead_of, lie, swap
+from sabotage.lies.telling_lies import C10D, instead_of, lie, replace, swap
 
 # --- Profiling and debugging
 
@@ -50,7 +50,7 @@ def flight_recorder_blames_the_wrong_rank(module: Any) -> None:
 def detect_anomaly_sees_nothing(module: Any) -> None:
     """`detect_anomaly` lets a gradient pass that is not a number."""
     true = module.detect_anomaly.__init__
-    module.detect_anomaly.__init__ = lambda self, check_nan=True: true(self, check_nan=False)
+    replace(module.detect_anomaly, "__init__", lambda self, check_nan=True: true(self, check_nan=False))
 
 
 @lie("14", "checksum|replicas|drift", module=C10D)
@@ -61,7 +61,7 @@ def replicas_compare_with_themselves(c10d: Any) -> None:
         for part in tensors:
             part.copy_(tensor)
 
-    c10d.all_gather = all_gather
+    replace(c10d, "all_gather", all_gather)
 
 
 @lie("14", "merge|lane|rank", notebook=True)

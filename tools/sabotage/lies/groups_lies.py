@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from sabotage.lies.telling_lies import AGENT, C10D, DDP, LAUNCH, give_ranks, instead_of, lie, swap
+from sabotage.lies.telling_lies import AGENT, C10D, DDP, LAUNCH, give_ranks, instead_of, lie, nothing, replace, swap
 
 # --- The first run
 
@@ -46,23 +46,36 @@ def ddp_does_not_agree_on_its_buckets(parallel: Any) -> None:
 # --- Groups, launchers, meshes
 
 
-@lie("00", "each of them its number|world of four|rank", file=LAUNCH)
-def launch_returns_results_backwards(text: str) -> str:
+@lie("00", "each of them its number|world of four|rank", module=LAUNCH)
+def launch_returns_results_backwards(module: Any) -> None:
     """`launch` returns the ranks' results in the wrong order."""
-    return swap(text, "read_bytes()) for rank in range(nproc)]", "read_bytes()) for rank in reversed(range(nproc))]")
+
+    @instead_of(module, "launch")
+    def launch(true: Any, *inputs: Any, **keywords: Any) -> Any:
+        return true(*inputs, **keywords)[::-1]
 
 
-@lie("00 06c 02 03b 04", "hang|stands still|timeout|wait|never come", file=LAUNCH)
-def launch_forgives_a_hang(text: str) -> str:
+@lie("00 06c 02 03b 04", "hang|stands still|timeout|wait|never come", module=LAUNCH)
+def launch_forgives_a_hang(module: Any) -> None:
     """`launch` returns when a rank hangs, and says nothing."""
-    line = "            raise hang(where_they_stand(folder, nproc), returned, call.timeout)"
-    return swap(text, line, "            return [None] * nproc")
+
+    @instead_of(module, "launch")
+    def launch(true: Any, *inputs: Any, nproc: int = 4, **keywords: Any) -> Any:
+        try:
+            return true(*inputs, nproc=nproc, **keywords)
+        except module.RankError as error:
+            if " still ran after " not in str(error):
+                raise
+            return [None] * nproc
 
 
-@lie("04 06", "rank", file=LAUNCH)
-def launch_drops_a_ranks_output(text: str) -> str:
+@lie("04 06", "rank", module=LAUNCH)
+def launch_drops_a_ranks_output(module: Any) -> None:
     """`launch` does not show what the last rank printed."""
-    return swap(text, "in fold(outputs):", "in fold(outputs[:-1]):")
+
+    @instead_of(module, "fold")
+    def fold(true: Any, outputs: Any) -> Any:
+        return true(outputs[:-1])
 
 
 @lie("01 12", "local.rank", module=AGENT)
@@ -83,17 +96,17 @@ def every_node_is_node_0(agent: Any) -> None:
     give_ranks(agent, lambda env: {"GROUP_RANK": "0"})
 
 
-@lie("01", "backend|sick|gloo", file="helpers/runtime/process_group.py")
-def backends_are_not_compared(text: str) -> str:
+@lie("01", "backend|sick|gloo", module="helpers.runtime.process_group")
+def backends_are_not_compared(module: Any) -> None:
     """`start_process_group` starts though one node takes gloo and the other NCCL."""
-    return swap(text, "    compare(store, rank, world_size, few or backend)\n", "")
+    replace(module, "compare", nothing)
 
 
 @lie("06c", "group", module=C10D)
 def new_group_takes_everybody(c10d: Any) -> None:
     """`new_group` makes a group of all ranks, whichever ranks it is given."""
     true = c10d.new_group
-    c10d.new_group = lambda ranks=None, *inputs, **keywords: true(None, *inputs, **keywords)
+    replace(c10d, "new_group", lambda ranks=None, *inputs, **keywords: true(None, *inputs, **keywords))
 
 
 @lie("12", "barrier", module=C10D)
@@ -132,7 +145,7 @@ def mesh_counts_columns_first(module: Any) -> None:
         ranks = torch.arange(size).reshape(mesh_shape[::-1]).permute(*reversed(range(len(mesh_shape))))
         return module.DeviceMesh(device_type, ranks.contiguous(), mesh_dim_names=mesh_dim_names)
 
-    module.init_device_mesh = init_device_mesh
+    replace(module, "init_device_mesh", init_device_mesh)
 
 
 # --- Collectives
@@ -145,7 +158,7 @@ def all_reduce_adds_nothing(c10d: Any) -> None:
     def all_reduce(tensor: Any, op: Any = None, group: Any = None, async_op: Any = False) -> Any:
         return c10d.barrier(group=group, async_op=async_op)
 
-    c10d.all_reduce = all_reduce
+    replace(c10d, "all_reduce", all_reduce)
 
 
 @lie("02", "AVG|operation", module=C10D)
@@ -200,7 +213,7 @@ def reduce_gives_the_sum_to_all(c10d: Any) -> None:
     def reduce(tensor: Any, dst: Any = None, op: Any = c10d.ReduceOp.SUM, group: Any = None, **keywords: Any) -> Any:
         return c10d.all_reduce(tensor, op, group, keywords.get("async_op", False))
 
-    c10d.reduce = reduce
+    replace(c10d, "reduce", reduce)
 
 
 @lie("02", "gather", module=C10D)
@@ -223,19 +236,19 @@ def reduce_scatter_gives_all_the_first_part(c10d: Any) -> None:
         c10d.all_reduce(total)
         output.copy_(total.flatten()[: output.numel()].view_as(output))
 
-    c10d.reduce_scatter_single = reduce_scatter_single
+    replace(c10d, "reduce_scatter_single", reduce_scatter_single)
 
 
 @lie("02", "all.to.all|transpos", module=C10D)
 def all_to_all_does_not_transpose(c10d: Any) -> None:
     """`all_to_all` gives every rank its own parts back."""
-    c10d.all_to_all_single = lambda output, whole, *inputs, **keywords: output.copy_(whole)
+    replace(c10d, "all_to_all_single", lambda output, whole, *inputs, **keywords: output.copy_(whole))
 
 
 @lie("02", "DETAIL", module="torch.distributed")
 def detail_compares_nothing(module: Any) -> None:
     """`TORCH_DISTRIBUTED_DEBUG=DETAIL` is ignored: ranks do not compare their collectives."""
-    module.set_debug_level_from_env = lambda: None
+    replace(module, "set_debug_level_from_env", lambda: None)
 
 
 @lie("02", "order|receive", module=C10D)
@@ -270,4 +283,4 @@ def reduce_scatter_is_its_own_exchange(c10d: Any) -> None:
         parts = [part.clone().view_as(output) for part in total.flatten().split(output.numel())]
         c10d.scatter(output, None if c10d.get_rank() else parts, 0)
 
-    c10d.reduce_scatter_single = reduce_scatter_single
+    replace(c10d, "reduce_scatter_single", reduce_scatter_single)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sabotage.lies.telling_lies import C10D, SAMPLER, build_with, instead_of, lie, nothing, swap
+from sabotage.lies.telling_lies import C10D, SAMPLER, build_with, instead_of, lie, nothing, replace, swap
 
 # --- Samplers and loaders
 
@@ -10,7 +10,7 @@ from sabotage.lies.telling_lies import C10D, SAMPLER, build_with, instead_of, li
 @lie("03 cheat_sheet", "set_epoch", module=SAMPLER)
 def set_epoch_is_ignored(module: Any) -> None:
     """`set_epoch` is ignored: every epoch has one order."""
-    module.DistributedSampler.set_epoch = nothing
+    replace(module.DistributedSampler, "set_epoch", nothing)
 
 
 @lie("03", "repeat|equally many|pad", module=SAMPLER)
@@ -78,7 +78,7 @@ def ranks_gather_only_their_own_objects(c10d: Any) -> None:
     def all_gather_object(found: Any, mine: Any, *inputs: Any, **keywords: Any) -> None:
         found[:] = [mine] * len(found)
 
-    c10d.all_gather_object = all_gather_object
+    replace(c10d, "all_gather_object", all_gather_object)
 
 
 @lie("03b", "forkserver", module=LOADER)
@@ -111,7 +111,7 @@ def the_two_tensors_are_a_list(text: str) -> str:
 @lie("03b", "handle|pickle", module="torch.multiprocessing.reductions")
 def tensors_are_pickled_whole(module: Any) -> None:
     """A tensor is not moved to shared memory when it is sent to a process: all of it is pickled."""
-    module.init_reductions = nothing
+    replace(module, "init_reductions", nothing)
 
 
 @lie("03b", "length|longest", notebook=True)

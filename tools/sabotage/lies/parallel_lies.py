@@ -3,7 +3,7 @@
 import contextlib
 from typing import Any
 
-from sabotage.lies.telling_lies import C10D, DDP, build_with, instead_of, lie, nothing, swap
+from sabotage.lies.telling_lies import C10D, DDP, build_with, instead_of, lie, nothing, replace, swap
 
 # --- Pipelines
 
@@ -11,7 +11,7 @@ from sabotage.lies.telling_lies import C10D, DDP, build_with, instead_of, lie, n
 @lie("08", "order|1F1B|schedule", module="torch.distributed.pipelining.schedules")
 def one_forward_one_backward_is_gpipe(module: Any) -> None:
     """`Schedule1F1B` runs all forwards, and then all backwards."""
-    module.Schedule1F1B._step_microbatches = module.ScheduleGPipe._step_microbatches
+    replace(module.Schedule1F1B, "_step_microbatches", module.ScheduleGPipe._step_microbatches)
 
 
 @lie("08", "gradient|micro-batch", module="torch.distributed.pipelining.schedules")
@@ -27,7 +27,7 @@ def a_micro_batch_is_dropped(module: Any) -> None:
 @lie("08 decision_guide", "divid|micro-batch|gradient", module="torch.distributed.pipelining.stage")
 def gradients_are_not_divided_by_micro_batches(module: Any) -> None:
     """A schedule adds the micro-batches' gradients up, and does not divide by their number."""
-    module._PipelineStageBase.scale_grads = nothing
+    replace(module._PipelineStageBase, "scale_grads", nothing)
 
 
 @lie("08", "bubble|idle", notebook=True)
@@ -93,13 +93,15 @@ def the_meter_keeps_a_tensors_history(text: str) -> str:
 def every_rank_divides_its_own_weights(module: Any) -> None:
     """`distribute_tensor` takes each rank's own numbers, and does not send the first rank's."""
     true = module.distribute_tensor
-    module.distribute_tensor = lambda *inputs, **keywords: true(*inputs, **{**keywords, "src_data_rank": None})
+    replace(
+        module, "distribute_tensor", lambda *inputs, **keywords: true(*inputs, **{**keywords, "src_data_rank": None})
+    )
 
 
 @lie("07", "add|sum", module="torch.distributed.tensor.placement_types")
 def summands_are_not_added(module: Any) -> None:
     """A DTensor's `Partial()` becomes `Replicate()` without a sum over the ranks."""
-    module.Partial._reduce_value = lambda self, tensor, mesh, dim: tensor
+    replace(module.Partial, "_reduce_value", lambda self, tensor, mesh, dim: tensor)
 
 
 @lie("07", "all-reduce|count", module="torch.distributed.tensor.debug._comm_mode")
@@ -129,7 +131,7 @@ def the_check_finds_no_difference(text: str) -> str:
 @lie("07", "norm|SequenceParallel", module="torch.distributed.tensor.parallel.style")
 def sequence_parallel_does_nothing(module: Any) -> None:
     """`SequenceParallel` leaves its layer as it was."""
-    module.SequenceParallel._apply = lambda self, layer, mesh: layer
+    replace(module.SequenceParallel, "_apply", lambda self, layer, mesh: layer)
 
 
 @lie("07", "fused|AdamW|norm", module="torch.optim.adamw")
@@ -147,7 +149,7 @@ def the_divided_loss_takes_each_ranks_own_maximum(module: Any) -> None:
         def all_reduce(tensor: Any, reduceOp: Any, group: Any) -> Any:
             return tensor if reduceOp == "MAX" else true(tensor, reduceOp, group)
 
-    module.funcol = WithoutMaximum
+    replace(module, "funcol", WithoutMaximum)
 
 
 @lie("07", "operator|strategy|local_map", module="torch.distributed.tensor.experimental._func_map")
@@ -168,7 +170,7 @@ def each_ranks_own_numbers_are_the_same(text: str) -> str:
 @lie("07", "type|collective", module="spmd_types.checker")
 def the_checker_of_types_checks_nothing(module: Any) -> None:
     """`spmd_types` takes every operation for right."""
-    module.typecheck = contextlib.nullcontext
+    replace(module, "typecheck", contextlib.nullcontext)
 
 
 @lie("09", "ring|keys", module=C10D)
@@ -237,7 +239,7 @@ def ulysses_does_not_check_the_heads_of_keys(text: str) -> str:
 @lie("09", "DDP|expert", module=DDP)
 def ddp_averages_what_it_should_ignore(module: Any) -> None:
     """DDP averages parameters that it was told to ignore."""
-    module.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model = staticmethod(nothing)
+    replace(module.DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", staticmethod(nothing))
 
 
 # --- Long sequences in practice
@@ -261,7 +263,7 @@ def ptrr_deals_rows_out_in_order(module: Any) -> None:
     def in_order(process_time: Any, group_size: int) -> Any:
         return process_time.argsort().sort().values.view(group_size, -1)
 
-    module._PTRRLoadBalancer.ptrr_scheduling = staticmethod(in_order)
+    replace(module._PTRRLoadBalancer, "ptrr_scheduling", staticmethod(in_order))
 
 
 @lie("09b", "document|mask", notebook=True)

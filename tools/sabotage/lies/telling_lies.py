@@ -10,31 +10,36 @@ LIES: dict[str, "Lie"] = {}  # {name: Lie}, in the order of the chapters
 
 @dataclass(frozen=True)
 class Lie:
+    """One wrong change. It patches a module, or it changes the text of the notebook that has to notice it.
+
+    ``tell`` takes the module that has just been imported; or it takes the text of the notebook's file, and returns the
+    changed text.
+    """
+
     name: str
     says: str  # the lie in plain words
     chapters: list[str]  # numbers of chapters whose cells have to notice, such as "04" or "10b", or "cheat_sheet"
     words: str  # a pattern that has to match in the failing cell or in the prose around it
-    module: str  # the module of torch that the lie patches, or ""
-    file: str  # the file of this project that the lie changes, or ""
-    notebook: bool  # whether the lie changes the notebook of the chapter that is to notice it
+    module: str  # the module of torch or of helpers that the lie patches; empty if it changes the notebook
     tell: Callable
 
+    @property
+    def changes_notebook(self) -> bool:
+        return self.module == ""
 
-def lie(
-    chapters: str, words: str, module: str = "", file: str = "", notebook: bool = False
-) -> Callable[[Callable], Callable]:
-    """Register a function as a lie: it changes ``module``, or returns a changed text of ``file`` or of the notebook."""
+
+def lie(chapters: str, words: str, module: str = "", notebook: bool = False) -> Callable[[Callable], Callable]:
+    """Register a function as a lie about a module or, with ``notebook=True``, about the notebook's own lines."""
 
     def register(function: Callable) -> Callable:
-        says = " ".join((function.__doc__ or "").split())
+        if notebook == bool(module):
+            raise ValueError(f"{function.__name__} has to change either a module or the notebook.")
         LIES[function.__name__] = Lie(
             name=function.__name__,
-            says=says,
+            says=" ".join((function.__doc__ or "").split()),
             chapters=chapters.split(),
             words=words,
             module=module,
-            file=file,
-            notebook=notebook,
             tell=function,
         )
         return function
@@ -44,20 +49,32 @@ def lie(
 
 def swap(text: str, old: str, new: str, times: int = 1) -> str:
     """The text with ``new`` in place of ``old``. Raises LookupError unless ``old`` occurs ``times`` times."""
-    if text.count(old) != times:
-        raise LookupError(f"the lie does not apply: the file has {text.count(old)} times {old!r}, not {times}")
+    count = text.count(old)
+    if count != times:
+        raise LookupError(f"it quotes a line that the notebook has {count} times, not {times}: {old}")
     return text.replace(old, new)
+
+
+def replace(owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute of ``owner``. Raises AttributeError if it has none of this name."""
+    getattr(owner, name)
+    setattr(owner, name, value)
 
 
 def instead_of(owner: Any, name: str) -> Callable[[Callable], None]:
     """Call a function instead of an attribute of ``owner``: it takes the true one, then what its caller passes.
 
-    It keeps the true one's attributes, which torch uses.
+    It keeps the true one's attributes: torch uses them, and inspect.getsource shows the true source.
     """
 
     def put(function: Callable) -> None:
         true = getattr(owner, name)
-        setattr(owner, name, functools.wraps(true)(lambda *inputs, **keywords: function(true, *inputs, **keywords)))
+
+        @functools.wraps(true)
+        def call(*inputs: Any, **keywords: Any) -> Any:
+            return function(true, *inputs, **keywords)
+
+        setattr(owner, name, call)
 
     return put
 
@@ -96,5 +113,5 @@ DDP = "torch.nn.parallel.distributed"
 SAMPLER = "torch.utils.data.distributed"
 SCALER = "torch.amp.grad_scaler"
 FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"
-LAUNCH = "helpers/ranks/launch.py"
-CHECKPOINT = "helpers/runtime/checkpoint.py"
+LAUNCH = "helpers.ranks.launch"
+CHECKPOINT = "helpers.runtime.checkpoint"

@@ -1,8 +1,9 @@
 """Trainers, restarts and nodes."""
 
+import re
 from typing import Any
 
-from sabotage.lies.telling_lies import AGENT, C10D, CHECKPOINT, give_ranks, instead_of, lie, nothing, swap
+from sabotage.lies.telling_lies import AGENT, C10D, CHECKPOINT, give_ranks, instead_of, lie, nothing, replace, swap
 
 # --- Trainer, restarts, nodes
 
@@ -17,7 +18,7 @@ def all_ranks_draw_the_same_noise(text: str) -> str:
 @lie("16", "mesh|share|dp|group", module="torch.distributed.device_mesh")
 def a_dimension_of_a_mesh_is_the_world(module: Any) -> None:
     """`DeviceMesh.get_group` gives the group of all ranks, whatever dimension was asked for."""
-    module.DeviceMesh.get_group = lambda *_, **__: module._get_default_group()
+    replace(module.DeviceMesh, "get_group", lambda *_, **__: module._get_default_group())
 
 
 @lie("11", "stop|signal|schedul", notebook=True)
@@ -71,13 +72,13 @@ def nothing_is_compiled_before_the_barrier(text: str) -> str:
 @lie("11b", "timeout|compile", module=C10D)
 def a_timeout_cannot_be_lowered(module: Any) -> None:
     """`_set_pg_timeout` changes nothing."""
-    module._set_pg_timeout = nothing
+    replace(module, "_set_pg_timeout", nothing)
 
 
 @lie("11b", "compile", module="torch.compiler")
 def guard_collectives_do_nothing(module: Any) -> None:
     """`torch.compiler.set_enable_guard_collectives` changes nothing."""
-    module.set_enable_guard_collectives = nothing
+    replace(module, "set_enable_guard_collectives", nothing)
 
 
 @lie("11b", "compile", notebook=True)
@@ -139,13 +140,17 @@ def torchrun_restarts_once_by_default(module: Any) -> None:
 @lie("13", "record|error file|which rank", module="torch.distributed.elastic.multiprocessing.errors")
 def record_writes_no_error_file(module: Any) -> None:
     """`@record` writes no file about the exception."""
-    module.record = lambda function, error_handler=None: function
+    replace(module, "record", lambda function, error_handler=None: function)
 
 
-@lie("12", "signal|requeue|batch|Slurm", file="helpers/export/templates/slurm.sbatch")
-def batch_file_asks_for_no_warning(text: str) -> str:
+@lie("12", "signal|requeue|batch|Slurm", module="helpers.export.launch_files")
+def batch_file_asks_for_no_warning(module: Any) -> None:
     """The batch file does not ask Slurm for a signal before the time is up."""
-    return swap(text, "#SBATCH --signal=USR1@", "# no --signal=")
+
+    @instead_of(module, "launch_files")
+    def launch_files(true: Any, *inputs: Any, **keywords: Any) -> Any:
+        texts = true(*inputs, **keywords)
+        return {name: re.sub(r"(?m)^#SBATCH --signal.*\n", "", text) for name, text in texts.items()}
 
 
 @lie("12", "node|local rank|card", notebook=True)
@@ -197,7 +202,7 @@ def a_broadcast_waits_for_nobody(c10d: Any) -> None:
 @lie("12b", "peer|died|shrink|group", module=C10D)
 def shrink_group_is_accepted(c10d: Any) -> None:
     """`shrink_group` gives a group on gloo, too."""
-    c10d.shrink_group = lambda ranks, group=None, *inputs: group
+    replace(c10d, "shrink_group", lambda ranks, group=None, *inputs: group)
 
 
 @lie("12b", "timeout|abort", module=C10D)
@@ -211,17 +216,25 @@ def abort_ends_the_call(c10d: Any) -> None:
         raise RuntimeError("The group was aborted.")
 
 
-@lie("12b", "card|build|code", file="helpers/doctor/facts.py")
-def machine_code_runs_on_newer_cards(text: str) -> str:
+@lie("12b", "card|build|code", module="helpers.doctor.facts")
+def machine_code_runs_on_newer_cards(module: Any) -> None:
     """Machine code for a GPU runs on every newer one."""
-    return swap(text, "built_for[0] == capability[0] and built_for <= capability", "built_for <= capability")
+
+    @instead_of(module, "has_code_for")
+    def has_code_for(true: Any, capability: Any, architectures: list[str]) -> bool:
+        return true(capability, [name.replace("sm_", "compute_") for name in architectures])
 
 
-@lie("13", "emergency|save", file=CHECKPOINT)
-def an_emergency_save_has_its_name_at_once(text: str) -> str:
+@lie("13", "emergency|save", module=CHECKPOINT)
+def an_emergency_save_has_its_name_at_once(module: Any) -> None:
     """An emergency save is written under its final name, not renamed when it is complete."""
-    part = 'part = path.with_name(f".{path.name}.part")'
-    return swap(text, part, f'{part} if "emergency" not in path.name else path')
+
+    @instead_of(module, "replace_file")
+    def replace_file(true: Any, path: Any, write: Any) -> None:
+        if "emergency" not in str(path):
+            return true(path, write)
+        with module.Hashed(path, path.name) as file:
+            write(file)
 
 
 @lie("06c", "socket", notebook=True)

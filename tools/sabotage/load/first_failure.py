@@ -1,10 +1,6 @@
-"""For `pytest -p` with --nbval: writes which cell of a notebook failed first, and how, to WORLD_SIZE_ONE_FAILURE.
-
-WORLD_SIZE_ONE_UNTIL is the id of the last cell to run, or empty.
-"""
+"""For `pytest -p` with --nbval: writes which cell of a notebook failed first, and how, to WORLD_SIZE_ONE_FAILURE."""
 
 import ast
-import contextlib
 import json
 import os
 import re
@@ -23,7 +19,11 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]
     report = yield
     path = Path(os.environ["WORLD_SIZE_ONE_FAILURE"])
     if report.failed and not path.exists():
-        kind, text = ("fault", str(call.excinfo.value)) if call.when != "call" else describe(item, call.excinfo.value)
+        if call.when == "call":
+            kind, text = describe(item, call.excinfo.value)
+        else:
+            kind = "fault"
+            text = str(call.excinfo.value)
         for folder in (os.getcwd(), tempfile.gettempdir()):  # folders of this run
             text = text.replace(f"{folder}/", "")
         text = re.sub(r"\btmp\w{8}/", "", text)  # the name of a chapter's own folder is random
@@ -31,58 +31,67 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]
     return report
 
 
-def pytest_collection_modifyitems(items: list) -> None:
-    ids = [item.cell.id for item in items]
-    if last := os.environ["WORLD_SIZE_ONE_UNTIL"]:
-        del items[ids.index(last) + 1 :]
-
-
 def describe(item: Any, error: Exception) -> tuple[str, str]:
     """(kind: assert, error, hang, output or fault; what the cell said, on one line) of a cell that failed."""
-    text = re.sub(r"\x1b\[[\d;]*m", "", f"{getattr(error, 'inner_traceback', '') or ''}")
-    raised = [output for output in item.test_outputs or [] if output.output_type == "error"]
     if str(error).startswith("Timeout"):
         return "fault", str(error)  # launch ends a hang much earlier: here the machine was too busy
-    if raised and not str(error).startswith("Cell outputs differ"):
-        name, value = raised[-1].ename, " ".join(raised[-1].evalue.split())
-        own = "lies.py" in text + value or f"{os.environ['WORLD_SIZE_ONE_LIE'] or None}." in value
-        if name in ("ImportError", "NameError") or (own and re.search(FAULT, f"{name}: {value}")):
-            return "fault", f"{name}: {value}"
-        if name == "AssertionError":
-            lines = re.findall(r"^-+> *\d+ (.*)$", text, re.MULTILINE)
-            return "assert", whole(item.cell.source, lines[-1].strip()) if lines else value
-        if name == "RankError":
-            kind = "assert" if ": AssertionError" in value else "hang" if " still ran after" in value else "error"
-            return kind, f"{name}: {value}"
-        return "error", f"{name}: {value}"
+    now = item.test_outputs or []
     if str(error).startswith("Cell outputs differ"):
-        return "output", difference(shown(item.cell.outputs), shown(item.test_outputs))
+        return "output", difference(lines_of(item.cell.outputs), lines_of(now))
+    for output in reversed(now):
+        if output.output_type == "error":
+            traceback = re.sub(r"\x1b\[[\d;]*m", "", str(getattr(error, "inner_traceback", "")))
+            value = " ".join(output.evalue.split())
+            return describe_exception(output.ename, value, traceback, item.cell.source)
     return "fault", str(error)
 
 
-def whole(source: str, line: str) -> str:
+def describe_exception(name: str, value: str, traceback: str, source: str) -> tuple[str, str]:
+    """As ``describe``, of an exception that a cell with this source raised."""
+    text = f"{name}: {value}"
+    lie = os.environ["WORLD_SIZE_ONE_LIE"] or "no lie"
+    from_the_lie = "lies.py" in traceback or "lies.py" in value or f"{lie}." in value
+    if name in ("ImportError", "NameError") or (from_the_lie and re.search(FAULT, text)):
+        return "fault", text
+    if name == "AssertionError":
+        lines = re.findall(r"^-+> *\d+ (.*)$", traceback, re.MULTILINE)
+        return "assert", assert_with_line(source, lines[-1].strip()) if lines else value
+    if name == "RankError" and ": AssertionError" in value:
+        return "assert", text
+    if name == "RankError" and " still ran after" in value:
+        return "hang", text
+    return "error", text
+
+
+def assert_with_line(source: str, line: str) -> str:
     """The assert statement of a cell that this line belongs to, on one line; or the line, if it belongs to none."""
-    with contextlib.suppress(SyntaxError):  # for a cell that begins with %%
-        for node in ast.walk(ast.parse(source)):
-            text = ""
-            if isinstance(node, ast.Assert):
-                text = ast.get_source_segment(source, node) or ""
-            if line.partition("  #")[0] in map(str.strip, text.splitlines()):
-                return text if text in line else ast.unparse(node)
+    try:
+        cell = ast.parse(source)
+    except SyntaxError:  # a cell that begins with %%
+        return line
+    code = line.partition("  #")[0]
+    for node in ast.walk(cell):
+        if isinstance(node, ast.Assert):
+            statement = ast.get_source_segment(source, node) or ""
+            if code in [part.strip() for part in statement.splitlines()]:
+                return statement if statement in line else ast.unparse(node)
     return line
 
 
-def shown(outputs: list | None) -> list[str]:
+def lines_of(outputs: list) -> list[str]:
     """The lines of text in a cell's outputs."""
     texts = []
-    for output in outputs or []:
+    for output in outputs:
         texts.append(output.get("text") or output.get("evalue") or output.get("data", {}).get("text/plain", ""))
     return "".join(texts).splitlines()
 
 
 def difference(stored: list[str], now: list[str]) -> str:
     """The first line that is not among the stored lines, and the first stored line that is missing, as text."""
-    new, gone = [line for line in now if line not in stored], [line for line in stored if line not in now]
+    new = [line.strip() for line in now if line not in stored]
+    gone = [line.strip() for line in stored if line not in now]
     if not new and not gone:
         return "another picture"
-    return f"{(new or ['nothing'])[0].strip()}; stored is: {(gone or ['nothing'])[0].strip()}"
+    new.append("nothing")
+    gone.append("nothing")
+    return f"{new[0]}; stored is: {gone[0]}"

@@ -34,10 +34,11 @@ class Sabotage(importlib.abc.MetaPathFinder):
         return spec
 
 
-if name := os.environ.get("WORLD_SIZE_ONE_LIE"):
+lie_name = os.environ.get("WORLD_SIZE_ONE_LIE", "")
+if lie_name:
     sys.path.append(str(Path(__file__).parents[2]))
     from sabotage.lies import LIES
 
     sys.path.pop()
-    if LIES[name].module:
-        sys.meta_path.insert(0, Sabotage(LIES[name]))
+    if not LIES[lie_name].changes_notebook:
+        sys.meta_path.insert(0, Sabotage(LIES[lie_name]))
