@@ -17,7 +17,7 @@ from fontTools.pens.ttGlyphPen import TTGlyphPen
 from fontTools.ttLib import TTFont
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "book" / "_ext"))
-from book_fonts import OF_DRAWINGS
+from book_fonts import FACES_OF_DRAWINGS
 from book_icons import ICONS
 
 FONTS = Path(__file__).parents[1] / "book" / "fonts"
