@@ -3,6 +3,7 @@
 import gc
 import re
 import shutil
+import sys
 from functools import cache
 from urllib.parse import unquote, urlsplit
 
@@ -11,6 +12,9 @@ import pytest
 from bs4 import BeautifulSoup
 from conftest import CHAPTERS, ROOT, build, toc_files
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+sys.path.append(str(ROOT / "book" / "_ext"))
+import book_address
 
 OTHER_HOST = re.compile(r"\s*(https?:)?//")
 ADDRESS = re.compile(r"https?://[\w-]+(\.[\w-]+)+(:\d+)?(/[^\s<>\"]*)?")
@@ -198,12 +202,9 @@ def test_repository_and_launch_links_with_the_variable(tmp_path):
     assert [flaw for flaw in flaws(html) if "asks another host" in flaw] == []
 
 
-@pytest.mark.slow
-def test_bad_repository_url_fails_the_build(tmp_path):
-    _, status, complaints = build_small_book(tmp_path, "example.org/book")
-    assert status != 0
-    assert "BOOK_REPOSITORY_URL is 'example.org/book', which is not the address of a repository on GitHub" in complaints
-    assert "Traceback" not in complaints
+def test_an_address_that_is_no_repository_on_github_is_refused():
+    with pytest.raises(ValueError, match="BOOK_REPOSITORY_URL is 'example.org/book', which is not the address of"):
+        book_address.theme_options("example.org/book")
 
 
 def test_every_page_has_a_card_and_the_logo(book):

@@ -119,6 +119,30 @@ def not_drawn(page):
         yield f"no picture: {address}"
 
 
+WORDS_OF_FIGURES = """() => {
+    const problems = [];
+    for (const svg of document.querySelectorAll('.wso-on svg')) {
+        const sheet = svg.getBoundingClientRect();
+        const words = [...svg.querySelectorAll('text')].map(text => [text.textContent, text.getBoundingClientRect()]);
+        words.forEach(([word, box], number) => {
+            if (box.left < sheet.left - 3 || box.right > sheet.right + 3 || box.bottom > sheet.bottom + 3)
+                problems.push(`outside of its drawing: ${word}`);
+            for (const [other, {left, right, top, bottom}] of words.slice(number + 1)) {
+                const width = Math.min(box.right, right) - Math.max(box.left, left);
+                const height = Math.min(box.bottom, bottom) - Math.max(box.top, top);
+                if (width > 2 && height > 4) problems.push(`on each other: ${word}, ${other}`);
+            }
+        });
+    }
+    return problems;
+}"""
+
+
+def words_that_cannot_be_read(page):
+    """Yields words of figures that are outside of the drawing, or on each other."""
+    yield from page.evaluate(WORDS_OF_FIGURES)
+
+
 # It sets each control of each figure to all of its values, one after the other.
 CONTROLS_THAT_FAIL = """() => {
     const problems = [];
@@ -180,7 +204,8 @@ def test_page_has_no_problem(visit, book, name):
     page = visit(name)
     problems = list(too_heavy(page, book.html, name))
     unfold(page)
-    for check in (too_wide, not_drawn, foreign_characters, controls_that_fail, seen_by_axe):
+    checks = (too_wide, not_drawn, words_that_cannot_be_read, foreign_characters, controls_that_fail, seen_by_axe)
+    for check in checks:
         problems += check(page)
     assert not problems, "\n".join(problems)
 

@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from bs4 import BeautifulSoup
 from conftest import CHAPTERS, ROOT, toc_files
-from measure_pages import SCREEN, Block, code_stretches, measure, measure_chapters
+from measure_pages import SCREEN, measure, measure_chapters
 from visits import unfold
 
 from helpers.export.chapters import find_notebook
@@ -53,12 +53,7 @@ def test_the_measures_of_a_page_are_those_of_its_blocks(browser):
     assert 800 * measures.screens == pytest.approx(160 + 880 + 80 + 40 + 80)
     assert 800 * measures.first_output == pytest.approx(160 + 880)
     assert 800 * measures.first_picture == pytest.approx(160 + 880 + 80 + 40)
-    assert (measures.walls, measures.lines) == (1, 2)
-
-
-def test_closed_boxes_and_outputs_do_not_interrupt_code():
-    blocks = [Block("code", 0, 1), Block("box", 1, 2), Block("code", 2, 3), Block("text", 3, 4), Block("code", 4, 4.5)]
-    assert code_stretches(blocks) == [2, 0.5]
+    assert measures.lines == 2
 
 
 # --- boxes and marks --------------------------------------------------------------------------------------------------

@@ -15,9 +15,6 @@ from pypdf import PdfReader
 
 pytestmark = [pytest.mark.daily, pytest.mark.timeout(1800)]  # the first test prints the book, for half a minute or more
 
-# Fonts of book/fonts for text, code and formulas; the theme's for icons.
-FONTS = r"/[A-Z]{6}\+(Inter-(Regular|Italic|SemiBold)|JetBrainsMono-(Regular|Bold)|FontAwesome6.*)"
-
 
 @pytest.fixture(scope="module")
 def pdf(book, browser, tmp_path_factory):
@@ -79,17 +76,6 @@ def test_links_lead_to_a_place_in_the_book_or_to_the_web(pdf):
                 assert target in pdf.reader.named_destinations
                 inside += 1
     assert inside > 50 * len(CHAPTERS)
-
-
-def test_fonts_are_the_books_own(pdf):
-    names = set()
-    for page in pdf.reader.pages:
-        for reference in page["/Resources"].get("/Font", {}).values():
-            font = reference.get_object()
-            if font["/Subtype"] != "/Type3":
-                names.add(font["/BaseFont"])
-    assert len(names) > 4
-    assert [name for name in names if not re.fullmatch(FONTS, name)] == []
 
 
 def test_what_the_screen_folds_is_printed(pdf):

@@ -14,8 +14,6 @@ from conftest import CHAPTERS, ROOT, toc_files
 from mdit_py_plugins.anchors.index import slugify
 from visits import NARROW, WIDE, open_page, seen_by_axe, too_wide
 
-from helpers.export.chapters import find_notebook
-
 sys.path.append(str(ROOT / "book" / "_ext"))
 from book_search import ERRORS, Entry, read_errors
 
@@ -174,17 +172,6 @@ def test_an_error_message_leads_to_the_section_that_cures_it(search):
             assert place == cure, query
 
 
-@pytest.mark.parametrize(
-    "query, page, anchor",
-    [
-        ("FSDP vs DDP", "decision_guide", "which-parallelism-do-i-need-and-in-which-order-do-i-apply-it"),
-        ("ZeRO", find_notebook("06").stem, "zero-on-one-page"),
-    ],
-)
-def test_a_comparison_and_an_abbreviation_are_understood(search, query, page, anchor):
-    assert first_places(search, [query]) == [(f"notebooks/{page}", anchor)]
-
-
 def test_a_heading_of_every_chapter_does_not_win_every_query(search):
     queries = ["GPUs", "how many GPUs", "two GPUs slower than one", "run on all GPUs", "Adam on 8 GPUs"]
     assert "take-it-to-your-gpus" not in [anchor for _, anchor in first_places(search, queries)]
@@ -199,12 +186,6 @@ def test_a_lie_is_an_entry_and_comes_after_what_chapters_say(search, entries):
     queries = ["all-reduce", "gradient accumulation", "sampler epoch", "checkpoint resume", "hang timeout"]
     for results in search.evaluate(ANSWER, queries):
         assert "book/sabotage" not in [result["page"] for result in results[:MAX_RESULTS]]
-
-
-def test_code_is_said_to_be_code(search):
-    [results] = search.evaluate(ANSWER, ["parallelize_module ColwiseParallel"])
-    sentences = ["".join(text for text, _ in result["sentence"]) for result in results]
-    assert any(re.fullmatch("in code: ColwiseParallel, (.*, )?parallelize_module", text) for text in sentences)
 
 
 # --- how it is used ---------------------------------------------------------------------------------------------------

@@ -61,7 +61,6 @@ class Measures:
     by_kind: dict[str, float]
     first_picture: float | None  # from the top
     first_output: float | None
-    walls: int  # stretches of more than a screen of code in which no sentence or figure stands
     lines: int  # of code in view
 
 
@@ -80,7 +79,6 @@ def measure(page: Page) -> Measures:
         by_kind=by_kind,
         first_picture=first_of("figure", blocks),
         first_output=first_of("output", blocks),
-        walls=len([stretch for stretch in code_stretches(blocks) if stretch > 1]),
         lines=measured["lines"],
     )
 
@@ -90,17 +88,6 @@ def first_of(kind: str, blocks: Sequence[Block]) -> float | None:
         if block.kind == kind:
             return block.top
     return None
-
-
-def code_stretches(blocks: Sequence[Block]) -> list[float]:
-    """The heights of code that stands together; outputs and closed boxes do not interrupt it."""
-    stretches = [0.0]
-    for block in blocks:
-        if block.kind == "code":
-            stretches[-1] += block.height
-        elif block.kind not in ("output", "box"):
-            stretches.append(0.0)
-    return stretches
 
 
 def count_words(notebook: Path) -> int:
@@ -124,12 +111,12 @@ def measure_chapters(browser: Browser, html: Path) -> dict[str, Measures]:
 
 def table(measures: dict[str, Measures], words: dict[str, int]) -> str:
     """The measures as text, a line for each chapter, and the shares of the kinds in all of them."""
-    columns = ["screens", *KINDS, "picture", "output", "walls", "lines", "words"]
+    columns = ["screens", *KINDS, "picture", "output", "lines", "words"]
     table_lines = [line_of("chapter", columns)]
     for name, chapter in measures.items():
         kinds = [f"{height:.1f}" for height in chapter.by_kind.values()]
         firsts = ["-" if top is None else f"{top:.1f}" for top in (chapter.first_picture, chapter.first_output)]
-        counts = [str(count) for count in (chapter.walls, chapter.lines, words[name])]
+        counts = [str(count) for count in (chapter.lines, words[name])]
         table_lines.append(line_of(name, [f"{chapter.screens:.1f}", *kinds, *firsts, *counts]))
     screens = sum(chapter.screens for chapter in measures.values())
     shares = []

@@ -13,7 +13,6 @@ The box is an admonition because JupyterLab shows an admonition with its text, a
 an error.
 """
 
-import json
 import math
 import re
 import textwrap
@@ -23,7 +22,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from book_search import ERRORS, read_errors
 from book_verified import MONTHS
 from docutils import nodes
 from docutils.parsers.rst.directives.admonitions import Admonition
@@ -161,7 +159,7 @@ def text_of_box(root: Path, name: str, text_without_record: str) -> str:
     if name == MESSAGES:
         if not shown:
             return f"{NOT_SEEN} {text_without_record}"
-        return "\n\n".join([*map(messages_text, shown), explanations(root, shown)])
+        return "\n\n".join(map(messages_text, shown))
     if not shown:
         return f"{NOT_MEASURED} {text_without_record}"
     return "\n\n".join(map(figures_text, shown))
@@ -233,40 +231,6 @@ def table(names: Iterable[str], rows: list[list[str]]) -> str:
 
 def table_line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def explanations(root: Path, shown: list[Finding]) -> str:
-    """Which messages of book/error_messages.txt were printed, with the page that explains each, as a table."""
-    printed = " ".join(text for finding in shown for text in finding.texts.values())
-    printed = " ".join(printed.split())
-    rows = []
-    for section, messages in read_errors(root / ERRORS).items():
-        page = section.partition("#")[0]
-        link = f"[{escaped(title_of(root, page))}](/{source_of(root, page)})"
-        for message in messages:
-            if message in printed:
-                rows.append([code(message).replace("|", r"\|"), link])
-    source_of_others = "Every other message about GPUs in this book comes from the source that is named beside it."
-    if not rows:
-        return f"None of these is a message that this book explains. {source_of_others}"
-    explained = table(("message", "explained in"), rows)
-    return f"Among these are messages that this book explains:\n\n{explained}\n\n{source_of_others}"
-
-
-def source_of(root: Path, page: str) -> str:
-    """A page's file, from the root: ``notebooks/14b_reading_nccl.ipynb``."""
-    if (root / f"{page}.ipynb").exists():
-        return f"{page}.ipynb"
-    return f"{page}.md"
-
-
-def title_of(root: Path, page: str) -> str:
-    """A page's title, its first heading."""
-    source = source_of(root, page)
-    text = (root / source).read_text(encoding="utf-8")
-    if source.endswith(".ipynb"):
-        text = "".join(json.loads(text)["cells"][0]["source"])
-    return text.partition("\n")[0].removeprefix("# ")
 
 
 def number(value: float) -> str:

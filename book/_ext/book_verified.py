@@ -72,5 +72,6 @@ def add_last_line(app: Sphinx, page: str, template: str, context: dict[str, Any]
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
+    # book_accessibility.py and book_tables.py change other parts of the body in the same event, in any order.
     app.connect("html-page-context", add_last_line)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

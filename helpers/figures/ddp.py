@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 from matplotlib.ticker import MaxNLocator
 
-from helpers.figures.drawing import INK, Span, boxes, canvas, rank_color, rank_hatch, style
+from helpers.figures.drawing import INK, Span, boxes, canvas, rank_color, style
 
 # --- one step of DDP, as a model --------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ def replicas(world_size: int = 4) -> Figure:
         if width > 48:
             name = f"rank {rank}"
         ax.text(center, 18, name, ha="center", weight="bold")
-        private: dict[str, Any] = {"facecolor": (color, 0.4), "edgecolor": color, "hatch": rank_hatch(rank)}
+        private: dict[str, Any] = {"facecolor": (color, 0.4), "edgecolor": color}
         boxes(ax, [(x, 32 + 14 * row, width, 11) for row in range(3)], **private, linewidth=1)
         arrow_down(ax, center, 76, 98)
         layers = []

@@ -35,8 +35,7 @@ from helpers.figures.svg import compact, with_own_ids
 # Rank k has the k-th colour everywhere. Each colour has a contrast of 3 to 1 or more with the white and the dark page.
 # Readers with protanopia, deuteranopia or tritanopia can tell any two apart (tests/test_figures.py computes both).
 RANK_COLORS = ["#3355ee", "#bb8800", "#ff4499", "#227755", "#cc2200", "#4499bb", "#aa77ff", "#994499"]
-HATCHES = ["", "///", "...", "xxx"]  # ranks 8 to 15 repeat the colours with the second hatch, and so on
-DASHES = ["-", "--", ":", "-."]  # the same for lines
+DASHES = ["-", "--", ":", "-."]  # for lines that belong to no rank
 INK = "black"  # for what belongs to no rank; svg() turns black into the page's text colour
 
 STYLE: dict[str, Any] = {
@@ -87,18 +86,13 @@ def style() -> Iterator[None]:
 
 
 def rank_color(rank: int) -> str:
-    """The colour of a rank, such as "#3355ee", in every figure. Ranks 8 and above repeat colours: add ``rank_hatch``.
+    """The colour of a rank, such as "#3355ee", in every figure. Ranks 8 and above repeat colours.
 
     Raises ValueError for anything but a whole number from 0 on.
     """
     if not isinstance(rank, int) or rank < 0:
         raise ValueError(f"rank_color({rank!r}): a rank is a whole number from 0 on.")
     return RANK_COLORS[rank % len(RANK_COLORS)]
-
-
-def rank_hatch(rank: int) -> str:
-    """The hatch for a rank's areas, which tells rank 8 from rank 0; "" for ranks 0 to 7."""
-    return HATCHES[rank // len(RANK_COLORS) % len(HATCHES)]
 
 
 def figure(width: float, height: float, **kwargs: Any) -> Figure:
@@ -142,8 +136,7 @@ def lines(series: Mapping[int | str, Sequence[float]], x: Sequence[float], xlabe
     unused_dashes = itertools.cycle(DASHES)
     for name, values in series.items():
         if isinstance(name, int):
-            dash = DASHES[HATCHES.index(rank_hatch(name))]
-            ax.plot(x, values, dash, color=rank_color(name), label=f"rank {name}")
+            ax.plot(x, values, "-", color=rank_color(name), label=f"rank {name}")
         else:
             ax.plot(x, values, next(unused_dashes), color=INK, label=name)
     ax.set(xlabel=xlabel, title=ylabel)
@@ -168,10 +161,10 @@ def bars(values: Mapping[int | str, float], xlabel: str, number: str = "{:.3g}")
     for row, (name, value) in enumerate(values.items()):
         if isinstance(name, int):
             names.append(f"rank {name}")
-            look = {"color": rank_color(name), "alpha": 1.0, "hatch": rank_hatch(name)}
+            look = {"color": rank_color(name), "alpha": 1.0}
         else:
             names.append(name)
-            look = {"color": INK, "alpha": 0.55, "hatch": ""}
+            look = {"color": INK, "alpha": 0.55}
         ax.barh(row, value, 0.62, linewidth=0, **look)
         ax.annotate(number.format(value), (value, row), (5, 0), textcoords="offset points", va="center")
     ax.margins(x=0.12)  # so that the longest bar's number has space
