@@ -396,7 +396,7 @@ def test_nbval_masks_the_drawing_of_a_measured_figure_and_nothing_else(tmp_path)
     options = {"kernel_manager_class": SocketKernelManager, "kernel_name": "python3"}
     client = NotebookClient(notebook, **options, resources={"metadata": {"path": str(tmp_path)}})
     client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
-    notebook.metadata.pop("widgets")
+    notebook.metadata.pop("widgets", None)
     del notebook.cells[-1].outputs[0].data[WIDGET_VIEW]
     nbformat.write(notebook, path)
     (tmp_path / "value").write_text("1.5")

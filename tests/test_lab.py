@@ -171,7 +171,7 @@ def test_a_long_launch_shows_the_newest_lines_of_its_ranks_until_it_ends(browser
     nbformat.write(notebook, lab.notebooks / "long_launch.ipynb")
     page = open_notebook(browser, lab, "long_launch")
     run_all_cells(page)
-    page.locator(".jp-OutputArea-output").get_by_text(re.compile(r"\d+ s  \[ranks? [01-]+\] step \d")).wait_for()
+    page.locator(".jp-OutputArea-output").get_by_text(re.compile(r"\d+ s\s+\[ranks? [01-]+\] step \d")).wait_for()
     [cell] = wait_for_last_cell(page)
     printed = "".join(f"[ranks 0-1] step {step}\n" for step in range(10))
     assert ["".join(output["text"]) for output in cell["outputs"]] == [printed]

@@ -31,9 +31,13 @@ def entries(book):
     return [Entry(*row) for row in zip(*columns, strict=True)]
 
 
-def words_of(html):
-    text = unescape(re.sub("<[^>]*>", "", html))
+def words_in(text):
+    """The words of a text, without punctuation."""
     return " ".join(re.findall(r"\w+", text))
+
+
+def words_of(html):
+    return words_in(unescape(re.sub("<[^>]*>", "", html)))
 
 
 # --- what is in the index ---------------------------------------------------------------------------------------------
@@ -57,7 +61,7 @@ def test_every_heading_can_be_found(book, entries):
 def test_what_is_folded_can_be_found_but_no_script(book, entries):
     """The listing of a script is not in the index, because the page's cells have the same lines."""
     for page in CHAPTERS:
-        index = words_of(" ".join(f"{entry.text} {entry.code}" for entry in entries if entry.page == page))
+        index = words_in(" ".join(f"{entry.text} {entry.code}" for entry in entries if entry.page == page))
         html = (book.html / f"{page}.html").read_text(encoding="utf-8")
         for answer in re.findall(r"<details>(.*?)</details>", html, flags=re.S):
             for sentence in re.findall(r"<p>([^<.:(]{20,})", answer):
@@ -67,7 +71,7 @@ def test_what_is_folded_can_be_found_but_no_script(book, entries):
                 for function in re.findall(r"^def (\w{4,})", "".join(cell["source"]), flags=re.M):
                     assert function in index, page
         script = (book.scripts / f"{page.removeprefix('notebooks/')}.py").read_text(encoding="utf-8")
-        title = words_of(script.splitlines()[0].removeprefix('r"""'))
+        title = words_in(script.splitlines()[0].removeprefix('r"""'))
         assert title not in index
 
 
