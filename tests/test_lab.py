@@ -1,26 +1,33 @@
-"""Chapters in JupyterLab, in a real browser: run all, no error, the sliders live, nothing left running.
+"""Notebooks in JupyterLab, in a real browser: run all, no error, the sliders live, nothing left running.
 
 The template has one of everything. With LAB=all in the environment, ``make test ARGS=tests/test_lab.py`` runs all.
 """
 
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 
+import nbformat
 import psutil
 import pytest
 from conftest import CHAPTERS, ROOT
 from leftovers import soon
+from nbformat.v4 import new_code_cell, new_notebook
 from store_outputs import WIDGET_VIEW
 from visits import PATIENCE
 
-NAMES = CHAPTERS if os.environ.get("LAB") == "all" else ["notebooks/template"]
+NAMES = ["notebooks/template"]
+if os.environ.get("LAB") == "all":
+    NAMES = CHAPTERS
 
 # With --LabApp.expose_app_in_browser, JupyterLab is `jupyterapp` in the page.
 NOTEBOOK = "jupyterapp.shell.currentWidget"
@@ -31,29 +38,53 @@ CELLS = f"""[...{NOTEBOOK}.content.widgets].map((widget, place) => ({{place, mod
     }}))"""
 
 
+@dataclass(frozen=True)
+class Lab:
+    """A JupyterLab on a copy of the notebooks."""
+
+    url: str
+    token: str
+    notebooks: Path
+
+
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """The address, with its token, of a JupyterLab on a copy of the notebooks. It ends with the test."""
+    """A JupyterLab that ends with the tests. It leaves the user's own settings alone, and no kernel running."""
     folder = tmp_path_factory.mktemp("lab")
-    shutil.copytree(ROOT / "notebooks", folder / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    notebooks = folder / "notebooks"
+    shutil.copytree(ROOT / "notebooks", notebooks, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     sockets = Path(tempfile.mkdtemp(prefix="lab-"))  # instead of ports, which others may take first
     token = secrets.token_hex(16)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "PYTEST"))}
-    for name in ["CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"]:  # leave the user's own alone
-        env[f"JUPYTER_{name}"] = str(folder / name)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "PYTEST"))}
+    for name in ["CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"]:
+        environment[f"JUPYTER_{name}"] = str(folder / name)
     command = [
-        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0",
-        f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder / 'notebooks'}",
-        "--LabApp.expose_app_in_browser=True", "--LabApp.news_url=", "--LabApp.check_for_updates_class="
-        "jupyterlab.NeverCheckForUpdate", "--KernelManager.transport=ipc", f"--KernelManager.ip={sockets / 'kernel'}",
-    ]  # fmt: skip
+        *(sys.executable, "-m", "jupyterlab"),
+        "--no-browser",
+        "--allow-root",
+        "--ip=127.0.0.1",
+        "--port=0",
+        f"--IdentityProvider.token={token}",
+        f"--ServerApp.root_dir={notebooks}",
+        "--LabApp.expose_app_in_browser=True",
+        "--LabApp.news_url=",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+        "--KernelManager.transport=ipc",
+        f"--KernelManager.ip={sockets / 'kernel'}",
+    ]
     with open(folder / "log", "w") as log:
-        server = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    def server_info():
+        """What the server says of itself, as JSON; nothing before it has a port."""
+        files = list((folder / "RUNTIME_DIR").glob("jpserver-*.json"))
+        if not files:
+            return ""
+        return files[0].read_text()
+
     try:
-        infos = (folder / "RUNTIME_DIR").glob
-        [info] = soon(lambda: [text for file in infos("jpserver-*.json") if (text := file.read_text())], 120)
-        url = json.loads(info)["url"]
-        yield url, token
+        url = json.loads(soon(server_info, 120))["url"]
+        yield Lab(url, token, notebooks)
         kernels = psutil.Process(server.pid).children(recursive=True)
         shutdown = urllib.request.Request(f"{url}api/shutdown?token={token}", method="POST")
         urllib.request.urlopen(shutdown, timeout=60).close()
@@ -68,38 +99,81 @@ def lab(tmp_path_factory):
         shutil.rmtree(sockets, ignore_errors=True)
 
 
+def open_notebook(browser, lab, name):
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(PATIENCE)
+    page.goto(f"{lab.url}lab/tree/{name}.ipynb?token={lab.token}&reset")
+    page.wait_for_function(READY)
+    return page
+
+
+def run_all_cells(page):
+    page.evaluate("void jupyterapp.commands.execute('notebook:run-all-cells')")
+
+
+def wait_for_last_cell(page):
+    """Wait until the last cell has run; return all code cells."""
+    page.wait_for_function(f"{CELLS}.at(-1).count && {READY}", timeout=2 * PATIENCE)
+    return page.evaluate(CELLS)
+
+
+def drawings_in(output):
+    return output.locator("svg").evaluate_all("all => all.map(svg => svg.outerHTML)")
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("chapter", NAMES)
 def test_chapter_runs_in_jupyterlab(browser, lab, chapter):
-    url, token = lab
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.set_default_timeout(PATIENCE)
-    page.goto(f"{url}lab/tree/{chapter.split('/')[1]}.ipynb?token={token}&reset")
-    page.wait_for_function(READY)
-    page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
-    page.wait_for_function(f"{CELLS}.at(-1).count && {READY}", timeout=2 * PATIENCE)
-
-    cells = page.evaluate(CELLS)
+    page = open_notebook(browser, lab, chapter.removeprefix("notebooks/"))
+    run_all_cells(page)
+    cells = wait_for_last_cell(page)
     assert [cell["count"] for cell in cells] == list(range(1, len(cells) + 1))
-    outputs = [(cell, output) for cell in cells for output in cell["outputs"]]
-    errors = [output for cell, output in outputs if "raises-exception" not in cell["tags"] and "ename" in output]
-    assert errors == []
+    positions_of_widgets = []
+    for cell in cells:
+        for output in cell["outputs"]:
+            assert "ename" not in output or "raises-exception" in cell["tags"], output
+            if WIDGET_VIEW in output.get("data", {}):
+                positions_of_widgets.append(cell["place"])
 
-    places = [cell["place"] for cell, output in outputs if WIDGET_VIEW in output.get("data", {})]
-    assert places, "no live figure"
-    for place in places:
-        page.evaluate(f"place => {NOTEBOOK}.content.scrollToItem(place, 'start')", place)
-        output = page.locator(f".jp-Notebook .jp-Cell[data-windowed-list-index='{place}'] .jp-OutputArea-output")
-        for handle in output.locator("[role=slider]").all():
-            handle.scroll_into_view_if_needed()
-            before = pictures(output)
-            assert before, "no picture beside the slider"
-            handle.focus()
-            at_the_end = handle.get_attribute("aria-valuenow") == handle.get_attribute("aria-valuemax")
-            page.keyboard.press("ArrowLeft" if at_the_end else "ArrowRight")
-            assert soon(lambda output=output, before=before: pictures(output) not in ([], before))
+    assert positions_of_widgets, "no live figure"
+    for position in positions_of_widgets:
+        page.evaluate(f"position => {NOTEBOOK}.content.scrollToItem(position, 'start')", position)
+        output = page.locator(f".jp-Notebook .jp-Cell[data-windowed-list-index='{position}'] .jp-OutputArea-output")
+        for slider in output.locator("[role=slider]").all():
+            slider.scroll_into_view_if_needed()
+            before = drawings_in(output)
+            assert before, "no drawing beside the slider"
+            key = "ArrowRight"
+            if slider.get_attribute("aria-valuenow") == slider.get_attribute("aria-valuemax"):
+                key = "ArrowLeft"
+            slider.focus()
+            page.keyboard.press(key)
+            assert soon(lambda output=output, before=before: drawings_in(output) not in ([], before))
     page.close()
 
 
-def pictures(output):
-    return output.locator("svg").evaluate_all("all => all.map(svg => svg.outerHTML)")
+LONG_LAUNCH = """
+    import time
+    from helpers.ranks.launch import launch
+
+    def train(rank):
+        for step in range(10):
+            time.sleep(0.5)
+            print(f"step {step}")
+
+    results = launch(train, nproc=2)
+"""
+
+
+def test_a_long_launch_shows_the_newest_lines_of_its_ranks_until_it_ends(browser, lab):
+    """Below the cell a line such as `5 s  [ranks 0-1] step 3` appears. Nothing of it is left, nor would be stored."""
+    notebook = new_notebook(cells=[new_code_cell(textwrap.dedent(LONG_LAUNCH))])
+    nbformat.write(notebook, lab.notebooks / "long_launch.ipynb")
+    page = open_notebook(browser, lab, "long_launch")
+    run_all_cells(page)
+    page.locator(".jp-OutputArea-output").get_by_text(re.compile(r"\d+ s\s+\[ranks? [01-]+\] step \d")).wait_for()
+    [cell] = wait_for_last_cell(page)
+    printed = "".join(f"[ranks 0-1] step {step}\n" for step in range(10))
+    assert ["".join(output["text"]) for output in cell["outputs"]] == [printed]
+    assert page.locator(".jp-OutputArea-output").inner_text().strip() == printed.strip()
+    page.close()

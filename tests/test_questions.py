@@ -9,30 +9,48 @@ from conftest import ROOT
 from mdit_py_plugins.anchors.index import slugify
 
 
-def test_fifty_questions():
-    assert len({question.asked for question in QUESTIONS}) == len(QUESTIONS) == 50
+class Section:
+    """What stands below a heading, until the next one: prose, and {id: code cell}."""
+
+    def __init__(self):
+        self.prose = ""
+        self.cells = {}
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=[question.asked for question in QUESTIONS])
+def sections_of(page):
+    """{anchor of a heading: its section} of a notebook."""
+    sections = {}
+    section = Section()  # what stands above the first heading
+    for cell in nbformat.read(ROOT / f"{page}.ipynb", as_version=4).cells:
+        if cell.cell_type == "code":
+            section.cells[cell.id] = cell
+            continue
+        without_listings = re.sub(r"(?ms)^```.*?^```", "", cell.source)
+        for line in without_listings.splitlines():
+            if line.startswith("#"):
+                section = Section()
+                sections[slugify(line.lstrip("# ").replace("`", ""))] = section
+            else:
+                section.prose += line
+    return sections
+
+
+def test_there_are_fifty_questions():
+    assert len({question.text for question in QUESTIONS}) == len(QUESTIONS) == 50
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=[question.text for question in QUESTIONS])
 def test_the_answer_stands_where_the_link_leads_and_its_proof_below(question):
-    """A proof asserts something, or nbval compares what it printed. The answer may link to its section."""
-    prose, cells, anchor = {}, {}, ""
-    for cell in nbformat.read(ROOT / f"{question.page}.ipynb", as_version=4).cells:
-        if cell.cell_type == "markdown":
-            for line in re.sub(r"(?ms)^```.*?^```", "", cell.source).splitlines():
-                if line.startswith("#"):
-                    anchor = slugify(line.lstrip("# ").replace("`", ""))
-                    prose[anchor], cells[anchor] = "", {}
-                elif anchor:
-                    prose[anchor] += line
-        elif anchor:
-            cells[anchor][cell.id] = cell
-    assert question.anchor in prose, f"{question.page} has no section {question.anchor}: it has {list(prose)}"
+    """A proof asserts something, or nbval compares what it printed. It may be in a section that the answer links to."""
+    sections = sections_of(question.page)
+    assert question.anchor in sections, f"{question.page} has only the sections {list(sections)}"
     assert question.cells or question.sources
-    proofs = dict(cells[question.anchor])
-    for linked in re.findall(r"\]\(#([\w-]+)\)", prose[question.anchor]):
-        proofs |= cells[linked]
-    for name in question.cells:
-        assert name in proofs, f"below {question.anchor} stand the cells {list(proofs)}"
-        compared = proofs[name].outputs and "nbval" not in str(proofs[name].metadata)
-        assert "assert " in proofs[name].source or compared, f"{name} proves nothing"
+    answer = sections[question.anchor]
+    cells = dict(answer.cells)
+    for linked in re.findall(r"\]\(#([\w-]+)\)", answer.prose):
+        cells |= sections[linked].cells
+    for cell_id in question.cells:
+        assert cell_id in cells, f"below {question.anchor} are only the cells {list(cells)}"
+        cell = cells[cell_id]
+        is_compared = cell.outputs and "nbval" not in str(cell.metadata)
+        assert "assert " in cell.source or is_compared, f"{cell_id} proves nothing"

@@ -10,8 +10,8 @@ import io
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -19,18 +19,37 @@ from urllib.parse import unquote, urlsplit
 import yaml
 from bs4 import BeautifulSoup, Tag
 from chromium import Missing, chromium
+from playwright.sync_api import Browser
 from pypdf import PdfReader, PdfWriter
 
 ROOT = Path(__file__).parents[1]
 NAME = "world-size-one.pdf"
 INTRO = "book/intro"
 PAPER_WIDTH = 665  # pixels between the margins of A4: 210 mm - 2 * 17 mm, at 96 to the inch
-
-# Elements that only a screen needs. Links to downloads are kept as text, because paper has no file beside it.
 ON_SCREEN_ONLY = "a.headerlink, .wso-note, .wso-view:not(.wso-on), p.pdf, figure.wso script"
+PAPER_STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 
-LOOK = Path(__file__).with_suffix(".css").read_text()
-Parts = list[tuple[str, list[str]]]  # (the part's caption or "", its pages: files without suffix)
+PageNumbers = Mapping[str, int]  # {id of an element: number of its page on paper}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the book: its caption or "", and its pages, files without suffix."""
+
+    caption: str
+    pages: list[str]
+
+
+def table_of_contents() -> list[Part]:
+    """The parts in the order of _toc.yml."""
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
+    parts = [Part("", [toc["root"]])]
+    for part in toc["parts"]:
+        parts.append(Part(part.get("caption", ""), [chapter["file"] for chapter in part["chapters"]]))
+    return parts
+
+
+# --- a page of the book -----------------------------------------------------------------------------------------------
 
 
 def element(tag: Tag, selector: str) -> Tag:
@@ -45,89 +64,91 @@ def title_of(article: Tag) -> str:
     return element(article, "h1").get_text()
 
 
-def table_of_contents() -> Parts:
-    """The parts in the order of _toc.yml."""
-    toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
-    parts = [(part.get("caption", ""), [page["file"] for page in part["chapters"]]) for part in toc["parts"]]
-    return [("", [toc["root"]]), *parts]
-
-
-def name_of(docname: str, anchor: str = "") -> str:
+def id_in_book(page: str, anchor: str = "") -> str:
     """The id that a page, or an anchor on it, has in the one long page."""
-    return re.sub(r"\W", "-", docname) + (f"--{anchor}" if anchor else "")
+    page_id = re.sub(r"\W", "-", page)
+    if anchor:
+        return f"{page_id}--{anchor}"
+    return page_id
 
 
-def article(html: Path, docname: str, docnames: Sequence[str]) -> Tag:
-    """One built page, ready for the one document that holds all pages."""
-    page = BeautifulSoup((html / f"{docname}.html").read_text(encoding="utf-8"), "html.parser")
-    content = element(page, "article.bd-article")
+def article(html: Path, page: str, pages: list[str]) -> Tag:
+    """One built page, ready for the one document that holds all ``pages``."""
+    text = (html / f"{page}.html").read_text(encoding="utf-8")
+    document = BeautifulSoup(text, "html.parser")
+    content = element(document, "article.bd-article")
     for tag in content.select(ON_SCREEN_ONLY):
         tag.decompose()
     for controls in content.select(".wso-controls"):
-        settings = []
-        for control in controls.select("[data-labels]"):
-            name, value = element(control, "legend, label > span"), element(control, ":checked + span, output")
-            settings.append(f"{name.get_text()} {value.get_text()}")
-        controls.name, controls.attrs, controls.string = "p", {"class": "folded"}, f"Shown: {', '.join(settings)}."
-    for fold in content("details"):
-        listing, solution = fold.select_one(".sd-summary-text"), fold.find_parent(class_="tag_solution")
-        title = page.new_tag("p", attrs={"class": "folded"})
-        summary = element(fold, "summary")
-        title.string = listing.get_text() if listing else summary.get_text()
-        summary.replace_with(title)
-        fold.name, fold.attrs = "div", {"class": "fold solution" if solution else "fold"}
+        replace_controls(controls)
+    for box in content("details"):
+        open_box(box, document)
     for tag in content(id=True):
-        if not tag.find_parent("svg") and tag.name != "svg":
-            tag["id"] = name_of(docname, str(tag["id"]))
+        if not tag.find_parent("svg") and tag.name != "svg":  # ids of drawings are unique in the book already
+            tag["id"] = id_in_book(page, str(tag["id"]))
     for link in content("a", href=True):
-        redirect(link, html, docname, docnames)
+        lead_inside(link, html, page, pages)
     for image in content("img", src=True):
-        image["src"] = address_in_book(html, docname, str(image["src"]))
-    content.name, content.attrs = "article", {"class": "bd-article page", "id": name_of(docname)}
+        image["src"] = address_in_book(html, page, str(image["src"]))
+    content.name = "article"
+    content.attrs = {"class": "bd-article page", "id": id_in_book(page)}
     return content
 
 
-def address_in_book(html: Path, docname: str, address: str) -> str:
-    """A relative address on a page, as an address relative to the folder of the HTML."""
-    target = ((html / docname).parent / unquote(urlsplit(address).path)).resolve()
-    return target.relative_to(html.resolve()).as_posix()
+def replace_controls(controls: Tag) -> None:
+    """Replace the controls of a figure by a line with their values: ``Shown: world size 4, step 0.``"""
+    settings = []
+    for control in controls.select("[data-labels]"):
+        label = element(control, "legend, label > span")
+        value = element(control, ":checked + span, output")
+        settings.append(f"{label.get_text()} {value.get_text()}")
+    controls.name = "p"
+    controls.attrs = {"class": "folded"}
+    controls.string = f"Shown: {', '.join(settings)}."
 
 
-def redirect(link: Tag, html: Path, docname: str, docnames: Sequence[str]) -> None:
+def open_box(box: Tag, document: BeautifulSoup) -> None:
+    """Make a closed box an open one, with its title as a line above it."""
+    summary = element(box, "summary")
+    title = summary.select_one(".sd-summary-text") or summary  # sphinx-design's has an icon beside the text
+    line = document.new_tag("p", attrs={"class": "folded"})
+    line.string = title.get_text()
+    summary.replace_with(line)
+    classes = "fold"
+    if box.find_parent(class_="tag_solution"):
+        classes = "fold solution"
+    box.name = "div"
+    box.attrs = {"class": classes}
+
+
+def lead_inside(link: Tag, html: Path, page: str, pages: list[str]) -> None:
     """Make a link lead to the same place in the one document. A link to a file outside of it becomes text."""
     address = str(link["href"])
     if urlsplit(address).scheme:
         return
     path, _, anchor = address.partition("#")
-    target = address_in_book(html, docname, path).removesuffix(".html") if path else docname
-    if target in docnames:
-        link["href"] = "#" + name_of(target, unquote(anchor))
+    target = page
+    if path:
+        target = address_in_book(html, page, path).removesuffix(".html")
+    if target in pages:
+        link["href"] = "#" + id_in_book(target, unquote(anchor))
         del link["title"]
-    else:
+    else:  # a download: paper has no file beside it
         link.unwrap()
 
 
-def contents(parts: Parts, articles: Mapping[str, Tag], numbers: Mapping[str, int]) -> Iterator[str]:
-    """The lines of the table of contents, as HTML. ``numbers`` is {id: page number}."""
-
-    def line(kind: str, target: str, text: str) -> str:
-        page = f' data-page="{numbers[target]}"' if target in numbers else ""
-        return f'<div class="{kind}"{page}><a href="#{target}">{escape(text)}</a><i></i></div>'
-
-    for caption, docnames in parts:
-        if caption:
-            yield f'<p class="part">{escape(caption)}</p>'
-        for docname in docnames:
-            yield line("of-page", name_of(docname), title_of(articles[docname]))
-            if re.match(r"notebooks/\d\d_", docname):
-                for section in articles[docname].select("section > section"):
-                    if section.h2 and section.h2.parent is section:
-                        yield line("of-section", str(section["id"]), section.h2.get_text())
+def address_in_book(html: Path, page: str, address: str) -> str:
+    """A relative address on a page, as an address relative to the folder of the HTML."""
+    target = ((html / page).parent / unquote(urlsplit(address).path)).resolve()
+    return target.relative_to(html.resolve()).as_posix()
 
 
-def front(parts: Parts, articles: Mapping[str, Tag], numbers: Mapping[str, int]) -> str:
-    """The title page and the table of contents, as HTML."""
-    config = yaml.safe_load((ROOT / "_config.yml").read_text())
+# --- the one document -------------------------------------------------------------------------------------------------
+
+
+def front(parts: list[Part], articles: Mapping[str, Tag], numbers: PageNumbers) -> str:
+    """The title page and the table of contents, as HTML. Before the first print ``numbers`` is empty."""
+    config = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
     picture = element(articles[INTRO], "img")["src"]
     return (
         f'<div id="title"><h1>{config["title"]}</h1><p>Distributed training with PyTorch, in a book whose code '
@@ -137,75 +158,102 @@ def front(parts: Parts, articles: Mapping[str, Tag], numbers: Mapping[str, int])
     )
 
 
+def contents(parts: list[Part], articles: Mapping[str, Tag], numbers: PageNumbers) -> Iterator[str]:
+    """The lines of the table of contents, as HTML: pages, and the sections of chapters."""
+    for part in parts:
+        if part.caption:
+            yield f'<p class="part">{escape(part.caption)}</p>'
+        for page in part.pages:
+            yield contents_line("of-page", id_in_book(page), title_of(articles[page]), numbers)
+            is_chapter = re.match(r"notebooks/\d\d_", page)
+            if is_chapter:
+                for section in articles[page].select("section > section:has(> h2)"):
+                    yield contents_line("of-section", str(section["id"]), element(section, "h2").get_text(), numbers)
+
+
+def contents_line(kind: str, target: str, text: str, numbers: PageNumbers) -> str:
+    attribute = ""
+    if target in numbers:
+        attribute = f' data-page="{numbers[target]}"'
+    return f'<div class="{kind}"{attribute}><a href="#{target}">{escape(text)}</a><i></i></div>'
+
+
 def document(html: Path, body: str, articles: Mapping[str, Tag]) -> str:
     """The complete HTML document, with the style for paper. Its addresses count from the folder ``html``."""
-    texts = {docname: (html / f"{docname}.html").read_text(encoding="utf-8") for docname in articles}
-    styles: dict[str, None] = {}  # of all pages: each loads those that it needs
-    for docname, text in texts.items():
+    style_sheets = []
+    running_heads = []
+    for page, content in articles.items():
+        text = (html / f"{page}.html").read_text(encoding="utf-8")
         head = BeautifulSoup(text.partition("</head>")[0], "html.parser")
-        links = [str(tag["href"]) for tag in head("link", rel="stylesheet")]
-        styles |= dict.fromkeys(address_in_book(html, docname, link) for link in links)
-    running_heads = "\n".join(
-        f"#{name_of(docname)} {{ page: {name_of(docname)}; }} @page {name_of(docname)} "
-        f'{{ @top-left {{ content: "{title_of(article)}"; font: 8.5pt Inter; color: #555; }} }}'
-        for docname, article in articles.items()
-    )
+        for link in head("link", rel="stylesheet"):
+            address = address_in_book(html, page, str(link["href"]))
+            if address not in style_sheets:  # each page loads those that it needs
+                style_sheets.append(address)
+        page_id = id_in_book(page)
+        running_heads.append(
+            f"#{page_id} {{ page: {page_id}; }} @page {page_id} "
+            f'{{ @top-left {{ content: "{title_of(content)}"; font: 8.5pt Inter; color: #555; }} }}'
+        )
+    links = "".join(f'<link rel="stylesheet" href="{escape(address)}">' for address in style_sheets)
+    rules = PAPER_STYLE + "\n".join(running_heads)
     return (
         '<!DOCTYPE html><html lang="en" data-theme="light"><head><meta charset="utf-8"><title>World Size One</title>'
-        + "".join(f'<link rel="stylesheet" href="{escape(style)}">' for style in styles)
-        + f"<style>{LOOK}{running_heads}</style></head>"
-        + f'<body><main class="bd-content">{body}</main></body></html>'
+        f"{links}<style>{rules}</style></head>"
+        f'<body><main class="bd-content">{body}</main></body></html>'
     )
+
+
+# --- printing ---------------------------------------------------------------------------------------------------------
 
 
 def print_pdf(html: Path, out: Path) -> int:
     """Print the book in the folder ``html`` to the file ``out``; return the number of pages."""
     parts = table_of_contents()
-    docnames = [docname for _, names in parts for docname in names]
-    articles = {docname: article(html, docname, docnames) for docname in docnames}
-    body = "".join(map(str, articles.values()))
-    with printer(html) as pdf_of:
-        book = PdfWriter(pdf_of(document(html, front(parts, articles, {}) + body, articles)))
-        numbers = {
-            name.removeprefix("/"): number + 1
-            for name, target in book.named_destinations.items()
-            if (number := book.get_destination_page_number(target)) is not None
-        }
-        numbered = PdfReader(pdf_of(document(html, front(parts, articles, numbers), articles)))
-    if len(numbered.pages) != numbers[name_of(docnames[0])] - 1:
+    pages = [page for part in parts for page in part.pages]
+    articles = {page: article(html, page, pages) for page in pages}
+    body = "".join(str(content) for content in articles.values())
+    with chromium() as browser:
+        unnumbered_front = front(parts, articles, numbers={})
+        book = PdfWriter(printed(browser, html, document(html, unnumbered_front + body, articles)))
+        numbers = page_numbers(book)
+        numbered_front = front(parts, articles, numbers)
+        front_pages = PdfReader(printed(browser, html, document(html, numbered_front, articles))).pages
+    if len(front_pages) != numbers[id_in_book(pages[0])] - 1:
         raise SystemExit("Page numbers make the table of contents longer. Give its lines room for them.")
-    for unnumbered, page in zip(book.pages, numbered.pages, strict=False):  # keep the links, replace the text
-        del unnumbered["/Contents"]
-        unnumbered.merge_page(page)
-    for docname, part in articles.items():
-        book.add_outline_item(title=title_of(part), page_number=numbers[name_of(docname)] - 1)
+    # The links of the first print lead into the book, so they are kept, and only the text is replaced.
+    for page_of_book, page_with_numbers in zip(book.pages, front_pages, strict=False):
+        del page_of_book["/Contents"]
+        page_of_book.merge_page(page_with_numbers)
+    for page, content in articles.items():
+        book.add_outline_item(title=title_of(content), page_number=numbers[id_in_book(page)] - 1)
     book.write(out)
     return len(book.pages)
 
 
-@contextmanager
-def printer(html: Path) -> Iterator[Callable[[str], io.BytesIO]]:
-    """A function that prints a document, opened in the folder ``html``, and returns the PDF as a file in memory."""
+def page_numbers(book: PdfWriter) -> PageNumbers:
+    numbers = {}
+    for name, destination in book.named_destinations.items():
+        position = book.get_destination_page_number(destination)
+        if position is not None:
+            numbers[name.removeprefix("/")] = position + 1
+    return numbers
+
+
+def printed(browser: Browser, html: Path, text: str) -> io.BytesIO:
+    """A document as a PDF. It is opened in the folder ``html``, from which its addresses count."""
     file = html.resolve() / "print.html"
-    with chromium() as browser:
-
-        def pdf_of(text: str) -> io.BytesIO:
-            file.write_text(text, encoding="utf-8")
-            page = browser.new_page(color_scheme="light", viewport={"width": PAPER_WIDTH, "height": 1000})
-            page.set_default_timeout(300_000)  # milliseconds, for a machine that is busy with other things
-            page.emulate_media(media="print")
-            page.goto(file.as_uri())
-            page.evaluate("document.fonts.ready.then(() => null)")
-            if page.evaluate("document.documentElement.scrollWidth") > PAPER_WIDTH:
-                raise SystemExit(
-                    "An element is wider than the paper. Look at tools/print_pdf.css and your last change."
-                )
-            return io.BytesIO(page.pdf(prefer_css_page_size=True, print_background=True))
-
-        try:
-            yield pdf_of
-        finally:
-            file.unlink(missing_ok=True)
+    file.write_text(text, encoding="utf-8")
+    try:
+        page = browser.new_page(color_scheme="light", viewport={"width": PAPER_WIDTH, "height": 1000})
+        page.set_default_timeout(300_000)  # milliseconds, for a machine that is busy with other things
+        page.emulate_media(media="print")
+        page.goto(file.as_uri())
+        page.evaluate("document.fonts.ready.then(() => null)")
+        if page.evaluate("document.documentElement.scrollWidth") > PAPER_WIDTH:
+            raise SystemExit("An element is wider than the paper. Look at tools/print_pdf.css and your last change.")
+        return io.BytesIO(page.pdf(prefer_css_page_size=True, print_background=True))
+    finally:
+        file.unlink()
 
 
 def link_from_intro(html: Path, pdf: Path, pages: int) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,65 +18,117 @@ from fontTools.pens.ttGlyphPen import TTGlyphPen
 from fontTools.ttLib import TTFont
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "book" / "_ext"))
-from book_fonts import OF_DRAWINGS
+from book_fonts import FACES_OF_DRAWINGS
 from book_icons import ICONS
 
 FONTS = Path(__file__).parents[1] / "book" / "fonts"
-PACKAGES = {  # npm package: (its licence, {its file: ours})
-    "inter-ui@4.1.1": (
-        "LICENSE.txt",
-        {f"web/Inter-{style}.woff2": f"Inter-{style}.woff2" for style in ["Regular", "Italic", "SemiBold"]},
+
+
+@dataclass(frozen=True)
+class Package:
+    """A family of fonts on npm."""
+
+    name: str
+    family: str
+    licence: str  # a file
+    fonts: dict[str, str]  # {its file: ours}
+
+
+PACKAGES = [
+    Package(
+        "inter-ui@4.1.1",
+        family="Inter",
+        licence="LICENSE.txt",
+        fonts={
+            "web/Inter-Regular.woff2": "Inter-Regular.woff2",
+            "web/Inter-Italic.woff2": "Inter-Italic.woff2",
+            "web/Inter-SemiBold.woff2": "Inter-SemiBold.woff2",
+        },
     ),
-    "@expo-google-fonts/jetbrains-mono@0.4.1": (
-        "LICENSE_FONT",
-        {f"{name}/JetBrainsMono_{name}.ttf": f"JetBrainsMono-{name[3:]}.woff2" for name in ["400Regular", "700Bold"]},
+    Package(
+        "@expo-google-fonts/jetbrains-mono@0.4.1",
+        family="JetBrainsMono",
+        licence="LICENSE_FONT",
+        fonts={
+            "400Regular/JetBrainsMono_400Regular.ttf": "JetBrainsMono-Regular.woff2",
+            "700Bold/JetBrainsMono_700Bold.ttf": "JetBrainsMono-Bold.woff2",
+        },
     ),
-}
+]
 # A character that pages use and that is not among these fails tests/test_browser.py, page by page.
-LATIN, GREEK = "20-7E,A0,A7,A9,AB,B0-B7,B9,BB-BE,C0-D6,D7,D8-F6,F7,F8-FC", "391-3A9,3B1-3C9"
-PUNCTUATION, DIGITS = "2010-2015,2018-201E,2022,2026,2032,203A,20AC", "2070,2074-208E"
-ARROWS_MATHEMATICS = "2113,2190-2194,2202,2207,2208,2211,2212,221A,221E,2248,2260,2264,2265,22C5"
-BOXES_TICKS = "2500,2502,250C,2510,2514,2518,251C,2524,252C,2534,253C,2588,25CF,2713,2717"
-CHARACTERS = ",".join([LATIN, GREEK, PUNCTUATION, DIGITS, ARROWS_MATHEMATICS, BOXES_TICKS])
-NAMES = "--name-IDs=0,1,2,3,4,5,6,13,14"
-FEATURES = "kern,mark,mkmk,ccmp,locl,tnum"  # no ligatures: a browser's search does not find their letters
+CHARACTERS = [
+    "20-7E,A0,A7,A9,AB,B0-B7,B9,BB-BE,C0-D6,D7,D8-F6,F7,F8-FC",  # Latin
+    "391-3A9,3B1-3C9",  # Greek
+    "2010-2015,2018-201E,2022,2026,2032,203A,20AC",  # punctuation
+    "2070,2074-208E",  # small digits
+    "2113,2190-2194,2202,2207,2208,2211,2212,221A,221E,2248,2260,2264,2265,22C5",  # arrows, mathematics
+    "2500,2502,250C,2510,2514,2518,251C,2524,252C,2534,253C,2588,25CF,2713,2717",  # boxes, ticks
+]
+NABLA = 0x2207
+CAPITAL_DELTA = 0x394
+FEATURES = "--layout-features=kern,mark,mkmk,ccmp,locl,tnum"  # no ligatures: a search would not find their letters
 
-for package, (licence, names) in PACKAGES.items():
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["npm", "pack", "--silent", package], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        tarfile.open(next(Path(folder).glob("*.tgz"))).extractall(folder, filter="data")
-        for theirs, ours in names.items():
-            cut = [f"--unicodes={CHARACTERS}", f"--layout-features={FEATURES}", "--no-hinting", "--flavor=woff2"]
-            cut += [NAMES, f"{folder}/package/{theirs}", f"--output-file={FONTS / ours}"]
-            subprocess.run(["pyftsubset", *cut], check=True)
-        text, family = Path(folder, "package", licence).read_text(), ours.split("-")[0]
-        (FONTS / f"{family}-OFL.txt").write_text(f"{family}, from the npm package {package}\n\n{text}")
 
-# Neither family has a nabla, which a formula needs: it is a delta that stands on its head.
-path = FONTS / "Inter-Regular.woff2"
-font = TTFont(path)
-delta = font.getBestCmap()[0x394]
-pen = TTGlyphPen(None)
-upside_down = (1, 0, 0, -1, 0, font["glyf"][delta].yMin + font["glyf"][delta].yMax)
-font.getGlyphSet()[delta].draw(TransformPen(pen, upside_down))
-font["glyf"]["nabla"] = pen.glyph()
-font["hmtx"]["nabla"] = font["hmtx"][delta]
-for table in font["cmap"].tables:
-    table.cmap[0x2207] = "nabla"
-font.save(path)
+def subset(font: Path, out: Path, *options: str) -> None:
+    names = "--name-IDs=0,1,2,3,4,5,6,13,14"  # what a font says of itself and of its licence
+    command = ["pyftsubset", str(font), f"--output-file={out}", "--no-hinting", "--flavor=woff2", names, *options]
+    subprocess.run(command, check=True)
 
-# A drawing that a page shows as an image carries its fonts: only the letters in it.
-letters = "".join(
-    sorted({letter for path in FONTS.parent.glob("*.svg") for letter in path.read_text(encoding="utf-8")})
-)
-for face in OF_DRAWINGS:
-    cut = [f"--text={letters}", f"--layout-features={FEATURES}", "--no-hinting", "--flavor=woff2", NAMES]
-    drawn = f"--output-file={FONTS / f'Drawn-{face}.woff2'}"
-    subprocess.run(["pyftsubset", FONTS / f"{face}.woff2", *cut, drawn], check=True)
 
-# The theme's icons are Font Awesome's.
-static = Path(str(files("pydata_sphinx_theme"))) / "theme" / "pydata_sphinx_theme" / "static"
-for theirs, (ours, codes) in ICONS.items():
-    cut = [f"--unicodes={codes.replace(' ', ',')}", "--no-hinting", "--flavor=woff2", NAMES]
-    icons = static / "vendor" / "fontawesome" / "webfonts" / f"{theirs}.ttf"
-    subprocess.run(["pyftsubset", icons, *cut, f"--output-file={FONTS / ours}"], check=True)
+def make_fonts(package: Package) -> None:
+    """Fetch a family, and write its fonts with the characters of the pages, and its licence."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        subprocess.run(["npm", "pack", "--silent", package.name], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        with tarfile.open(next(folder.glob("*.tgz"))) as archive:
+            archive.extractall(folder, filter="data")
+        for theirs, ours in package.fonts.items():
+            subset(folder / "package" / theirs, FONTS / ours, f"--unicodes={','.join(CHARACTERS)}", FEATURES)
+        licence = (folder / "package" / package.licence).read_text()
+    text = f"{package.family}, from the npm package {package.name}\n\n{licence}"
+    (FONTS / f"{package.family}-OFL.txt").write_text(text)
+
+
+def add_nabla(path: Path) -> None:
+    """Neither family has a nabla, which a formula needs. It is a delta that stands on its head."""
+    font = TTFont(path)
+    delta = font.getBestCmap()[CAPITAL_DELTA]
+    shape = font["glyf"][delta]
+    upside_down = (1, 0, 0, -1, 0, shape.yMin + shape.yMax)
+    pen = TTGlyphPen(None)
+    font.getGlyphSet()[delta].draw(TransformPen(pen, upside_down))
+    font["glyf"]["nabla"] = pen.glyph()
+    font["hmtx"]["nabla"] = font["hmtx"][delta]
+    for table in font["cmap"].tables:
+        table.cmap[NABLA] = "nabla"
+    font.save(path)
+
+
+def make_fonts_of_drawings() -> None:
+    """A drawing that a page shows as an image carries its fonts: only the letters in it."""
+    letters: set[str] = set()
+    for drawing in FONTS.parent.glob("*.svg"):
+        letters.update(drawing.read_text(encoding="utf-8"))
+    for face in FACES_OF_DRAWINGS:
+        text = f"--text={''.join(sorted(letters))}"
+        subset(FONTS / f"{face}.woff2", FONTS / f"Drawn-{face}.woff2", text, FEATURES)
+
+
+def make_icons() -> None:
+    """The theme's icons are Font Awesome's."""
+    static = Path(str(files("pydata_sphinx_theme"))) / "theme" / "pydata_sphinx_theme" / "static"
+    for name, icons in ICONS.items():
+        font = static / "vendor" / "fontawesome" / "webfonts" / f"{name}.ttf"
+        subset(font, FONTS / icons.file, f"--unicodes={','.join(icons.codes)}")
+
+
+def main() -> None:
+    for package in PACKAGES:
+        make_fonts(package)
+    add_nabla(FONTS / "Inter-Regular.woff2")
+    make_fonts_of_drawings()
+    make_icons()
+
+
+if __name__ == "__main__":
+    main()

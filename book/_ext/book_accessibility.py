@@ -1,5 +1,6 @@
-"""Take back two roles that docutils gives a list of references, and that axe-core reports: the list has no list items,
-and doc-biblioentry is deprecated. Without them it is read as the text that it is.
+"""Take back two roles that docutils gives a list of references, because axe-core reports both.
+
+The list has no list items, and doc-biblioentry is deprecated. Without roles, screen readers read the text as it is.
 """
 
 from typing import Any
@@ -8,8 +9,9 @@ from sphinx.application import Sphinx
 
 
 def drop_roles(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object) -> None:
-    if "citation-list" in context.get("body", ""):
-        body = context["body"].replace('<div role="list" class="citation-list">', '<div class="citation-list">')
+    body = context.get("body", "")
+    if "citation-list" in body:
+        body = body.replace('<div role="list" class="citation-list">', '<div class="citation-list">')
         context["body"] = body.replace(' role="doc-biblioentry"', "")
 
 

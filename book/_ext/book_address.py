@@ -11,6 +11,10 @@ from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.util import logging
 
+LOGO = "_static/favicon.svg"
+ADDRESS_PAGE = "book/how_to_run"
+SHORTENED_DESCRIPTION = re.compile(r'(?P<start>escription" content=")(?P<text>[^"]*)\.\.\."')
+
 
 def theme_options(url: str) -> dict[str, Any]:
     """The theme's options for a repository on GitHub; ValueError for any other address."""
@@ -34,15 +38,8 @@ def theme_options(url: str) -> dict[str, Any]:
     }
 
 
-def name_the_address(app: Sphinx, page: str, text: list[str]) -> None:
-    """Put the repository's address where the page says ADDRESS, and leave out the words on what ADDRESS means."""
-    if page == "book/how_to_run" and (url := app.config.html_theme_options.get("repository_url")):
-        text[0] = re.sub(r"(?m)^\{\.address\}\n.*\n\n", "", text[0]).replace("ADDRESS", url)
-
-
-def add_mark(app: Sphinx, config: Config) -> None:
-    mark = "_static/favicon.svg"
-    config.html_theme_options["logo"] = {"image_light": mark, "image_dark": mark, "text": config.html_title}
+def add_logo(app: Sphinx, config: Config) -> None:
+    config.html_theme_options["logo"] = {"image_light": LOGO, "image_dark": LOGO, "text": config.html_title}
 
 
 def add_repository(app: Sphinx, config: Config) -> None:
@@ -62,22 +59,38 @@ def add_repository(app: Sphinx, config: Config) -> None:
     config.notfound_context = {**config.notfound_context, "body": page}
 
 
+def fill_in_address(app: Sphinx, page: str, text: list[str]) -> None:
+    """Put the repository's address where the page says ADDRESS, and leave out its paragraph on what ADDRESS means."""
+    url = app.config.html_theme_options.get("repository_url")
+    if page == ADDRESS_PAGE and url:
+        without_explanation = re.sub(r"(?m)^\{\.address\}\n.*\n\n", "", text[0])
+        text[0] = without_explanation.replace("ADDRESS", url)
+
+
 def end_descriptions(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object) -> None:
-    """A description of 200 letters may end inside a word, where a link to the page is shown elsewhere. End it after its
-    last whole sentence, or else after a word.
+    """End a page's description after a whole sentence, or else after a whole word.
+
+    It is shown where somebody shares a link to the page. sphinxext-opengraph cuts it after 200 letters, also inside a
+    word.
     """
 
-    def whole(match: re.Match[str]) -> str:
-        sentences = re.match(r".{60,}[.?!](?= )", match[2])
-        return f'{match[1]}{sentences[0] if sentences else match[2].rpartition(" ")[0] + " …"}"'
+    def shorten(description: re.Match[str]) -> str:
+        text = description["text"]
+        sentences = re.match(r".{60,}[.?!](?= )", text)
+        if sentences:
+            shorter = sentences[0]
+        else:
+            shorter = text.rpartition(" ")[0] + " …"
+        return f'{description["start"]}{shorter}"'
 
-    cut = r'(escription" content=")([^"]*)\.\.\."'
-    context["metatags"] = re.sub(cut, whole, context.get("metatags") or "")
+    context["metatags"] = SHORTENED_DESCRIPTION.sub(shorten, context.get("metatags") or "")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    app.connect("config-inited", add_mark)
+    app.connect("config-inited", add_logo)
     app.connect("config-inited", add_repository)
+    app.connect("source-read", fill_in_address)
+    # Hooks run in the order of their priorities, and 500 is the usual one. The description has to be there already:
+    # sphinxext-opengraph writes it in the same event.
     app.connect("html-page-context", end_descriptions, priority=900)
-    app.connect("source-read", name_the_address)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

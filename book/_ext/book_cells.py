@@ -8,6 +8,7 @@ The notebook, its tests and its script have the same cells as before.
 import ast
 import re
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from docutils import nodes
@@ -15,79 +16,124 @@ from myst_nb.sphinx_ import HideCodeCellNode
 from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
-MISTAKES = {"hangs": "hangs", "wrong-numbers": "wrong numbers, no error", "error": "error"}
-TITLES = {"imports": "Imports", "parameters": "Parameters", "measured": "How this was measured"}
+MISTAKES = {"hangs": "hangs", "wrong-numbers": "wrong numbers, no error", "error": "error"}  # tag: what the mark says
+TITLES = {"imports": "Imports", "parameters": "Parameters", "measured": "How this was measured"}  # tag: box's title
 CHECKED = "How this is checked"
-MOST, SHORTEST = 34, 3  # lines that an open cell shows, and lines of an end that is closed
-DEFINES = (ast.FunctionDef, ast.ClassDef)
+MAX_OPEN_LINES = 34  # of a cell: about a screen
+MIN_CLOSED_LINES = 3  # a shorter end is not worth a box
+MAX_NAMES = 4  # in a box's title
+
+# --- titles of boxes --------------------------------------------------------------------------------------------------
 
 
-def source_of(cell: nodes.Element) -> str:
-    return next(iter(cell.findall(nodes.literal_block))).astext()
+def has_tag(cell: nodes.Element, tag: str) -> bool:
+    return f"tag_{tag}" in cell["classes"]
 
 
-def title_of(cell: nodes.Element, box: nodes.Element, solutions: int) -> str:
-    """The title of a closed box of a cell. ``solutions`` counts the page's solutions up to this cell."""
-    if "tag_solution" in cell["classes"]:
-        return f"Solution {solutions}"
-    if "above-input" not in box["classes"] or "tag_hide-cell" in cell["classes"]:
+def title_of(cell: nodes.Element, box: nodes.Element, solution: int) -> str:
+    """The title of a closed box of a cell. ``solution`` is the number of the page's latest solution."""
+    if has_tag(cell, "solution"):
+        return f"Solution {solution}"
+    hides_output = "above-input" not in box["classes"]
+    if hides_output or has_tag(cell, "hide-cell"):
         return "Run it: what happens"
     for tag, title in TITLES.items():
-        if f"tag_{tag}" in cell["classes"]:
+        if has_tag(cell, tag):
             return title
     if has_figure(cell):
         return "How this figure is drawn"
-    return code_of(source_of(cell))
+    return title_of_code(listing_of(cell).astext())
 
 
-def defined(source: str) -> list[str]:
-    """What a source defines, or the methods that it goes on with."""
-    return re.findall(r"^(?:class|def) (\w+)", textwrap.dedent(source), flags=re.M)
+def title_of_code(source: str) -> str:
+    """The names of the functions and classes in a source: ``Code: train, evaluate``."""
+    # The end of a cell may begin inside a class, with indented methods.
+    names = re.findall(r"^(?:class|def) (\w+)", textwrap.dedent(source), flags=re.M)
+    if not names:
+        return CHECKED
+    shown = names[:MAX_NAMES]
+    if len(names) > MAX_NAMES:
+        shown.append("…")
+    return f"Code: {', '.join(shown)}"
 
 
-def code_of(source: str) -> str:
-    names = defined(source)
-    return f"Code: {', '.join(names[:4])}{', …' if names[4:] else ''}" if names else CHECKED
+def listing_of(cell: nodes.Element) -> nodes.literal_block:
+    return next(iter(cell.findall(nodes.literal_block)))
 
 
 def has_figure(cell: nodes.Element) -> bool:
     return any('<figure class="wso' in raw.astext() for raw in cell.findall(nodes.raw))
 
 
+# --- how much of an open cell is shown --------------------------------------------------------------------------------
+
+
 def shown_lines(source: str) -> int:
-    """How many lines of an open cell are shown: those before its end, which begins with a check or a print and defines
-    nothing, and of a long cell as many whole statements as a screen holds.
+    """How many lines of an open cell are shown.
+
+    They are those before its end, which begins with the first check or print after the last definition. Of a long cell
+    they are as many whole statements as a screen holds.
     """
     lines = source.splitlines()
     try:
-        body = ast.parse(source).body
-    except SyntaxError:  # a magic
+        statements = ast.parse(source).body
+    except SyntaxError:  # it begins with a magic, such as %%ranks
         return len(lines)
-    checks = len(body)
-    while checks and not isinstance(body[checks - 1], DEFINES):
-        checks -= 1
-    while checks < len(body) and not tells(body[checks]):
-        checks += 1
-    whole = [part for statement in body[:checks] for part in [*parts_of(statement), statement]]
-    fitting = [part.end_lineno or 0 for part in whole if (part.end_lineno or 0) <= MOST]
-    shown = max(fitting, default=body[0].end_lineno or 0 if checks else 0)
-    return shown if sum(map(bool, lines[shown:])) >= SHORTEST else len(lines)
+    kept = statements[: start_of_checks(statements)]
+    ends = []
+    for statement in kept:
+        for part in [*methods_of(statement), statement]:
+            if end_of(part) <= MAX_OPEN_LINES:
+                ends.append(end_of(part))
+    shown = 0
+    if ends:
+        shown = max(ends)
+    elif kept:
+        shown = end_of(kept[0])  # it is longer than a screen, but a function is not cut
+    closed = [line for line in lines[shown:] if line]
+    if len(closed) < MIN_CLOSED_LINES:
+        return len(lines)
+    return shown
 
 
-def parts_of(statement: ast.stmt) -> list[ast.stmt]:
+def start_of_checks(statements: Sequence[ast.stmt]) -> int:
+    """The position of the first statement after all definitions that asserts or prints."""
+    first = 0
+    for position, statement in enumerate(statements):
+        if is_definition(statement):
+            first = position + 1
+    for position in range(first, len(statements)):
+        if asserts_or_prints(statements[position]):
+            return position
+    return len(statements)
+
+
+def end_of(statement: ast.stmt) -> int:
+    assert statement.end_lineno is not None
+    return statement.end_lineno
+
+
+def is_definition(statement: ast.stmt) -> bool:
+    return isinstance(statement, (ast.FunctionDef, ast.ClassDef))
+
+
+def methods_of(statement: ast.stmt) -> list[ast.stmt]:
     """The methods of a class, between which it can be cut."""
-    return [part for part in statement.body if isinstance(part, DEFINES)] if isinstance(statement, ast.ClassDef) else []
+    if isinstance(statement, ast.ClassDef):
+        return [part for part in statement.body if is_definition(part)]
+    return []
 
 
-def tells(statement: ast.stmt) -> bool:
-    """Whether a statement asserts or prints."""
-    return any(isinstance(node, ast.Assert) or getattr(node, "id", "") == "print" for node in ast.walk(statement))
+def asserts_or_prints(statement: ast.stmt) -> bool:
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Assert):
+            return True
+        if isinstance(node, ast.Name) and node.id == "print":
+            return True
+    return False
 
 
-def closed(title: str, *children: nodes.Node) -> HideCodeCellNode:
-    box = HideCodeCellNode(prompt_show=title, prompt_hide=title, classes=["above-input"])
-    box.extend(children)
-    return box
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 
 class ShowCells(SphinxPostTransform):
@@ -98,60 +144,82 @@ class ShowCells(SphinxPostTransform):
 
     def run(self, **kwargs: Any) -> None:
         cells = [node for node in self.document.findall(nodes.container) if node.get("nb_element") == "cell_code"]
-        solutions = 0
+        solution = 0
         for cell in cells:
-            solutions += "tag_solution" in cell["classes"]
-            boxes = [child for child in cell.children if isinstance(child, HideCodeCellNode)]
-            for box in boxes:
-                box["prompt_show"] = box["prompt_hide"] = title_of(cell, box, solutions)
-            if has_figure(cell) and "tag_hide-input" in cell["classes"]:  # the figure comes first, then its code
-                cell.children = [*cell.children[1:], cell.children[0]]
+            if has_tag(cell, "solution"):
+                solution += 1
+            for child in cell.children:
+                if isinstance(child, HideCodeCellNode):
+                    child["prompt_show"] = child["prompt_hide"] = title_of(cell, child, solution)
+            if has_figure(cell) and has_tag(cell, "hide-input"):  # the figure comes first, then its code
+                code, *outputs = cell.children
+                cell.children = [*outputs, code]
             elif cell.children and cell.children[0].get("nb_element") == "cell_code_source":
-                self.close_end(cell)
-        for imports in cells:
-            if "tag_imports" in imports["classes"]:
-                put_behind_a_picture(imports)
-
-    def close_end(self, cell: nodes.Element) -> None:
-        """Close the end of an open cell, and say of a mistake that it is one."""
-        code = cell.children[0]
-        literal = next(iter(code.findall(nodes.literal_block)))
-        lines = literal.astext().splitlines()
-        shown = shown_lines(literal.astext())
-        if not shown:  # the cell only checks
-            cell.replace(code, closed(CHECKED, code.deepcopy()))
-        elif shown < len(lines):
-            start, end = ("\n".join(part).strip("\n") for part in (lines[:shown], lines[shown:]))
-            rest = literal.deepcopy()
-            for part, text in ((literal, start), (rest, end)):
-                part.rawsource, part.children = text, [nodes.Text(text)]
-            code.append(closed(code_of(end), rest))
-        for tag, words in MISTAKES.items():
-            if f"tag_{tag}" in cell["classes"]:
-                cell["classes"].append("mistake")
-                code.insert(0, nodes.raw("", f'<p class="mistake-badge">{words}</p>', format="html"))
+                mark_mistake(cell)
+                close_end(cell)
+        for cell in cells:
+            if has_tag(cell, "imports"):
+                put_behind_figure(cell)
 
 
-def put_behind_a_picture(imports: nodes.Element) -> None:
-    """A chapter opens with its picture, whose cell needs the imports and so stands after them in the notebook."""
+def mark_mistake(cell: nodes.Element) -> None:
+    """Say of code that is wrong on purpose what is wrong with it."""
+    code = cell.children[0]
+    assert isinstance(code, nodes.Element)
+    for tag, text in MISTAKES.items():
+        if has_tag(cell, tag):
+            cell["classes"].append("mistake")
+            code.insert(0, nodes.raw("", f'<p class="mistake-badge">{text}</p>', format="html"))
+
+
+def close_end(cell: nodes.Element) -> None:
+    """Put the end of an open cell into a closed box."""
+    code = cell.children[0]
+    assert isinstance(code, nodes.Element)
+    listing = listing_of(code)
+    source = listing.astext()
+    lines = source.splitlines()
+    shown = shown_lines(source)
+    if shown == 0:  # the cell only checks
+        cell.replace(code, closed_box(CHECKED, code.deepcopy()))
+    elif shown < len(lines):
+        end = listing.deepcopy()
+        set_text(listing, "\n".join(lines[:shown]).strip("\n"))
+        set_text(end, "\n".join(lines[shown:]).strip("\n"))
+        code.append(closed_box(title_of_code(end.astext()), end))
+
+
+def set_text(listing: nodes.literal_block, text: str) -> None:
+    listing.rawsource = text
+    listing.children = [nodes.Text(text)]
+
+
+def closed_box(title: str, content: nodes.Node) -> HideCodeCellNode:
+    box = HideCodeCellNode(prompt_show=title, prompt_hide=title, classes=["above-input"])
+    box.append(content)
+    return box
+
+
+def put_behind_figure(imports: nodes.Element) -> None:
+    """A chapter opens with its figure, whose cell needs the imports and so stands after them in the notebook."""
     parent = imports.parent
-    place = parent.index(imports)
-    below = parent[place + 1 : place + 2]
+    position = parent.index(imports)
+    below = parent[position + 1 : position + 2]
     if below and isinstance(below[0], nodes.container) and has_figure(below[0]):
         parent.remove(imports)
-        parent.insert(place + 1, imports)
+        parent.insert(position + 1, imports)
 
 
-def visit(self: Any, node: HideCodeCellNode) -> None:
-    classes, title = " ".join(node["classes"]), self.encode(node["prompt_show"])
-    self.body.append(f'<details class="hide {classes}"><summary>{title}</summary>\n')
+def open_box(self: Any, node: HideCodeCellNode) -> None:
+    classes = " ".join(node["classes"])
+    self.body.append(f'<details class="hide {classes}"><summary>{self.encode(node["prompt_show"])}</summary>\n')
 
 
-def depart(self: Any, node: HideCodeCellNode) -> None:
+def end_box(self: Any, node: HideCodeCellNode) -> None:
     self.body.append("</details>\n")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    app.add_node(HideCodeCellNode, override=True, html=(visit, depart))
+    app.add_node(HideCodeCellNode, override=True, html=(open_box, end_box))
     app.add_post_transform(ShowCells)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

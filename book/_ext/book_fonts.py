@@ -6,49 +6,66 @@ folder too. A drawing that a page shows as an image may load nothing, so it carr
 
 import base64
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
 
 FONTS = Path(__file__).parents[1] / "fonts"
-FACES = {  # file: family, style, range of weights
-    "Inter-Regular": ("Inter", "normal", "100 500"),
-    "Inter-Italic": ("Inter", "italic", "100 900"),
-    "Inter-SemiBold": ("Inter", "normal", "501 900"),
-    "JetBrainsMono-Regular": ("JetBrains Mono", "normal", "100 500"),
-    "JetBrainsMono-Bold": ("JetBrains Mono", "normal", "501 900"),
+
+
+@dataclass(frozen=True)
+class Face:
+    """One of a family's fonts, and what it is used for."""
+
+    family: str
+    style: str
+    weights: str  # "lightest heaviest"
+
+
+FACES = {  # name of a file
+    "Inter-Regular": Face("Inter", "normal", "100 500"),
+    "Inter-Italic": Face("Inter", "italic", "100 900"),
+    "Inter-SemiBold": Face("Inter", "normal", "501 900"),
+    "JetBrainsMono-Regular": Face("JetBrains Mono", "normal", "100 500"),
+    "JetBrainsMono-Bold": Face("JetBrains Mono", "normal", "501 900"),
 }
-OF_DRAWINGS = ["Inter-Regular", "Inter-SemiBold", "JetBrainsMono-Regular"]  # tools/subset_fonts.py cuts them
+FACES_OF_DRAWINGS = ["Inter-Regular", "Inter-SemiBold", "JetBrainsMono-Regular"]  # tools/subset_fonts.py cuts them
 
 
-def font_face(face: str, file: str = "") -> str:
-    """The ``@font-face`` rule of a face, with the font of its file in it."""
-    family, style, weights = FACES[face]
-    font = base64.b64encode((FONTS / f"{file or face}.woff2").read_bytes()).decode()
+def font_face(name: str, file: str) -> str:
+    """The ``@font-face`` rule of a face, with the font in it."""
+    face = FACES[name]
+    font = base64.b64encode((FONTS / file).read_bytes()).decode()
     return (
-        f"@font-face {{ font-family: '{family}'; font-style: {style}; font-weight: {weights}; font-display: block; "
-        f"src: url(data:font/woff2;base64,{font}) format('woff2'); }}"
+        f"@font-face {{ font-family: '{face.family}'; font-style: {face.style}; font-weight: {face.weights}; "
+        f"font-display: block; src: url(data:font/woff2;base64,{font}) format('woff2'); }}"
     )
 
 
 def write_style_sheet(app: Sphinx) -> None:
-    if app.builder.format == "html":
-        folder = Path(app.outdir, "_static")
-        folder.mkdir(exist_ok=True)
-        licences = sorted(FONTS.glob("*-OFL.txt"))
-        for path in licences:
-            shutil.copy(path, folder)
-        names = " and ".join(path.name for path in licences)
-        rules = [f"/* The fonts' licences are in {names}. */", *map(font_face, FACES)]
-        (folder / "fonts.css").write_text("\n".join(rules), encoding="utf-8")
+    if app.builder.format != "html":
+        return
+    folder = Path(app.outdir, "_static")
+    folder.mkdir(exist_ok=True)
+    licences = sorted(FONTS.glob("*-OFL.txt"))
+    for path in licences:
+        shutil.copy(path, folder)
+    names = " and ".join(path.name for path in licences)
+    rules = [f"/* The fonts' licences are in {names}. */"]
+    for name in FACES:
+        rules.append(font_face(name, f"{name}.woff2"))
+    (folder / "fonts.css").write_text("\n".join(rules), encoding="utf-8")
 
 
 def put_into_drawings(app: Sphinx, exception: Exception | None) -> None:
-    if exception is None and app.builder.format == "html":
-        for path in Path(app.outdir, "_images").glob("*.svg"):
-            style = "".join(["<style>", *(font_face(face, f"Drawn-{face}") for face in OF_DRAWINGS)])
-            path.write_text(path.read_text(encoding="utf-8").replace("<style>", style, 1), encoding="utf-8")
+    if exception or app.builder.format != "html":
+        return
+    rules = "".join(font_face(name, f"Drawn-{name}.woff2") for name in FACES_OF_DRAWINGS)
+    for path in Path(app.outdir, "_images").glob("*.svg"):
+        drawing = path.read_text(encoding="utf-8")
+        path.write_text(drawing.replace("<style>", f"<style>{rules}", 1), encoding="utf-8")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

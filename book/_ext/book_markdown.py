@@ -15,24 +15,28 @@ PROMISE = "Learn distributed PyTorch on your laptop. Each claim is a cell that f
 
 def markdown(source: Path) -> str:
     """A page's text; of a notebook also its cells, with what they print."""
+    text = source.read_text(encoding="utf-8")
     if source.suffix == ".md":
-        text = with_chapters(source.read_text(encoding="utf-8"), source.parents[1])
+        text = with_chapters(text, root=source.parents[1])
         text = with_measurements(text, source)
-        return re.sub(r"(?s)```\{hero\}.*?```\n\n", "", text)
+        return re.sub(r"(?s)```\{hero\}.*?```\n\n", "", text)  # a moving picture says nothing in Markdown
     parts = []
-    for cell in json.loads(source.read_text(encoding="utf-8"))["cells"]:
-        text = "".join(cell["source"])
+    for cell in json.loads(text)["cells"]:
+        cell_source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(with_measurements(text, source))
-        else:
-            parts.append(f"```python\n{text}\n```")
-        for output in cell.get("outputs", []):
-            said = "".join(output.get("text", "")) or f"{output.get('ename', '')}: {output.get('evalue', '')}"
-            parts += [f"```text\n{said.rstrip()}\n```"] if said != ": " else []
+            parts.append(with_measurements(cell_source, source))
+            continue
+        parts.append(f"```python\n{cell_source}\n```")
+        for output in cell["outputs"]:
+            if output["output_type"] == "stream":
+                printed = "".join(output["text"])
+                parts.append(f"```text\n{printed.rstrip()}\n```")
+            elif output["output_type"] == "error":
+                parts.append(f"```text\n{output['ename']}: {output['evalue'].rstrip()}\n```")
     return "\n\n".join(parts) + "\n"
 
 
-def write(app: Sphinx, exception: Exception | None) -> None:
+def write_pages(app: Sphinx, exception: Exception | None) -> None:
     if exception or app.builder.format != "html":
         return
     lines = [f"# {app.config.html_title}", "", f"> {PROMISE}", ""]
@@ -44,5 +48,5 @@ def write(app: Sphinx, exception: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    app.connect("build-finished", write)
+    app.connect("build-finished", write_pages)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -7,24 +7,24 @@ from docutils import nodes
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 
-VARIABLE = re.compile(r"<mi>(&#x\w+;|.)</mi>")
+VARIABLE = re.compile(r"<mi>(&#x\w+;|.)</mi>")  # one letter; a function's name has several
 
 
 def mathml(latex: str, display: str) -> str:
-    """A formula, with its variables in a class of their own."""
+    """A formula as MathML. Its variables get a class, for which the style sheet has an italic font."""
     return VARIABLE.sub(r'<mi class="variable">\1</mi>', convert(latex.strip(), display=display))
 
 
-def inline(self: Any, node: nodes.math) -> None:
+def write_inline_formula(self: Any, node: nodes.math) -> None:
     self.body.append(f'<span class="math notranslate nohighlight">{mathml(node.astext(), "inline")}</span>')
     raise nodes.SkipNode
 
 
-def block(self: Any, node: nodes.math_block) -> None:
+def write_formula(self: Any, node: nodes.math_block) -> None:
     self.body.append(f'<div class="math notranslate nohighlight">{mathml(node.astext(), "block")}</div>\n')
     raise nodes.SkipNode
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    app.add_html_math_renderer("mathml", (inline, None), (block, None))
+    app.add_html_math_renderer("mathml", (write_inline_formula, None), (write_formula, None))
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

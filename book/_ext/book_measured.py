@@ -5,13 +5,14 @@
     What others measured, each figure with its source.
     :::
 
-NAME is that of a probe, or ``script`` for the script of the page's own chapter. If a file in book/measured has it, its
-table takes the place of the box's text. If none has it, the text stays, and the box begins with "Not yet measured by
-this book." The box is an admonition because JupyterLab shows an admonition with its text, and a directive that it does
-not know as an error.
+NAME is that of a probe (helpers/verify/probes), or ``script`` for the script of the page's own chapter. A file in
+book/measured is the record of one run of ``make gpu``. If a record has the probe, its table takes the place of the
+box's text. If none has it, the text stays, and the box begins with "Not yet measured by this book."
+
+The box is an admonition because JupyterLab shows an admonition with its text, and a directive that it does not know as
+an error.
 """
 
-import json
 import math
 import re
 import textwrap
@@ -21,7 +22,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from book_search import ERRORS, read_errors
 from book_verified import MONTHS
 from docutils import nodes
 from docutils.parsers.rst.directives.admonitions import Admonition
@@ -31,31 +31,21 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
 from helpers.verify.page import fenced, ratio_of
+from helpers.verify.probes import catalog
 from helpers.verify.record import Figure, Record, read
 
 FOLDER = "book/measured"
 FACTS = ("machine", "date", "commit", "command")  # without these, a reader cannot know whose number it is
-MESSAGES = "messages"
-PROBES = (
-    MESSAGES,
-    "planned",
-    "precision",
-    "rates",
-    "launch",
-    "copies",
-    "recompute",
-    "checkpoint",
-    "shared_gpu",
-    "float8",
-    "nccl_memory",
-    "bus_bandwidth",
-    "overlap",
-)
+MESSAGES = "messages"  # the probe that records what NCCL and PyTorch print; the others record numbers
+PROBES = [task.name for task in (*catalog.FIRST, *catalog.LATER)]
 NOT_MEASURED = "Not yet measured by this book."
 NOT_SEEN = "No message was seen on a GPU by this book yet."
-LONGEST = 160  # letters of the reason why something was not measured; an error of PyTorch has more
-HEADS = ("what", "measured", "predicted", "measured / predicted")
-BOX = re.compile(r"^(:{3,}\{admonition\}[^\n]*\n:class:([^\n]*)\n)(.*?)^(:{3,})$", flags=re.M | re.S)
+MAX_REASON = 160  # letters of the reason why something was not measured; an error of PyTorch has more
+COLUMNS = ("what", "measured", "predicted", "measured / predicted")
+BOX = re.compile(
+    r"^(?P<head>:{3,}\{admonition\}[^\n]*\n:class:(?P<classes>[^\n]*)\n)(?P<content>.*?)^(?P<end>:{3,})$",
+    flags=re.M | re.S,
+)
 
 
 @dataclass(frozen=True)
@@ -80,19 +70,19 @@ def read_records(folder: Path) -> list[Record]:
         file = f"{FOLDER}/{path.name}"
         try:
             record = read(path)
-            flaw = flaw_of(record)
+            reason = why_not_shown(record)
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{file} is damaged: {error}\nRestore it with git checkout {file}, or remove it and measure again."
             ) from None
-        if flaw:
-            raise ValueError(f"{file} {flaw}.\nRemove it, and measure on real GPUs: make gpu ARGS=--record")
+        if reason:
+            raise ValueError(f"{file} {reason}.\nRemove it, and measure on real GPUs: make gpu ARGS=--record")
         records.append(record)
     return sorted(records, key=lambda record: record.facts["date"])
 
 
-def flaw_of(record: Record) -> str:
-    """What keeps a record from being shown, or "". Raises ValueError for a date or a number that is none."""
+def why_not_shown(record: Record) -> str:
+    """Why a record may not be shown, or "". Raises ValueError for what is no date or no number."""
     if "rehearsed" in record.facts:
         return "was rehearsed on pretended GPUs, so its numbers are not measurements"
     missing = [name for name in FACTS if not record.facts.get(name)]
@@ -163,29 +153,41 @@ def finding_of_script(record: Record, script: str) -> Finding:
 # --- Markdown, for the page and for its copy beside it ----------------------------------------------------------------
 
 
-def text_of_box(root: Path, name: str, text_of_others: str) -> str:
+def text_of_box(root: Path, name: str, text_without_record: str) -> str:
     """What the box of a probe or a script shows, as Markdown. Raises ValueError as ``read_records`` does."""
     shown = findings(read_records(root / FOLDER), name)
-    if not shown:
-        if name == MESSAGES:
-            return f"{NOT_SEEN} {text_of_others}"
-        return f"{NOT_MEASURED} {text_of_others}"
-    parts = []
-    for finding in shown:
-        parts.append(caption(finding))
-        if finding.figures:
-            parts.append(table(HEADS, [row(figure) for figure in finding.figures]))
-        for label, text in finding.texts.items():
-            if name == MESSAGES:
-                parts.append(fenced(fenced(text), head="{dropdown} " + label))
-            else:
-                parts += [f"{label}:", fenced(text)]
-        if finding.trouble:
-            why = textwrap.shorten(finding.trouble, LONGEST, placeholder=" …")
-            parts.append(f"The rest was not measured ({escaped(why)}).")
     if name == MESSAGES:
-        parts.append(explanations(root, shown))
-    return "\n\n".join(parts)
+        if not shown:
+            return f"{NOT_SEEN} {text_without_record}"
+        return "\n\n".join(map(messages_text, shown))
+    if not shown:
+        return f"{NOT_MEASURED} {text_without_record}"
+    return "\n\n".join(map(figures_text, shown))
+
+
+def figures_text(finding: Finding) -> str:
+    """The numbers of a finding as a table, and what was printed with them."""
+    parts = [caption(finding)]
+    if finding.figures:
+        parts.append(table(COLUMNS, [row(figure) for figure in finding.figures]))
+    for label, text in finding.texts.items():
+        parts += [f"{label}:", fenced(text)]
+    return "\n\n".join(parts + trouble_text(finding))
+
+
+def messages_text(finding: Finding) -> str:
+    """What was printed, in a closed box for each situation."""
+    parts = [caption(finding)]
+    for situation, text in finding.texts.items():
+        parts.append(fenced(fenced(text), head="{dropdown} " + situation))
+    return "\n\n".join(parts + trouble_text(finding))
+
+
+def trouble_text(finding: Finding) -> list[str]:
+    if not finding.trouble:
+        return []
+    reason = textwrap.shorten(finding.trouble, MAX_REASON, placeholder=" …")
+    return [f"The rest was not measured ({escaped(reason)})."]
 
 
 def caption(finding: Finding) -> str:
@@ -204,7 +206,7 @@ def caption(finding: Finding) -> str:
 
 
 def row(figure: Figure) -> list[str]:
-    """A figure's cells, in the order of HEADS."""
+    """A figure's cells, in the order of COLUMNS."""
     predicted = ""
     if figure.predicted is not None:
         predicted = quantity(figure.predicted, figure.unit)
@@ -213,48 +215,22 @@ def row(figure: Figure) -> list[str]:
     return [escaped(figure.name), quantity(figure.value, figure.unit), predicted.strip(), ratio_of(figure)]
 
 
-def table(heads: Iterable[str], rows: list[list[str]]) -> str:
+def table(names: Iterable[str], rows: list[list[str]]) -> str:
     """A table as Markdown, without the columns in which every row is empty."""
-    columns = list(zip(heads, *rows, strict=True))
-    used = [column for column in columns if any(column[1:])]
-    lines = [f"| {' | '.join(cells)} |" for cells in zip(*used, strict=True)]
-    lines.insert(1, "|---" * len(used) + "|")
+    head: list[str] = []
+    used = []  # positions of columns
+    for position, name in enumerate(names):
+        if any(row[position] for row in rows):
+            head.append(name)
+            used.append(position)
+    lines = [table_line(head), "|---" * len(head) + "|"]
+    for row in rows:
+        lines.append(table_line([row[position] for position in used]))
     return "\n".join(lines)
 
 
-def explanations(root: Path, shown: list[Finding]) -> str:
-    """Which messages of book/error_messages.txt were printed, with the page that explains each, as a table."""
-    printed = " ".join(text for finding in shown for text in finding.texts.values())
-    printed = " ".join(printed.split())
-    rows = []
-    for section, messages in read_errors(root / ERRORS).items():
-        page = section.partition("#")[0]
-        link = f"[{escaped(title_of(root, page))}](/{source_of(root, page)})"
-        for message in messages:
-            if message in printed:
-                rows.append([code(message).replace("|", r"\|"), link])
-    others = "Every other message about GPUs in this book comes from the source that is named beside it."
-    if not rows:
-        return f"None of these is a message that this book explains. {others}"
-    return "\n\n".join(
-        ["Among these are messages that this book explains:", table(("message", "explained in"), rows), others]
-    )
-
-
-def source_of(root: Path, page: str) -> str:
-    """A page's file, from the root: ``notebooks/14b_reading_nccl.ipynb``."""
-    if (root / f"{page}.ipynb").exists():
-        return f"{page}.ipynb"
-    return f"{page}.md"
-
-
-def title_of(root: Path, page: str) -> str:
-    """A page's title, its first heading."""
-    source = source_of(root, page)
-    text = (root / source).read_text(encoding="utf-8")
-    if source.endswith(".ipynb"):
-        text = "".join(json.loads(text)["cells"][0]["source"])
-    return text.partition("\n")[0].removeprefix("# ")
+def table_line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def number(value: float) -> str:
@@ -269,7 +245,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Words of a record, in which no sign is Markdown's."""
+    """Words of a record, which Markdown shows as they are."""
     return re.sub(r"([\\`*$|\[\]<>{}])", r"\\\1", text)
 
 
@@ -282,7 +258,7 @@ def code(text: str) -> str:
 # --- Sphinx -----------------------------------------------------------------------------------------------------------
 
 
-def names_of_classes(page: str) -> dict[str, str]:
+def measurements_by_class(page: str) -> dict[str, str]:
     """{class of a box, as docutils spells it: the name of a probe, or of the page's script}."""
     names = {nodes.make_id(f"measured-{name}"): name for name in PROBES}
     names["measured-script"] = Path(page).stem
@@ -293,18 +269,18 @@ class Box(Admonition, SphinxDirective):
     """``{admonition}``, whose text a measurement replaces if one of its classes names a measurement."""
 
     def run(self) -> list[nodes.Node]:
-        asked = [name for name in self.options.get("class", []) if name.startswith("measured-")]
-        if not asked:
+        classes = [name for name in self.options.get("class", []) if name.startswith("measured-")]
+        if not classes:
             return super().run()
         root = Path(self.env.srcdir)
-        names = names_of_classes(self.env.docname)
-        if asked[0] not in names:
+        measurements = measurements_by_class(self.env.docname)
+        if classes[0] not in measurements:
             raise self.error(
-                f"There is no measurement for the class {asked[0]}.\nTake one of: {', '.join(sorted(names))}"
+                f"There is no measurement for the class {classes[0]}.\nTake one of: {', '.join(sorted(measurements))}"
             )
         for path in (root / FOLDER).glob("*.json"):
             self.env.note_dependency(str(path))
-        text = text_of_box(root, names[asked[0]], "\n".join(self.content))
+        text = text_of_box(root, measurements[classes[0]], "\n".join(self.content))
         self.content = StringList(text.splitlines(), source=self.env.docname)
         return super().run()
 
@@ -312,20 +288,21 @@ class Box(Admonition, SphinxDirective):
 def with_measurements(text: str, source: Path) -> str:
     """Markdown of the page in ``source``, in which each box of a measurement has the text that the page shows."""
     root = source.parents[1]
-    names = names_of_classes(source.stem)
+    measurements = measurements_by_class(source.stem)
 
-    def shown(box: re.Match[str]) -> str:
-        head, classes, own_text, end = box.groups()
-        for name in classes.split():
-            if nodes.make_id(name) in names:
-                own_text = text_of_box(root, names[nodes.make_id(name)], own_text.strip()) + "\n"
-        return f"{head}{own_text}{end}"
+    def fill_in(box: re.Match[str]) -> str:
+        content = box["content"]
+        for name in box["classes"].split():
+            measurement = measurements.get(nodes.make_id(name))
+            if measurement is not None:
+                content = text_of_box(root, measurement, content.strip()) + "\n"
+        return f"{box['head']}{content}{box['end']}"
 
-    return BOX.sub(shown, text)
+    return BOX.sub(fill_in, text)
 
 
 def check_records(app: Sphinx) -> None:
-    """Fail the build for a file that no page may show, even if no page asks for it."""
+    """Fail the build for a record that no page may show, with its reason, before a box reads the records."""
     try:
         read_records(Path(app.srcdir, FOLDER))
     except ValueError as error:

@@ -15,17 +15,17 @@ from helpers.export.facts import facts_at
 
 
 def redirects(notebooks: Path) -> dict[str, str]:
-    """{former page: address of today's, from there} of a folder of notebooks: ``{"notebooks/old": "new.html"}``."""
-    found: dict[str, str] = {}
+    """{former page: address of today's, relative to it} of a folder of notebooks: ``{"notebooks/old": "new.html"}``."""
+    addresses: dict[str, str] = {}
     for path in sorted(notebooks.glob("*.ipynb")):
         for name in facts_at(path).formerly:
             page = f"{notebooks.name}/{name}"
             if path.with_name(f"{name}.ipynb").exists():
                 raise ExtensionError(f"{path.name} was formerly {name}, but {name}.ipynb is a page of today.")
-            if page in found:
-                raise ExtensionError(f"{path.name} was formerly {name}, but {found[page]} says so too. Keep one.")
-            found[page] = f"{path.stem}.html"
-    return found
+            if page in addresses:
+                raise ExtensionError(f"{path.name} was formerly {name}, but {addresses[page]} says so too. Keep one.")
+            addresses[page] = f"{path.stem}.html"
+    return addresses
 
 
 def configure(app: Sphinx, config: Config) -> None:

@@ -1,4 +1,7 @@
-"""``{lies}``: of the lies that were recorded, how many each chapter noticed, and by what."""
+"""``{lies}``: of the lies that were recorded, how many each chapter noticed, and by what.
+
+A lie is a planted bug in PyTorch or in the helpers: see book/sabotage.md, and tools/sabotage.
+"""
 
 import csv
 import re
@@ -10,8 +13,8 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-KINDS = ("assert", "output", "error", "hang")
-PLACE = re.compile(r"\[([\w ]+), [^]]*\]\((.*?)\.ipynb")
+KINDS = ("assert", "output", "error", "hang")  # of failures, in the column "By" of the record
+CHAPTER = re.compile(r"\[(?P<name>[\w ]+), ")  # of a link in the column "Noticed in": [10b, A section](address)
 
 
 class Lies(SphinxDirective):
@@ -20,34 +23,43 @@ class Lies(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        relative, path = self.env.relfn2path(self.arguments[0])
-        self.env.note_dependency(relative)
+        relative_path, path = self.env.relfn2path(self.arguments[0])
+        self.env.note_dependency(relative_path)
         with Path(path).open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
-        noticed = Counter((match[1], row["By"]) for row in rows if (match := PLACE.match(row["Noticed in"])))
-        lies, places = len({row["The lie"] for row in rows}), sorted({place for place, _ in noticed}, key=in_order)
-        cells = f"{sum(noticed.values())} cells of {len(places)} chapters and pages noticed one"
-        dots = [[place, *("•" * noticed[place, kind] for kind in KINDS)] for place in places]
-        return [
-            nodes.paragraph("", f"{lies} lies were told, and {cells}. Each dot is a cell."),
-            table(["chapter", *KINDS], dots),
-        ]
+        lies = {row["The lie"] for row in rows}
+        cells: Counter[tuple[str, str]] = Counter()  # of each chapter, by the kind of the failure
+        for row in rows:
+            link = CHAPTER.match(row["Noticed in"])
+            if link is not None:
+                cells[link["name"], row["By"]] += 1
+        chapters = sorted({chapter for chapter, _ in cells}, key=reading_order)
+        dots = [[chapter, *("•" * cells[chapter, kind] for kind in KINDS)] for chapter in chapters]
+        sentence = (
+            f"{len(lies)} lies were told, and {cells.total()} cells of {len(chapters)} chapters and pages noticed one. "
+            "Each dot is a cell."
+        )
+        return [nodes.paragraph("", sentence), table(["chapter", *KINDS], dots)]
 
 
-def in_order(place: str) -> tuple[float, str]:
+def reading_order(chapter: str) -> tuple[float, str]:
     """Chapters and practice pages by their numbers, such as 9 and 10b, then pages of the appendix by their names."""
-    number = re.match(r"\d+", place)
-    return float(number[0] if number else "inf"), place
+    number = re.match(r"\d+", chapter)
+    if number is None:
+        return float("inf"), chapter
+    return float(number[0]), chapter
 
 
 def table(head: list[str], rows: list[list[str]]) -> nodes.table:
-    def row(words: list[str]) -> nodes.row:
-        return nodes.row("", *(nodes.entry("", nodes.paragraph("", word)) for word in words))
-
-    columns = [nodes.colspec(colwidth=1) for _ in head]
-    body = nodes.tbody("", *map(row, rows))
-    group = nodes.tgroup("", *columns, nodes.thead("", row(head)), body, cols=len(head))
+    group = nodes.tgroup(cols=len(head))
+    group += [nodes.colspec(colwidth=1) for _ in head]
+    group += nodes.thead("", table_row(head))
+    group += nodes.tbody("", *(table_row(row) for row in rows))
     return nodes.table("", group, classes=["lies"])
+
+
+def table_row(texts: list[str]) -> nodes.row:
+    return nodes.row("", *(nodes.entry("", nodes.paragraph("", text)) for text in texts))
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import gzip
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +22,14 @@ from helpers.export.facts import facts_at
 
 ERRORS = "book/error_messages.txt"
 FIRST_PAGE = "book/intro"  # of the book; a test builds smaller ones
-NO_WORDS = (nodes.title, nodes.term, nodes.raw, nodes.math_block, nodes.Invisible)
+WITHOUT_WORDS = (nodes.title, nodes.term, nodes.raw, nodes.math_block, nodes.Invisible)
 ONE_LINE = (nodes.paragraph, nodes.row, nodes.rubric, nodes.caption)
 # Of Python, only what is called or looked up, and variables of the environment: much of a cell is plumbing.
 NAMES = re.compile(r"[A-Za-z_]\w{3,}(?=\()|(?<=\.)[A-Za-z_]\w{3,}|\b[A-Z][A-Z_]{4,}\b")
 
 
 class Entry(NamedTuple):
-    """A section, a term, or a row of the table of lies; in JSON it is a list of these six."""
+    """A section, a term, or a row of the table of lies; search_engine.js knows these six by their positions."""
 
     page: str
     anchor: str
@@ -38,126 +39,161 @@ class Entry(NamedTuple):
     errors: list[str]  # messages that the section cures, which it need not quote
 
 
+@dataclass
+class Passages:
+    """What an entry says, without its heading and without the entries inside it."""
+
+    text: list[str] = field(default_factory=list)
+    code: list[str] = field(default_factory=list)
+
+
+# --- what a page says -------------------------------------------------------------------------------------------------
+
+
 def is_entry(node: nodes.Node) -> bool:
-    is_term = isinstance(node, nodes.definition_list_item) and node[0]["ids"]
-    is_lie = isinstance(node, nodes.row) and node["ids"]
-    return isinstance(node, (nodes.section, nodes.citation)) or bool(is_term or is_lie)
+    if isinstance(node, nodes.definition_list_item):  # a term of the glossary; other definitions have no ids
+        return bool(node[0]["ids"])
+    if isinstance(node, nodes.row):  # a lie: see name_rows
+        return bool(node["ids"])
+    return isinstance(node, (nodes.section, nodes.citation))
 
 
-def name_rows(app: Sphinx, document: nodes.document) -> None:
-    """Give each row of the table of lies an anchor: the table is a page long, and each lie is about something else."""
-    for table in document.findall(lambda node: isinstance(node, nodes.table) and "sabotage" in node["classes"]):
-        for number, row in enumerate(list(table.findall(nodes.tbody))[0].children, 1):
-            row["ids"] = [f"lie-{number}"]
-
-
-def read_errors(file: Path) -> dict[str, list[str]]:
-    """{"page#anchor": messages} of a list in which each section's messages are indented below its name."""
-    errors: dict[str, list[str]] = {}
-    section = ""
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
-        if line.startswith("    "):
-            errors[section].append(line.strip())
-        elif line and not line.startswith("#"):
-            errors[section := line.strip()] = []
-    return errors
-
-
-def line(node: nodes.Node) -> str:
+def words_of(node: nodes.Node) -> str:
     """A node's words on one line, without its formulas."""
     if isinstance(node, nodes.Text):
         return re.sub(r"\s+", " ", node)
     if isinstance(node, nodes.math):
         return "…"
-    if isinstance(node, NO_WORDS):
+    if isinstance(node, WITHOUT_WORDS):
         return ""
-    return (" | " if isinstance(node, nodes.row) else "").join(map(line, node.children))
+    separator = ""
+    if isinstance(node, nodes.row):
+        separator = " | "
+    return separator.join(words_of(child) for child in node.children)
 
 
-def listing(node: nodes.literal_block, scripts: Path) -> Iterator[tuple[str, str]]:
-    """("text" or "code", lines) of a listing. The script of a chapter is left out: its cells have the same lines."""
+def collect_listing(node: nodes.literal_block, scripts: Path, passages: Passages) -> None:
     text = node.astext()
+    source = node.get("source", "")
     if "traceback" in node["classes"]:  # the message, without the frames
-        yield "text", "\n".join(re.findall(r"^(?!Traceback)\S.*", text, flags=re.M))
-    elif node.get("language") == "python" and not node.get("source"):
-        if "@style()" not in text:  # which draws a figure
-            yield "code", " ".join(sorted(set(NAMES.findall(text))))
-    elif Path(node.get("source") or "").parent != scripts:
-        yield "code", text
+        passages.text.append("\n".join(re.findall(r"^(?!Traceback)\S.*", text, flags=re.M)))
+    elif node.get("language") == "python" and not source:  # a cell
+        draws_figure = "@style()" in text
+        if not draws_figure:
+            passages.code.append(" ".join(sorted(set(NAMES.findall(text)))))
+    elif Path(source).parent != scripts:  # the script of a chapter has the same lines as its cells
+        passages.code.append(text)
 
 
-def passages(node: nodes.Element, scripts: Path) -> Iterator[tuple[str, str]]:
-    """("text" or "code", lines) of everything in an entry but its heading and the entries inside it."""
-    # A row's heading is its first cell, and its last one quotes what stands on another page.
-    for child in node.children[1:-1] if isinstance(node, nodes.row) else node.children:
+def collect(node: nodes.Element, scripts: Path, passages: Passages) -> None:
+    """Add to ``passages`` what a node says. ``scripts`` is the folder of the chapters' scripts."""
+    children = node.children
+    if isinstance(node, nodes.row):  # its heading is its first cell, and its last one quotes what is on another page
+        children = children[1:-1]
+    for child in children:
+        if is_entry(child):
+            continue
         if isinstance(child, nodes.literal_block):
-            yield from listing(child, scripts)
-        elif isinstance(child, (nodes.Text, *ONE_LINE)) and not is_entry(child):
-            yield "text", line(child)
-        elif isinstance(child, nodes.Element) and not isinstance(child, NO_WORDS) and not is_entry(child):
-            yield from passages(child, scripts)
+            collect_listing(child, scripts, passages)
+        elif isinstance(child, (nodes.Text, *ONE_LINE)):
+            passages.text.append(words_of(child))
+        elif isinstance(child, nodes.Element) and not isinstance(child, WITHOUT_WORDS):
+            collect(child, scripts, passages)
 
 
 def entries(
     node: nodes.Element, page: str, scripts: Path, errors: dict[str, list[str]], above: Sequence[str] = ()
 ) -> Iterator[Entry]:
-    """The entries of each section and each term below ``node``. It takes their messages out of ``errors``."""
+    """The entries of each section and each term below ``node``. It takes their messages out of ``errors``.
+
+    ``above`` are the headings of the sections around ``node``.
+    """
     for child in node.children:
         if not isinstance(child, nodes.Element):
             continue
         headings = [*above]
         if is_entry(child):
-            headings += ["".join(map(line, child[0].children)).strip()]
-            lines: dict[str, list[str]] = {"text": [], "code": []}
-            for kind, words in passages(child, scripts):
-                lines[kind] += [words.strip()] if words.strip() else []
-            anchor = (child["ids"] or child[0]["ids"])[0]
-            cured = errors.pop(f"{page}#{anchor}", [])
-            yield Entry(page, anchor, headings, "\n".join(lines["text"]), "\n".join(lines["code"]), cured)
+            heading = child[0]
+            headings.append("".join(words_of(part) for part in heading.children).strip())
+            anchor = (child["ids"] or heading["ids"])[0]
+            passages = Passages()
+            collect(child, scripts, passages)
+            text = joined(passages.text)
+            code = joined(passages.code)
+            yield Entry(page, anchor, headings, text, code, errors.pop(f"{page}#{anchor}", []))
         yield from entries(child, page, scripts, errors, headings)
 
 
-def replace_search(app: Sphinx) -> None:
+def joined(passages: list[str]) -> str:
+    stripped = [passage.strip() for passage in passages]
+    return "\n".join(passage for passage in stripped if passage)
+
+
+def read_errors(file: Path) -> dict[str, list[str]]:
+    """{"page#anchor": messages} of a list in which each section's messages are indented below its name."""
+    errors: dict[str, list[str]] = {}
+    if not file.exists():
+        return errors
+    section = ""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("    "):
+            errors[section].append(line.strip())
+        elif line and not line.startswith("#"):
+            section = line.strip()
+            errors[section] = []
+    return errors
+
+
+# --- Sphinx -----------------------------------------------------------------------------------------------------------
+
+
+def turn_off_sphinx_search(app: Sphinx) -> None:
     if app.builder.format == "html":
         app.builder.search = False  # type: ignore[attr-defined]  # an HTML builder has it
 
 
-def weight_of(app: Sphinx, page: str) -> float:
+def name_rows(app: Sphinx, document: nodes.document) -> None:
+    """Give each row of the table of lies an anchor: the table is a page long, and each lie is about something else."""
+    for table in document.findall(nodes.table):
+        if "sabotage" in table["classes"]:
+            [body] = table.findall(nodes.tbody)
+            for number, row in enumerate(body.children, start=1):
+                row["ids"] = [f"lie-{number}"]
+
+
+def search_weight(app: Sphinx, page: str) -> float:
     """What a notebook says that its scores are multiplied by (``book.search_weight`` in its metadata)."""
     path = Path(app.env.doc2path(page))
-    return facts_at(path).search_weight if path.suffix == ".ipynb" else 1
+    if path.suffix != ".ipynb":
+        return 1
+    return facts_at(path).search_weight
 
 
-def write(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
+def write_entries(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
     """Write the entries of all pages, also of those that did not change; name the search's own page."""
     scripts = Path(app.srcdir, "scripts")
-    book: list[Entry] = []
     errors = read_errors(Path(app.srcdir, ERRORS))
+    book: list[Entry] = []
+    weights = {}
     for page in sorted(app.env.found_docs):
         book += entries(app.env.get_and_resolve_doctree(page, app.builder), page, scripts, errors)
+        weight = search_weight(app, page)
+        if weight != 1:
+            weights[page] = weight
     if errors and app.config.root_doc == FIRST_PAGE:
         raise ExtensionError(f"{ERRORS} names sections that are not there: {', '.join(errors)}")
-    columns = [*zip(*book, strict=True)]  # which gzip makes smaller than rows
+    columns = list(zip(*book, strict=True))  # which gzip makes smaller than rows
     data = json.dumps(columns, ensure_ascii=False, separators=(",", ":"))
     packed = base64.b64encode(gzip.compress(data.encode(), mtime=0)).decode()
-    all_weights = {page: weight_of(app, page) for page in sorted(app.env.found_docs)}
-    weights = json.dumps({page: weight for page, weight in all_weights.items() if weight != 1})
-    script = f'var searchEntries = "{packed}";\nvar searchWeights = {weights};\n'
+    script = f'var searchEntries = "{packed}";\nvar searchWeights = {json.dumps(weights)};\n'
     Path(app.outdir, "_static", "search_entries.js").write_text(script, encoding="utf-8")
     return [("search", {"title": "Search"}, "search.html")]
-
-
-def remove_search(app: Sphinx, exception: Exception | None) -> None:
-    """Remove the scripts of Sphinx's search, which no page loads."""
-    for name in ["searchtools.js", "language_data.js"]:
-        Path(app.outdir, "_static", name).unlink(missing_ok=True)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_css_file("search.css")
     app.add_js_file("search.js")
-    app.connect("builder-inited", replace_search)
+    app.connect("builder-inited", turn_off_sphinx_search)
     app.connect("doctree-read", name_rows)
-    app.connect("html-collect-pages", write)
-    app.connect("build-finished", remove_search)
+    app.connect("html-collect-pages", write_entries)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,7 @@
-"""Name each cell's column in tables of three columns and more, so that a phone can show their rows as cards."""
+"""Name each cell's column in tables of three columns and more, so that a phone can show their rows as cards.
+
+The style sheet shows ``data-label`` in front of a cell's text.
+"""
 
 import html
 import re
@@ -6,22 +9,33 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-TABLE = re.compile(r'<table class="([^"]*)"(.*?</thead>)(.*?)</table>', flags=re.S)
+TABLE = re.compile(r'<table class="(?P<classes>[^"]*)"(?P<head>.*?</thead>)(?P<rows>.*?)</table>', flags=re.S)
+HEADING = re.compile(r"<th\b[^>]*>(.*?)</th>", flags=re.S)
+ROW = re.compile(r"<tr.*?</tr>", flags=re.S)
+MIN_COLUMNS = 3
 
 
-def labelled(table: re.Match) -> str:
-    """The table with the class "cards" and with its heads in its cells' data-label; as it was, with fewer columns."""
-    classes, head, rows = table.groups()
-    heads = re.findall(r"<th\b[^>]*>(.*?)</th>", head, re.S)
-    names = [" ".join(re.sub(r"<[^>]+>", "", name).split()) for name in heads]
-    if len(names) < 3:
+def labelled(table: re.Match[str]) -> str:
+    """The table with the class "cards" and with its headings as labels of its cells; as it was, with fewer columns."""
+    columns = [text_of(heading) for heading in HEADING.findall(table["head"])]
+    if len(columns) < MIN_COLUMNS:
         return table[0]
+    rows = ROW.sub(lambda row: with_labels(row[0], columns), table["rows"])
+    return f'<table class="{table["classes"]} cards"{table["head"]}{rows}</table>'
 
-    def with_labels(row: re.Match) -> str:
-        cells = iter(names)
-        return re.sub(r"<td\b", lambda _: f'<td data-label="{html.escape(html.unescape(next(cells, "")))}"', row[0])
 
-    return f'<table class="{classes} cards"{head}{re.sub(r"<tr.*?</tr>", with_labels, rows, flags=re.S)}</table>'
+def with_labels(row: str, columns: list[str]) -> str:
+    start, *cells = row.split("<td")
+    labelled_row = start
+    for column, cell in zip(columns, cells, strict=True):
+        labelled_row += f'<td data-label="{html.escape(column)}"{cell}'
+    return labelled_row
+
+
+def text_of(element: str) -> str:
+    """An element's text, without tags and on one line."""
+    text = re.sub(r"<[^>]+>", "", element)
+    return html.unescape(" ".join(text.split()))
 
 
 def label_tables(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object) -> None:

@@ -15,7 +15,7 @@ from sphinx.errors import ExtensionError
 
 from helpers.export.verified import FILE_NAME, PageRecord, fingerprint, read_record, version_key
 
-# The names that Python has for months are those of the reader's language.
+# strftime would name the months in the language of whoever builds the book.
 MONTHS = "January February March April May June July August September October November December".split()
 
 
@@ -30,25 +30,29 @@ def last_run(app: Sphinx, page: str) -> str:
 
 
 def sentence(recorded: PageRecord | None, fingerprint_now: str, is_notebook: bool) -> str:
-    """Markdown pages have no cells to run, but the tests check how they are built and what a browser shows of them."""
+    """What the record says of a notebook, whose cells were run, or of a Markdown page, which was checked as built."""
+    verb = "run"
+    if not is_notebook:
+        verb = "checked"
     if recorded is None or not recorded.runs:
-        return "Not yet run in full." if is_notebook else "Not yet checked in full."
+        return f"Not yet {verb} in full."
     newest = date.fromisoformat(max(run.date for run in recorded.runs))
     torches = sorted({run.torch for run in recorded.runs}, key=version_key)
     pythons = sorted({run.python for run in recorded.runs}, key=version_key)
     when = f"{newest.day} {MONTHS[newest.month - 1]} {newest.year}"
-    where = f"on {when} with PyTorch {listed(torches)}, Python {listed(pythons)}."
+    last = f"on {when} with PyTorch {listed(torches)}, Python {listed(pythons)}."
     if recorded.fingerprint == fingerprint_now:
-        return f"Last run {where}" if is_notebook else f"Last checked {where}"
-    return f"Changed since its last run {where}" if is_notebook else f"Changed since it was last checked {where}"
+        return f"Last {verb} {last}"
+    if is_notebook:
+        return f"Changed since its last run {last}"
+    return f"Changed since it was last checked {last}"
 
 
 def listed(versions: list[str]) -> str:
     """2.13.0, 2.14.1 and 2.15.0"""
-    *first, last = versions
-    if not first:
-        return last
-    return f"{', '.join(first)} and {last}"
+    if len(versions) == 1:
+        return versions[0]
+    return f"{', '.join(versions[:-1])} and {versions[-1]}"
 
 
 def issue_link(repository: str, page: str) -> str:
@@ -60,13 +64,14 @@ def issue_link(repository: str, page: str) -> str:
 def add_last_line(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object) -> None:
     if page not in app.env.found_docs:  # such as the search and 404
         return
-    words = escape(last_run(app, page))
+    line = escape(last_run(app, page))
     repository = app.config.html_theme_options.get("repository_url")
     if repository:
-        words = f"{words} {issue_link(repository, page)}."
-    context["body"] += f'<p class="last-run">{words}</p>\n'
+        line = f"{line} {issue_link(repository, page)}."
+    context["body"] += f'<p class="last-run">{line}</p>\n'
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
+    # book_accessibility.py and book_tables.py change other parts of the body in the same event, in any order.
     app.connect("html-page-context", add_last_line)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -25,148 +25,194 @@ NEEDED_BY = {  # file: what a page's article has, if the page needs the file
     "planner.js": 'class="planner"',
     "design-tabs.js": 'class="sd-tab',
 }
-NEVER = {  # what no page of the book uses: menus.js does Bootstrap's part, icons are letters of a font, and the search
-    "bootstrap.js",  # is the book's own
-    "fontawesome.js",
-    "sphinx_highlight.js",
+UNUSED = {  # what no page of the book uses
+    "bootstrap.js",  # menus.js does its part
+    "fontawesome.js",  # icons are letters of a font: see book_icons.py
+    "searchtools.js",  # the search is the book's own: see book_search.py
+    "language_data.js",
+    "sphinx_highlight.js",  # marks the words of a search on the page
     "doctools.js",
-    "togglebutton.js",
+    "togglebutton.js",  # closed boxes are <details>
     "togglebutton.css",
 }
-LOADS = re.compile(
+DATA = {"search_entries.js", "minisearch.js"}  # scripts whose strings are no classes
+LOADED_FILE = re.compile(
     r'[ \t]*<(?:link|script)\b[^>]*\b(?:href|src)="[^"]*?([\w.-]+\.(?:js|css))(?:\?[^"]*)?"[^>]*>(?:</script>)?\n?'
 )
-PLAIN = re.compile(r'<span class="[npw]">([^<]*)</span>')  # names, punctuation and blanks have the ink of all code
-# A rectangle of a drawing, as matplotlib writes it, and shorter; and the place of a text that it has anyway.
-SHORTER = [
+SHORTER = [  # in a page's body: the long form, and one that looks the same
+    # Names, punctuation and blanks of a listing have the ink of all code.
+    (re.compile(r'<span class="[npw]">([^<]*)</span>'), r"\1"),
+    # A rectangle of a drawing, as matplotlib writes it.
     (re.compile(r"M(\S+) (\S+)L(\S+) \2L\3 (\S+)L\1 \4(?:L\1 \2)?z"), r"M\1 \2H\3V\4H\1z"),
+    # A text begins at its place unless a rule says otherwise.
     (re.compile(r"(<text [^>]*?);text-anchor:start"), r"\1"),
 ]
-DATA = {"search_entries.js", "minisearch.js"}  # no classes are in them
-STRINGS = re.compile(r"""(["'`])((?:\\.|(?!\1).)*)\1""", re.S)
-WORD = re.compile(r"-?[A-Za-z_][\w-]*")
+STRING = re.compile(r"""(["'`])((?:\\.|(?!\1).)*)\1""", re.S)  # of a script
+NAME = re.compile(r"-?[A-Za-z_][\w-]*")  # of a class, an id or a tag
+VARIABLE_READ = re.compile(r"(?:var\(|Property(?:Value)?\(.)\s*(--[\w-]+)")  # by CSS, or by a script
+LICENCE = re.compile(r"/\*!.*?\*/", re.S)
 
 
-def words(pages: Iterable[str], scripts: Iterable[str]) -> set[str]:
+# --- style sheets -----------------------------------------------------------------------------------------------------
+
+
+def names_in_use(pages: Iterable[str], scripts: Iterable[str]) -> set[str]:
     """The classes, ids and tags of pages, and each word of a script's strings, which may become one."""
-    known = {"html", "body", "head"}
+    names = {"html", "body", "head"}
     for page in pages:
-        known.update(re.findall(r"<([a-z][\w-]*)", page))
+        names.update(re.findall(r"<([a-z][\w-]*)", page))
         for value in re.findall(r"""\b(?:class|id)=["']([^"']*)["']""", page):
-            known.update(value.split())
+            names.update(value.split())
     for script in scripts:
-        for _, string in STRINGS.findall(script):
-            known.update(WORD.findall(string))
-    return known
+        for _, string in STRING.findall(script):
+            names.update(NAME.findall(string))
+    return names
 
 
-def names(selector: list) -> Iterator[str]:
+def lighten(sheets: dict[Path, str], names: set[str], other_texts: list[str]) -> dict[Path, str]:
+    """The style sheets without what no page matches. ``other_texts`` may read variables too."""
+    rules = {path: tinycss2.parse_stylesheet(sheet, skip_comments=True, skip_whitespace=True)
+             for path, sheet in sheets.items()}  # fmt: skip
+    variables = None  # At first all of them are kept. Each round drops those that only dropped ones had read.
+    while True:
+        light = {path: reduced(rules[path], names, variables) for path in sheets}
+        still_read = set(VARIABLE_READ.findall("\n".join([*light.values(), *other_texts])))
+        if still_read == variables:
+            break
+        variables = still_read
+    return {path: "".join(LICENCE.findall(sheet)) + light[path] for path, sheet in sheets.items()}
+
+
+def reduced(rules: list, names: set[str], variables: set[str] | None) -> str:
+    """The rules that can match, as CSS, with the variables that are read; with None for ``variables`` all of them."""
+    kept = ""
+    for rule in rules:
+        if rule.type == "qualified-rule":
+            kept += reduced_rule(rule, names, variables)
+        elif rule.type == "at-rule" and rule.lower_at_keyword in ("media", "supports", "layer") and rule.content:
+            inner_rules = tinycss2.parse_rule_list(rule.content, skip_comments=True, skip_whitespace=True)
+            inside = reduced(inner_rules, names, variables)
+            if inside:
+                kept += f"@{rule.at_keyword} {as_css(rule.prelude)}{{{inside}}}"
+        elif rule.type == "at-rule":
+            kept += rule.serialize()
+        else:
+            raise ExtensionError(f"A style sheet has what is no rule in line {rule.source_line}: {rule.message}")
+    return kept
+
+
+def reduced_rule(rule: Any, names: set[str], variables: set[str] | None) -> str:
+    """A rule with those of its selectors that can match, or "" if none can or if it says nothing."""
+    selectors = []
+    for selector in selectors_of(rule.prelude):
+        if names.issuperset(required_names(selector)):
+            selectors.append(as_css(selector))
+    items = tinycss2.parse_blocks_contents(rule.content, skip_comments=True, skip_whitespace=True)
+    declarations = []
+    for item in items:
+        if item.type.endswith("rule"):
+            raise ExtensionError(f"A style sheet has rules inside {as_css(rule.prelude)!r}: write them one by one.")
+        if item.type != "declaration":
+            continue
+        is_variable = item.name.startswith("--")
+        if is_variable and variables is not None and item.name not in variables:
+            continue
+        declaration = f"{item.name}:{as_css(item.value)}"
+        if item.important:
+            declaration += "!important"
+        declarations.append(declaration)
+    if not selectors or not declarations:
+        return ""
+    return f"{','.join(selectors)}{{{';'.join(declarations)}}}"
+
+
+def selectors_of(prelude: list) -> list[list]:
+    """The selectors in front of a rule's block, between commas."""
+    selectors: list[list] = [[]]
+    for token in prelude:
+        if token.type == "literal" and token.value == ",":
+            selectors.append([])
+        else:
+            selectors[-1].append(token)
+    return selectors
+
+
+def required_names(selector: list) -> Iterator[str]:
     """The classes, ids and tags that a selector asks for; what a function such as :not() holds asks for nothing."""
     before = None
     for token in selector:
-        if token.type == "hash" or (token.type == "ident" and before != ":"):
+        is_pseudo_class = before == ":"
+        if token.type == "hash" or (token.type == "ident" and not is_pseudo_class):
             yield token.value
         before = token.value if token.type == "literal" else None
 
 
-def selectors(prelude: list) -> Iterator[list]:
-    part: list = []
-    for token in prelude:
-        if token.type == "literal" and token.value == ",":
-            yield part
-            part = []
-        else:
-            part.append(token)
-    yield part
-
-
-def text(tokens: list) -> str:
+def as_css(tokens: list) -> str:
     """Tokens as CSS, with one blank where there are several."""
-    return "".join(" " if token.type == "whitespace" else token.serialize() for token in tokens).strip()
-
-
-def reduced(rules: list, known: set[str], variables: set[str] | None) -> str:
-    """The rules that can match, with the variables that are read; with None for ``variables`` all of them."""
-    kept = []
-    for rule in rules:
-        if rule.type == "qualified-rule":
-            alive = [text(part) for part in selectors(rule.prelude) if known.issuperset(names(part))]
-            items = tinycss2.parse_blocks_contents(rule.content, True, True)
-            if any(item.type.endswith("rule") for item in items):
-                raise ExtensionError(f"A style sheet has rules inside {text(rule.prelude)!r}: write them one by one.")
-            content = [
-                f"{item.name}:{text(item.value)}{'!important' * item.important}"
-                for item in items
-                if item.type == "declaration"
-                and (variables is None or not item.name.startswith("--") or item.name in variables)
-            ]
-            if alive and content:
-                kept.append(f"{','.join(alive)}{{{';'.join(content)}}}")
-        elif rule.type == "at-rule" and rule.lower_at_keyword in ("media", "supports", "layer") and rule.content:
-            if inside := reduced(tinycss2.parse_rule_list(rule.content, True, True), known, variables):
-                kept.append(f"@{rule.at_keyword} {text(rule.prelude)}{{{inside}}}")
-        elif rule.type == "at-rule":
-            kept.append(rule.serialize())
+    css = ""
+    for token in tokens:
+        if token.type == "whitespace":
+            css += " "
         else:
-            raise ExtensionError(f"A style sheet has what is no rule in line {rule.source_line}: {rule.message}")
-    return "".join(kept)
+            css += token.serialize()
+    return css.strip()
 
 
-def read_variables(texts: Iterable[str]) -> set[str]:
-    """Variables that CSS or a script reads."""
-    return {name for part in texts for name in re.findall(r"(?:var\(|Property(?:Value)?\(.)\s*(--[\w-]+)", part)}
-
-
-def lighten(sheets: dict[Path, str], known: set[str], others: list[str]) -> dict[Path, str]:
-    """The style sheets without what no page matches. ``others`` is further text that reads variables."""
-    parsed = {path: tinycss2.parse_stylesheet(sheet, True, True) for path, sheet in sheets.items()}
-    light = {path: reduced(rules, known, None) for path, rules in parsed.items()}
-    variables: set[str] = set()
-    while variables != (read := read_variables([*light.values(), *others])):
-        variables = read
-        light = {path: reduced(rules, known, variables) for path, rules in parsed.items()}
-    licences = {path: "".join(re.findall(r"/\*!.*?\*/", sheet, re.S)) for path, sheet in sheets.items()}
-    return {path: licences[path] + sheet for path, sheet in light.items()}
+# --- pages ------------------------------------------------------------------------------------------------------------
 
 
 def light_page(page: str) -> str:
-    """A page without the files that it does not need, and without spans that change nothing."""
+    """A page without the files that it does not need, and with shorter forms of what looks the same."""
     article = page.partition("<article")[2].partition("</article>")[0]
 
-    def kept(match: re.Match[str]) -> str:
-        name = match[1]
-        return "" if name in NEVER or NEEDED_BY.get(name, "") not in article else match[0]
+    def keep_if_needed(tag: re.Match[str]) -> str:
+        file = tag[1]
+        if file in UNUSED or NEEDED_BY.get(file, "") not in article:
+            return ""
+        return tag[0]
 
-    head, body, rest = page.partition("<body")
-    rest = PLAIN.sub(r"\1", LOADS.sub(kept, rest))
-    for long, short in SHORTER:
-        rest = long.sub(short, rest)
-    return LOADS.sub(kept, head) + body + rest
+    head, body_tag, body = page.partition("<body")
+    head = LOADED_FILE.sub(keep_if_needed, head)
+    body = LOADED_FILE.sub(keep_if_needed, body)
+    for long_form, short_form in SHORTER:
+        body = long_form.sub(short_form, body)
+    return head + body_tag + body
 
 
 def make_light(app: Sphinx, exception: Exception | None) -> None:
     if exception or app.builder.format != "html":
         return
-    out = Path(app.outdir)
-    pages = {path: path.read_text(encoding="utf-8") for path in out.rglob("*.html") if "_static" not in path.parts}
-    for path, page in pages.items():
-        if (light := light_page(page)) != page:
-            path.write_text(light, encoding="utf-8")
-    files = [*(out / "_static").glob("*.*s"), *(out / "_static" / "styles").glob("*.css")]
-    files += (out / "_static" / "scripts").glob("*.js")
-    texts = {path: path.read_text(encoding="utf-8") for path in files if path.name not in NEVER | {"fonts.css"}}
-    scripts = [part for page in pages.values() for part in re.findall(r"<script[^>]*>(.+?)</script>", page, re.S)]
-    scripts += [text for path, text in texts.items() if path.suffix == ".js" and path.name not in DATA]
-    scripts += [path.read_text(encoding="utf-8") for path in Path(form.__file__).parent.glob("*.py")]  # it writes HTML
-    styles = [style for page in pages.values() for style in re.findall(r'style="[^"]*"', page)]
-    sheets = {path: text for path, text in texts.items() if path.suffix == ".css"}
-    for path, light in lighten(sheets, words(pages.values(), scripts), scripts + styles).items():
-        path.write_text(light, encoding="utf-8")
-    for name in NEVER:
-        for path in (out / "_static").rglob(name):
+    static = Path(app.outdir, "_static")
+    for file in UNUSED:
+        for path in static.rglob(file):
             path.unlink()
+
+    pages = {}
+    for path in Path(app.outdir).rglob("*.html"):
+        if "_static" not in path.parts:
+            pages[path] = path.read_text(encoding="utf-8")
+    for path, page in pages.items():
+        path.write_text(light_page(page), encoding="utf-8")
+
+    style_paths = [path for path in static.glob("*.css") if path.name != "fonts.css"]
+    style_paths += (static / "styles").glob("*.css")
+    script_paths = [path for path in static.glob("*.js") if path.name not in DATA]
+    script_paths += (static / "scripts").glob("*.js")
+    script_paths += Path(form.__file__).parent.glob("*.py")  # the planner writes HTML in the browser
+    sheets = {path: path.read_text(encoding="utf-8") for path in style_paths}
+    scripts = [path.read_text(encoding="utf-8") for path in script_paths]
+    inline_styles = []
+    for page in pages.values():
+        scripts += re.findall(r"<script[^>]*>(.+?)</script>", page, re.S)
+        inline_styles += re.findall(r'style="[^"]*"', page)
+    names = names_in_use(pages.values(), scripts)
+    for path, sheet in lighten(sheets, names, scripts + inline_styles).items():
+        path.write_text(sheet, encoding="utf-8")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    app.connect("build-finished", make_light, priority=900)  # after those that write files
+    # Hooks run in the order of their priorities, and 500 is the usual one. This one has to be the last of the event:
+    # it reads all pages and scripts that were written, also by the other extensions of this folder, and book_icons.py
+    # still needs the whole style sheet.
+    app.connect("build-finished", make_light, priority=900)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

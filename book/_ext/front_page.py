@@ -7,18 +7,19 @@ from typing import Any
 
 import yaml
 from book_cells import shown_lines
+from book_chapter import Chapter
 from docutils import nodes
 from docutils.parsers.rst import directives
-from hero import Chapter
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 from helpers.export.facts import facts_at
 
-WORDS, LINES = 240, 20  # that are read in a minute: of text, and of code in view
-CLOSED = {"hide-cell", "hide-input"}
-CHAPTERS = re.compile(r"```\{chapters\}\n(.*?)```\n", re.DOTALL)
+WORDS_A_MINUTE = 240  # that a reader reads of the text
+LINES_A_MINUTE = 20  # of the code in view
+CLOSED_TAGS = {"hide-cell", "hide-input"}
+CHAPTERS = re.compile(r"```\{chapters\}\n(?P<questions>.*?)```\n", re.DOTALL)
 
 
 class Cell(SphinxDirective):
@@ -28,33 +29,41 @@ class Cell(SphinxDirective):
     option_spec = {"output-only": directives.flag}
 
     def run(self) -> list[nodes.Node]:
-        path = Path(self.env.srcdir, "notebooks", f"{self.arguments[0]}.ipynb")
+        chapter_name, cell_id = self.arguments
+        path = Path(self.env.srcdir, "notebooks", f"{chapter_name}.ipynb")
         self.env.note_dependency(str(path))
-        chapter, name = Chapter(path), self.arguments[1]
+        chapter = Chapter(path)
         shown: list[nodes.Node] = []
         if "output-only" not in self.options:
-            source = chapter.source(name)
+            source = chapter.source(cell_id)
             shown.append(nodes.literal_block(source, source, language="python"))
-        figures = [output.get("data", {}).get("text/html") for output in chapter.cell(name)["outputs"]]
-        for figure in filter(None, figures):
-            shown.append(nodes.raw("", "".join(figure), format="html"))
-        if not any(figures):
-            text = chapter.output(name)
-            shown.append(nodes.literal_block(text, text, language="text", classes=["output"]))
-        return shown
+        figures = []
+        for output in chapter.cell(cell_id)["outputs"]:
+            html = output.get("data", {}).get("text/html")
+            if html:
+                figures.append(nodes.raw("", "".join(html), format="html"))
+        if figures:
+            return shown + figures
+        text = chapter.output(cell_id)
+        return [*shown, nodes.literal_block(text, text, language="text", classes=["output"])]
+
+
+# --- the time to read a chapter ---------------------------------------------------------------------------------------
 
 
 def minutes(path: Path) -> int:
     """How many minutes it takes to read a notebook's text and the code that is in view, to five minutes."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    words = lines = 0
-    for cell in cells:
+    words = 0
+    lines = 0
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             words += len(source.split())
-        elif not CLOSED & set(cell["metadata"].get("tags", [])):
-            lines += sum(bool(line.strip()) for line in source.splitlines()[: shown_lines(source)])
-    return max(5, 5 * round((words / WORDS + lines / LINES) / 5))
+        elif CLOSED_TAGS.isdisjoint(cell["metadata"].get("tags", [])):
+            shown = source.splitlines()[: shown_lines(source)]
+            lines += len([line for line in shown if line.strip()])
+    time = words / WORDS_A_MINUTE + lines / LINES_A_MINUTE
+    return max(5, 5 * round(time / 5))
 
 
 class Minutes(SphinxRole):
@@ -67,6 +76,9 @@ class Minutes(SphinxRole):
         return [nodes.inline(text, text, classes=["minutes"])], []
 
 
+# --- the list of the chapters -----------------------------------------------------------------------------------------
+
+
 def with_chapters(text: str, root: Path) -> str:
     """A page's Markdown, in which the list of all pages takes the place of a block ``{chapters}``, if there is one.
 
@@ -76,34 +88,46 @@ def with_chapters(text: str, root: Path) -> str:
     block = CHAPTERS.search(text)
     if block is None:
         return text
-    questions = dict(line.split(": ", 1) for line in block[1].splitlines())
+    questions = dict(line.split(": ", 1) for line in block["questions"].splitlines())
     lines = ["{.chapters}"]
-    for part in yaml.safe_load((root / "_toc.yml").read_text(encoding="utf-8"))["parts"]:
-        if "caption" in part:
-            lines += [f"* **{part['caption']}**", ""]
-            lines += [item(root, page["file"], questions) for page in part["chapters"]]
-            lines += [""]
+    toc = yaml.safe_load((root / "_toc.yml").read_text(encoding="utf-8"))
+    for part in toc["parts"]:
+        if "caption" not in part:
+            continue
+        lines += [f"* **{part['caption']}**", ""]
+        for entry in part["chapters"]:
+            folder, name = entry["file"].split("/")
+            if folder == "notebooks":
+                lines.append(line_of_notebook(root, name))
+            else:
+                if name not in questions:
+                    raise ExtensionError(f"the block {{chapters}} of the first page has no line for book/{name}.md")
+                lines.append(line_of_page(root, name, questions.pop(name)))
+        lines.append("")
     if questions:
         raise ExtensionError(f"the block {{chapters}} names pages that _toc.yml does not: {', '.join(questions)}")
     return text.replace(block[0], "\n".join(lines))
 
 
-def item(root: Path, page: str, questions: dict[str, str]) -> str:
-    """The line of a page, such as ``book/glossary``, in the list. It takes its question out of ``questions``."""
-    folder, _, name = page.partition("/")
-    if folder == "book":
-        title = (root / f"{page}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-        if name not in questions:
-            raise ExtensionError(f"the block {{chapters}} of the first page has no line for {page}.md")
-        return f"  * [{title}]({name}.md): {questions.pop(name)}"
-    path = root / f"{page}.ipynb"
-    first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
-    number, title = re.match(r"# (?:(\d+)\. )?(.*)", first).groups()  # type: ignore[union-attr]
+def line_of_page(root: Path, name: str, question: str) -> str:
+    """The line of a page without a notebook in the list. The first page is in the same folder, book."""
+    text = (root / "book" / f"{name}.md").read_text(encoding="utf-8")
+    title = text.partition("\n")[0].removeprefix("# ")
+    return f"  * [{title}]({name}.md): {question}"
+
+
+def line_of_notebook(root: Path, name: str) -> str:
+    path = root / "notebooks" / f"{name}.ipynb"
     question = facts_at(path).question
     if not question:
-        raise ExtensionError(f"{page}.ipynb has no question for the first page: write metadata.book.question")
-    link = f"[{title}](../{page}.ipynb): {question}"
-    return f"  {number}. {link} {{minutes}}`{name}`" if number else f"  * {link}"
+        raise ExtensionError(f"notebooks/{name}.ipynb has no question for the first page: write metadata.book.question")
+    first_cell = json.loads(path.read_text(encoding="utf-8"))["cells"][0]
+    title = "".join(first_cell["source"]).partition("\n")[0].removeprefix("# ")
+    numbered = re.fullmatch(r"(\d+)\. (.*)", title)
+    if numbered is None:
+        return f"  * [{title}](../notebooks/{name}.ipynb): {question}"
+    number, title = numbered.groups()
+    return f"  {number}. [{title}](../notebooks/{name}.ipynb): {question} {{minutes}}`{name}`"
 
 
 def list_the_chapters(app: Sphinx, page: str, text: list[str]) -> None:

@@ -6,15 +6,16 @@ ranks stood. So the picture cannot show what was not run: the build fails instea
 who asks for less motion, the picture shows where the ranks end; hero.js lets them walk.
 """
 
+import ast
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from book_chapter import Chapter
 from docutils import nodes
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -26,232 +27,306 @@ from sphinx.util.docutils import SphinxDirective
 from helpers.figures.drawing import rank_color
 
 CHAPTER = "notebooks/00_first_run.ipynb"
-LOOP, REPAIR = "by-hand", "repair"
-RUNS = {"before the loop": "break", "in the loop": "break-loop", "after the loop": "break-end"}  # place: cell
-RANKS = range(4)
-ENDINGS = {  # how the walk ends: what the picture says
-    "hang": "All four ranks wait, and nothing moves.",
-    "wrong": "Wrong numbers. No error, until the others have ended.",
-    "lost": "The others have ended. Rank 0 loses its connection.",
-    "right": "Repaired: every rank makes the call, and the sums are right.",
+LOOP_CELL = "by-hand"  # defines train_by_hand
+REPAIR_CELL = "repair"  # runs it with each place repaired
+RUNS = {  # place of the mistake: the cell that runs it
+    "before the loop": "break",
+    "in the loop": "break-loop",
+    "after the loop": "break-end",
 }
-OTHER = {False: "Repair it: every rank calls", True: "Break it again: rank 0 alone calls"}
+RANKS = range(4)
+
+HANG = "hang"
+WRONG = "wrong"
+LOST = "lost"
+RIGHT = "right"
+ENDINGS = {  # how the walk ends: what the picture says
+    HANG: "All four ranks wait, and nothing moves.",
+    WRONG: "Wrong numbers. No error, until the others have ended.",
+    LOST: "The others have ended. Rank 0 loses its connection.",
+    RIGHT: "Repaired: every rank makes the call, and the sums are right.",
+}
+EVIDENCE = {  # how the walk ends: what the stored output must say
+    HANG: "still ran after timeout",
+    WRONG: "lost its connection",
+    LOST: "lost its connection",
+    RIGHT: "[ranks 0-3]",
+}
+MISTAKE = re.compile(r'if place == "(.*)" and rank in callers:')
+COLLECTIVE = re.compile(r"dist\.(all_reduce|broadcast)\((\w+)")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The lines of the loop as the picture shows them. ``marked`` are the numbers of those that the mistake is in."""
+
+    lines: list[str]
+    marked: set[int]
 
 
 @dataclass
-class Walk:
-    """Where each rank stands, a frame at a time, and how it ends."""
+class Frame:
+    """At which line each rank is, and what the picture says of it. hero.js and hero.css know the moods."""
 
-    frames: list[dict[str, Any]] = field(default_factory=list)
-    mixed: bool = False  # whether two different tensors met in one call
-    ending: str = ""
-
-
-class Chapter:
-    """A notebook's cells by their ids. Raises ExtensionError where one is missing or has no such text."""
-
-    def __init__(self, path: Path) -> None:
-        self.name = path.name
-        self.cells = {cell["id"]: cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]}
-
-    def cell(self, name: str) -> dict[str, Any]:
-        if name not in self.cells:
-            raise ExtensionError(f"{self.name} has no cell {name!r}, which the first page shows.")
-        return self.cells[name]
-
-    def source(self, name: str) -> str:
-        return "".join(self.cell(name)["source"])
-
-    def output(self, name: str) -> str:
-        """What the cell printed, or the error with which it ended."""
-        texts = []
-        for output in self.cell(name)["outputs"]:
-            if output["output_type"] == "error":
-                texts.append(f"{output['ename']}: {output['evalue']}\n")
-            texts.append("".join(output.get("text", "")))
-        if not (text := "".join(texts).rstrip()):
-            raise ExtensionError(f"Cell {name!r} of {self.name} has no stored output, which the first page shows.")
-        return text
+    at: list[int]
+    says: str = ""
+    mood: str = ""  # "", "meet", "mixed", and in the last frame how the walk ended
 
 
-# --- the loop, and how ranks walk through it --------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Panel:
+    """What the picture shows for a place of the mistake, broken or repaired."""
+
+    name: str  # in its HTML id
+    repaired: bool
+    listing: Listing
+    frames: list[Frame]
+    output: str  # as stored in the chapter
+
+    @property
+    def ending(self) -> str:
+        return self.frames[-1].mood
 
 
-def listing(source: str, place: str, repaired: bool) -> tuple[list[str], set[int]]:
-    """The lines of the loop with the mistake at ``place`` alone, or repaired there, and the numbers of these lines."""
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def listing_of(source: str, place: str, repaired: bool) -> Listing:
+    """The body of ``train_by_hand`` with the mistake at ``place`` alone, or repaired there.
+
+    In the chapter each mistake is ``if place == "…" and rank in callers:``. The picture shows ``if rank == 0:``; where
+    it is repaired, the lines below are called by every rank.
+    """
+    function = ast.parse(source).body[-1]
+    assert isinstance(function, ast.FunctionDef)
+    _, _, *shown, _ = function.body  # without the docstring, the rank and the weight, and the return
+    source_lines = source.splitlines()
     lines: list[str] = []
     marked: set[int] = set()
-    keep, depth = True, None
-    body = source.partition("dist.get_rank()")[2].partition("    return")[0]
-    for line in body.splitlines()[1:]:
-        indent = len(line) - len(line.lstrip())
-        if depth is not None and indent <= depth:
-            keep, depth = True, None
-        if match := re.match(r'( *)if place == "(.*)" and rank in callers:$', line):
-            keep, depth = match[2] == place, indent
-            if not keep or repaired:
-                continue
-            line = f"{match[1]}if rank == 0:"
-        if keep:
-            if depth is not None:
-                marked.add(len(lines))
-                line = line[4:] if repaired else line
-            lines.append(line[4:])
-    if not marked:
-        raise ExtensionError(f"Cell {LOOP!r} of {CHAPTER} has no line for the place {place!r}.")
-    return lines, marked
+
+    def add(line: str, indent: int, mark: bool = False) -> None:
+        if mark:
+            marked.add(len(lines))
+        lines.append(" " * indent + line.strip())
+
+    def add_statements(statements: list[ast.stmt], indent: int, mark: bool = False) -> None:
+        for statement in statements:
+            line = source_lines[statement.lineno - 1]
+            mistake = MISTAKE.match(line.strip())
+            if mistake is None:
+                add(line, indent, mark)
+                if isinstance(statement, ast.For):
+                    add_statements(statement.body, indent + 4)
+            elif mistake[1] == place:
+                assert isinstance(statement, ast.If)
+                if repaired:
+                    add_statements(statement.body, indent, mark=True)
+                else:
+                    add("if rank == 0:", indent, mark=True)
+                    add_statements(statement.body, indent + 4, mark=True)
+
+    add_statements(shown, indent=0)
+    return Listing(lines, marked)
 
 
-def visited(lines: list[str], rank: int, first: int = 0, indent: int = 0) -> Iterator[int]:
-    """The numbers of the lines that a rank goes through, in their order."""
-    number = first
-    while number < len(lines) and len(lines[number]) - len(lines[number].lstrip()) >= indent:
-        yield number
-        inside = number + 1
-        number = inside
-        while number < len(lines) and len(lines[number]) - len(lines[number].lstrip()) > indent:
-            number += 1
-        if number > inside:
-            times = re.search(r"in range\((\d+)\)", lines[inside - 1])
-            for _ in range(int(times[1]) if times else rank == 0):
-                yield from visited(lines[:number], rank, inside, indent + 4)
+def executed_lines(statements: list[ast.stmt], rank: int) -> Iterator[int]:
+    """The numbers of the lines that a rank goes through, in their order, from 0 on."""
+    for statement in statements:
+        yield statement.lineno - 1
+        if isinstance(statement, ast.If) and rank == 0:  # the only condition of the loop is `rank == 0`
+            yield from executed_lines(statement.body, rank)
+        if isinstance(statement, ast.For):
+            assert isinstance(statement.iter, ast.Call)
+            for _ in range(ast.literal_eval(statement.iter.args[0])):
+                yield from executed_lines(statement.body, rank)
 
 
-def call(line: str) -> tuple[str, str] | None:
-    """(name, tensor) of the collective in a line, if there is any."""
-    match = re.search(r"dist\.(all_reduce|broadcast)\((\w+)", line)
-    return (match[1], match[2]) if match else None
+# --- how the ranks walk through it ------------------------------------------------------------------------------------
 
 
-def walk(lines: list[str], output: str) -> Walk:
+def walk(lines: list[str], output: str) -> list[Frame]:
     """Let four ranks go through the lines. The n-th collective of a rank meets the n-th of each other rank.
 
     Where different tensors meet, a frame says what rank 0 printed afterwards, which is in ``output``.
     """
-    paths = [[*visited(lines, rank), len(lines)] for rank in RANKS]
-    at, result = [0 for _ in RANKS], Walk()
-    seen: Counter[tuple[int, str]] = Counter()
+    end = len(lines)
+    statements = ast.parse("\n".join(lines)).body
+    paths = [[*executed_lines(statements, rank), end] for rank in RANKS]
+    steps = [0 for _ in RANKS]
+    gradients = [0 for _ in RANKS]  # that a rank has sent
+    frames: list[Frame] = []
+    has_mixed = False  # whether different tensors have met
     while True:
-        stand = [path[step] for path, step in zip(paths, at, strict=True)]
-        result.frames.append({"at": stand, "says": "", "mood": ""})
-        calls = [call(lines[line]) if line < len(lines) else None for line in stand]
-        ended = [line == len(lines) for line in stand]
-        if moving := [rank for rank in RANKS if not calls[rank] and not ended[rank]]:
-            at = [step + (rank in moving) for rank, step in enumerate(at)]
+        frame = Frame(at=[paths[rank][steps[rank]] for rank in RANKS])
+        frames.append(frame)
+        calls = []
+        for line in frame.at:
+            calls.append(None if line == end else COLLECTIVE.search(lines[line]))
+        ended = [line == end for line in frame.at]
+
+        # A rank waits at a collective until all have come to one, or to their ends.
+        moving = [rank for rank in RANKS if calls[rank] is None and not ended[rank]]
+        if moving:
+            for rank in moving:
+                steps[rank] += 1
             continue
-        names = {name for name, _ in filter(None, calls)}
+
+        collectives = {call[1] for call in calls if call is not None}
         if all(ended):
-            result.ending = "right"
+            frame.mood = RIGHT
+        elif any(ended) and has_mixed:
+            frame.mood = WRONG
         elif any(ended):
-            result.ending = "wrong" if result.mixed else "lost"
-        elif len(names) > 1:
-            result.ending = "hang"
-        if result.ending:
-            result.frames[-1] |= {"says": ENDINGS[result.ending], "mood": result.ending}
-            return result
+            frame.mood = LOST
+        elif len(collectives) > 1:
+            frame.mood = HANG
+        if frame.mood:
+            frame.says = ENDINGS[frame.mood]
+            return frames
+
         tensors = []
-        for rank, (_, tensor) in enumerate(filter(None, calls)):
-            tensors.append(f"gradient {seen[rank, tensor]}" if tensor == "gradient" else tensor)
-            seen[rank, tensor] += 1
+        for rank, call in enumerate(calls):
+            assert call is not None
+            tensor = call[2]
+            if tensor == "gradient":
+                tensor = f"gradient {gradients[rank]}"
+                gradients[rank] += 1
+            tensors.append(tensor)
         if len(set(tensors)) > 1:
-            result.mixed = True
-            sums = re.search(rf"\[ranks? 0[^]]*\] {tensors[0]}: (\S+)", output)
-            says = f"Rank 0's {tensors[0]} meets the others' {tensors[1]}: {sums[1] if sums else '?'}"
+            has_mixed = True
+            printed = re.search(rf"\[ranks? 0[^]]*\] {tensors[0]}: (\S+)", output)
+            result = printed[1] if printed else "?"
+            frame.mood = "mixed"
+            frame.says = f"Rank 0's {tensors[0]} meets the others' {tensors[1]}: {result}"
         else:
-            says = f"Four ranks meet in {names.pop()}({tensors[0]})."
-        result.frames[-1] |= {"says": says, "mood": "mixed" if len(set(tensors)) > 1 else "meet"}
-        at = [step + 1 for step in at]
+            frame.mood = "meet"
+            frame.says = f"Four ranks meet in {collectives.pop()}({tensors[0]})."
+        steps = [step + 1 for step in steps]
 
 
-def check(place: str, lines: list[str], walked: Walk, output: str, ending: str) -> None:
+def check(place: str, panel: Panel) -> None:
     """Raise ExtensionError unless the stored output says that the ranks stood where they stand in the picture."""
-    told = {}
-    for who, line in re.findall(r"ranks? ([\d-]+)(?::| lost its connection) at line \d+ of \w+: (.*)", output):
-        first, _, last = who.partition("-")
-        told |= {rank: line for rank in range(int(first), int(last or first) + 1)}
-    shown = {rank: lines[line].strip() for rank, line in enumerate(walked.frames[-1]["at"]) if line < len(lines)}
-    kinds = {"hang": "still ran after timeout", "lost": "lost its connection", "wrong": "lost its connection"}
-    if shown != told or kinds.get(walked.ending, "[ranks 0-3]") not in output or ending not in ("", walked.ending):
+    stored = {}
+    reports = re.findall(r"ranks? ([\d-]+)(?::| lost its connection) at line \d+ of \w+: (.*)", panel.output)
+    for ranks, line in reports:
+        first, _, last = ranks.partition("-")
+        for rank in range(int(first), int(last or first) + 1):
+            stored[rank] = line
+    shown = {}
+    for rank, number in enumerate(panel.frames[-1].at):
+        if number < len(panel.listing.lines):
+            shown[rank] = panel.listing.lines[number].strip()
+    ends_right = panel.ending == RIGHT
+    if shown != stored or EVIDENCE[panel.ending] not in panel.output or ends_right != panel.repaired:
         raise ExtensionError(
-            f"The first page's picture of the mistake {place} ends with {walked.ending!r}, {shown}. "
-            f"The stored output of {CHAPTER} says {told}:\n{output}"
+            f"The first page's picture of the mistake {place} ends with {panel.ending!r}, {shown}. "
+            f"The stored output of {CHAPTER} says {stored}:\n{panel.output}"
         )
 
 
-# --- the picture ------------------------------------------------------------------------------------------------------
-
-
-def outcome(text: str) -> str:
-    """The stored output as the picture shows it: without the file's line numbers, which are the chapter's."""
-    return (
-        re.sub(r" at line \d+ of \w+:", " at", text).replace(": at ", ": ").replace("connection at", "connection at:")
-    )
-
-
-def panel(chapter: Chapter, place: str, repaired: bool, number: str) -> str:
-    lines, marked = listing(chapter.source(LOOP), place, repaired)
-    output = chapter.output(REPAIR if repaired else RUNS[place])
+def panel_of(chapter: Chapter, place: str, repaired: bool) -> Panel:
     if repaired:
-        part = re.search(rf"(?m)^{place}\n((?:\[.*\n?)+)", output)
-        if not part:
-            raise ExtensionError(f"The cell {REPAIR!r} of {CHAPTER} says nothing of the place {place!r}.")
-        output = part[1].rstrip()
-    walked = walk(lines, output)
-    check(place, lines, walked, output, "right" if repaired else "")
-    coloured = highlight("\n".join(lines), PythonLexer(stripall=False), HtmlFormatter(nowrap=True)).splitlines()
-    rows = "".join(
-        f'<code class="hero-line{" hero-marked" if line in marked else ""}">{text}</code>'
-        for line, text in enumerate([*coloured, '<span class="hero-ended">ended</span>'])
-    )
-    last = walked.frames[-1]["at"]
-    ranks = "".join(
-        f'<span class="hero-rank" style="--rank:{rank};--line:{last[rank]};--colour:{rank_color(rank)}">{rank}</span>'
-        for rank in RANKS
-    )
-    seconds = re.search(r"timeout=(\d+) s", output)
-    frames = escape(json.dumps(walked.frames, separators=(",", ":")), quote=False).replace("'", "&#39;")
-    where = "; ".join(
-        f"rank {rank} {'has ended' if line == len(lines) else f'stands at {lines[line].strip()}'}"
-        for rank, line in enumerate(last)
-    )
+        repair = chapter.output(REPAIR_CELL)
+        after_place = re.search(rf"(?m)^{place}\n((?:\[.*\n?)+)", repair)
+        if after_place is None:
+            raise ExtensionError(f"The cell {REPAIR_CELL!r} of {CHAPTER} says nothing of the place {place!r}.")
+        output = after_place[1].rstrip()
+    else:
+        output = chapter.output(RUNS[place])
+    listing = listing_of(chapter.source(LOOP_CELL), place, repaired)
+    number = list(RUNS).index(place)
+    panel = Panel(f"{number}-{int(repaired)}", repaired, listing, walk(listing.lines, output), output)
+    check(place, panel)
+    return panel
+
+
+# --- the picture as HTML ----------------------------------------------------------------------------------------------
+
+
+def panel_html(panel: Panel) -> str:
+    last = panel.frames[-1]
+    positions = []
+    for rank, number in enumerate(last.at):
+        if number < len(panel.listing.lines):
+            positions.append(f"rank {rank} stands at {panel.listing.lines[number].strip()}")
+        else:
+            positions.append(f"rank {rank} has ended")
+    alt = escape(f"{' '.join(panel.listing.lines)}. At the end, {'; '.join(positions)}.")
+    frames = json.dumps([asdict(frame) for frame in panel.frames], separators=(",", ":"))
+    frames = escape(frames, quote=False).replace("'", "&#39;")  # the attribute stands in single quotes
+    timeout = re.search(r"timeout=(\d+) s", panel.output)
+    seconds = timeout[1] if timeout else "0"
+    if panel.repaired:
+        other_choice = "hero-who-0"
+        other = "Break it again: rank 0 alone calls"
+    else:
+        other_choice = "hero-who-1"
+        other = "Repair it: every rank calls"
     return (
-        f'<div class="hero-panel hero-{walked.ending}" id="hero-{number}" '
-        f"data-frames='{frames}'"
-        f' data-seconds="{seconds[1] if seconds else 0}">'
-        f'<div class="hero-stage highlight" role="img" aria-label="{escape(" ".join(lines))}. At the end, {where}.">'
-        f"{rows}{ranks}</div>"
-        f'<div class="hero-end"><p class="hero-says" role="status">{ENDINGS[walked.ending]}</p>'
-        f'<pre class="hero-output">{escape(outcome(output))}</pre>'
-        f'<label class="hero-other" for="hero-who-{int(not repaired)}">{OTHER[repaired]}</label></div></div>'
+        f'<div class="hero-panel hero-{panel.ending}" id="hero-{panel.name}" '
+        f"data-frames='{frames}' data-seconds=\"{seconds}\">"
+        f'<div class="hero-stage highlight" role="img" aria-label="{alt}">'
+        f"{lines_html(panel.listing)}{ranks_html(last)}</div>"
+        f'<div class="hero-end"><p class="hero-says" role="status">{last.says}</p>'
+        f'<pre class="hero-output">{escape(without_line_numbers(panel.output))}</pre>'
+        f'<label class="hero-other" for="{other_choice}">{other}</label></div></div>'
     )
+
+
+def lines_html(listing: Listing) -> str:
+    code = highlight("\n".join(listing.lines), PythonLexer(stripall=False), HtmlFormatter(nowrap=True))
+    html = ""
+    for number, line in enumerate(code.splitlines()):
+        classes = "hero-line"
+        if number in listing.marked:
+            classes = "hero-line hero-marked"
+        html += f'<code class="{classes}">{line}</code>'
+    return html + '<code class="hero-line"><span class="hero-ended">ended</span></code>'
+
+
+def ranks_html(frame: Frame) -> str:
+    """A chip for each rank, which the style sheet places beside the rank's line."""
+    html = ""
+    for rank, line in enumerate(frame.at):
+        style = f"--rank:{rank};--line:{line};--colour:{rank_color(rank)}"
+        html += f'<span class="hero-rank" style="{style}">{rank}</span>'
+    return html
+
+
+def without_line_numbers(output: str) -> str:
+    """The stored output without line numbers: they are the chapter's, and the picture leaves lines out."""
+    output = re.sub(r": at line \d+ of \w+: ", ": ", output)
+    return re.sub(r"connection at line \d+ of \w+: ", "connection at: ", output)
 
 
 def choice(name: str, legend: str, values: list[str], checked: int) -> str:
-    buttons = "".join(
-        f'<label><input type="radio" name="hero-{name}" id="hero-{name}-{number}"'
-        f"{' checked' if number == checked else ''}><span>{value}</span></label>"
-        for number, value in enumerate(values)
-    )
+    """Radio buttons, of which one is checked."""
+    buttons = ""
+    for number, value in enumerate(values):
+        attribute = ""
+        if number == checked:
+            attribute = " checked"
+        buttons += (
+            f'<label><input type="radio" name="hero-{name}" id="hero-{name}-{number}"{attribute}>'
+            f"<span>{value}</span></label>"
+        )
     return f"<fieldset><legend>{legend}</legend><div>{buttons}</div></fieldset>"
 
 
 def picture(chapter: Chapter) -> str:
     """The picture as HTML: for each place a panel with the mistake, and one with the repair."""
-    places = re.findall(r'if place == "(.*?)"', chapter.source(LOOP))
+    places = re.findall(r'if place == "(.*?)"', chapter.source(LOOP_CELL))
     if places != list(RUNS):
-        raise ExtensionError(f"The places in the cell {LOOP!r} of {CHAPTER} are {places}, not {list(RUNS)}.")
-    panels = [
-        panel(chapter, place, repaired, f"{number}-{int(repaired)}")
-        for number, place in enumerate(places)
-        for repaired in (False, True)
-    ]
+        raise ExtensionError(f"The places in the cell {LOOP_CELL!r} of {CHAPTER} are {places}, not {list(RUNS)}.")
+    panels = ""
+    for place in places:
+        panels += panel_html(panel_of(chapter, place, repaired=False))
+        panels += panel_html(panel_of(chapter, place, repaired=True))
     return (
         '<div class="hero"><div class="hero-bar">'
-        + choice("place", "The loss is added up", places, 1)
-        + choice("who", "by", ["rank 0 alone", "every rank"], 0)
-        + '<button type="button" class="hero-run" hidden>Run</button></div>'
-        + "".join(panels)
-        + "</div>"
+        f"{choice('place', 'The loss is added up', places, checked=1)}"
+        f"{choice('who', 'by', ['rank 0 alone', 'every rank'], checked=0)}"
+        f'<button type="button" class="hero-run" hidden>Run</button></div>{panels}</div>'
     )
 
 

@@ -71,12 +71,37 @@ var bookSearch = (() => {
     return (from ? "… " : "") + sentence.slice(from, sentence.length - from > longest ? to : undefined) + " …";
   }
 
+  // A number that says how much a page's sections are worth. A list repeats what a chapter says better.
+  const PAGE_WEIGHTS = {
+    "book/questions": 0.2,
+    "book/references": 0.5,
+    "book/sabotage": 0.4,
+  };
+  const GLOSSARY = "book/glossary";
+  const GUIDE = "notebooks/decision_guide";
+
+  // What somebody asks for.
+  function understand(query) {
+    const isComparison = /\b(vs|versus|compared (to|with)|difference between)\b|\S \bor\b \S/i.test(query);
+    const all = [...new Set(terms(query))];
+    const telling = all.filter((term) => !COMMON.has(term) && !(isComparison && COMPARING.has(term)));
+    return {
+      terms: telling.length ? telling : all,
+      lastTerm: all.at(-1), // somebody may still be typing it
+      text: ` ${plain(query)} `,
+      isComparison,
+      isDefinition: /^\s*what('s| is| are)\b/i.test(query),
+      isLong: telling.length > 3,
+      isPastedError: telling.filter((term) => !isNumber(term)).length > 6,
+    };
+  }
+
   // The index is built here: that takes less time than it would to load it. `weights` has those of pages whose scores
   // are multiplied by another number than 1.
   function build(entries, weights = {}) {
-    const sections = new Map(); // in how many sections a term stands
-    const titles = new Map(); // how many sections have a heading
-    const cures = []; // [plain error message, the section that says what to do]
+    const sectionsWith = new Map(); // in how many sections a term stands
+    const sectionsNamed = new Map(); // how many sections have a heading
+    const cures = []; // {error: a plain message, id: of the section that says what to do}
     const index = new MiniSearch({
       fields: ["heading", "above", "text", "code"],
       tokenize: terms,
@@ -84,83 +109,85 @@ var bookSearch = (() => {
     });
     index.addAll(
       entries.map(([page, anchor, headings, text, code, errors], id) => {
-        const [heading, above] = [headings.at(-1), headings.slice(0, -1).join(" ")];
-        titles.set(heading, (titles.get(heading) ?? 0) + 1);
-        cures.push(...(errors ?? []).map((error) => [plain(error), id]));
+        const heading = headings.at(-1);
+        const above = headings.slice(0, -1).join(" ");
+        sectionsNamed.set(heading, (sectionsNamed.get(heading) ?? 0) + 1);
+        for (const error of errors ?? []) cures.push({ error: plain(error), id });
         for (const term of new Set(terms([heading, above, text, code].join(" "))))
-          sections.set(term, (sections.get(term) ?? 0) + 1);
+          sectionsWith.set(term, (sectionsWith.get(term) ?? 0) + 1);
         return { id, heading, above, text, code };
       }),
     );
 
-    // The sentence that has most of the hits, rare ones above all; a line of the code, where no sentence has a hit.
-    function best(entry, hits) {
-      const weigh = (sentence) =>
-        [...new Set(terms(sentence))]
-          .filter((term) => hits.has(term))
-          .reduce((sum, term) => sum + Math.log(1 + entries.length / sections.get(term)), 0);
-      const [text, code] = [entry[3].split(/(?<=[.!?]) +(?=\p{Lu})|\n/u), entry[4].split("\n")];
-      for (const sentences of [text, code]) {
-        const weights = sentences.map(weigh);
-        const most = Math.max(...weights);
-        const sentence = sentences[weights.indexOf(most)];
-        if (most) return sentences === code ? inCode(sentence, hits) : sentence;
+    // The one of these sentences that has most of the hits, rare ones above all; none if they have no hit.
+    function bestOf(sentences, hits) {
+      let best = null;
+      let bestScore = 0;
+      for (const sentence of sentences) {
+        let score = 0;
+        for (const term of new Set(terms(sentence)))
+          if (hits.has(term)) score += Math.log(1 + entries.length / sectionsWith.get(term));
+        if (score > bestScore) [best, bestScore] = [sentence, score];
       }
-      return text[0] || (code[0] && inCode(code[0], new Set(terms(code[0]))));
+      return best;
+    }
+
+    // What a result shows of its section: a sentence, or a line of the code, where no sentence has a hit.
+    function excerpt([, , , text, code], hits) {
+      const sentences = text.split(/(?<=[.!?]) +(?=\p{Lu})|\n/u);
+      const lines = code.split("\n");
+      const sentence = bestOf(sentences, hits);
+      if (sentence) return sentence;
+      const line = bestOf(lines, hits);
+      if (line) return inCode(line, hits);
+      if (sentences[0]) return sentences[0];
+      return lines[0] && inCode(lines[0], new Set(terms(lines[0])));
+    }
+
+    // The ids of the sections that cure an error. The query holds its message, or is a part of it.
+    function cured(asked) {
+      const found = cures.filter(
+        ({ error }) => asked.text.includes(` ${error} `) || (asked.isLong && ` ${error} `.includes(asked.text)),
+      );
+      return new Set(found.map(({ id }) => id));
+    }
+
+    function weightOf([page, , headings], asked) {
+      const heading = headings.at(-1);
+      let weight = PAGE_WEIGHTS[page] ?? weights[page] ?? 1;
+      if (page === GLOSSARY) weight = asked.isDefinition ? 1.5 : 0.6;
+      if (asked.isComparison && page === GUIDE && heading.startsWith("Which")) weight *= 5;
+      if (sectionsNamed.get(heading) > 3) weight *= 0.4; // a heading that many chapters have says little
+      return weight;
     }
 
     // The sections for a query, best first. What a chapter says comes before what a list says. Each word that a section
     // has counts, and none must be there. A word that the book lacks may be misspelt, and the last one unfinished.
     // Numbers decide little, and in a long query, which is a pasted error, next to nothing. An error message leads to the
-    // section that cures it, and a comparison to the decision guide. A heading that many chapters have says little.
+    // section that cures it, and a comparison to the decision guide.
     function find(query, limit = 20) {
-      const typed = [...new Set(terms(query))];
-      const isComparison = /\b(vs|versus|compared (to|with)|difference between)\b|\S \bor\b \S/i.test(query);
-      const telling = typed.filter((term) => !COMMON.has(term) && !(isComparison && COMPARING.has(term)));
-      const asked = ` ${plain(query)} `;
-      const cured = new Set(
-        cures
-          .filter(([error]) => asked.includes(` ${error} `) || (telling.length > 3 && ` ${error} `.includes(asked)))
-          .map(([, id]) => id),
-      );
-      const weightOfNumbers = telling.filter((term) => !isNumber(term)).length > 6 ? 0.01 : 0.3;
-      const isDefinition = /^\s*what('s| is| are)\b/i.test(query);
-      const place = {
-        ...weights,
-        "book/glossary": isDefinition ? 1.5 : 0.6,
-        "book/questions": 0.2,
-        "book/references": 0.5,
-        "book/sabotage": 0.4,
-      };
-      const scored = index
-        .search(query, {
-          tokenize: () => (telling.length ? telling : typed),
-          boost: { heading: 2.5, code: 0.7 },
-          boostDocument: (id) => {
-            const [page, , headings] = entries[id];
-            const isPattern = titles.get(headings.at(-1)) > 3;
-            const isGuide = page === "notebooks/decision_guide" && headings.at(-1).startsWith("Which");
-            return (isPattern ? 0.4 : 1) * (isComparison && isGuide ? 5 : 1) * (place[page] ?? 1);
-          },
-          boostTerm: (term) => (isNumber(term) ? weightOfNumbers : 1),
-          fuzzy: (term) => (sections.has(term) || term.length < 4 || /\d/.test(term) ? false : 0.25),
-          prefix: (term) => term == typed.at(-1) && term.length > 2,
-        })
-        .map(({ id, score, terms: found, queryTerms }) => {
-          // MiniSearch multiplies by the number of words that were found; numbers are not to count as words.
-          const words = queryTerms.filter((term) => !isNumber(term)).length || 0.5;
-          return { id, found, score: (score * words) / queryTerms.length };
-        })
-        .sort((one, other) => other.score - one.score);
-      const isCure = ({ id }) => cured.has(id);
-      return [...scored.filter(isCure), ...scored.filter((result) => !isCure(result))]
-        .slice(0, limit)
-        .map(({ id, found }) => {
-          const [page, anchor, headings] = entries[id];
-          const hits = new Set(found);
-          const sentence = marked(shortened(best(entries[id], hits), hits), hits);
-          return { page, anchor, headings, heading: marked(headings.at(-1), hits), sentence };
-        });
+      const asked = understand(query);
+      const weightOfNumbers = asked.isPastedError ? 0.01 : 0.3;
+      const scored = index.search(query, {
+        tokenize: () => asked.terms,
+        boost: { heading: 2.5, code: 0.7 },
+        boostDocument: (id) => weightOf(entries[id], asked),
+        boostTerm: (term) => (isNumber(term) ? weightOfNumbers : 1),
+        fuzzy: (term) => (sectionsWith.has(term) || term.length < 4 || /\d/.test(term) ? false : 0.25),
+        prefix: (term) => term === asked.lastTerm && term.length > 2,
+      });
+      const cures = cured(asked);
+      const results = scored.map(({ id, score, terms: hits, queryTerms }) => {
+        // MiniSearch multiplies by the number of words that were found; numbers are not to count as words.
+        const words = queryTerms.filter((term) => !isNumber(term)).length || 0.5;
+        return { id, hits: new Set(hits), isCure: cures.has(id), score: (score * words) / queryTerms.length };
+      });
+      results.sort((one, other) => other.isCure - one.isCure || other.score - one.score);
+      return results.slice(0, limit).map(({ id, hits }) => {
+        const [page, anchor, headings] = entries[id];
+        const sentence = shortened(excerpt(entries[id], hits), hits);
+        return { page, anchor, headings, heading: marked(headings.at(-1), hits), sentence: marked(sentence, hits) };
+      });
     }
     return find;
   }

@@ -1,13 +1,16 @@
-"""Chapter 4's figures: a picture of what DDP is, and one of when a step computes and when it waits."""
+"""Chapter 4's figures: what DDP is, when a step computes and when it waits, and which gradients share a bucket."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 from matplotlib.ticker import MaxNLocator
 
-from helpers.figures.drawing import INK, Span, boxes, canvas, rank_color, rank_hatch, style
+from helpers.figures.drawing import INK, Span, boxes, canvas, rank_color, style
+
+# --- one step of DDP, as a model --------------------------------------------------------------------------------------
 
 
 def overlap_schedule(
@@ -29,33 +32,50 @@ def overlap_schedule(
     ring's cost (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009),
     nothing when N is 1. ``forward``, ``backward``, ``step`` (the optimizer's) and ``latency`` are in milliseconds.
 
-    Returns a list of (lane, start, end, label), times in milliseconds; lane is "compute" or "network", label
-    "forward", "backward", "all-reduce", "wait" (the communication that nothing hides) or "step".
+    Returns spans in milliseconds. Their lane is "compute" or "network", their label "forward", "backward",
+    "all-reduce", "wait" (the communication that nothing hides) or "step". Raises ValueError for no rank or no bucket.
     """
     if world_size < 1 or buckets < 1:
         raise ValueError(f"overlap_schedule({world_size}, {buckets}): there is at least one rank, and one bucket.")
-    share = 2 * (world_size - 1) / world_size
-    all_reduce = latency + share * (megabytes / buckets) / gigabytes_per_second  # MB / (GB/s) = ms
-    schedule: list[Span] = [("compute", 0, forward, "forward")]
-    free: float = 0  # the time at which the network is free again
+    sent_share = 2 * (world_size - 1) / world_size
+    all_reduce = latency + sent_share * (megabytes / buckets) / gigabytes_per_second  # MB / (GB/s) = ms
+    schedule = [Span("compute", 0, forward, "forward")]
+    network_is_free: float = 0  # at this time
     for bucket in range(buckets):
-        start, ready = (forward + backward * done / buckets for done in (bucket, bucket + 1))
-        schedule.append(("compute", start, ready, "backward"))
+        start = forward + backward * bucket / buckets
+        gradients_are_ready = forward + backward * (bucket + 1) / buckets
+        schedule.append(Span("compute", start, gradients_are_ready, "backward"))
         if world_size > 1:
-            begin = max(ready, free)
-            free = begin + all_reduce
-            schedule.append(("network", begin, free, "all-reduce"))
+            start = max(gradients_are_ready, network_is_free)
+            network_is_free = start + all_reduce
+            schedule.append(Span("network", start, network_is_free, "all-reduce"))
     end = forward + backward
-    if free > end:
-        schedule.append(("compute", end, free, "wait"))
-        end = free
-    schedule.append(("compute", end, end + step, "step"))
+    if network_is_free > end:
+        schedule.append(Span("compute", end, network_is_free, "wait"))
+        end = network_is_free
+    schedule.append(Span("compute", end, end + step, "step"))
     return schedule
 
 
 def exposed(schedule: Sequence[Span]) -> float:
     """The milliseconds in an ``overlap_schedule`` in which a rank only waits for the network."""
-    return sum(end - start for _, start, end, label in schedule if label == "wait")
+    return sum(span.end - span.start for span in schedule if span.label == "wait")
+
+
+# --- its figure -------------------------------------------------------------------------------------------------------
+
+LEFT = 70  # pixels of the timeline's sides
+RIGHT = 650
+TOP = 56
+BOTTOM = 268
+ROW = 21  # height of a row of the bar chart below the timeline
+PARTS = {  # label of a span: its name in the legend
+    "forward": "forward",
+    "backward": "backward",
+    "all-reduce": "all-reduce",
+    "wait": "waiting",
+    "step": "optimizer step",
+}
 
 
 @style()
@@ -66,127 +86,191 @@ def ddp_overlap(world_size: int = 4, buckets: int = 4, gigabytes_per_second: flo
     any ``world_size`` and ``buckets``, so that a reader can compare frames.
     """
     model["gigabytes_per_second"] = gigabytes_per_second
-    choices = sorted({1, 2, 4, 8, 16, buckets})
-    slowest = max(end for n in choices for _, _, end, _ in overlap_schedule(10**6, n, **model))
+    counts = sorted({1, 2, 4, 8, 16, buckets})
+    # No number of ranks takes longer than very many.
+    axis_end = max(overlap_schedule(10**6, count, **model)[-1].end for count in counts)
+    pixels_per_ms = (RIGHT - LEFT) / axis_end
     schedule = overlap_schedule(world_size, buckets, **model)
-    left, right, top, bottom = 70, 650, 56, 268
-    fig, ax = canvas(660, 324 + 21 * len(choices))
+    waits = {count: exposed(overlap_schedule(world_size, count, **model)) for count in counts}
 
-    def at(ms: float) -> float:
-        return left + (right - left) * ms / slowest
-
-    def spaced(y: float, height: float, label: str) -> list[tuple[float, float, float, float]]:
-        edges = [(at(start), at(end)) for _, start, end, name in schedule if name == label]
-        return [(start, y, max(end - start - 1.2, 0.6), height) for start, end in edges]
-
-    def look(label: str, color: str) -> dict[str, Any]:
-        faces = {"forward": (color, 0.18), "backward": (color, 0.45), "all-reduce": color}
-        edge = {} if label == "all-reduce" else {"edgecolor": color, "linewidth": 0.8}
-        return {"facecolor": faces.get(label, "none"), "hatch": "////" if label == "wait" else None, **edge}
-
-    # A legend in ink: every rank has its own colour.
-    x: float = left
-    words = {"wait": "waiting", "step": "optimizer step"}
-    for label in ["forward", "backward", "all-reduce", "wait", "step"]:
-        text = words.get(label, label)
-        boxes(ax, [(x, 6, 16, 13)], **look(label, INK))
-        ax.text(x + 22, 17, text)
-        x += 42 + 7.5 * len(text)
-
-    spans: dict[str, list[float]] = {}
-    for _, start, end, label in schedule:
-        spans.setdefault(label, [start, end])[1] = end
-    if "wait" in spans:
-        start, end = spans["wait"]
-        ax.text(min(at(start), right - 112), top - 8, f"waiting {end - start:.1f} ms", weight="bold")
-    edges = sorted({ms for label, span in spans.items() if label != "all-reduce" for ms in span})
-    boxes(ax, [(at(ms) - 0.4, top, 0.8, bottom - top) for ms in edges], facecolor=(INK, 0.3))
-
-    pitch = min((bottom - top) / world_size, 74)
+    fig, ax = canvas(660, 324 + ROW * len(counts))
+    draw_legend(ax)
+    draw_phases(ax, schedule, pixels_per_ms)
     for rank in range(world_size):
-        y = (top + bottom) / 2 + (rank - world_size / 2 + 0.08) * pitch
-        ax.text(left - 10, y + pitch / 4 + 5, f"rank {rank}", ha="right", fontsize=min(13, 5 + pitch / 3))
-        for label in spans:
-            lane = (y + 0.54 * pitch, 0.3 * pitch) if label == "all-reduce" else (y, 0.5 * pitch)
-            boxes(ax, spaced(*lane, label), **look(label, rank_color(rank)))
-        if world_size == 1:
-            ax.text(at(0), y + 0.8 * pitch, "one rank: nothing to average, nothing to send")
-
-    ticks = [int(ms) for ms in MaxNLocator(6, integer=True).tick_values(0, slowest) if ms <= slowest]
-    axis = (left, bottom + 6, right - left, 1)
-    boxes(ax, [axis, *[(at(ms) - 0.5, bottom + 6, 1, 5) for ms in ticks]], facecolor=INK)
-    for ms in ticks:
-        ax.text(at(ms), bottom + 25, f"{ms}" if ms else "0 ms", ha="center" if ms else "left")
-
-    ax.text(left, bottom + 47, "waiting, by number of buckets")
-    for row, n in enumerate(choices):
-        wait = exposed(overlap_schedule(world_size, n, **model))
-        y, here = bottom + 54 + 21 * row, n == buckets
-        weight = "bold" if here else "normal"
-        boxes(ax, [(left, y + 3, at(wait) - left, 13)], facecolor=(INK, 1 if here else 0.3))
-        ax.text(left - 10, y + 14, f"{n}", ha="right", weight=weight)
-        ax.text(at(wait) + 6, y + 14, f"{wait:.1f} ms", weight=weight)
+        draw_rank(ax, rank, world_size, schedule, pixels_per_ms)
+    draw_time_axis(ax, axis_end, pixels_per_ms)
+    draw_waits(ax, waits, buckets, pixels_per_ms)
     return fig
+
+
+def look_of(label: str, color: str) -> dict[str, Any]:
+    """How the spans of a label are filled and outlined."""
+    if label == "all-reduce":
+        return {"facecolor": color}
+    outline = {"edgecolor": color, "linewidth": 0.8}
+    if label == "forward":
+        return {"facecolor": (color, 0.18), **outline}
+    if label == "backward":
+        return {"facecolor": (color, 0.45), **outline}
+    if label == "wait":
+        return {"facecolor": "none", "hatch": "////", **outline}
+    return {"facecolor": "none", **outline}
+
+
+def draw_legend(ax: Axes) -> None:
+    """The legend is in ink, because every rank has its own colour."""
+    x: float = LEFT
+    for label, name in PARTS.items():
+        boxes(ax, [(x, 6, 16, 13)], **look_of(label, INK))
+        ax.text(x + 22, 17, name)
+        x += 42 + 7.5 * len(name)
+
+
+def draw_phases(ax: Axes, schedule: Sequence[Span], pixels_per_ms: float) -> None:
+    """Lines across all ranks where forward, backward, the wait and the optimizer's step begin and end."""
+    edges = set()
+    for label in ("forward", "backward", "wait", "step"):
+        spans = [span for span in schedule if span.label == label]
+        if spans:
+            edges |= {spans[0].start, spans[-1].end}
+        if spans and label == "wait":
+            x = min(LEFT + spans[0].start * pixels_per_ms, RIGHT - 112)
+            ax.text(x, TOP - 8, f"waiting {exposed(schedule):.1f} ms", weight="bold")
+    lines = [(LEFT + ms * pixels_per_ms - 0.4, TOP, 0.8, BOTTOM - TOP) for ms in sorted(edges)]
+    boxes(ax, lines, facecolor=(INK, 0.3))
+
+
+def draw_rank(ax: Axes, rank: int, world_size: int, schedule: Sequence[Span], pixels_per_ms: float) -> None:
+    """What a rank computes, and below it its all-reduces."""
+    pitch = min((BOTTOM - TOP) / world_size, 74)
+    y = (TOP + BOTTOM) / 2 + (rank - world_size / 2 + 0.08) * pitch
+    ax.text(LEFT - 10, y + pitch / 4 + 5, f"rank {rank}", ha="right", fontsize=min(13, 5 + pitch / 3))
+    labels = dict.fromkeys(span.label for span in schedule)
+    for label in labels:
+        lane_y = y
+        height = 0.5 * pitch
+        if label == "all-reduce":
+            lane_y = y + 0.54 * pitch
+            height = 0.3 * pitch
+        rectangles = []
+        for span in schedule:
+            if span.label == label:
+                start = LEFT + span.start * pixels_per_ms
+                width = LEFT + span.end * pixels_per_ms - start
+                rectangles.append((start, lane_y, max(width - 1.2, 0.6), height))  # a gap parts it from the next
+        boxes(ax, rectangles, **look_of(label, rank_color(rank)))
+    if world_size == 1:
+        ax.text(LEFT, y + 0.8 * pitch, "one rank: nothing to average, nothing to send")
+
+
+def draw_time_axis(ax: Axes, axis_end: float, pixels_per_ms: float) -> None:
+    ticks = [int(ms) for ms in MaxNLocator(6, integer=True).tick_values(0, axis_end) if ms <= axis_end]
+    rectangles: list[tuple[float, float, float, float]] = [(LEFT, BOTTOM + 6, RIGHT - LEFT, 1)]
+    for ms in ticks:
+        rectangles.append((LEFT + ms * pixels_per_ms - 0.5, BOTTOM + 6, 1, 5))
+    boxes(ax, rectangles, facecolor=INK)
+    for ms in ticks:
+        if ms == 0:
+            ax.text(LEFT, BOTTOM + 25, "0 ms", ha="left")
+        else:
+            ax.text(LEFT + ms * pixels_per_ms, BOTTOM + 25, f"{ms}", ha="center")
+
+
+def draw_waits(ax: Axes, waits: dict[int, float], buckets: int, pixels_per_ms: float) -> None:
+    """A bar chart of ``waits``, {number of buckets: milliseconds}, in which the shown number stands out."""
+    ax.text(LEFT, BOTTOM + 47, "waiting, by number of buckets")
+    y = BOTTOM + 54
+    for count, wait in waits.items():
+        weight = "normal"
+        opacity = 0.3
+        if count == buckets:
+            weight = "bold"
+            opacity = 1
+        length = wait * pixels_per_ms
+        boxes(ax, [(LEFT, y + 3, length, 13)], facecolor=(INK, opacity))
+        ax.text(LEFT - 10, y + 14, f"{count}", ha="right", weight=weight)
+        ax.text(LEFT + length + 6, y + 14, f"{wait:.1f} ms", weight=weight)
+        y += ROW
+
+
+# --- the other figures ------------------------------------------------------------------------------------------------
 
 
 @style()
 def replicas(world_size: int = 4) -> Figure:
     """A Figure of DDP's idea: each rank has a shard and a gradient, in its colour, and the same model, in ink."""
     fig, ax = canvas(660, 352)
-    left, right, gap = 128, 650, 14
+    left = 128
+    right = 650
+    gap = 14
     width = min((right - left + gap) / world_size - gap, 180)
     first = (left + right + gap - (width + gap) * world_size) / 2
 
-    def arrow(x: float, start: float, end: float) -> None:
-        look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "color": INK, "linewidth": 1}
-        ax.add_artist(FancyArrowPatch((x, start), (x, end), shrinkA=0, shrinkB=0, clip_on=False, **look))
+    ax.text(0, 47, "its shard")
+    ax.text(0, 67, "of the batch")
+    ax.text(0, 129, "its replica")
+    ax.text(0, 149, "of the model")
+    ax.text(0, 219, "its gradient")
+    ax.text(0, 278, "all-reduce")
+    ax.text(0, 332, "the same step")
 
-    for y, text in [
-        (47, "its shard"), (67, "of the batch"), (129, "its replica"), (149, "of the model"),
-        (219, "its gradient"), (278, "all-reduce"), (332, "the same step"),
-    ]:  # fmt: skip
-        ax.text(0, y, text)
-    same: dict[str, Any] = {"facecolor": (INK, 0.1), "edgecolor": INK, "linewidth": 1}
+    shared: dict[str, Any] = {"facecolor": (INK, 0.1), "edgecolor": INK, "linewidth": 1}
     for rank in range(world_size):
         x = first + rank * (width + gap)
+        center = x + width / 2
         color = rank_color(rank)
-        own: dict[str, Any] = {"facecolor": (color, 0.4), "edgecolor": color, "hatch": rank_hatch(rank)}
-        middle = x + width / 2
-        ax.text(middle, 18, f"rank {rank}" if width > 48 else f"{rank}", ha="center", weight="bold")
-        boxes(ax, [(x, 32 + 14 * row, width, 11) for row in range(3)], **own, linewidth=1)
-        arrow(middle, 76, 98)
-        layers = [(102 + 22 * row, share * width) for row, share in enumerate([1, 0.8, 0.6])]
-        boxes(ax, [(middle - wide / 2, y, wide, 17) for y, wide in layers], **same)
-        arrow(middle, 168, 196)
-        boxes(ax, [(x, 200, width, 28)], **own, linewidth=1)
-        arrow(middle, 231, 255)
-        arrow(middle, 290, 311)
-        boxes(ax, [(x, 314, width, 28)], **same)
+        name = f"{rank}"
+        if width > 48:
+            name = f"rank {rank}"
+        ax.text(center, 18, name, ha="center", weight="bold")
+        private: dict[str, Any] = {"facecolor": (color, 0.4), "edgecolor": color}
+        boxes(ax, [(x, 32 + 14 * row, width, 11) for row in range(3)], **private, linewidth=1)
+        arrow_down(ax, center, 76, 98)
+        layers = []
+        for y, share in [(102, 1), (124, 0.8), (146, 0.6)]:
+            layers.append((center - share * width / 2, y, share * width, 17))
+        boxes(ax, layers, **shared)
+        arrow_down(ax, center, 168, 196)
+        boxes(ax, [(x, 200, width, 28)], **private, linewidth=1)
+        arrow_down(ax, center, 231, 255)
+        arrow_down(ax, center, 290, 311)
+        boxes(ax, [(x, 314, width, 28)], **shared)
         if width > 105:
-            ax.text(middle, 333, "equal weights", ha="center")
-    edge = min(first, 256)  # here the bar is wide enough for its words
-    boxes(ax, [(edge, 258, left + right - 2 * edge, 30)], **same)
-    text = f"the mean of {world_size} gradients, on every rank" if world_size > 1 else "one gradient is its own mean"
+            ax.text(center, 333, "equal weights", ha="center")
+
+    edge = min(first, 256)  # so that the bar of the all-reduce is wide enough for its words
+    boxes(ax, [(edge, 258, left + right - 2 * edge, 30)], **shared)
+    text = f"the mean of {world_size} gradients, on every rank"
+    if world_size == 1:
+        text = "one gradient is its own mean"
     ax.text((left + right) / 2, 278, text, ha="center")
     return fig
+
+
+def arrow_down(ax: Axes, x: float, start: float, end: float) -> None:
+    look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "color": INK, "linewidth": 1}
+    ax.add_artist(FancyArrowPatch((x, start), (x, end), shrinkA=0, shrinkB=0, clip_on=False, **look))
 
 
 @style()
 def bucket_map(buckets: Sequence[Sequence[tuple[str, int]]]) -> Figure:
     """DDP's buckets, the first to leave on top: lists of (parameter's name, bytes). A box is as wide as its bytes."""
-    left, width, gap, pitch = 92, 560, 4, 38
+    left = 92
+    width = 560
+    gap = 4
+    pitch = 38
     largest = max(sum(size for _, size in bucket) for bucket in buckets)
     fig, ax = canvas(left + width + 8, pitch * len(buckets) + 10)
     for row, bucket in enumerate(buckets):
-        x: float = left
         y = 6 + pitch * row
         total = sum(size for _, size in bucket)
         ax.text(0, y + 13, f"bucket {row}")
         ax.text(0, y + 28, f"{total / 2**20:.2f} MiB", color=(INK, 0.7), fontsize=11)
+        x: float = left
         for name, size in bucket:
-            long = max(6, (width - gap * len(bucket)) * size / largest)
-            boxes(ax, [(x, y, long, 28)], facecolor=(INK, 0.18), edgecolor=INK, linewidth=1)
-            if long > 60:
-                ax.text(x + long / 2, y + 19, name, ha="center")
-            x += long + gap
+            length = max(6, (width - gap * len(bucket)) * size / largest)
+            boxes(ax, [(x, y, length, 28)], facecolor=(INK, 0.18), edgecolor=INK, linewidth=1)
+            if length > 60:
+                ax.text(x + length / 2, y + 19, name, ha="center")
+            x += length + gap
     return fig

@@ -15,10 +15,11 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-# Where the home folder cannot be written to, matplotlib would warn in a reader's first cell.
+# matplotlib keeps a cache in the home folder. If it cannot write there, it warns, and the warning would be printed in a
+# reader's first cell. So it gets a folder of its own before it is imported.
 if not os.access(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~"), os.W_OK):
     os.environ.setdefault("MPLCONFIGDIR", f"{tempfile.gettempdir()}/matplotlib-{os.getuid()}")
 
@@ -34,11 +35,8 @@ from helpers.figures.svg import compact, with_own_ids
 # Rank k has the k-th colour everywhere. Each colour has a contrast of 3 to 1 or more with the white and the dark page.
 # Readers with protanopia, deuteranopia or tritanopia can tell any two apart (tests/test_figures.py computes both).
 RANK_COLORS = ["#3355ee", "#bb8800", "#ff4499", "#227755", "#cc2200", "#4499bb", "#aa77ff", "#994499"]
-HATCHES = ["", "///", "...", "xxx"]  # ranks 8 to 15 repeat the colours with the second hatch, and so on
-DASHES = ["-", "--", ":", "-."]  # the same for lines
-INK = "black"  # for what belongs to no rank; show() turns black into the page's text colour
-
-Span = tuple[str, float, float, str]  # lane, start, end, label: what a rank did at which time
+DASHES = ["-", "--", ":", "-."]  # for lines that belong to no rank
+INK = "black"  # for what belongs to no rank; svg() turns black into the page's text colour
 
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # only for the layout: the page draws in its own font, which is narrower
@@ -65,9 +63,19 @@ STYLE: dict[str, Any] = {
     "svg.hashsalt": "world-size-one",
 }
 
-# The style that a figure needs outside of the book; the book's style sheet adds to it. JupyterLab removes role=img, and
-# the SVG too, from a notebook that it does not trust. So the selectors ask for role=img: without it, the note shows.
+# Every figure brings its style sheet along, because JupyterLab does not have the book's. JupyterLab removes role=img,
+# and the SVG too, from a notebook that it does not trust. So the selectors ask for role=img: without it, a note tells
+# the reader to run the cell.
 STYLE_SHEET = "".join(pathlib.Path(__file__).with_name("figure.css").read_text(encoding="utf-8").splitlines())
+
+
+class Span(NamedTuple):
+    """What a rank did from ``start`` to ``end``, in the unit of the timeline; ``lane`` is its row. Tuples will do."""
+
+    lane: str
+    start: float
+    end: float
+    label: str
 
 
 @contextmanager
@@ -78,7 +86,7 @@ def style() -> Iterator[None]:
 
 
 def rank_color(rank: int) -> str:
-    """The colour of a rank, such as "#3355ee", in every figure. Ranks 8 and above repeat colours: add ``rank_hatch``.
+    """The colour of a rank, such as "#3355ee", in every figure. Ranks 8 and above repeat colours.
 
     Raises ValueError for anything but a whole number from 0 on.
     """
@@ -87,14 +95,10 @@ def rank_color(rank: int) -> str:
     return RANK_COLORS[rank % len(RANK_COLORS)]
 
 
-def rank_hatch(rank: int) -> str:
-    """The hatch for a rank's areas, which tells rank 8 from rank 0; "" for ranks 0 to 7."""
-    return HATCHES[rank // len(RANK_COLORS) % len(HATCHES)]
-
-
 def figure(width: float, height: float, **kwargs: Any) -> Figure:
     """An empty Figure, ``width`` by ``height`` CSS pixels large."""
-    return Figure(figsize=(width / 72, height / 72), **kwargs)  # the SVG counts points, 72 to the inch
+    # matplotlib takes inches, and writes an SVG in points, 72 to the inch. The page shows a point as a pixel.
+    return Figure(figsize=(width / 72, height / 72), **kwargs)
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
@@ -108,8 +112,13 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 def boxes(ax: Axes, rectangles: Sequence[tuple[float, float, float, float]], **look: Any) -> None:
     """Draw rectangles, [(x, y, width, height)], that look alike. They become one path, which keeps the SVG small."""
-    paths = [Path([(x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y)], closed=True) for x, y, w, h in rectangles]
-    ax.add_artist(PathPatch(Path.make_compound_path(*paths), **{"linewidth": 0, "clip_on": False, **look}))
+    paths = []
+    for x, y, width, height in rectangles:
+        right = x + width
+        bottom = y + height
+        paths.append(Path([(x, y), (right, y), (right, bottom), (x, bottom), (x, y)], closed=True))
+    look = {"linewidth": 0, "clip_on": False, **look}
+    ax.add_artist(PathPatch(Path.make_compound_path(*paths), **look))
 
 
 # --- Measured figures -------------------------------------------------------------------------------------------------
@@ -124,13 +133,12 @@ def lines(series: Mapping[int | str, Sequence[float]], x: Sequence[float], xlabe
     """
     fig = figure(440, 260, layout="constrained")
     ax = fig.add_subplot()
-    inks = itertools.cycle(DASHES)
+    unused_dashes = itertools.cycle(DASHES)
     for name, values in series.items():
         if isinstance(name, int):
-            dash = DASHES[HATCHES.index(rank_hatch(name))]
-            ax.plot(x, values, dash, color=rank_color(name), label=f"rank {name}")
+            ax.plot(x, values, "-", color=rank_color(name), label=f"rank {name}")
         else:
-            ax.plot(x, values, next(inks), color=INK, label=name)
+            ax.plot(x, values, next(unused_dashes), color=INK, label=name)
     ax.set(xlabel=xlabel, title=ylabel)
     ax.grid(axis="y")
     ax.set_axisbelow(True)
@@ -148,12 +156,19 @@ def bars(values: Mapping[int | str, float], xlabel: str, number: str = "{:.3g}")
     """
     fig = figure(440, 75 + 34 * len(values), layout="constrained")
     ax = fig.add_subplot()
+    names = []
+    look: dict[str, Any]
     for row, (name, value) in enumerate(values.items()):
-        color, hatch, alpha = (rank_color(name), rank_hatch(name), 1.0) if isinstance(name, int) else (INK, "", 0.55)
-        ax.barh(row, value, 0.62, color=color, alpha=alpha, hatch=hatch, linewidth=0)
+        if isinstance(name, int):
+            names.append(f"rank {name}")
+            look = {"color": rank_color(name), "alpha": 1.0}
+        else:
+            names.append(name)
+            look = {"color": INK, "alpha": 0.55}
+        ax.barh(row, value, 0.62, linewidth=0, **look)
         ax.annotate(number.format(value), (value, row), (5, 0), textcoords="offset points", va="center")
-    ax.margins(x=0.12)
-    label_rows(ax, [f"rank {name}" if isinstance(name, int) else name for name in values], xlabel)
+    ax.margins(x=0.12)  # so that the longest bar's number has space
+    label_rows(ax, names, xlabel)
     return fig
 
 
@@ -164,15 +179,22 @@ def timeline(spans: Mapping[int, Sequence[Span]], xlabel: str) -> Figure:
     ``spans`` is {rank: [(lane, start, end, label)]}, with times in the unit that ``xlabel`` names. The lanes have the
     order in which they first appear. Bars of the first lane are pale, and those of the others are dark.
     """
-    lanes = list(dict.fromkeys(lane for events in spans.values() for lane, *_ in events))
+    lanes: list[str] = []
+    for events in spans.values():
+        for lane, *_ in events:
+            if lane not in lanes:
+                lanes.append(lane)
     rows = [(rank, lane) for rank in spans for lane in lanes]
     fig = figure(600, 70 + 32 * len(rows), layout="constrained")
     ax = fig.add_subplot()
-    for row, (rank, lane) in enumerate(rows):
-        face = (rank_color(rank), 0.25 if lane == lanes[0] else 0.85)
-        for name, start, end, _ in spans[rank]:
-            if name == lane:
-                ax.barh(row, end - start, 0.7, left=start, facecolor=face, edgecolor=rank_color(rank), linewidth=1)
+    for row, (rank, row_lane) in enumerate(rows):
+        color = rank_color(rank)
+        opacity = 0.85
+        if row_lane == lanes[0]:
+            opacity = 0.25
+        for lane, start, end, _ in spans[rank]:
+            if lane == row_lane:
+                ax.barh(row, end - start, 0.7, left=start, facecolor=(color, opacity), edgecolor=color, linewidth=1)
     label_rows(ax, [f"rank {rank}, {lane}" for rank, lane in rows], xlabel)
     ax.grid(axis="x")
     ax.set_axisbelow(True)
@@ -215,33 +237,46 @@ def show(fig: Figure, alt: str, caption: str = "", measured: bool = False) -> Sh
 
     Raises ValueError when ``alt`` is empty, and TypeError when ``fig`` is not a Figure.
     """
-    return Shown(figure_html(view(fig, alt, measured=measured, salt=caption), caption), f"Figure: {alt}")
+    drawing = view(fig, alt, measured=measured, salt=caption)
+    return Shown(figure_html(drawing, caption), f"Figure: {alt}")
 
 
 def figure_html(views: str, caption: str = "", controls: str = "", script: str = "") -> str:
     """A ``<figure>`` around one view or several, as HTML, with the style that it needs outside of the book."""
-    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(caption, quote=False))
-    text = re.sub(r"\*(\w[^*]*\w)\*", r"<em>\1</em>", text)
+    figcaption = ""
+    if caption:
+        text = html.escape(caption, quote=False)
+        text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
+        text = re.sub(r"\*(\w[^*]*\w)\*", r"<em>\1</em>", text)
+        figcaption = f"<figcaption>{text}</figcaption>"
     return (
         f'<figure class="wso"><style>{STYLE_SHEET}</style>{controls}{views}'
-        '<p class="wso-note">Run this cell to draw the figure.</p>'
-        f"{f'<figcaption>{text}</figcaption>' if text else ''}{script}</figure>"
+        f'<p class="wso-note">Run this cell to draw the figure.</p>{figcaption}{script}</figure>'
     )
 
 
-def view(fig: Figure, alt: str, measured: bool = False, salt: str = "", on: bool = True) -> str:
-    """A Figure as a ``<div>`` with its SVG, which screen readers read as ``alt``. Without ``on`` it is hidden.
+def view(fig: Figure, alt: str, measured: bool = False, salt: str = "", visible: bool = True) -> str:
+    """A Figure as a ``<div>`` with its SVG, which screen readers read as ``alt``.
 
-    Raises TypeError where ``fig`` is not a Figure, and ValueError for an empty ``alt``.
+    A figure with sliders has a view for each frame, of which one is ``visible``. Raises TypeError where ``fig`` is not
+    a Figure, and ValueError for an empty ``alt``.
     """
     if not isinstance(fig, Figure):
         raise TypeError(f"A matplotlib Figure was expected, not {type(fig).__name__}. Pass the figure, not its axes.")
     if not alt.strip():
         raise ValueError("The alt text is empty: say in one sentence what the figure shows.")
-    drawing = svg(fig, salt=alt + salt, attributes={"class": "measured"} if measured else {})
+    attributes = {}
+    if measured:
+        attributes["class"] = "measured"
+    drawing = svg(fig, salt=alt + salt, attributes=attributes)
+    classes = "wso-view"
+    if visible:
+        classes = "wso-view wso-on"
+    # The style sheet shows a visible view in spite of hidden="hidden". Where JupyterLab has removed the style sheet
+    # together with the drawing, no empty box is left.
     return (
-        f'<div class="wso-view{" wso-on" if on else ""}" hidden="hidden" role="img" tabindex="0" '
-        f'aria-label="{html.escape(alt)}">{drawing}</div>'
+        f'<div class="{classes}" hidden="hidden" role="img" tabindex="0" aria-label="{html.escape(alt)}">'
+        f"{drawing}</div>"
     )
 
 
@@ -251,23 +286,28 @@ def svg(fig: Figure, salt: str = "", attributes: Mapping[str, str] | None = None
     The ids are unique on a page: they are made of the drawing and of ``salt``, since a page may hold equal figures.
     It closes ``fig`` in pyplot, which would show the figure once more.
     """
-    buffer = io.BytesIO()
+    file = io.BytesIO()
     with style():
-        fig.savefig(buffer, format="svg", metadata={"Date": None})
+        fig.savefig(file, format="svg", metadata={"Date": None})
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close(fig)
-    root = compact(buffer.getvalue())
-    width, height = (float(number) for number in root.attrib["viewBox"].split()[2:])
-    sizes = re.findall(r"font-size:([\d.]+)px", " ".join(element.get("style", "") for element in root.iter()))
-    smallest = min(map(float, sizes), default=STYLE["font.size"])
+
+    root = compact(file.getvalue())
+    view_box = root.attrib["viewBox"]
+    _, _, width, height = (float(number) for number in view_box.split())
+    styles = " ".join(element.get("style", "") for element in root.iter())
+    text_sizes = [float(size) for size in re.findall(r"font-size:([\d.]+)px", styles)]
+    smallest = min(text_sizes, default=STYLE["font.size"])
+    # On a screen narrower than this the smallest text would have less than 9 pixels, so the view scrolls sideways.
+    min_width = round(width * 9 / max(smallest, 9))
     root.attrib = {
         **(attributes or {}),
-        "viewBox": root.attrib["viewBox"],
+        "viewBox": view_box,
         "width": f"{width:g}",
         "height": f"{height:g}",
-        # Below this width the smallest text would have less than 9 pixels, so the view scrolls sideways.
-        "style": f"max-width:{width:g}px;min-width:{round(width * 9 / max(smallest, 9))}px",
+        "style": f"max-width:{width:g}px;min-width:{min_width}px",
         "fill": "currentColor",  # matplotlib leaves out a fill that is black
         "stroke-linejoin": "round",
     }
-    return with_own_ids(ElementTree.tostring(root, encoding="unicode").replace("#000000", "currentColor"), salt)
+    text = ElementTree.tostring(root, encoding="unicode")
+    return with_own_ids(text.replace("#000000", "currentColor"), salt)

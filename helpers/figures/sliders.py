@@ -1,5 +1,6 @@
 """``explore``, for notebooks: one call makes a figure function interactive, in a live kernel and on a static page."""
 
+import functools
 import hashlib
 import html
 import inspect
@@ -7,6 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,16 @@ from matplotlib.figure import Figure
 
 from helpers.figures.drawing import figure_html, view
 
-MOST_FRAMES = 64
-MOST_BUTTONS = 5  # more values become a slider
-NAMES = {"dp": "data parallel", "tp": "tensor parallel", "pp": "pipeline stages", "zero": "ZeRO stage"}
-UNITS = {"seconds": "s", "minutes": "min"}  # a control "save_seconds" is called "save" and says "60 s"
+MAX_FRAMES = 64
+MAX_BUTTONS = 5  # more values become a slider
+LABELS = {"dp": "data parallel", "tp": "tensor parallel", "pp": "pipeline stages", "zero": "ZeRO stage"}
+UNITS = {"seconds": "s", "minutes": "min"}  # the argument "save_seconds" is labelled "save", its values "60 s"
 
 # A page may have several such figures. Each script uses the figure around it, so that no ids can collide.
 SCRIPT = f"<script>{Path(__file__).with_name('sliders.js').read_text(encoding='utf-8').strip()}</script>"
+DRAWING_SIZE = re.compile(r'viewBox="0 0 (\S+) (\S+)" width="\S+" height="\S+"')
+
+Positions = tuple[int, ...]  # of all controls, each from 0 on
 
 
 def explore(fn: Callable[..., Figure], *, alt: str, caption: str = "", **sliders: Iterable[Any]) -> "Explorer":
@@ -33,148 +38,200 @@ def explore(fn: Callable[..., Figure], *, alt: str, caption: str = "", **sliders
     or else at the first value. ``alt`` and ``caption`` are as in ``drawing.show``; each frame's ``alt`` also names its
     values. An artist whose gid is "move 0 -42" comes from 42 pixels above when its frame is shown.
 
-    Raises ValueError for no control, for one without values, with repeated ones or with numbers that do not ascend, and
-    for too many frames, and TypeError where ``fn`` does not return a Figure.
+    Raises ValueError for no control, for one without values and for too many frames, and TypeError where ``fn`` does
+    not return a Figure.
     """
-    choices = {name: list(values) for name, values in sliders.items()}
-    if not choices:
+    controls = []
+    for argument, values in sliders.items():
+        controls.append(Control(argument, list(values), default_of(fn, argument)))
+    if not controls:
         raise ValueError("explore() has no slider. Name an argument and list its values: world_size=[1, 2, 4].")
-    for name, values in choices.items():
-        if not values:
-            raise ValueError(f"explore({name}=[]) has no values. List those to show.")
-        if len(set(map(str, values))) < len(values):
-            raise ValueError(f"explore({name}={values}) repeats a value. List each value once.")
-        sizes = [size for value in values if (size := size_of(value)) is not None]
-        if len(sizes) == len(values) and sizes != sorted(sizes):
-            raise ValueError(f"explore({name}={values}) does not ascend. The function's default says where it starts.")
-    return Explorer(fn, alt, caption, choices)
+    for control in controls:
+        if not control.values:
+            raise ValueError(f"explore({control.argument}=[]) has no values. List those to show.")
+    frames = list(itertools.product(*(range(len(control.values)) for control in controls)))
+    if len(frames) > MAX_FRAMES:
+        raise ValueError(f"explore() draws at most {MAX_FRAMES} frames, not {len(frames)}. List fewer values.")
+
+    start = tuple(control.start for control in controls)
+    views = {}
+    for frame in frames:
+        arguments = {}
+        settings = []
+        for control, position in zip(controls, frame, strict=True):
+            arguments[control.argument] = control.values[position]
+            settings.append(f"{control.label} {control.texts[position]}")
+        frame_alt = alt
+        if alt.strip():  # view() refuses an empty text
+            frame_alt = f"{alt} ({', '.join(settings)})"
+        views[frame] = view(fn(**arguments), frame_alt, salt=caption, visible=frame == start)
+    return Explorer(name_of(fn), caption, controls, equally_tall(views))
 
 
+def default_of(fn: Callable[..., Figure], argument: str) -> Any:
+    """The default of a function's argument, or None."""
+    parameter = inspect.signature(fn).parameters.get(argument)
+    if parameter is None:  # the function takes **kwargs
+        return None
+    return parameter.default
+
+
+def name_of(fn: Callable[..., Figure]) -> str:
+    if isinstance(fn, functools.partial):
+        return name_of(fn.func)
+    return fn.__name__
+
+
+def equally_tall(views: dict[Positions, str]) -> dict[Positions, str]:
+    """The views with all drawings as tall as the tallest one, so that the page below a figure stays in place."""
+    sizes = [DRAWING_SIZE.search(text) for text in views.values()]
+    widths = {size[1] for size in sizes if size}
+    if None in sizes or len(widths) > 1:  # drawings of different widths are scaled differently
+        return views
+    height = max((size[2] for size in sizes if size), key=float)
+    attributes = rf'viewBox="0 0 \1 {height}" width="\1" height="{height}"'
+    return {frame: DRAWING_SIZE.sub(attributes, text, count=1) for frame, text in views.items()}
+
+
+@dataclass(frozen=True)
+class Control:
+    """Buttons or a slider for one argument of the figure function."""
+
+    argument: str
+    values: list[Any]
+    default: Any
+
+    @property
+    def start(self) -> int:
+        """The position of the value that is shown first."""
+        if self.default in self.values:
+            return self.values.index(self.default)
+        return 0
+
+    @property
+    def has_buttons(self) -> bool:
+        return len(self.values) <= MAX_BUTTONS
+
+    @property
+    def label(self) -> str:
+        """The argument's name in words, without the unit at its end."""
+        if self.argument in LABELS:
+            return LABELS[self.argument]
+        words = self.argument.split("_")
+        if words[-1] in UNITS:
+            words = words[:-1]
+        return " ".join(words)
+
+    @property
+    def texts(self) -> list[str]:
+        """The values in words, with the unit that the argument's name ends with."""
+        unit = UNITS.get(self.argument.rpartition("_")[2])
+        if unit is None:
+            return [str(value) for value in self.values]
+        return [f"{value} {unit}" for value in self.values]
+
+    def buttons(self, group: str) -> str:
+        """A row of radio buttons as HTML; ``group`` is the name that they share."""
+        buttons = ""
+        for position, text in enumerate(self.texts):
+            checked = ""
+            if position == self.start:
+                checked = " checked"
+            # data-lm-suppress-shortcuts: JupyterLab leaves the arrow keys to the control.
+            buttons += (
+                f'<label><input type="radio" name="{group}" value="{position}" autocomplete="off" '
+                f"data-lm-suppress-shortcuts{checked}><span>{html.escape(text)}</span></label>"
+            )
+        return (
+            f'<fieldset data-labels="{html.escape(json.dumps(self.texts))}"><legend>{html.escape(self.label)}</legend>'
+            f"<div>{buttons}</div></fieldset>"
+        )
+
+    def slider(self) -> str:
+        """A slider as HTML, with the chosen value beside it and, if it counts steps, a button that plays them."""
+        play = ""
+        if self.argument == "step":
+            play = '<button type="button" aria-label="Play the steps"></button>'
+        first = html.escape(self.texts[self.start])
+        width = max(len(text) for text in self.texts)
+        return (
+            f'<div data-labels="{html.escape(json.dumps(self.texts))}">{play}<label>'
+            f'<span>{html.escape(self.label)}</span><input type="range" min="0" '
+            f'max="{len(self.values) - 1}" step="1" value="{self.start}" autocomplete="off" aria-valuetext="{first}" '
+            f'data-lm-suppress-shortcuts></label><output aria-live="off" style="width:{width}ch">{first}</output></div>'
+        )
+
+    def widget(self) -> Any:
+        """The control as an ipywidget, whose value is a position."""
+        import ipywidgets
+
+        if self.has_buttons:
+            kind = ipywidgets.ToggleButtons
+        else:
+            kind = ipywidgets.SelectionSlider
+        return kind(
+            options=[(text, position) for position, text in enumerate(self.texts)],
+            value=self.start,
+            description=self.label,
+            style={"description_width": "initial"},
+        )
+
+
+@dataclass(frozen=True)
 class Explorer:
     """What ``explore`` returns: all frames, shown by widgets or on a static page."""
 
-    def __init__(self, fn: Callable[..., Figure], alt: str, caption: str, sliders: dict[str, list]) -> None:
-        self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)  # a partial has a .func
-        self.caption, self.sliders = caption, sliders
-        parameters = inspect.signature(fn).parameters
-        defaults = [getattr(parameters.get(name), "default", None) for name in sliders]
-        self.start = tuple(
-            values.index(default) if default in values else 0
-            for default, values in zip(defaults, sliders.values(), strict=True)
-        )
-        frames = list(itertools.product(*(range(len(values)) for values in sliders.values())))
-        if len(frames) > MOST_FRAMES:
-            raise ValueError(f"explore() draws at most {MOST_FRAMES} frames, not {len(frames)}. List fewer values.")
-        self.views: dict[tuple[int, ...], str] = {}  # by the controls' positions
-        for frame in frames:
-            arguments = {name: sliders[name][position] for name, position in zip(sliders, frame, strict=True)}
-            says = ", ".join(f"{label(name)} {value_of(name, value)}" for name, value in arguments.items())
-            words = f"{alt} ({says})" if alt.strip() else ""
-            self.views[frame] = view(fn(**arguments), words, salt=caption, on=frame == self.start)
-        self.views = dict(zip(self.views, equally_tall([*self.views.values()]), strict=True))
-        self.widget: Any = None
+    name: str  # of the figure function
+    caption: str
+    controls: list[Control]
+    views: dict[Positions, str]
 
     def frame(self, positions: Sequence[int]) -> str:
-        """The figure for these positions of the sliders, as HTML."""
-        frame = self.views[tuple(positions)].replace('"wso-view"', '"wso-view wso-on"', 1)
-        return figure_html(frame, self.caption)
+        """The figure for these positions of the controls, as HTML."""
+        visible = self.views[tuple(positions)].replace('"wso-view"', '"wso-view wso-on"', 1)
+        return figure_html(visible, self.caption)
 
-    def live(self) -> Any:
-        """The controls and the figure as an ipywidget, which is made at the first call."""
+    @functools.cached_property
+    def widget(self) -> Any:
+        """The controls and the figure as an ipywidget."""
         import ipywidgets
 
-        if self.widget is None:
-            drawing = ipywidgets.HTML(self.frame(self.start))
-            knobs = [
-                (ipywidgets.ToggleButtons if len(values) <= MOST_BUTTONS else ipywidgets.SelectionSlider)(
-                    options=[(value_of(name, value), position) for position, value in enumerate(values)],
-                    value=start,
-                    description=label(name),
-                    style={"description_width": "initial"},
-                )
-                for start, (name, values) in zip(self.start, self.sliders.items(), strict=True)
-            ]
+        knobs = [control.widget() for control in self.controls]
+        drawing = ipywidgets.HTML(self.frame([knob.value for knob in knobs]))
 
-            def draw(_: object) -> None:
-                drawing.value = self.frame([knob.value for knob in knobs])
+        def draw(_: object) -> None:
+            drawing.value = self.frame([knob.value for knob in knobs])
 
-            for knob in knobs:
-                knob.observe(draw, "value")
-            self.widget = ipywidgets.VBox([*knobs, drawing])
-        return self.widget
+        for knob in knobs:
+            knob.observe(draw, "value")
+        return ipywidgets.VBox([*knobs, drawing])
 
     def page(self) -> str:
         """The controls and all frames as HTML that loads nothing."""
         frames = "".join(self.views.values())
-        own = hashlib.sha256((self.caption + frames).encode()).hexdigest()[:8]  # radio buttons of a page share names
-        places = zip(self.start, self.sliders.items(), strict=True)
-        controls = "".join(
-            control(f"f{own}-{number}", label(name), [value_of(name, value) for value in values], start, name == "step")
-            for number, (start, (name, values)) in enumerate(places)
-        )
-        # The script shows the controls: where it does not run, they would do nothing.
+        # Radio buttons with one name exclude each other, so the name has to be unique on a page.
+        prefix = "f" + hashlib.sha256((self.caption + frames).encode()).hexdigest()[:8]
+        controls = ""
+        for number, control in enumerate(self.controls):
+            if control.has_buttons:
+                controls += control.buttons(group=f"{prefix}-{number}")
+            else:
+                controls += control.slider()
+        # Without JavaScript the controls would do nothing, so it is the script that shows them.
         controls = f'<div class="wso-controls" hidden="hidden">{controls}</div>'
         return figure_html(frames, self.caption, controls, SCRIPT)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         bundle: dict[str, Any] = {"text/plain": repr(self), "text/html": self.page()}
-        if getattr(get_ipython(), "kernel", None):
+        has_kernel = getattr(get_ipython(), "kernel", None) is not None
+        if has_kernel:
             bundle["application/vnd.jupyter.widget-view+json"] = {
                 "version_major": 2,
                 "version_minor": 0,
-                "model_id": self.live().model_id,
+                "model_id": self.widget.model_id,
             }
         return bundle
 
     def __repr__(self) -> str:
-        turns = ", ".join(f"{name}={values}" for name, values in self.sliders.items())
-        return f"explore({self.name}, {turns})"
-
-
-def label(name: str) -> str:
-    """A control's name in words, without a unit at its end."""
-    words = name.split("_")
-    return NAMES.get(name) or " ".join(words[: -1 if words[-1] in UNITS else None])
-
-
-def value_of(name: str, value: Any) -> str:
-    """A value in words, with the unit at the end of its control's name."""
-    unit = UNITS.get(name.rpartition("_")[2])
-    return f"{value} {unit}" if unit else str(value)
-
-
-def size_of(value: Any) -> float | None:
-    """The number that a value is, or begins with if its other words are a unit; None for a name or a truth value."""
-    if isinstance(value, str):
-        number = re.fullmatch(r"(-?\d+(?:\.\d+)?) ?%", value)
-        return float(number[1]) if number else None
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def control(own: str, name: str, labels: list[str], start: int, steps: bool) -> str:
-    """Buttons for up to five values, or a slider; data-lm-suppress-shortcuts keeps the arrow keys in JupyterLab."""
-    title, data = html.escape(name), html.escape(json.dumps(labels))
-    if len(labels) <= MOST_BUTTONS:
-        buttons = "".join(
-            f'<label><input type="radio" name="{own}" value="{place}" autocomplete="off" data-lm-suppress-shortcuts'
-            f"{' checked' if place == start else ''}><span>{html.escape(words)}</span></label>"
-            for place, words in enumerate(labels)
-        )
-        return f'<fieldset data-labels="{data}"><legend>{title}</legend><div>{buttons}</div></fieldset>'
-    first, wide = html.escape(labels[start]), max(map(len, labels))
-    play = '<button type="button" aria-label="Play the steps"></button>' if steps else ""
-    return (
-        f'<div data-labels="{data}">{play}<label><span>{title}</span><input type="range" min="0" '
-        f'max="{len(labels) - 1}" step="1" value="{start}" autocomplete="off" aria-valuetext="{first}" '
-        f'data-lm-suppress-shortcuts></label><output aria-live="off" style="width:{wide}ch">{first}</output></div>'
-    )
-
-
-def equally_tall(views: list[str]) -> list[str]:
-    """Views whose drawings all have the height of the tallest one, so that the page below a figure stays in place."""
-    size = re.compile(r'viewBox="0 0 (\S+) (\S+)" width="\S+" height="\S+"')
-    sizes = [match.groups() for view in views if (match := size.search(view))]
-    if len(sizes) < len(views) or len({width for width, _ in sizes}) > 1:
-        return views
-    tallest = max((height for _, height in sizes), key=float)
-    return [size.sub(rf'viewBox="0 0 \1 {tallest}" width="\1" height="{tallest}"', view, count=1) for view in views]
+        settings = ", ".join(f"{control.argument}={control.values}" for control in self.controls)
+        return f"explore({self.name}, {settings})"

@@ -4,60 +4,89 @@ import hashlib
 import re
 from xml.etree import ElementTree
 
+# Digits after the point that a number keeps in each attribute. A tenth of a pixel is not seen; opacities and scales
+# need two digits.
+DIGITS = {"d": 1, "x": 1, "y": 1, "width": 1, "height": 1, "style": 2, "transform": 2}
+NUMBER = re.compile(r"-?\d+\.\d+")
+RECTANGLE = re.compile(r"M (\S+) (\S+) L (\S+) \2 L \3 (\S+) L \1 \4 z")
+REFERENCE = re.compile(r"(?:url\(#|href=\"#)([^)\"]+)")
+
 
 def compact(drawing: bytes) -> ElementTree.Element:
     """matplotlib's drawing without namespaces, metadata, fonts, long numbers and what is not seen."""
     root = ElementTree.fromstring(drawing)
     for element in root.iter():
-        element.tag = element.tag.rpartition("}")[2]
+        element.tag = without_namespace(element.tag)
         element.tail = None
-        if element.tag not in ("text", "tspan") or len(element):  # a power is a text of parts, with blanks between them
+        # matplotlib writes a power such as 10⁻³ as a <text> of several <tspan>, with line breaks between them.
+        has_words = element.tag in ("text", "tspan") and len(element) == 0
+        if not has_words:
             element.text = None
-        attributes = [(name.rpartition("}")[2], value) for name, value in element.attrib.items()]
-        element.attrib = {name: shorter for name, value in attributes if (shorter := tidy(name, value))}
-        if element.attrib.get("id", "").startswith("move "):  # an artist that travels: see sliders.py
-            element.attrib["data-move"] = element.attrib.pop("id").removeprefix("move ")
-    clean(root)
+        attributes = {}
+        for name, value in element.attrib.items():
+            name = without_namespace(name)
+            value = tidy(name, value)
+            if value:
+                attributes[name] = value
+        if attributes.get("id", "").startswith("move "):  # sliders.js moves it: see explore()
+            attributes["data-move"] = attributes.pop("id").removeprefix("move ")
+        element.attrib = attributes
+    remove_unneeded(root)
     return root
+
+
+def without_namespace(name: str) -> str:
+    """``{http://www.w3.org/2000/svg}path`` as ``path``."""
+    return name.rpartition("}")[2]
 
 
 def tidy(name: str, value: str) -> str:
     """The value of an SVG attribute with rounded numbers and without a font, or "" for an attribute without effect."""
     if name == "style":
-        rules = dict(re.split(r":\s*", rule, maxsplit=1) for rule in re.split(r";\s*", value) if rule)
-        rules.pop("font-family", None)
-        value = ";".join(f"{key}:{setting}" for key, setting in rules.items())
-    digits = {"d": 1, "x": 1, "y": 1, "width": 1, "height": 1, "style": 2, "transform": 2}.get(name)
-    if digits:
-        value = re.sub(r"-?\d+\.\d+", lambda number: f"{round(float(number[0]), digits) + 0:.8g}", value)
-    value = re.sub(r"rotate\(-?0 [^)]*\)", "", " ".join(value.split()))
+        rules = [rule.strip() for rule in value.split(";")]
+        used = [rule for rule in rules if rule and not rule.startswith("font-family:")]
+        value = ";".join(re.sub(r":\s*", ":", rule, count=1) for rule in used)
+    if name in DIGITS:
+        digits = DIGITS[name]
+        value = NUMBER.sub(lambda number: rounded(number[0], digits), value)
+    value = " ".join(value.split())
+    value = re.sub(r"rotate\(-?0 [^)]*\)", "", value)
     if name == "d":
-        value = re.sub(r"M (\S+) (\S+) L (\S+) \2 L \3 (\S+) L \1 \4 z", r"M\1 \2H\3V\4H\1z", value)  # a rectangle
+        value = RECTANGLE.sub(r"M\1 \2H\3V\4H\1z", value)
         value = re.sub(r" ?([MLHVQCz]) ?", r"\1", value)
     return value
 
 
-def clean(parent: ElementTree.Element) -> None:
-    """Remove what the page does not need from ``parent``: metadata, page-wide styles, invisible paths, bare groups."""
+def rounded(number: str, digits: int) -> str:
+    """``12.00`` as ``12``, and ``-0.01`` as ``0``: adding 0 makes a negative zero positive."""
+    return f"{round(float(number), digits) + 0:.8g}"
+
+
+def remove_unneeded(parent: ElementTree.Element) -> None:
+    """Remove from ``parent`` metadata, page-wide styles, invisible paths and empty definitions; unwrap bare groups."""
     for child in list(parent):
-        clean(child)
-        look = child.get("style", "")
-        invisible = child.tag == "path" and "fill:none" in look and "stroke:" not in look
-        if child.tag in ("metadata", "style", "title") or invisible:
+        remove_unneeded(child)
+        style = child.get("style", "")
+        is_invisible = child.tag == "path" and "fill:none" in style and "stroke:" not in style
+        is_empty = child.tag == "defs" and len(child) == 0
+        is_bare_group = child.tag == "g" and set(child.attrib) <= {"id"}
+        if child.tag in ("metadata", "style", "title") or is_invisible or is_empty:
             parent.remove(child)
-        elif child.tag == "g" and not (set(child.attrib) - {"id"}):
-            where = list(parent).index(child)
+        elif is_bare_group:
+            position = list(parent).index(child)
             parent.remove(child)
             for offset, grandchild in enumerate(list(child)):
-                parent.insert(where + offset, grandchild)
-        elif child.tag == "defs" and not len(child):
-            parent.remove(child)
+                parent.insert(position + offset, grandchild)
 
 
 def with_own_ids(text: str, salt: str) -> str:
-    """An SVG's text in which each id that something refers to is made of the text and of ``salt``."""
-    used = dict.fromkeys(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
-    for number, name in enumerate(used):
+    """An SVG's text in which each id that something refers to is made of the text and of ``salt``.
+
+    matplotlib's own ids depend on the figures that were drawn before, so they are numbered first. Then equal drawings
+    have equal bytes, and the hash of these bytes makes the ids unique on a page.
+    """
+    ids = dict.fromkeys(REFERENCE.findall(text))
+    for number, name in enumerate(ids):
         text = re.sub(rf"(id=\"|#){re.escape(name)}(?=[\")])", rf"\1ID-{number}", text)
-    own = "f" + hashlib.sha256((salt + text).encode()).hexdigest()[:8]
-    return re.sub(r"(id=\"|#)ID-", rf"\1{own}-", text)
+    prefix = "f" + hashlib.sha256((salt + text).encode()).hexdigest()[:8]
+    return re.sub(r"(id=\"|#)ID-", rf"\1{prefix}-", text)

@@ -8,36 +8,42 @@ from scripting import CHAPTERS, ROOT
 from helpers.export.script import docstring
 
 PROGRAMS = r"(?:LAB=all )?(?:make|python -m|pytest|jupyter|torchrun|srun|sbatch|scontrol)"
+LISTING = re.compile(r"^```bash\n(.*?)^```", flags=re.M | re.S)
+INLINE_COMMAND = re.compile(rf"(?<!`)`({PROGRAMS} [^`]+)`(?!`)")
 
 
 def shell_lines(text):
     """The commands in a text: the lines of shell listings, without comments, and code in sentences."""
-    for listing in re.findall(r"^```bash\n(.*?)^```", text, flags=re.M | re.S):
+    for listing in LISTING.findall(text):
         for line in listing.replace("\\\n", " ").splitlines():
-            if command := re.sub(r"(^|\s+)#.*", "", line):
+            command = re.sub(r"(^|\s+)#.*", "", line)
+            if command:
                 yield " ".join(command.split())
-    yield from re.findall(rf"(?<!`)`({PROGRAMS} [^`]+)`(?!`)", text)
+    yield from INLINE_COMMAND.findall(text)
 
 
 def pages():
-    """(name, text) of each page; what a script says of itself, which is also its --help, is a page."""
-    measured = set((ROOT / "book" / "measured").glob("[0-9]*.md"))  # They say what was run, not what to run.
-    for path in [*sorted(ROOT.glob("*.md")), *sorted({*(ROOT / "book").rglob("*.md")} - measured)]:
-        yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-    notebooks = sorted(ROOT.glob("notebooks/*.ipynb"))
-    notebooks.remove(ROOT / "notebooks" / "template.ipynb")  # its lines are for its copies, which have their own names
-    for path in notebooks:
+    """(name, text) of each page. What a script says of itself, which is also its --help, is a page too."""
+    for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "book").rglob("*.md"))]:
+        is_measurement = path.parent.name == "measured" and path.name[0].isdigit()
+        if not is_measurement:  # it says what was run, not what to run
+            yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+    for path in sorted(ROOT.glob("notebooks/*.ipynb")):
+        if path.stem == "template":  # its lines are for its copies, which have their own names
+            continue
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         yield path.name, "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
         if path in CHAPTERS:
-            [lines] = re.findall(r"(?ms)^torchrun .*(?=^\S+$)", docstring("", "", path.stem))
-            yield f"{path.stem}.py", f"```bash\n{lines}```"
+            [commands] = re.findall(r"(?ms)^torchrun .*(?=^\S+$)", docstring("", "", path.stem))
+            yield f"{path.stem}.py", f"```bash\n{commands}```"
 
 
 def printed():
     """{command: names of its pages}, in reading order."""
-    commands = {}
+    names = {}
     for name, text in pages():
         for command in shell_lines(text):
-            commands.setdefault(command, []).append(name)
-    return {command: list(dict.fromkeys(names)) for command, names in commands.items()}
+            names.setdefault(command, [])
+            if name not in names[command]:
+                names[command].append(name)
+    return names
