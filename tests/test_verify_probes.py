@@ -118,7 +118,7 @@ import subprocess
 import sys
 import time
 
-from helpers.verify.leash import leashed
+from helpers.ranks.leash import leashed
 
 print(subprocess.Popen(leashed([sys.executable, "-c", "import time; time.sleep(1000)"])).pid, flush=True)
 time.sleep(1000)

@@ -11,7 +11,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,17 +24,17 @@ ROOT = str(Path(__file__).resolve().parents[2])
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by torchrun's agent
 
 
-def be_new(mask: Iterable[int]) -> None:
-    """Make this forked process as new as one that torchrun has started: its session, its signals, its numbers."""
-    os.setsid()
-    for number in HANDLED:  # some are ignored in a shell's background job
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+def prepare_process() -> None:
+    """Make this forked process as new as one that torchrun has started: its output, its imports, its random numbers."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.path.append(ROOT)  # last, as the script may have a module that is called helpers
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), ROOT]))
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # else all ranks would draw the same numbers
+    paths = [ROOT]
+    if os.environ.get("PYTHONPATH"):
+        paths.insert(0, os.environ["PYTHONPATH"])
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    numpy = sys.modules.get("numpy")
+    if numpy:
+        numpy.random.seed()  # otherwise all ranks would draw the same numbers
 
 
 def variables(rank: int, gpus: int, nodes: int, port: int, folder: Path) -> dict[str, str]:
