@@ -23,7 +23,7 @@ import torch.distributed as dist
 from launching import Trap, cell, failure, linux, nothing_left, warmed_up  # noqa: F401  (fixtures)
 
 from helpers.ranks import collecting
-from helpers.ranks.collecting import Rank, collect, where_they_stand
+from helpers.ranks.collecting import Outcome, Rank, collect, lines_at_timeout
 from helpers.ranks.rank import MET, RETURNED
 
 pytestmark = pytest.mark.ranks
@@ -306,7 +306,7 @@ def test_slow_start_does_not_count(tmp_path):
     alive, _ = multiprocessing.Pipe()
     late = threading.Timer(1, os.write, (there.fileno(), MET + RETURNED))
     late.start()
-    assert collect(tmp_path, [Rank(SimpleNamespace(sentinel=alive), here)], timeout=0.5) == ({0}, {})
+    assert collect(tmp_path, [Rank(SimpleNamespace(sentinel=alive), here)], timeout=0.5) == Outcome({0}, {0})
     late.join()
 
 
@@ -369,5 +369,5 @@ def test_line_is_read_when_its_stack_is_complete(tmp_path):
     stack.write_text(begin)
     late = threading.Timer(0.4, stack.write_text, [begin + end])
     late.start()
-    assert where_they_stand(tmp_path, 1)[0].startswith("line 7 of step in mine.py")
+    assert lines_at_timeout(tmp_path, 1)[0].startswith("line 7 of step in mine.py")
     late.join()

@@ -34,7 +34,8 @@ from helpers.ranks.magic import free_names, sendable
     ],
 )
 def test_names_that_a_cell_needs_or_may_replace(cell, names):
-    assert sorted(set.union(*free_names(cell))) == names
+    free = free_names(cell)
+    assert sorted(free.required | free.optional) == names
 
 
 LOCK = threading.Lock()  # which cannot be sent

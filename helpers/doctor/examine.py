@@ -18,7 +18,7 @@ from helpers.doctor.plan import Plan
 from helpers.doctor.report import report
 from helpers.doctor.trials import Speeds, Trial
 from helpers.ranks import processes
-from helpers.ranks.rank import numbers
+from helpers.ranks.rank import rank_variables
 from helpers.ranks.torchrun import set_defaults
 
 
@@ -179,7 +179,7 @@ def start_local(nproc: int | None, flags: list[str]) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     command = [sys.executable, "-m", "helpers", "doctor", *flags]
-    ranks = [processes.start(command, env={**variables, **numbers(rank, nproc)}) for rank in range(nproc)]
+    ranks = [processes.start(command, env={**variables, **rank_variables(rank, nproc)}) for rank in range(nproc)]
     statuses = processes.wait(ranks)
     print("\nThat was this machine alone. On a cluster, start it in every rank:")
     print("  torchrun ... -m helpers doctor    or    srun python -m helpers doctor")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from helpers.counts import COUNTS
-from helpers.ranks.rank import TORCHRUNS, numbers
+from helpers.ranks.rank import TORCHRUN_VARIABLES, rank_variables
 from helpers.rehearsal import devices, events, gpus, nccl, placement, report, wrappers
 from helpers.rehearsal.devices import Node
 
@@ -40,8 +40,8 @@ def prepare_process() -> None:
 def variables(rank: int, gpus: int, nodes: int, port: int, folder: Path) -> dict[str, str]:
     """The environment variables that torchrun sets for a rank."""
     return {
-        **TORCHRUNS,
-        **numbers(rank, gpus, nodes),
+        **TORCHRUN_VARIABLES,
+        **rank_variables(rank, gpus, nodes),
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "rehearsal",
         "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -55,7 +55,7 @@ def launch_returns_results_backwards(text: str) -> str:
 @lie("00 06c 02 03b 04", "hang|stands still|timeout|wait|never come", file=LAUNCH)
 def launch_forgives_a_hang(text: str) -> str:
     """`launch` returns when a rank hangs, and says nothing."""
-    line = "            raise hang(where_they_stand(folder, nproc), returned, call.timeout)"
+    line = "            raise hang(lines_at_timeout(folder, nproc), outcome.returned, call.timeout)"
     return swap(text, line, "            return [None] * nproc")
 
 
