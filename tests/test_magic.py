@@ -128,7 +128,6 @@ PRINTS = {  # {what: (cells, what the last one prints)}
         "[rank 0] 10\n[rank 1] 11\n",
     ),
     "no value of the last line": (["%%ranks 2\nNone"], ""),
-    "no last line": (["%%ranks 2\n# nothing"], ""),
     "values are kept": (
         ["%%ranks 2 --into values\nNone if rank else torch.tensor([7])", "print(values)"],
         "[tensor([7]), None]\n",

@@ -87,8 +87,6 @@ from helpers.runtime.process_group import print0, start_process_group, stop_proc
 
 device = start_process_group()
 atexit.register(os.write, 1, b"handler\\n")
-if end == "exit":
-    sys.exit()
 if end == "exit 3":
     sys.exit(3)
 if end == "raise":
@@ -97,7 +95,7 @@ stop_process_group()
 """
 
 
-@pytest.mark.parametrize(("end", "status"), [("", 0), ("exit", 0), ("exit 3", 3), ("raise", 1)])
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("exit 3", 3), ("raise", 1)])
 def test_a_scripts_status_is_its_own_its_handlers_run_and_it_leaves_nothing(end, status, alone, tmp_path):
     script = export(write_notebook(tmp_path, ENDING, parameters='end: str = ""'), tmp_path / "empty")
     command = [sys.executable, script, "--end", end]
