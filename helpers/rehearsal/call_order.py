@@ -61,7 +61,7 @@ class CallOrder:
             return ""
         return self.store.get(key).decode()
 
-    def gather(self, key: str, value: str, duty: str, timeout: timedelta) -> list[str]:
+    def share_value(self, key: str, value: str, duty: str, timeout: timedelta) -> list[str]:
         """Set this rank's value; return all ranks' when they have set theirs.
 
         Raises RuntimeError after the timeout, with the ranks that did not do their ``duty``.

@@ -85,7 +85,7 @@ class PretendedNCCL(GLOO, CallOrder):
         """As ncclCommSplit: return when every rank of this group, the parent, has come to the same split."""
         self.splits += 1
         duty = "call new_group, which splits the group that all ranks are in"
-        self.gather(f"split/{self.splits}", "called", duty, self.pretended_options._timeout)
+        self.share_value(f"split/{self.splits}", "called", duty, self.pretended_options._timeout)
 
     def connect(self, gpu: int) -> None:
         """Make the communicator on this rank's GPU. Raises NCCL's error where two ranks of a node have one GPU."""
@@ -94,7 +94,7 @@ class PretendedNCCL(GLOO, CallOrder):
         self.check_bound(gpu)
         node_and_gpu = f"{os.environ['GROUP_RANK']}/{gpu}"
         duty = "come to this communicator's first use"
-        gpus = self.gather("gpu", node_and_gpu, duty, self.pretended_options._timeout)
+        gpus = self.share_value("gpu", node_and_gpu, duty, self.pretended_options._timeout)
         twins = [rank for rank in range(self.group_size) if gpus[rank] == node_and_gpu]
         if len(twins) > 1:
             raise COUNTS.refuse(f"NCCL error: Duplicate GPU detected: ranks {twins} of a group are all on cuda:{gpu}")

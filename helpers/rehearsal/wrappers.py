@@ -135,9 +135,10 @@ def count_reduction(model: Any, group: Any, out: Any) -> None:
 
 def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Module._apply, which moves a module. weight_norm's result would keep hold of the parameters that it came from."""
-    for name, value in vars(self).items():
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-            vars(self)[name] = value.detach()
+    # No variable of this function may hold a tensor: a tensor that is held cannot move.
+    derived = [name for name, value in vars(self).items() if isinstance(value, torch.Tensor) and value.grad_fn]
+    for name in derived:
+        vars(self)[name] = vars(self)[name].detach()
     return ORIGINAL_APPLY(self, *args, **kwargs)
 
 
