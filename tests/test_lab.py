@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import CHAPTERS, ROOT
-from leftovers import soon
+from leftovers import wait_until
 from store_outputs import WIDGET_VIEW
 from visits import PATIENCE
 
@@ -51,7 +51,7 @@ def lab(tmp_path_factory):
         server = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     try:
         infos = (folder / "RUNTIME_DIR").glob
-        [info] = soon(lambda: [text for file in infos("jpserver-*.json") if (text := file.read_text())], 120)
+        [info] = wait_until(lambda: [text for file in infos("jpserver-*.json") if (text := file.read_text())], 120)
         url = json.loads(info)["url"]
         yield url, token
         kernels = psutil.Process(server.pid).children(recursive=True)
@@ -97,7 +97,7 @@ def test_chapter_runs_in_jupyterlab(browser, lab, chapter):
             handle.focus()
             at_the_end = handle.get_attribute("aria-valuenow") == handle.get_attribute("aria-valuemax")
             page.keyboard.press("ArrowLeft" if at_the_end else "ArrowRight")
-            assert soon(lambda output=output, before=before: pictures(output) not in ([], before))
+            assert wait_until(lambda output=output, before=before: pictures(output) not in ([], before))
     page.close()
 
 

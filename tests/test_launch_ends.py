@@ -44,14 +44,14 @@ def test_calls_leave_this_process_as_it_was():
         launch(torch.ones, 100_000, nproc=2)
     gc.collect()
     # The forkserver closes a pipe of a rank a moment after it has told of the rank's end.
-    assert leftovers.soon(lambda: all(new <= old for new, old in zip(size()[:3], counts, strict=True)))
+    assert leftovers.wait_until(lambda: all(new <= old for new, old in zip(size()[:3], counts, strict=True)))
     *_, new_memory, new_server_memory = size()
     assert new_memory - memory < 8e6 and new_server_memory - server_memory < 8e6  # bytes
 
 
 def is_zombie(pid):
     """Whether the killed child has ended: a moment earlier it has closed its sockets, and still counts as alive."""
-    return leftovers.soon(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    return leftovers.wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_forkserver_that_was_killed_between_calls():
@@ -210,5 +210,5 @@ def test_end_of_the_kernel_leaves_nothing(kernel, end, hangs):
         os.kill(kernel.manager.provisioner.pid, signal.SIGKILL)
     kernel.manager.restart_kernel(now=end != "restart politely")
     kernel.connect()
-    assert leftovers.soon(lambda: not old.keys() & leftovers.processes(kernel.mark).keys())
-    assert leftovers.soon(lambda: not leftovers.listing(kernel.folder)), leftovers.listing(kernel.folder)
+    assert leftovers.wait_until(lambda: not old.keys() & leftovers.processes(kernel.mark).keys())
+    assert leftovers.wait_until(lambda: not leftovers.listing(kernel.folder)), leftovers.listing(kernel.folder)

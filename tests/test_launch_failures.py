@@ -166,8 +166,8 @@ def test_death_that_is_noticed_after_its_echo(monkeypatch):
     server = psutil.Process(forkserver._forkserver._forkserver_pid)
 
     def go_on():
-        leftovers.soon(lambda: server.status() == psutil.STATUS_STOPPED)
-        leftovers.soon(lambda: list(Path(util.get_temp_dir()).glob("launch*/report0")))
+        leftovers.wait_until(lambda: server.status() == psutil.STATUS_STOPPED)
+        leftovers.wait_until(lambda: list(Path(util.get_temp_dir()).glob("launch*/report0")))
         server.resume()
 
     late = threading.Thread(target=go_on)

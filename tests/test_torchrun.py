@@ -171,7 +171,7 @@ def running(tmp_path, request):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     assert (process.returncode, errors) == (130, "Interrupted; all ranks are stopped.\n")
-    assert leftovers.soon(lambda: not leftovers.processes(mark))
+    assert leftovers.wait_until(lambda: not leftovers.processes(mark))
     assert not list(tmp_path.glob("tmp*"))
 
 
@@ -183,14 +183,14 @@ def running(tmp_path, request):
 )
 def test_an_interrupted_run_leaves_nothing(running, send, numbers):
     assert [running.stdout.readline() for _ in range(2)] == ["2 rank(s), gloo on cpu\n", "training\n"]
-    assert leftovers.soon(lambda: len(psutil.Process(running.pid).children()) == 2)
+    assert leftovers.wait_until(lambda: len(psutil.Process(running.pid).children()) == 2)
     for number in numbers:
         send(running.pid, number)
         time.sleep(0.01)
 
 
 def test_a_run_is_interrupted_before_it_has_ranks(running, tmp_path):
-    assert leftovers.soon(lambda: list(tmp_path.glob("tmp*")))
+    assert leftovers.wait_until(lambda: list(tmp_path.glob("tmp*")))
     time.sleep(0.1)
     running.send_signal(signal.SIGINT)
 
@@ -210,7 +210,7 @@ def test_what_ignores_sigterm_is_killed(tmp_path):
         process.terminate()
         assert process.wait(timeout=60) == 130
     assert not list(tmp_path.iterdir())
-    assert leftovers.soon(lambda: not leftovers.processes(environment[leftovers.MARK]))
+    assert leftovers.wait_until(lambda: not leftovers.processes(environment[leftovers.MARK]))
 
 
 def test_a_command_gives_the_signals_back(helpers):

@@ -140,7 +140,7 @@ class Agent:
         if not self.forking:
             self.reader.join(5)
         agent = {self.process.pid} if self.forking else set()  # it waits for the next job
-        if not leftovers.soon(lambda: not leftovers.processes(self.mark).keys() - agent):
+        if not leftovers.wait_until(lambda: not leftovers.processes(self.mark).keys() - agent):
             raise Failure(f"it left {leftovers.processes(self.mark)}")
         return self.status()
 

@@ -93,7 +93,7 @@ class Forked:
         if status is None:
             self.process.terminate()  # a rehearsal then ends its ranks
             self.process.join(10)
-        leftovers.soon(lambda: not self.left(), seconds=60 if status is not None else 10)
+        leftovers.wait_until(lambda: not self.left(), seconds=60 if status is not None else 10)
         left = self.left()
         for pid in self.session():
             with contextlib.suppress(ProcessLookupError):
