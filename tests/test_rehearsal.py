@@ -57,44 +57,6 @@ def test_every_planted_mistake_is_seen_with_its_line(tmp_path):
     assert re.search(rf"\n{last}.*\(ranks \[0, 1\]\)\n$", done.stderr), done.stderr
 
 
-NEWER = [
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-]
-ONES = """\
-import os
-
-import torch
-import torch.distributed as dist
-
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-total = torch.ones(1, device=device)
-dist.all_reduce(total)
-print(f"the sum is {total.item()}", flush=True)
-dist.destroy_process_group()
-"""
-
-
-def test_a_group_without_the_newer_methods(tmp_path):
-    """PyTorch 2.11 and 2.12 do not have them. The rehearsal and the observer of ``verify`` count the others."""
-    hide = f"from torch.distributed import ProcessGroup\n\nfor name in {NEWER}:\n    delattr(ProcessGroup, name)\n"
-    (tmp_path / "sitecustomize.py").write_text(hide)
-    script = tmp_path / "script.py"
-    script.write_text(ONES)
-    observer = ROOT / "helpers" / "verify" / "observer.py"
-    command = [sys.executable, "-m", "helpers", "rehearse", observer, "--", tmp_path, script]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and done.stdout.count("the sum is 2.0") == 2, done.stdout + done.stderr
-    [line] = [row for row in json.loads((tmp_path / "rank0.json").read_text())["lines"] if "allreduce" in row["what"]]
-    assert (line["what"], line["count"]) == ("allreduce (NCCL)", 1)
-
-
 LOSS_ON_THE_CPU = """\
 import os
 
@@ -281,7 +243,6 @@ BACKWARD = r"DDP's all_reduce of 20 gradients"
 RUN = "import torch.distributed._functional_collectives as funcol; funcol."
 MEETINGS = {
     "orders": ("dist.broadcast(x, 0)", "dist.all_reduce(x)", "broadcast of 4 elements of float32", SUM),
-    "sizes": ("dist.all_reduce(x.mean())", "dist.all_reduce(x)", MEAN, SUM),
     "a barrier": ("dist.barrier()", "dist.all_reduce(x)", "barrier", SUM),
     "DDP's backward": ("dist.all_reduce(x.mean())", "model(x).sum().backward()", MEAN, BACKWARD),
     "functional": (f"{RUN}all_reduce(x, 'sum', [0, 1])", "dist.all_reduce(x.mean())", SUM, MEAN),
