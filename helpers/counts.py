@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from helpers.ranks.rank import LIBRARIES
@@ -16,13 +16,22 @@ from helpers.ranks.rank import LIBRARIES
 PACKAGE = str(Path(__file__).parent)
 
 # Kinds of events. At a wait, and at a blocking upload, the host stops until the GPU has done all its work.
-WAIT, UPLOAD, COPY, COLLECTIVE = "wait", "upload", "copy", "collective"
+WAIT = "wait"
+UPLOAD = "upload"
+COPY = "copy"
+COLLECTIVE = "collective"
 
 SYNC = "called a synchronizing CUDA operation"  # what torch says in the mode of torch.cuda.set_sync_debug_mode
 NOT_PINNED = "to the GPU, not pinned"  # a copy with non_blocking=True that waits all the same
 SILENT = {"cuda.synchronize", "event.synchronize", NOT_PINNED}  # waits of which torch's mode says nothing
 
-Event = tuple[str, str, str]  # the line as name.py:LINE, a kind such as WAIT, and what the operation is called
+
+class Event(NamedTuple):
+    """Something that happens at a line of the script."""
+
+    line: str  # name.py:LINE
+    kind: str  # one of the kinds above
+    what: str  # what the operation is called
 
 
 @dataclass(frozen=True)
@@ -46,34 +55,54 @@ class Refusal:
     error: str
 
 
-class Counts:
-    """One rank's events: how often each came, how many bytes it moved, and how often between two optimizer steps."""
+def frame_outside(*folders: str, start: FrameType | None = None) -> FrameType | None:
+    """The innermost running frame whose file lies in none of these folders: the caller, without the code in them."""
+    frame: FrameType | None = start or sys._getframe(1)
+    while frame and frame.f_code.co_filename.startswith(folders):
+        frame = frame.f_back
+    return frame
 
-    def __init__(self, line: "Callable[[], str] | None" = None) -> None:
-        self.line = line or script_line
+
+def script_line(start: FrameType | None = None) -> str:
+    """``name.py:LINE`` of the innermost running line outside of libraries: in the script or in a module of its own."""
+    frame = frame_outside(*LIBRARIES, PACKAGE, "<", start=start)
+    if frame is None:
+        return "?"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+class Counts:
+    """One rank's events: how often each happens, how many bytes it moves, and how often between two optimizer steps."""
+
+    def __init__(self, line: Callable[[], str] = script_line) -> None:
+        self.line = line
         self.sync_debug_mode = 0  # 1: warn, 2: raise
         self.events: Counter[Event] = Counter()
         self.bytes: Counter[Event] = Counter()
         self.steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of each optimizer
-        self.marks: list[Counter[Event]] = []  # a copy of `events` at each optimizer step
+        self.events_at_step: list[Counter[Event]] = []  # a copy of `events` at each optimizer step
         self.refusals: list[Refusal] = []
 
-    def add(self, kind: str, what: str, size: int = 0) -> None:
+    def count(self, kind: str, what: str, size: int = 0) -> None:
         """Count one event, of ``size`` bytes, at the line of the script that is running now."""
-        event = (self.line(), kind, what)
+        event = Event(self.line(), kind, what)
         self.events[event] += 1
         self.bytes[event] += size
-        if self.sync_debug_mode and kind in (WAIT, UPLOAD) and what not in SILENT:
-            if self.sync_debug_mode == 2:
-                raise self.refuse(SYNC)
-            file, _, number = event[0].rpartition(":")
-            warnings.warn_explicit(SYNC, UserWarning, file, int(number or 0))
+        if self.sync_debug_mode != 0 and kind in (WAIT, UPLOAD) and what not in SILENT:
+            self.report_wait(event)
+
+    def report_wait(self, event: Event) -> None:
+        """Warn or raise as torch does of a wait, in the mode that torch.cuda.set_sync_debug_mode has set."""
+        if self.sync_debug_mode == 2:
+            raise self.refuse(SYNC)
+        file, _, number = event.line.rpartition(":")
+        warnings.warn_explicit(SYNC, UserWarning, file, int(number or 0))
 
     def count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """A hook that every optimizer calls at a step. With several optimizers, the steps of the busiest one count."""
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
-        if self.steps[optimizer] > len(self.marks):
-            self.marks.append(Counter(self.events))
+        if self.steps[optimizer] > len(self.events_at_step):
+            self.events_at_step.append(Counter(self.events))
 
     def refuse(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
         """Note an error that a GPU or NCCL would raise, with the script's line; return the error, for ``raise``."""
@@ -82,27 +111,15 @@ class Counts:
 
     def rows(self) -> list[Row]:
         """All events with their counts, sorted by line."""
-        steps = max(len(self.marks) - 1, 0)
         rows = []
         for event, count in sorted(self.events.items()):
-            inside = self.marks[-1][event] - self.marks[0][event] if steps else 0
-            mean = inside / steps if steps else 0.0
-            rows.append(Row(*event, count, self.bytes[event], inside, mean))
+            in_steps = 0
+            per_step = 0.0
+            if len(self.events_at_step) > 1:
+                in_steps = self.events_at_step[-1][event] - self.events_at_step[0][event]
+                per_step = in_steps / (len(self.events_at_step) - 1)
+            rows.append(Row(*event, count, self.bytes[event], in_steps, per_step))
         return rows
-
-
-def frame_outside(*places: str, start: FrameType | None = None) -> FrameType | None:
-    """The innermost running frame whose file lies in none of these places: the caller, without the code in them."""
-    frame: FrameType | None = start or sys._getframe(1)
-    while frame and frame.f_code.co_filename.startswith(places):
-        frame = frame.f_back
-    return frame
-
-
-def script_line(start: FrameType | None = None) -> str:
-    """``name.py:LINE`` of the innermost running line outside of libraries: in the script or in a module of its own."""
-    frame = frame_outside(*LIBRARIES, PACKAGE, "<", start=start)
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
 
 
 COUNTS = Counts()

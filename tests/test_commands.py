@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from leftovers import soon
+from leftovers import wait_until
 from printed import printed
 from scripting import CHAPTERS, ROOT, export
 from test_promises import ELSEWHERE as ON_TWO_NODES
@@ -302,7 +302,7 @@ def test_a_page_is_served(text, folders, tmp_path):
     process, _ = started(f"{text} {flags}", folders, tmp_path / "output")
     try:
         url = r"http://127\.0\.0\.1:\d+/\S*"
-        addresses = soon(lambda: re.findall(url, (tmp_path / "output").read_text()), 120)
+        addresses = wait_until(lambda: re.findall(url, (tmp_path / "output").read_text()), 120)
         assert addresses, (tmp_path / "output").read_text()
 
         def page():
@@ -310,7 +310,7 @@ def test_a_page_is_served(text, folders, tmp_path):
                 return urllib.request.urlopen(addresses[-1], timeout=20).read().decode()
             return ""
 
-        assert SERVED[text] in soon(page, 60), addresses
+        assert SERVED[text] in wait_until(page, 60), addresses
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)

@@ -117,7 +117,7 @@ def test_interrupted(surroundings):
     command = [sys.executable, "-m", "helpers", "doctor", "--nproc", "2"]
     with subprocess.Popen(command, cwd=ROOT, env=surroundings, process_group=0, **PIPES) as process:
         mark = surroundings[leftovers.MARK]
-        assert leftovers.soon(lambda: len(leftovers.processes(mark)) == 3)
+        assert leftovers.wait_until(lambda: len(leftovers.processes(mark)) == 3)
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "Interrupted; all ranks are stopped.\n")

@@ -70,7 +70,7 @@ def test_a_signal_to_the_agent_stops_all_ranks_with_a_snapshot(tmp_path):
     folder = tmp_path / "snapshots"
     with contextlib.closing(soak.Agent(tmp_path, forking=False)) as torchrun:
         torchrun.start(script, 2, "--epochs", "2000", "--save-every", "20", "--checkpoint-dir", str(folder))
-        assert leftovers.soon(lambda: list(folder.glob("step_*")), 120)
+        assert leftovers.wait_until(lambda: list(folder.glob("step_*")), 120)
         torchrun.process.terminate()
         assert torchrun.end(120) == 1  # torchrun gives a stuck rank 30 s
     step = re.fullmatch(r"stopped by SIGTERM at step (\d+): the same command goes on", torchrun.lines[-1])[1]

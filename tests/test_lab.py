@@ -20,7 +20,7 @@ import nbformat
 import psutil
 import pytest
 from conftest import CHAPTERS, ROOT
-from leftovers import soon
+from leftovers import wait_until
 from nbformat.v4 import new_code_cell, new_notebook
 from store_outputs import WIDGET_VIEW
 from visits import PATIENCE
@@ -83,7 +83,7 @@ def lab(tmp_path_factory):
         return files[0].read_text()
 
     try:
-        url = json.loads(soon(server_info, 120))["url"]
+        url = json.loads(wait_until(server_info, 120))["url"]
         yield Lab(url, token, notebooks)
         kernels = psutil.Process(server.pid).children(recursive=True)
         shutdown = urllib.request.Request(f"{url}api/shutdown?token={token}", method="POST")
@@ -148,7 +148,7 @@ def test_chapter_runs_in_jupyterlab(browser, lab, chapter):
                 key = "ArrowLeft"
             slider.focus()
             page.keyboard.press(key)
-            assert soon(lambda output=output, before=before: drawings_in(output) not in ([], before))
+            assert wait_until(lambda output=output, before=before: drawings_in(output) not in ([], before))
     page.close()
 
 

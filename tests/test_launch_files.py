@@ -12,7 +12,7 @@ import hosts
 import psutil
 import pytest
 import yaml
-from leftovers import soon, unchanged
+from leftovers import unchanged, wait_until
 
 from helpers.__main__ import main
 from helpers.export.chapters import find_notebook, preflight
@@ -283,7 +283,7 @@ def test_after_a_signal_to_torchrun_its_shutdown_timeout_is_what_a_save_gets(tmp
     errors = tmp_path / "errors"
     with errors.open("w") as file, subprocess.Popen(agent, cwd=tmp_path, stderr=file) as running:
         try:
-            assert soon((tmp_path / "ready").exists, 180), errors.read_text()
+            assert wait_until((tmp_path / "ready").exists, 180), errors.read_text()
             running.send_signal(signal.SIGUSR1)
             assert running.wait(60) == 1
         finally:
@@ -366,7 +366,7 @@ def test_the_pods_command_on_two_hosts(tmp_path):
     work.mkdir()
 
     def tell(processes):
-        assert soon(lambda: len([*work.glob("ready*")]) == 2)
+        assert wait_until(lambda: len([*work.glob("ready*")]) == 2)
         for process in processes:
             psutil.Process(process.pid).children()[0].terminate()  # the shell, as Kubernetes does
 

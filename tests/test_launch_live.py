@@ -1,5 +1,6 @@
 """``launch``: what is seen of a long call while it runs, and that a notebook's outputs have no trace of it."""
 
+import contextlib
 import json
 import os
 import pty
@@ -60,7 +61,6 @@ def test_the_line_fits_and_names_the_ranks(newest, width, line):
     ("output", "line"),
     [
         ("", ""),
-        ("\n \n", ""),
         ("one\ntwo\n\n  \n", "two"),
         ("one\nunfinished", "unfinished"),
         ("10%|#   |\r50%|##  |\r", "50%|##  |"),
@@ -71,7 +71,10 @@ def test_the_line_fits_and_names_the_ranks(newest, width, line):
 def test_the_newest_line_of_a_rank(tmp_path, output, line):
     (tmp_path / "output0").write_text(output)
     assert newest_line(tmp_path / "output0") == line
-    assert newest_line(tmp_path / "output1") == ""
+
+
+def test_a_rank_that_has_not_started_has_no_line(tmp_path):
+    assert newest_line(tmp_path / "output0") == ""
 
 
 @pytest.mark.parametrize(
@@ -81,13 +84,11 @@ def test_the_newest_line_of_a_rank(tmp_path, output, line):
         (True, {"deletedCells": [], "cellId": "x"}, "4.3.9", False),  # does not erase by backspaces
         (False, {"deletedCells": [], "cellId": "x"}, "4.6.6", False),
         (True, {"cellId": "x"}, "4.6.6", False),  # another frontend
-        (True, {}, "4.6.6", False),
     ],
 )
 def test_only_jupyterlab_counts_as_a_person(monkeypatch, allow_stdin, metadata, version, watched):
     monkeypatch.setattr(live.importlib.metadata, "version", lambda name: version)
     assert is_jupyterlab({"content": {"allow_stdin": allow_stdin}, "metadata": metadata}) == watched
-    assert not is_jupyterlab({})
 
 
 def test_a_short_call_asks_nothing_and_writes_nothing(monkeypatch, capsys):
@@ -98,7 +99,11 @@ def test_a_short_call_asks_nothing_and_writes_nothing(monkeypatch, capsys):
 
 
 def test_a_long_call_into_a_pipe_or_a_file_writes_nothing_more(capsys):
-    launch(lambda: (print("long"), time.sleep(live.AFTER + 1.5))[0], nproc=2)
+    def work():
+        print("long")
+        time.sleep(live.AFTER + 1.5)
+
+    launch(work, nproc=2)
     assert capsys.readouterr().out == "[ranks 0-1] long\n"
 
 
@@ -113,14 +118,9 @@ def test_a_terminal_shows_the_newest_lines_and_then_what_a_pipe_gets(tmp_path):
         process = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, env=environment, stdout=child)
         os.close(child)
         written = b""
-        while True:
-            try:
-                piece = os.read(parent, 65536)
-            except OSError:  # Linux tells so that the last process has closed the terminal
-                break
-            if not piece:
-                break
-            written += piece
+        with contextlib.suppress(OSError):  # at the end of a terminal, macOS gives nothing and Linux raises
+            while chunk := os.read(parent, 65536):
+                written += chunk
         os.close(parent)
         assert process.wait() == 0
     text = written.decode()
@@ -136,37 +136,26 @@ def test_a_terminal_shows_the_newest_lines_and_then_what_a_pipe_gets(tmp_path):
 
 
 def test_an_executed_notebook_has_no_trace_of_it(tmp_path):
-    """By nbclient, as nbconvert and the book's outputs are made, and by nbval, as they are compared."""
-    magic = "%%ranks 2\nimport time\nfor step in range(10):\n    time.sleep(0.5)\n    print(f'step {step}')"
-    sources = ["%load_ext helpers", textwrap.dedent(LONG), magic]
+    """By nbclient, as nbconvert and the book's outputs are made."""
+    sources = ["%load_ext helpers", textwrap.dedent(LONG)]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     nbformat.write(notebook, tmp_path / "long.ipynb")
-
-    def run(*words):
-        with leftovers.surroundings() as environment:
-            environment["PYTHONPATH"] = str(ROOT)
-            command = [sys.executable, "-m", *words, "long.ipynb"]
-            process = subprocess.run(
-                command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-            )
-        assert process.returncode == 0, process.stdout + process.stderr
-        return process.stdout
-
-    run("nbconvert", "--to", "notebook", "--execute", "--inplace")
-    executed = nbformat.read(tmp_path / "long.ipynb", as_version=4)
-    outputs = [output for cell in executed.cells for output in cell.outputs]
-    assert {(output.output_type, output.name) for output in outputs} == {("stream", "stdout")}
-    texts = ["".join(output.text for output in cell.outputs) for cell in executed.cells]
-    assert texts == ["", STORED, STEPS]
-    compared = run("pytest", "-q", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env", f"--rootdir={tmp_path}")
-    assert "3 passed" in compared
+    command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--inplace", "long.ipynb"]
+    with leftovers.surroundings() as environment:
+        environment["PYTHONPATH"] = str(ROOT)
+        process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    _, executed = nbformat.read(tmp_path / "long.ipynb", as_version=4).cells
+    # A busy kernel may send one stream as several outputs.
+    assert {(output.output_type, output.name) for output in executed.outputs} == {("stream", "stdout")}
+    assert "".join(output.text for output in executed.outputs) == STORED
 
 
-def jupyterlabs_text(pieces):
-    """The text that JupyterLab 4.6 keeps of a stream's pieces (processText of its packages/outputarea/src/model.ts)."""
+def jupyterlabs_text(texts):
+    """The text that JupyterLab 4.6 keeps of a stream (processText of its packages/outputarea/src/model.ts)."""
     text, at = "", 0
-    for piece in pieces:
-        for character in piece:
+    for received in texts:
+        for character in received:
             if character == "\b":
                 if at > 0 and text[at - 1] != "\n":
                     text = text[: at - 1] + text[at + 1 :]
@@ -187,13 +176,13 @@ def kernel():
 
 
 def run_as(kernel, source, allow_stdin, metadata):
-    """The pieces of stdout that a frontend gets of a cell; the frontend sends this metadata with the cell."""
+    """The texts of stdout that a frontend gets of a cell; the frontend sends this metadata with the cell."""
     content = {"code": textwrap.dedent(source), "silent": False, "store_history": True, "user_expressions": {}}
     content |= {"allow_stdin": allow_stdin, "stop_on_error": False}
     client = kernel.client
     request = client.session.msg("execute_request", content, metadata=metadata)
     client.shell_channel.send(request)
-    pieces = []
+    texts = []
     while True:
         message = client.get_iopub_msg(timeout=300)
         if message["parent_header"].get("msg_id") != request["header"]["msg_id"]:
@@ -203,16 +192,16 @@ def run_as(kernel, source, allow_stdin, metadata):
         if message["msg_type"] in ("display_data", "update_display_data", "clear_output"):
             raise AssertionError(f"the cell also sent {json.dumps(message['content'])}")
         if message["msg_type"] == "stream":
-            pieces.append(message["content"]["text"])
+            texts.append(message["content"]["text"])
     client.get_shell_msg(timeout=300)
-    return pieces
+    return texts
 
 
 def test_jupyterlab_shows_the_newest_lines_and_stores_what_nbclient_stores(kernel):
     jupyterlab = {"deletedCells": [], "recordTiming": False, "cellId": "5f3c"}
-    pieces = run_as(kernel, LONG, True, jupyterlab)
-    assert len(re.findall(LIVE, "".join(pieces))) >= 2, pieces
-    assert jupyterlabs_text(pieces) == STORED
+    texts = run_as(kernel, LONG, True, jupyterlab)
+    assert len(re.findall(LIVE, "".join(texts))) >= 2, texts
+    assert jupyterlabs_text(texts) == STORED
     assert "".join(run_as(kernel, LONG, False, {})) == STORED
 
 

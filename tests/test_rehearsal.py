@@ -14,6 +14,9 @@ import pytest
 import recorded
 from scripting import ROOT, rehearse_here, torchrun
 
+from helpers.ranks import processes
+from helpers.rehearsal.command import wait
+
 pytestmark = pytest.mark.ranks
 
 HERE = Path(__file__).parent / "support"
@@ -54,44 +57,6 @@ def test_every_planted_mistake_is_seen_with_its_line(tmp_path):
     assert re.search(rf"\n{last}.*\(ranks \[0, 1\]\)\n$", done.stderr), done.stderr
 
 
-NEWER = [
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-]
-ONES = """\
-import os
-
-import torch
-import torch.distributed as dist
-
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-total = torch.ones(1, device=device)
-dist.all_reduce(total)
-print(f"the sum is {total.item()}", flush=True)
-dist.destroy_process_group()
-"""
-
-
-def test_a_group_without_the_newer_methods(tmp_path):
-    """PyTorch 2.11 and 2.12 do not have them. The rehearsal and the observer of ``verify`` count the others."""
-    hide = f"from torch.distributed import ProcessGroup\n\nfor name in {NEWER}:\n    delattr(ProcessGroup, name)\n"
-    (tmp_path / "sitecustomize.py").write_text(hide)
-    script = tmp_path / "script.py"
-    script.write_text(ONES)
-    observer = ROOT / "helpers" / "verify" / "observer.py"
-    command = [sys.executable, "-m", "helpers", "rehearse", observer, "--", tmp_path, script]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and done.stdout.count("the sum is 2.0") == 2, done.stdout + done.stderr
-    [line] = [row for row in json.loads((tmp_path / "rank0.json").read_text())["lines"] if "allreduce" in row["what"]]
-    assert (line["what"], line["count"]) == ("allreduce (NCCL)", 1)
-
-
 LOSS_ON_THE_CPU = """\
 import os
 
@@ -118,7 +83,7 @@ def test_the_refusal_on_the_page(tmp_path):
 
 def test_what_public_programs_do_is_right_on_pretended_gpus():
     script = HERE / "rehearsal_public.py"
-    done = rehearse_here(script, timeout=60)
+    done = rehearse_here(script)
     names = re.findall(r"^    (\w+),$", script.read_text(), re.MULTILINE)
     right = {f"right {name} on {rank}" for name in names for rank in (0, 1)}
     assert set(done.stdout.splitlines()) >= right, done.stdout
@@ -194,9 +159,9 @@ def test_a_rank_is_as_new_as_one_of_torchrun(tmp_path):
     assert runs[0] == runs[1]
 
 
-OWN = """
+OWN_HELPERS = """
 import torch
-from helpers{} import ANSWER
+from {module} import ANSWER
 
 x = torch.ones(ANSWER, device="cuda")
 torch.save(x, "x.pt")
@@ -204,16 +169,26 @@ print("saved", torch.load("x.pt").shape, __name__, __spec__ and __spec__.name)
 """
 
 
-@pytest.mark.parametrize("place", ["helpers.py", "helpers/__init__.py", "helpers/ranks.py"])
-@pytest.mark.parametrize("name", ["train", "package.train"])
-def test_a_script_has_its_own_helpers_and_may_be_a_module(place, name, tmp_path, monkeypatch):
+def write_script_with_helpers(path, module, helpers):
+    """Write a script that reads ANSWER from this module, and the file of helpers that has it."""
+    for file, text in ((path, OWN_HELPERS.format(module=module)), (Path(helpers), "ANSWER = 42\n")):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+
+
+@pytest.mark.parametrize(("helpers", "module"), [("helpers.py", "helpers"), ("helpers/ranks.py", "helpers.ranks")])
+def test_a_script_may_have_its_own_helpers(helpers, module, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    script = Path(*name.split(".")).with_suffix(".py")
-    for path, text in ((script, OWN.format(".ranks" if "ranks" in place else "")), (Path(place), "ANSWER = 42\n")):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-    done = rehearse_here(*([name, "-m"] if "." in name else [script]), "--gpus", "1", timeout=60)
-    assert done.stdout == f"saved torch.Size([42]) __main__ {name if '.' in name else None}\n", done.stderr
+    write_script_with_helpers(Path("train.py"), module, helpers)
+    done = rehearse_here("train.py", "--gpus", "1")
+    assert done.stdout == "saved torch.Size([42]) __main__ None\n", done.stderr
+
+
+def test_a_script_may_be_a_module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_script_with_helpers(Path("package", "train.py"), "helpers", "helpers/__init__.py")
+    done = rehearse_here("package.train", "-m", "--gpus", "1")
+    assert done.stdout == "saved torch.Size([42]) __main__ package.train\n", done.stderr
 
 
 REFUSED = {
@@ -228,7 +203,7 @@ def test_what_a_rehearsal_cannot_run_is_refused_with_advice(line, advice, tmp_pa
     start = 'import torch\nfrom torch import nn\n\ntorch.distributed.init_process_group("nccl")\n'
     met = "torch.cuda.set_device(torch.distributed.get_rank()); torch.distributed.barrier()"  # connected before it ends
     script.write_text(f"{start}{met}\n{line}\n")
-    done = rehearse_here(script, timeout=60)
+    done = rehearse_here(script)
     last = rf"\nrefused.py:6: NotImplementedError: .*{advice}.* \(ranks \[0, 1\]\)\n$"
     assert done.returncode == 1 and re.search(last, done.stderr), done.stderr
 
@@ -241,7 +216,7 @@ def test_a_rank_that_fails_ends_the_other_node(end, cause, tmp_path):
     script = tmp_path / "fails.py"
     rank_1 = f"if os.environ['RANK'] == '1':\n    {end}\n"
     script.write_text(f"import os, signal, sys, time\n{rank_1}time.sleep(100)\n")
-    done = rehearse_here(script, "--nodes", "2", "--gpus", "1", timeout=90)
+    done = rehearse_here(script, "--nodes", "2", "--gpus", "1")
     stops = "rank 1 stops\n" if "stops" in end else ""
     assert (done.returncode, done.stderr.endswith(f"{stops}rank 1 failed: {cause}\n")) == (1, True), done.stderr
 
@@ -268,8 +243,6 @@ BACKWARD = r"DDP's all_reduce of 20 gradients"
 RUN = "import torch.distributed._functional_collectives as funcol; funcol."
 MEETINGS = {
     "orders": ("dist.broadcast(x, 0)", "dist.all_reduce(x)", "broadcast of 4 elements of float32", SUM),
-    "sizes": ("dist.all_reduce(x.mean())", "dist.all_reduce(x)", MEAN, SUM),
-    "types": ("dist.all_reduce(x.long())", "dist.all_reduce(x)", "all_reduce of 4 elements of int64", SUM),
     "a barrier": ("dist.barrier()", "dist.all_reduce(x)", "barrier", SUM),
     "DDP's backward": ("dist.all_reduce(x.mean())", "model(x).sum().backward()", MEAN, BACKWARD),
     "functional": (f"{RUN}all_reduce(x, 'sum', [0, 1])", "dist.all_reduce(x.mean())", SUM, MEAN),
@@ -280,7 +253,7 @@ MEETINGS = {
 def test_ranks_that_do_not_meet_are_told_both_lines(first, second, one, other, tmp_path):
     script = tmp_path / "apart.py"
     script.write_text(APART.format(first, second))
-    done = rehearse_here(script, timeout=60)
+    done = rehearse_here(script)
     either = "|".join([DIFFER.format(11, one, 13, other), DIFFER.format(13, other, 11, one)])
     assert done.returncode == 1 and re.search(rf"\n({either})$", done.stderr), done.stderr
     by_cplusplus = "funcol" in first or "backward" in second  # its traceback may have gloo's words, too
@@ -290,7 +263,7 @@ def test_ranks_that_do_not_meet_are_told_both_lines(first, second, one, other, t
 def test_a_rank_that_has_ended_is_missed_in_a_collective(tmp_path):
     script = tmp_path / "apart.py"
     script.write_text(APART.format("dist.all_reduce(x)", "pass"))
-    done = rehearse_here(script, timeout=60)
+    done = rehearse_here(script)
     missed = "apart.py:11: RuntimeError: NCCL would hang here: ranks [1] of the group did not come (ranks [0])\n"
     assert done.returncode == 1 and done.stderr.endswith(missed), done.stderr
 
@@ -298,19 +271,27 @@ def test_a_rank_that_has_ended_is_missed_in_a_collective(tmp_path):
 def test_an_error_on_one_rank_is_not_missed_for_a_peers_hang(tmp_path):
     script = tmp_path / "apart.py"
     script.write_text(APART.format("dist.all_reduce(x)", "raise ValueError('planted')"))
-    done = rehearse_here(script, timeout=60)
+    done = rehearse_here(script)
     assert done.returncode == 1 and "ValueError: planted" in done.stderr and "did not come" not in done.stderr, (
         done.stderr
     )
 
 
 def test_a_hang_is_told_with_each_ranks_line(tmp_path):
+    lines = {0: (11, "dist.all_reduce(x)"), 1: (13, "time.sleep(1000)")}
+    source = APART.format(*[text for _, text in lines.values()])
     script = tmp_path / "apart.py"
-    script.write_text(APART.format("dist.all_reduce(x)", "time.sleep(1000)"))
-    done = rehearse_here(script, "--timeout", "6")
-    assert done.returncode == 1
-    message = "ranks still ran after timeout=6 s:\n  rank 0: at line 11 in apart.py: dist.all_reduce(x)\n"
-    assert message in done.stderr and "rank 1: at line 13 in apart.py: time.sleep(1000)" in done.stderr, done.stderr
+    script.write_text(source)
+    for rank, (number, _) in lines.items():
+        (tmp_path / f"stack{rank}").write_text(f'File "{script}", line {number} in <module>\n')
+    ranks = [processes.start(["sleep", "1000"]) for _ in lines]
+    trouble = wait(ranks, tmp_path, timeout=0.1)
+    processes.end(ranks, grace=0)
+    assert trouble == (
+        "2 of 2 ranks still ran after timeout=0.1 s:\n"
+        "  rank 0: at line 11 in apart.py: dist.all_reduce(x)\n"
+        "  rank 1: at line 13 in apart.py: time.sleep(1000)"
+    )
 
 
 def test_an_interrupted_rehearsal_leaves_nothing(tmp_path):
@@ -322,7 +303,7 @@ def test_an_interrupted_rehearsal_leaves_nothing(tmp_path):
         process = subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0, **pipes)
         assert [process.stdout.readline() for _ in range(2)] == ["training\n"] * 2
         assert len(psutil.Process(process.pid).children(recursive=True)) == 2
-        leftovers.soon(lambda: len(list(Path(environment["TMPDIR"]).glob("*/stack[01]"))) == 2, seconds=60)
+        assert leftovers.wait_until(lambda: len(list(Path(environment["TMPDIR"]).glob("*/stack[01]"))) == 2)
         os.killpg(process.pid, signal.SIGINT)
         errors = process.communicate(timeout=60)[1]
         assert not leftovers.processes(environment[leftovers.MARK]) and not leftovers.listing(environment["TMPDIR"])

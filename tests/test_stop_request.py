@@ -92,7 +92,7 @@ def test_what_was_there_before_is_there_afterwards(group, fails):
                 raise ZeroDivisionError
         assert not calls
         assert [signal.getsignal(number) for number in SIGNALS] == [mine, mine]
-        assert leftovers.soon(lambda: threading.active_count() == threads)
+        assert leftovers.wait_until(lambda: threading.active_count() == threads)
         os.kill(os.getpid(), signal.SIGTERM)
         assert calls == [1] and bell.recv(9) == bytes([signal.SIGTERM])
 
@@ -103,7 +103,7 @@ def fail_while_the_peer_is_busy(failed):
         if dist.get_rank() == 0:
             stop.agreed()
             raise ZeroDivisionError
-        assert leftovers.soon(failed.exists, 50)
+        assert leftovers.wait_until(failed.exists, 50)
         stop.agreed()
     failed.touch()
 

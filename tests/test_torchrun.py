@@ -87,8 +87,6 @@ from helpers.runtime.process_group import print0, start_process_group, stop_proc
 
 device = start_process_group()
 atexit.register(os.write, 1, b"handler\\n")
-if end == "exit":
-    sys.exit()
 if end == "exit 3":
     sys.exit(3)
 if end == "raise":
@@ -97,7 +95,7 @@ stop_process_group()
 """
 
 
-@pytest.mark.parametrize(("end", "status"), [("", 0), ("exit", 0), ("exit 3", 3), ("raise", 1)])
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("exit 3", 3), ("raise", 1)])
 def test_a_scripts_status_is_its_own_its_handlers_run_and_it_leaves_nothing(end, status, alone, tmp_path):
     script = export(write_notebook(tmp_path, ENDING, parameters='end: str = ""'), tmp_path / "empty")
     command = [sys.executable, script, "--end", end]
@@ -173,7 +171,7 @@ def running(tmp_path, request):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     assert (process.returncode, errors) == (130, "Interrupted; all ranks are stopped.\n")
-    assert leftovers.soon(lambda: not leftovers.processes(mark))
+    assert leftovers.wait_until(lambda: not leftovers.processes(mark))
     assert not list(tmp_path.glob("tmp*"))
 
 
@@ -185,14 +183,14 @@ def running(tmp_path, request):
 )
 def test_an_interrupted_run_leaves_nothing(running, send, numbers):
     assert [running.stdout.readline() for _ in range(2)] == ["2 rank(s), gloo on cpu\n", "training\n"]
-    assert leftovers.soon(lambda: len(psutil.Process(running.pid).children()) == 2)
+    assert leftovers.wait_until(lambda: len(psutil.Process(running.pid).children()) == 2)
     for number in numbers:
         send(running.pid, number)
         time.sleep(0.01)
 
 
 def test_a_run_is_interrupted_before_it_has_ranks(running, tmp_path):
-    assert leftovers.soon(lambda: list(tmp_path.glob("tmp*")))
+    assert leftovers.wait_until(lambda: list(tmp_path.glob("tmp*")))
     time.sleep(0.1)
     running.send_signal(signal.SIGINT)
 
@@ -212,7 +210,7 @@ def test_what_ignores_sigterm_is_killed(tmp_path):
         process.terminate()
         assert process.wait(timeout=60) == 130
     assert not list(tmp_path.iterdir())
-    assert leftovers.soon(lambda: not leftovers.processes(environment[leftovers.MARK]))
+    assert leftovers.wait_until(lambda: not leftovers.processes(environment[leftovers.MARK]))
 
 
 def test_a_command_gives_the_signals_back(helpers):

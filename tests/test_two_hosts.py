@@ -80,7 +80,7 @@ class Job:
 
     def ends(self, statuses):
         """Wait for both agents, and compare their exit statuses."""
-        leftovers.soon(lambda: None not in self.statuses(), 200)
+        leftovers.wait_until(lambda: None not in self.statuses(), 200)
         assert self.statuses() == statuses, self.outputs()
 
     def out(self, node):
@@ -126,7 +126,9 @@ def beats(rank):
 def all_beat(job, ranks=(0, 1, 2), seconds=60):
     """Wait until each rank has all-reduced five more times."""
     ends = {rank: beats(rank)[0] + 5 for rank in ranks}
-    assert leftovers.soon(lambda: all(beats(rank)[0] >= end for rank, end in ends.items()), seconds), job.outputs()
+    assert leftovers.wait_until(lambda: all(beats(rank)[0] >= end for rank, end in ends.items()), seconds), (
+        job.outputs()
+    )
 
 
 @pytest.mark.daily
@@ -163,9 +165,9 @@ def test_a_name_that_means_the_loopback(place):
 
         refusal = re.compile(r"(?m)Gloo connectFullMesh failed with \[\S+\] (.*127\.0\.1\.1\]):\d+(.*?)(?:\$\d)?$")
         with contextlib.closing(Job(both, one_host_serves, [CHECK, "--patience=8"], place)) as job:
-            assert leftovers.soon(lambda: 1 in job.statuses(), 200), job.outputs()
+            assert leftovers.wait_until(lambda: 1 in job.statuses(), 200), job.outputs()
             # It may come from the other host.
-            error = leftovers.soon(lambda: refusal.search(job.err(0) + job.err(1)))
+            error = leftovers.wait_until(lambda: refusal.search(job.err(0) + job.err(1)))
             assert error, job.outputs()
         text += f"\n{job.lines()}{error[1]}:PORT{error[2]}\n"
 
@@ -230,7 +232,7 @@ def test_a_worker_an_agent_a_link_are_lost(place):
             time.sleep(2)
             assert [beats(rank) for rank in range(3)] == counts  # no error, no step
             assert job.statuses()[0] is None
-            leftovers.soon(lambda: job.statuses()[0] is not None, 40)
+            leftovers.wait_until(lambda: job.statuses()[0] is not None, 40)
             assert job.statuses()[0] == 1 and time.monotonic() - cut > 5, job.outputs()
             assert "imed out" in job.err(0), job.outputs()
     recorded.compare("two_hosts_losses", LOSSES, f"{RECORD} -k lost")
@@ -242,11 +244,11 @@ def test_elastic_goes_on_with_one_host(place):
     fast = "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
     flags = both_flags(["--nnodes=1:2", *C10D[1:], fast, "--monitor-interval=0.5", "--max-restarts=3"], RANKS)
     with hosts.two_hosts() as both, contextlib.closing(Job(both, flags, ["beating.py", "3"], place, FORKING)) as job:
-        assert leftovers.soon(lambda: beats(0)[1] == 3, 200), job.outputs()
+        assert leftovers.wait_until(lambda: beats(0)[1] == 3, 200), job.outputs()
         before = beats(0)[0]
         both[1].cut()  # first, so that no word of its end comes out
         both[1].holder.kill()
-        assert leftovers.soon(lambda: beats(0)[1] == 2, 60), job.outputs()
+        assert leftovers.wait_until(lambda: beats(0)[1] == 2, 60), job.outputs()
         all_beat(job, [0, 1])
         assert beats(0)[0] > before and job.statuses()[0] is None
 

@@ -118,7 +118,7 @@ import subprocess
 import sys
 import time
 
-from helpers.verify.leash import leashed
+from helpers.ranks.leash import leashed
 
 print(subprocess.Popen(leashed([sys.executable, "-c", "import time; time.sleep(1000)"])).pid, flush=True)
 time.sleep(1000)
@@ -129,7 +129,9 @@ time.sleep(1000)
 def test_what_a_killed_command_has_started_ends_too():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     child = psutil.Process(int(parent.stdout.readline()))
-    leftovers.soon(lambda: "time.sleep(1000)" in " ".join(child.cmdline()) and "leash" not in str(child.cmdline()), 20)
+    leftovers.wait_until(
+        lambda: "time.sleep(1000)" in " ".join(child.cmdline()) and "leash" not in str(child.cmdline()), 20
+    )
     parent.kill()
     parent.communicate()
     child.wait(20)
@@ -212,7 +214,7 @@ def test_ten_kills_leave_a_page_and_a_record_and_the_command_goes_on(tmp_path):
         again = []
         while kills < KILLS:
             process = subprocess.Popen([*command, *again], **options)
-            leftovers.soon((out / "results.json").exists, 60)
+            leftovers.wait_until((out / "results.json").exists, 60)
             time.sleep(moments.uniform(0, 20))
             again = []
             if process.poll() is None:
@@ -223,7 +225,7 @@ def test_ten_kills_leave_a_page_and_a_record_and_the_command_goes_on(tmp_path):
             process.communicate()
             assert is_page((out / "page.md").read_text())
             record = read(out / "results.json")
-            leftovers.soon(lambda: not leftovers.processes(environment[leftovers.MARK]), 60)
+            leftovers.wait_until(lambda: not leftovers.processes(environment[leftovers.MARK]), 60)
         done = subprocess.run(command, **options)
         shutil.rmtree(environment["TMPDIR"])  # A killed command leaves its scripts and logs there.
         Path(environment["TMPDIR"]).mkdir()

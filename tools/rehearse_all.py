@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from helpers.export import chapters
-from helpers.export.facts import facts_at
+from helpers.export.facts import Rehearsal, facts_at
 from helpers.verify.compare import numbers
 
 TOLERANCE = 0.002  # as in tests/support/scripting.py
@@ -25,35 +25,46 @@ def result(*words: object) -> dict[str, float]:
     command = [sys.executable, *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
-    if done.returncode:
+    if done.returncode != 0:
         print(done.stdout, done.stderr, flush=True)
         return {}
-    return json.loads(done.stdout.strip().splitlines()[-1].removeprefix("result "))
+    last_line = done.stdout.strip().splitlines()[-1]
+    return json.loads(last_line.removeprefix("result "))
+
+
+def rehearse(script: Path, run: Rehearsal) -> bool:
+    """Rehearse a script and run it alone, on gloo. Print a line of the table; return whether the results are equal."""
+    flags = run.flags.split()
+    start = time.monotonic()
+    size = ["--nodes", run.nodes, "--gpus", run.gpus, "--timeout", TIMEOUT]
+    rehearsed = result("-m", "helpers", "rehearse", script, *size, "--", *flags)
+    seconds = time.monotonic() - start
+    differences = []
+    for line in numbers(rehearsed, result(script, *flags), TOLERANCE):
+        if not line.startswith(OF_THE_LAUNCH):
+            differences.append(line)
+    gpus = str(run.gpus)
+    if run.nodes > 1:
+        gpus = f"{run.nodes}x{run.gpus}"
+    verdict = "yes"
+    if differences:
+        verdict = "; ".join(["NO", *differences])
+    print(f"{script.stem:24} {gpus:>6} {seconds:8.1f}  {verdict}", flush=True)
+    return not differences
 
 
 def main() -> int:
-    """Make all runs and print a table of them; return how many failed."""
-    failures = 0
+    """Make all runs and print a table of them; return 1 where one differed."""
+    all_equal = True
     print(f"{'script':24} {'GPUs':>6} {'seconds':>8}  equal to gloo", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        runs = [(path, run) for path in chapters.chapters() for run in facts_at(path).script.rehearsals]
-        for path, run in runs:
-            [script] = chapters.export(path, Path(folder) / "scripts")
-            flags = run.flags.split()
-            start = time.monotonic()
-            size = ["--nodes", run.nodes, "--gpus", run.gpus, "--timeout", TIMEOUT]
-            rehearsed = result("-m", "helpers", "rehearse", script, *size, "--", *flags)
-            seconds = time.monotonic() - start
-            differences = numbers(rehearsed, result(script, *flags), TOLERANCE)  # alone, a script runs on gloo
-            wrong = [line for line in differences if not line.startswith(OF_THE_LAUNCH)]
-            failures += bool(wrong)
-            gpus = f"{run.nodes}x{run.gpus}" if run.nodes > 1 else str(run.gpus)
-            print(
-                f"{script.stem:24} {gpus:>6} {seconds:8.1f}  {'; '.join(['NO', *wrong]) if wrong else 'yes'}",
-                flush=True,
-            )
-    return failures
+        for path in chapters.chapters():
+            for run in facts_at(path).script.rehearsals:
+                [script] = chapters.export(path, Path(folder) / "scripts")
+                if not rehearse(script, run):
+                    all_equal = False
+    return int(not all_equal)
 
 
 if __name__ == "__main__":
-    sys.exit(main() > 0)
+    sys.exit(main())

@@ -161,7 +161,7 @@ class Agent:
         if not self.forking:
             may_stay = set()
             self.reader.join(5)
-        if not leftovers.soon(lambda: not leftovers.processes(self.mark).keys() - may_stay):
+        if not leftovers.wait_until(lambda: not leftovers.processes(self.mark).keys() - may_stay):
             raise Failure(f"it left {leftovers.processes(self.mark)}")
         return self.status()
 

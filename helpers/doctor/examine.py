@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,8 @@ from helpers.doctor.membership import REPORT_SECONDS, Membership, MembershipErro
 from helpers.doctor.plan import Plan
 from helpers.doctor.report import report
 from helpers.doctor.trials import Speeds, Trial
+from helpers.ranks import processes
+from helpers.ranks.rank import rank_variables
 from helpers.ranks.torchrun import set_defaults
 
 
@@ -171,14 +172,15 @@ def start_local(nproc: int | None, flags: list[str]) -> int:
     nproc = nproc or torch.cuda.device_count() or 2
     set_defaults(nproc)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    environment = {**os.environ, "WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    variables = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     command = [sys.executable, "-m", "helpers", "doctor", *flags]
-    processes = []
-    for rank in range(nproc):
-        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(subprocess.Popen(command, env=environment, process_group=0))  # Ctrl-C reaches this one alone
-    statuses = [process.wait() for process in processes]
+    ranks = [processes.start(command, env={**variables, **rank_variables(rank, nproc)}) for rank in range(nproc)]
+    statuses = processes.wait(ranks)
     print("\nThat was this machine alone. On a cluster, start it in every rank:")
     print("  torchrun ... -m helpers doctor    or    srun python -m helpers doctor")
-    return int(any(statuses))
+    return int(any(statuses.values()))

@@ -1,4 +1,10 @@
-"""N real ranks on this machine: ``launch`` and ``%%ranks`` for notebooks, and torchrun in this process for commands.
+"""N real ranks on this machine, for notebooks and for commands.
 
-All but rank.py is for the process that starts ranks. It imports helpers.source alone of this project.
+- ``launch`` calls a function on fresh ranks, and ``magic`` runs a cell there (``%%ranks``). ``pickler`` carries the
+  function, ``preload`` is imported by the forkserver, and ``rank`` is what each rank does.
+- ``collecting`` finds out what becomes of the ranks, ``messages`` says it, and ``live`` shows a long call's newest lines.
+- ``processes`` starts the processes of a command, waits for them and ends them; ``leash`` lets them end with it.
+- ``torchrun`` runs a script under torchrun, and ends everything at a Ctrl-C.
+
+It imports helpers.source alone of this project.
 """

@@ -20,14 +20,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from helpers.ranks.collecting import Rank, collect, end, read, where_they_stand
+from helpers.ranks.collecting import Rank, collect, end, lines_at_timeout, read
 from helpers.ranks.gpus import BACKENDS, COUNT_WITHIN, choose_backend, send_count
 from helpers.ranks.interrupts import show_in_one_line, uninterrupted
 from helpers.ranks.live import LiveLine
 from helpers.ranks.messages import LaunchError, RankError, count_oom_kills, first_failure, fold, hang, tidy
 from helpers.ranks.pickler import dumps
 from helpers.ranks.ports import LOOPBACK, hold_port
-from helpers.ranks.rank import TORCHRUNS, Call, rank_main
+from helpers.ranks.rank import TORCHRUN_VARIABLES, Call, rank_main
 
 __all__ = ["LaunchError", "RankError", "cannot_be_sent", "context", "launch", "warm", "without_main"]
 
@@ -47,12 +47,20 @@ def warm() -> None:
     context.set_forkserver_preload(["helpers.ranks.preload"])
     server: Any = forkserver._forkserver  # its process id has no public name
     with without_main():
-        before = server._forkserver_pid
+        old_pid = server._forkserver_pid
         forkserver.ensure_running()
-    pid, patience = server._forkserver_pid, time.monotonic() + 10
+    if server._forkserver_pid != old_pid:
+        wait_until_it_leads_a_group(server._forkserver_pid)
+
+
+def wait_until_it_leads_a_group(pid: int) -> None:
+    """Wait until a new forkserver has left this process group, which a restart of the kernel kills.
+
+    The forkserver tidies up after the kernel, so it has to outlive it.
+    """
+    latest = time.monotonic() + 10
     with contextlib.suppress(ProcessLookupError):
-        # Restarting a kernel kills its process group. The forkserver has to leave it first: it tidies up afterwards.
-        while pid != before and os.getpgid(pid) == os.getpgrp() and time.monotonic() < patience:
+        while os.getpgid(pid) == os.getpgrp() and time.monotonic() < latest:
             time.sleep(0.002)
 
 
@@ -78,20 +86,20 @@ def launch(
     What the ranks print appears here when they end, in rank order; a line that several ranks print is shown once. A
     terminal and JupyterLab also show the newest lines of a call that takes more than two seconds, while it runs.
     ``timeout`` is in seconds and begins when all ranks have met, so that a busy machine's slow start does not
-    count. After it, ranks have LATE_WITHIN more seconds to tell in which line they are. ``env`` is {name: text},
+    count. After it, ranks have two more seconds to tell in which line they are. ``env`` is {name: text},
     added to the ranks' environment variables.
 
     Raises RankError when a rank raises, dies, or still runs at ``timeout``, and LaunchError for an argument that
     cannot work, or for fewer GPUs than ranks.
     """
     check(fn, nproc, timeout, backend)
-    payload = pack(fn, own_arguments(fn, args), args)
+    payload = pack(fn, added_arguments(fn, args), args)
     warm()
     folder = Path(util.get_temp_dir(), f"launch{next(launches)}")
     with hold_port() as port:  # for a function that ends this group and starts one at MASTER_ADDR
         environment = {
             **os.environ,
-            **TORCHRUNS,
+            **TORCHRUN_VARIABLES,
             "MASTER_PORT": str(port),
             # NCCL_SOCKET_IFNAME stays as it is: NCCL takes the loopback interface by itself where there is no other.
             "GLOO_SOCKET_IFNAME": LOOPBACK,
@@ -109,13 +117,15 @@ def launch(
 
 def results(call: Call, payload: bytes) -> list[Any]:
     """The results of a call's ranks, which this starts and ends. Raises RankError, and prints what the ranks print."""
-    folder, nproc, ranks = call.folder, call.world_size, list[Rank]()
+    folder = call.folder
+    nproc = call.world_size
+    ranks: list[Rank] = []
     oom_kills = count_oom_kills()
     live = LiveLine(folder, nproc)
 
     def watch() -> None:
         if live.is_due():
-            with uninterrupted():  # what is written has to be known, or it could not be erased
+            with uninterrupted():  # an interrupt between the writing and its record would leave a line for ever
                 live.update()
 
     try:
@@ -123,11 +133,11 @@ def results(call: Call, payload: bytes) -> list[Any]:
         (folder / "call").write_bytes(payload)
         for rank in range(nproc):
             start(rank, call, ranks)
-        returned, failures = collect(folder, ranks, call.timeout, watch)
-        if failures:
-            raise first_failure(failures, count_oom_kills() > oom_kills)
-        if len(returned) < nproc:
-            raise hang(where_they_stand(folder, nproc), returned, call.timeout)
+        outcome = collect(folder, ranks, call.timeout, watch)
+        if outcome.failures:
+            raise first_failure(outcome.failures, out_of_memory=count_oom_kills() > oom_kills)
+        if len(outcome.returned) < nproc:
+            raise hang(lines_at_timeout(folder, nproc), outcome.returned, call.timeout)
         return [pickle.loads((folder / f"report{rank}").read_bytes()) for rank in range(nproc)]
     finally:
         with uninterrupted():
@@ -142,17 +152,17 @@ def results(call: Call, payload: bytes) -> list[Any]:
 def count_gpus(environment: dict[str, str]) -> int:
     """How many GPUs a rank with these environment variables sees. A process of its own counts them."""
     with uninterrupted(), without_main():
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=send_count, args=(there, environment), name="count of the GPUs")
-        with there:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=send_count, args=(sender, environment), name="count of the GPUs")
+        with sender:
             process.start()
     try:
-        if not here.poll(COUNT_WITHIN):
+        if not receiver.poll(COUNT_WITHIN):
             raise LaunchError(
                 f"PyTorch did not say within {COUNT_WITHIN} s how many GPUs there are.\n"
                 "Look at nvidia-smi; backend='gloo' does without GPUs."
             )
-        count: int = here.recv()
+        count: int = receiver.recv()
         return count
     except EOFError:
         raise LaunchError(
@@ -164,7 +174,7 @@ def count_gpus(environment: dict[str, str]) -> int:
             process.kill()
             process.join()
             process.close()
-            here.close()
+            receiver.close()
 
 
 def check(fn: object, nproc: int, timeout: float, backend: str) -> None:
@@ -172,8 +182,10 @@ def check(fn: object, nproc: int, timeout: float, backend: str) -> None:
     if not callable(fn):
         raise LaunchError(f"launch needs a function, and got {fn!r}.\nPass it uncalled: launch(fn, argument, nproc=4).")
     if type(nproc) is not int or not 1 <= nproc <= MAX_RANKS:
-        what = f"nproc={nproc!r} is not a number of ranks between 1 and {MAX_RANKS}"
-        raise LaunchError(f"{what}.\nTry nproc=4; more ranks need more machines: see torchrun.")
+        raise LaunchError(
+            f"nproc={nproc!r} is not a number of ranks between 1 and {MAX_RANKS}.\n"
+            "Try nproc=4; more ranks need more machines: see torchrun."
+        )
     if type(timeout) not in (int, float) or not 0 < timeout <= MAX_SECONDS:
         raise LaunchError(f"timeout is a number of seconds above 0; it was {timeout!r}.\nTry timeout=60.")
     if backend not in BACKENDS:
@@ -185,29 +197,31 @@ def check(fn: object, nproc: int, timeout: float, backend: str) -> None:
         raise LaunchError("launch was called inside a rank.\nStart ranks from the notebook, and call dist.* in them.")
 
 
-def own_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, ...]:
-    """The variables whose values each rank adds before ``args``: (), its rank, or its rank and the number of ranks.
+def added_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+    """The variables whose values each rank adds before ``args``: none, its rank, or its rank and the number of ranks.
 
     Raises LaunchError where ``fn`` takes other arguments than these.
     """
     try:
         signature = inspect.signature(fn)
     except ValueError:  # of many functions in C
-        return ()
-    own: list[str] = []
+        return []
+    possible: list[str] = []
     for parameter, variables in zip(signature.parameters, (FIRST_PARAMETERS, SECOND_PARAMETERS), strict=False):
         if parameter not in variables:
             break
-        own.append(variables[parameter])
+        possible.append(variables[parameter])
     refusal = ""
-    for count in range(len(own) + 1):
+    for count in range(len(possible) + 1):
+        added = possible[:count]
         try:
-            signature.bind(*own[:count], *args)
-            return tuple(own[:count])
+            signature.bind(*added, *args)
         except TypeError as error:
             refusal = str(error)
+        else:
+            return added
     name = getattr(fn, "__name__", fn)
-    example = ", ".join(["fn", *required(signature)[len(own) :], "nproc=4"])
+    example = ", ".join(["fn", *required(signature)[len(possible) :], "nproc=4"])
     raise LaunchError(
         f"launch calls {name}{signature} with {len(args)} arguments: {refusal}.\n"
         f"Pass them: launch({example}). A rank's own number is dist.get_rank() in fn."
@@ -221,14 +235,15 @@ def required(signature: inspect.Signature) -> list[str]:
     return [one.name for one in parameters if one.kind in kinds and one.default is one.empty]
 
 
-def pack(fn: Callable[..., Any], own: tuple[str, ...], args: tuple[Any, ...]) -> bytes:
+def pack(fn: Callable[..., Any], added: list[str], args: tuple[Any, ...]) -> bytes:
     """The function, its arguments and the sources of the notebook's cells as bytes. Raises LaunchError."""
     sources = {name: entry for name, entry in linecache.cache.items() if "ipykernel_" in name or name.startswith("<")}
     try:
-        return dumps((fn, own, args, sources))
+        return dumps((fn, added, args, sources))
     except Exception as error:
-        parts = {f"the function {getattr(fn, '__name__', fn)}": fn}
-        parts |= {f"argument {index}, a {type(arg).__name__},": arg for index, arg in enumerate(args)}
+        parts: dict[str, Any] = {f"the function {getattr(fn, '__name__', fn)}": fn}
+        for index, arg in enumerate(args):
+            parts[f"argument {index}, a {type(arg).__name__},"] = arg
         raise cannot_be_sent(parts) or error from None
 
 
@@ -248,10 +263,10 @@ def cannot_be_sent(parts: Mapping[str, Any]) -> LaunchError | None:
 def start(rank: int, call: Call, ranks: list[Rank]) -> None:
     """Start a rank of a call. It is added to ``ranks`` first, so that whatever happens it can be ended."""
     with uninterrupted(), without_main():
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=rank_main, args=(there, rank, call), name=f"rank {rank}")
-        ranks.append(Rank(process, here))
-        with there:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=rank_main, args=(sender, rank, call), name=f"rank {rank}")
+        ranks.append(Rank(process, receiver))
+        with sender:
             process.start()
 
 

@@ -25,6 +25,7 @@ AFTER = 2  # seconds after which a call shows its line
 EVERY = 1  # seconds between two versions of the line
 WIDTH = 100  # characters of the line in a notebook
 TAIL = 4096  # bytes at the end of a rank's output in which its newest line is looked for
+SHORTEST_GROUP = 20  # characters of a rank's line, however many ranks print different ones
 JUPYTERLAB = (4, 4)  # before 4.3 it did not take all characters back (jupyterlab#16515, #16999)
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and movements of the cursor
 
@@ -130,7 +131,8 @@ class LiveLine:
 
     def update(self) -> None:
         """Write the line anew. Where nobody watches, this is its last call."""
-        self.screen = self.screen or find_screen()
+        if self.screen is None:
+            self.screen = find_screen()
         if self.screen is None:
             self.due = math.inf
             return
@@ -164,15 +166,22 @@ def newest_line(output: Path) -> str:
 def compose(seconds: float, newest: Mapping[int, str], width: int) -> str:
     """``5 s  [ranks 0-1] step 3  [rank 2] step 2`` for {rank: its newest line}, with at most ``width`` characters."""
     start = f"{seconds:.0f} s"
-    groups = [f"[{label(ranks)}] {line}" for line, ranks in ranks_by_line(newest).items()]
-    room = max(20, (width - len(start)) // len(groups) - 2)  # characters of a group
-    parts = [start, *(shorten(group, room) for group in groups)]
+    ranks_of_line = ranks_by_line(newest)
+    width_of_group = max(SHORTEST_GROUP, (width - len(start)) // len(ranks_of_line) - 2)
+    parts = [start]
+    for line, ranks in ranks_of_line.items():
+        parts.append(shorten(f"[{label(ranks)}] {line}", width_of_group))
     return "  ".join(parts)[:width]
 
 
-def shorten(text: str, room: int) -> str:
-    """The text with at most ``room`` characters, each of which takes one place and one backspace."""
-    plain = "".join(character if character.isprintable() and character <= "\uffff" else "?" for character in text)
-    if len(plain) <= room:
+def shorten(text: str, width: int) -> str:
+    """The text with at most ``width`` characters, each of which takes one column and one backspace."""
+    plain = ""
+    for character in text:
+        if character.isprintable() and character <= "\uffff":
+            plain += character
+        else:
+            plain += "?"
+    if len(plain) <= width:
         return plain
-    return plain[: room - 1] + "…"
+    return plain[: width - 1] + "…"

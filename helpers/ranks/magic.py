@@ -3,6 +3,7 @@
 import ast
 import linecache
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -13,7 +14,7 @@ from helpers.ranks import launch
 from helpers.source import DEFINITION, split
 
 SOURCE = "<ranks cell>"
-OWN = ("rank", "local_rank", "world_size")  # each rank gets values of its own, whatever these are in the notebook
+OF_EACH_RANK = ("rank", "local_rank", "world_size")  # each rank has its values, whatever these are in the notebook
 MAY_NOT_RUN = ast.If | ast.For | ast.While | ast.Try | ast.TryStar | ast.Match
 
 
@@ -53,56 +54,81 @@ class RanksMagics(Magics):
             self.shell.user_ns[options.into] = values
 
 
+@dataclass(frozen=True)
+class FreeNames:
+    """The names that a cell's body may read from the notebook."""
+
+    required: set[str]  # the body binds them nowhere, or reads them before it does
+    optional: set[str]  # the body may bind them before it reads them: in a block or a function that may not run
+
+
 def sendable(namespace: dict[str, Any], cell: str) -> dict[str, Any]:
     """What the ranks need of the notebook's namespace to run a cell. Raises LaunchError for what cannot be sent.
 
-    A value that the cell may need or may replace is left out where it cannot be sent.
+    A value that the cell may replace is left out where it cannot be sent.
     """
-    required, replaced = (sorted(names & {*namespace}) for names in free_names(cell))
-    if error := launch.cannot_be_sent({f"the notebook's {name!r}": namespace[name] for name in required}):
+    names = free_names(cell)
+    required = sorted(names.required & namespace.keys())
+    error = launch.cannot_be_sent({f"the notebook's {name!r}": namespace[name] for name in required})
+    if error:
         raise error
-    sent = [*required, *(name for name in replaced if not launch.cannot_be_sent({name: namespace[name]}))]
-    return {name: namespace[name] for name in sent}
+    sent = {name: namespace[name] for name in required}
+    for name in sorted(names.optional & namespace.keys()):
+        if not launch.cannot_be_sent({name: namespace[name]}):
+            sent[name] = namespace[name]
+    return sent
 
 
-def free_names(cell: str) -> tuple[set[str], set[str]]:
-    """(names that a cell's body needs, names that it reads and may have bound itself before).
-
-    The first kind the body binds nowhere, or reads before it does. The second it binds in a block or a function that
-    may not run, or reads in one. Raises LaunchError where the body is not plain Python.
-    """
+def free_names(cell: str) -> FreeNames:
+    """The names that a cell's body may read from the notebook. Raises LaunchError where it is not plain Python."""
     try:
         statements = split(cell)
     except SyntaxError as error:
+        line = (error.text or "").strip()
         raise launch.LaunchError(
-            f"line {error.lineno} of the cell is not Python ({error.msg}): {(error.text or '').strip()}\n"
+            f"line {error.lineno} of the cell is not Python ({error.msg}): {line}\n"
             "Correct it; a magic or a shell command belongs in a cell of its own."
         ) from None
-    bound, perhaps_bound = {*OWN}, set[str]()
-    read, read_first = set[str](), set[str]()
+    bound = {*OF_EACH_RANK}
+    perhaps_bound: set[str] = set()
+    bound_anywhere: set[str] = set()
+    read: set[str] = set()
+    read_first: set[str] = set()
     for statement in statements:
+        bound_anywhere |= statement.binds
         read |= statement.reads - bound
-        perhaps_bound |= statement.binds if hasattr(statement.node, "body") else set()
+        if hasattr(statement.node, "body"):
+            perhaps_bound |= statement.binds
         read_first |= statement.needs - bound - perhaps_bound
-        if isinstance(statement.node, DEFINITION):  # which may bind others by `global`, when it is called
+        if isinstance(statement.node, DEFINITION):  # when it is called, it may bind others by `global`
             bound.add(statement.node.name)
         elif not isinstance(statement.node, MAY_NOT_RUN):
             bound |= statement.binds
-    anywhere = {name for statement in statements for name in statement.binds}
-    replaced = read & anywhere - read_first
-    return read - replaced, replaced
+    optional = read & bound_anywhere - read_first
+    return FreeNames(required=read - optional, optional=optional)
 
 
 def run_body(cell: str, names: dict[str, Any]) -> Any:
     """In a rank: run the body with these names; print the value of a last expression and return it."""
     import torch.distributed as dist
 
-    own = (dist.get_rank(), dist.get_rank(), dist.get_world_size())
-    scope = {"__name__": "__main__", **names, **dict(zip(OWN, own, strict=True))}
-    body = ast.parse(cell, SOURCE)
-    last = body.body.pop() if body.body and isinstance(body.body[-1], ast.Expr) else None
-    exec(compile(body, SOURCE, "exec"), scope)
-    value = eval(compile(ast.Expression(last.value), SOURCE, "eval"), scope) if isinstance(last, ast.Expr) else None
+    scope = {
+        "__name__": "__main__",
+        **names,
+        "rank": dist.get_rank(),
+        "local_rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+    }
+    module = ast.parse(cell, SOURCE)
+    value = None
+    last = None
+    if module.body:
+        last = module.body[-1]
+    if isinstance(last, ast.Expr):
+        module.body.pop()
+    exec(compile(module, SOURCE, "exec"), scope)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), SOURCE, "eval"), scope)
     if value is not None:
         print(repr(value))
     return value

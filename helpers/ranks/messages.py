@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from helpers.ranks.rank import NOTEBOOK, Failure
@@ -30,40 +30,59 @@ class RankError(RuntimeError):
 
     def __init__(self, message: str, rank: int | None = None, failures: dict[int, str] | None = None) -> None:
         super().__init__(message)
-        self.rank, self.failures = rank, failures or {}
+        self.rank = rank
+        self.failures = failures or {}
         if rank in self.failures:
             self.add_note(self.failures[rank])  # Python prints notes under the message
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows: the rank's traceback in place of the launcher's."""
-        story = "" if self.rank is None else self.failures.get(self.rank, "")
-        return [*story.splitlines(), f"{type(self).__name__}: {self}"]
+        lines = []
+        if self.rank in self.failures:
+            lines = self.failures[self.rank].splitlines()
+        return [*lines, f"{type(self).__name__}: {self}"]
 
 
 def first_failure(failures: dict[int, Failure], out_of_memory: bool) -> RankError:
     """The RankError for the first failure. A lost connection comes after its cause, and equal failures count as one."""
-
-    def story(rank: int) -> tuple[str, str]:  # without the rank's own number, which torch puts into its messages
-        return re.sub(rf"\brank {rank}\b", "rank", failures[rank].what), failures[rank].where
-
     first = min(failures, key=lambda rank: (failures[rank].echo, failures[rank].when))
-    alike = [rank for rank in sorted(failures) if story(rank) == story(first)]
+    alike = [rank for rank in sorted(failures) if are_alike(rank, failures[rank], first, failures[first])]
     cause = failures[alike[0]]
     what = cause.what.split("\n")[0]  # the traceback has the rest
-    if what == "killed by SIGKILL":
-        by_system = "the system's out-of-memory killer: use less memory"
-        what += f" ({by_system if out_of_memory else 'the system reports no out-of-memory kill'})"
-    how = ("failed" if cause.traceback else "died") + (" first" if len(alike) == 1 else "")
-    message = f"{label(alike)} {how}: {what}" + (f"\n  at {cause.where}" if cause.where else "")
-    return RankError(message, alike[0], {rank: failure.traceback or failure.what for rank, failure in failures.items()})
+    if what == "killed by SIGKILL" and out_of_memory:
+        what += " (the system's out-of-memory killer: use less memory)"
+    elif what == "killed by SIGKILL":
+        what += " (the system reports no out-of-memory kill)"
+    verb = "died"
+    if cause.traceback:
+        verb = "failed"
+    if len(alike) == 1:
+        verb += " first"
+    message = f"{label(alike)} {verb}: {what}"
+    if cause.where:
+        message += f"\n  at {cause.where}"
+    texts = {rank: failure.traceback or failure.what for rank, failure in failures.items()}
+    return RankError(message, alike[0], texts)
 
 
-def hang(stands: dict[int, str], finished: Collection[int], timeout: float) -> RankError:
-    """The RankError that says in which line each rank was when the time was over. ``finished`` are ranks."""
-    lines = {rank: "finished" if rank in finished else f"at {line}" for rank, line in sorted(stands.items())}
-    message = f"{len(lines) - len(finished)} of {len(lines)} ranks still ran after timeout={timeout:g} s:"
-    message += "".join(f"\n  {line}" for line in by_line(lines))
-    return RankError(message, None, {rank: line for rank, line in lines.items() if rank not in finished})
+def are_alike(rank: int, failure: Failure, other_rank: int, other: Failure) -> bool:
+    """Whether two ranks failed in the same way at the same line, but for the rank that torch puts into its messages."""
+    what = re.sub(rf"\brank {rank}\b", "rank", failure.what)
+    other_what = re.sub(rf"\brank {other_rank}\b", "rank", other.what)
+    return what == other_what and failure.where == other.where
+
+
+def hang(lines: dict[int, str], finished: Collection[int], timeout: float) -> RankError:
+    """The RankError that says in which line each rank was at the timeout. ``finished`` are ranks."""
+    states = {}
+    for rank, line in sorted(lines.items()):
+        states[rank] = f"at {line}"
+        if rank in finished:
+            states[rank] = "finished"
+    message = f"{len(states) - len(finished)} of {len(states)} ranks still ran after timeout={timeout:g} s:"
+    for group in by_line(states):
+        message += f"\n  {group}"
+    return RankError(message, None, {rank: state for rank, state in states.items() if rank not in finished})
 
 
 def by_line(lines: dict[int, str]) -> list[str]:
@@ -82,26 +101,47 @@ def ranks_by_line(lines: Mapping[int, str]) -> dict[str, list[int]]:
 def count_oom_kills() -> int:
     """How many processes Linux has killed since its start because memory ran out; 0 on other systems."""
     with contextlib.suppress(OSError):
-        if count := re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE):
+        count = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
+        if count:
             return int(count[1])
     return 0
 
 
 def fold(outputs: list[str]) -> Iterator[str]:
     """Yields the ranks' outputs as labelled lines; what several ranks print at the same point comes once, with them."""
-    texts = [output.removesuffix("\n").split("\n") if output else [] for output in outputs]
-    ahead = [Counter(lines) for lines in texts]
-    at = [0] * len(texts)
-    while unread := [rank for rank, lines in enumerate(texts) if at[rank] < len(lines)]:
-        heads = {rank: texts[rank][at[rank]] for rank in unread}
-        # A line waits while another rank has yet to print the same line after other lines.
-        ready = (r for r in unread if all(heads[o] == heads[r] or not ahead[o][heads[r]] for o in unread))
-        line = heads[next(ready, unread[0])]
-        same = [rank for rank in unread if heads[rank] == line]
-        for rank in same:
-            ahead[rank][line] -= 1
-            at[rank] += 1
-        yield f"[{label(same)}] {line}".rstrip()
+    lines = [split_lines(output) for output in outputs]
+    left = [Counter(lines_of_rank) for lines_of_rank in lines]  # how often each rank has yet to print a line
+    position = [0] * len(lines)
+    while True:
+        unread = [rank for rank in range(len(lines)) if position[rank] < len(lines[rank])]
+        if not unread:
+            return
+        heads = {rank: lines[rank][position[rank]] for rank in unread}
+        line = next_line(heads, left)
+        ranks = [rank for rank in unread if heads[rank] == line]
+        for rank in ranks:
+            left[rank][line] -= 1
+            position[rank] += 1
+        yield f"[{label(ranks)}] {line}".rstrip()
+
+
+def split_lines(output: str) -> list[str]:
+    """The lines of an output; str.splitlines would also cut at a form feed."""
+    if not output:
+        return []
+    return output.removesuffix("\n").split("\n")
+
+
+def next_line(heads: Mapping[int, str], left: Sequence[Counter[str]]) -> str:
+    """The line to show next, of {rank: its next line}: the first that no other rank will print later on.
+
+    Where each of them waits for another, it is the first rank's.
+    """
+    for line in heads.values():
+        printed_later = any(head != line and left[rank][line] > 0 for rank, head in heads.items())
+        if not printed_later:
+            return line
+    return next(iter(heads.values()))
 
 
 def label(ranks: list[int]) -> str:

@@ -22,12 +22,20 @@ class Pickler(cloudpickle.Pickler):
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)
         if type(obj).__module__ == "torch._ops" and type(obj).__name__ in OPERATORS:
-            path = obj.__name__ if isinstance(obj, ModuleType) else str(obj)  # "torch.ops.aten", "aten.add.Tensor"
-            return operator.attrgetter(path.removeprefix("torch.ops.")), (sys.modules["torch.ops"],)
+            return operator.attrgetter(path_in_torch_ops(obj)), (sys.modules["torch.ops"],)
         reduced = super().reducer_override(obj)
-        if isinstance(obj, type) and "__slots__" in vars(obj) and isinstance(reduced, tuple) and len(reduced[1]) > 3:
-            reduced[1][3]["__slots__"] = vars(obj)["__slots__"]  # cloudpickle's copy of the class would have none
+        has_slots = isinstance(obj, type) and "__slots__" in vars(obj)
+        if has_slots and isinstance(reduced, tuple) and len(reduced[1]) > 3:
+            attributes = reduced[1][3]
+            attributes["__slots__"] = vars(obj)["__slots__"]  # cloudpickle's copy of the class would have none
         return reduced
+
+
+def path_in_torch_ops(operator: Any) -> str:
+    """``aten`` for the namespace torch.ops.aten, ``aten.add.Tensor`` for an overload of an operator."""
+    if isinstance(operator, ModuleType):
+        return operator.__name__.removeprefix("torch.ops.")
+    return str(operator)
 
 
 def dumps(obj: Any) -> bytes:

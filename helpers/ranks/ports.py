@@ -5,7 +5,10 @@ import socket
 import sys
 from collections.abc import Iterator
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface that needs no host's name
+# The network interface of this machine alone.
+LOOPBACK = "lo"
+if sys.platform == "darwin":
+    LOOPBACK = "lo0"
 
 
 @contextlib.contextmanager

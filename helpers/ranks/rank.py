@@ -15,7 +15,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver, parent_process
@@ -23,12 +23,21 @@ from pathlib import Path
 from typing import Any
 
 NOTEBOOK = "notebook cell"
-MET, RETURNED, RAISED = b"m", b"+", b"-"  # single bytes in the pipe: a rank that dies cannot leave half a message
-LIBRARIES = sorted(  # folders of installed packages and of the standard library, the longest path first
+
+# What a rank says through its pipe. Single bytes, so that a rank that dies cannot leave half a message.
+MET = b"m"
+RETURNED = b"+"
+RAISED = b"-"
+
+# Folders of installed packages and of the standard library, the longest path first.
+LIBRARIES = sorted(
     {*site.getsitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}, key=len, reverse=True
 )
+PACKAGE = os.path.dirname(os.path.dirname(__file__))
 MEET_WITHIN = 60  # seconds that the ranks have to start and meet; they do not count for the call's timeout
-TORCHRUNS = {  # what torchrun sets, if no agent serves the ranks' store; each rank adds its numbers
+
+# What torchrun sets if no agent serves the ranks' store. ``rank_variables`` gives the numbers of each rank.
+TORCHRUN_VARIABLES = {
     "TORCHELASTIC_RESTART_COUNT": "0",
     "TORCHELASTIC_MAX_RESTARTS": "0",
     "TORCHELASTIC_RUN_ID": "none",
@@ -37,6 +46,15 @@ TORCHRUNS = {  # what torchrun sets, if no agent serves the ranks' store; each r
     "ROLE_NAME": "default",
     "MASTER_ADDR": "127.0.0.1",
 }
+
+# What gloo and NCCL say where a peer has ended.
+LOST_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "remote process exit",
+)
 
 
 @dataclass(frozen=True)
@@ -72,14 +90,10 @@ def rank_main(pipe: connection.Connection, rank: int, call: Call) -> None:
     (folder / f"pid{rank}").write_text(str(os.getpid()))  # the forkserver reads it if a rank that holds the GIL is left
     alive = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
     os.close(alive)  # open, it would hide the launcher's end
-    output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)  # C++ writes to the descriptors, so replacing sys.stdout is not enough
-    os.dup2(output, 2)
-    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
+    write_output_to(folder / f"output{rank}")
     stacks = open(folder / f"stack{rank}", "w")
 
-    def met() -> None:
+    def all_have_met() -> None:
         # A signal would need a handler, and handlers belong to the reader. faulthandler also works without the GIL.
         faulthandler.dump_traceback_later(call.timeout, file=stacks)
         os.write(pipe.fileno(), MET)
@@ -87,24 +101,48 @@ def rank_main(pipe: connection.Connection, rank: int, call: Call) -> None:
     faulthandler.dump_traceback_later(MEET_WITHIN + call.timeout, file=stacks)
     report = folder / f"report{rank}"
     try:
-        report.write_bytes(run(rank, call, met))
-        kind = RETURNED
+        report.write_bytes(run(rank, call, all_have_met))
+        outcome = RETURNED
     except BaseException as error:  # such as SystemExit and dcp.CheckpointException
         report.write_bytes(pickle.dumps(describe(error)))
-        kind = RAISED
+        outcome = RAISED
     sys.stdout.flush()
     sys.stderr.flush()
-    os.write(pipe.fileno(), kind)
+    os.write(pipe.fileno(), outcome)
     threading.Event().wait()  # peers may still need this rank's connections; the launcher ends the process later
 
 
-def numbers(rank: int, local_size: int, nodes: int = 1) -> dict[str, str]:
+def write_output_to(path: Path) -> None:
+    """From now on, write what this process prints to a file, also what C++ and child processes print."""
+    output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
+
+
+def end_with_parent() -> None:
+    """End this rank and all that it started as soon as the process that called ``launch`` is gone."""
+    parent = parent_process()
+    if parent:
+        connection.wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
+def rank_variables(rank: int, local_size: int, nodes: int = 1) -> dict[str, str]:
     """The variables that torchrun sets to the numbers of a rank, on nodes of ``local_size`` ranks."""
-    node, local = divmod(rank, local_size)
-    values = {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": local_size, "GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes}
-    values |= dict.fromkeys(("RANK", "ROLE_RANK"), rank)
-    values |= dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), local_size * nodes)
-    return {name: str(value) for name, value in values.items()}
+    node, local_rank = divmod(rank, local_size)
+    world_size = local_size * nodes
+    return {
+        "RANK": str(rank),
+        "ROLE_RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(node),
+        "WORLD_SIZE": str(world_size),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_WORLD_SIZE": str(nodes),
+    }
 
 
 def usable_cores() -> int:
@@ -114,21 +152,17 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def run(rank: int, call: Call, met: Callable[[], None]) -> bytes:
-    """Start the process group, call ``met``, then the function that the folder holds; return its pickled result."""
+def run(rank: int, call: Call, all_have_met: Callable[[], None]) -> bytes:
+    """Start the process group, call ``all_have_met``, then the function in the folder; return its pickled result."""
     os.environ.clear()  # the forkserver has the variables of its own start, which may be old
-    world_size = call.world_size
-    os.environ.update(call.environment, **numbers(rank, world_size))
+    os.environ.update(call.environment, **rank_variables(rank, call.world_size))
     import torch
     import torch.distributed as dist
 
-    cores = usable_cores()
-    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    threads = max(1, min(cores // world_size, int(limit) if limit.isdigit() else cores))
-    torch.set_num_threads(threads)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # for libraries that the function imports
+    share_cores(call.world_size)
     dist.set_debug_level_from_env()  # torch read the variable in the forkserver, before it had its value
-    if numpy := sys.modules.get("numpy"):
+    numpy = sys.modules.get("numpy")
+    if numpy:
         numpy.random.seed()  # a forked rank has the forkserver's state, so all ranks would draw the same numbers
     device = None
     if call.backend == "nccl":
@@ -139,25 +173,41 @@ def run(rank: int, call: Call, met: Callable[[], None]) -> bytes:
         call.backend,
         init_method=f"file://{call.environment['WORLD_SIZE_ONE_STORE']}",
         rank=rank,
-        world_size=world_size,
+        world_size=call.world_size,
         timeout=timedelta(seconds=call.timeout + MEET_WITHIN),  # so that the launcher's timeout comes first
         device_id=device,  # NCCL connects the ranks here, and not at the first collective
     )
     dist.barrier()  # from here on a rank that dies cannot disturb its peers' rendezvous
-    met()
-    share_group()  # before the function is read, which may hold the two that this replaces
+    all_have_met()
+    share_group()  # before the function is read, which may hold the two functions that this replaces
     from helpers.ranks import pickler  # here: whoever imports this file on a cluster does without cloudpickle
 
-    fn, own, args, sources = pickle.loads((call.folder / "call").read_bytes())
+    fn, variables, args, sources = pickle.loads((call.folder / "call").read_bytes())
     linecache.cache.update(sources)  # so that a traceback shows the notebook's lines
-    result = fn(*(int(os.environ[variable]) for variable in own), *args)
+    first_args = [int(os.environ[variable]) for variable in variables]
+    result = fn(*first_args, *args)
     if device is not None:
         wait_for_gpu(device)
     try:
         return pickler.dumps(result)
     except Exception as error:
-        what = f"the result, a {type(result).__name__}, cannot be sent back ({error})"
-        raise TypeError(f"{what}.\nReturn tensors, arrays or plain objects.") from None
+        raise TypeError(
+            f"the result, a {type(result).__name__}, cannot be sent back ({error}).\n"
+            "Return tensors, arrays or plain objects."
+        ) from None
+
+
+def share_cores(world_size: int) -> None:
+    """Give this rank its share of the cores, or fewer threads if OMP_NUM_THREADS asks for fewer."""
+    import torch
+
+    threads = usable_cores() // world_size
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # it may have a number for each nested level
+    if limit.isdigit():
+        threads = min(threads, int(limit))
+    threads = max(1, threads)
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for libraries that the function imports
 
 
 def wait_for_gpu(device: Any) -> None:
@@ -174,22 +224,19 @@ def share_group() -> None:
     """Let the function's own ``init_process_group`` share the group that runs: the call only compares."""
     import torch.distributed as dist
 
-    init, destroy = dist.init_process_group, dist.destroy_process_group
+    init = dist.init_process_group
+    destroy = dist.destroy_process_group
     actual = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    state = "running"  # then shared or ended. No name holds launch's group itself: its end has to close its connections
+    # "running", then "shared" or "ended". No name holds launch's group itself: its end has to close its connections.
+    state = "running"
 
     @functools.wraps(init)
     def init_process_group(*args: Any, **options: Any) -> None:
         nonlocal state
         if state != "running":  # a second start, or one after a real end: as torch has it
-            return init(*args, **options)
-        asked = inspect.signature(init).bind(*args, **options).arguments
-        for name, value in actual.items():
-            given = asked.get(name, -1)
-            if given not in (None, -1) and str(value) not in re.split("[:,]", str(given)):  # "cpu:gloo,cuda:nccl"
-                what = f"init_process_group({name}={given!r}) in a rank of launch, whose group has {name}={value!r}"
-                otherwise = ", or start the ranks with launch(..., backend='nccl')" if "nccl" in str(given) else ""
-                raise ValueError(f"{what}: leave {name} out{otherwise}.")
+            init(*args, **options)
+            return
+        check_group(inspect.signature(init).bind(*args, **options).arguments, actual)
         state = "shared"
 
     @functools.wraps(destroy)
@@ -203,55 +250,71 @@ def share_group() -> None:
             state = "ended"
             destroy(group)
 
-    for function in (init_process_group, destroy_process_group):
-        for module in (dist, dist.distributed_c10d):  # a notebook's `from` import is read from the second
-            setattr(module, function.__name__, function)
+    for module in (dist, dist.distributed_c10d):  # a notebook's `from` import is read from the second
+        module.init_process_group = init_process_group
+        module.destroy_process_group = destroy_process_group
 
 
-def end_with_parent() -> None:
-    """End this rank and all that it started as soon as the process that called ``launch`` is gone."""
-    if parent := parent_process():
-        connection.wait([parent.sentinel])
-    os.killpg(0, signal.SIGKILL)
+def check_group(asked: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
+    """Raise ValueError where ``init_process_group`` is asked for another group than the one that runs."""
+    for name, value in actual.items():
+        given = asked.get(name)
+        if given is None or given == -1:
+            continue
+        if str(value) in re.split("[:,]", str(given)):  # also in "cpu:gloo,cuda:nccl"
+            continue
+        advice = f"leave {name} out"
+        if "nccl" in str(given):
+            advice += ", or start the ranks with launch(..., backend='nccl')"
+        raise ValueError(
+            f"init_process_group({name}={given!r}) in a rank of launch, whose group has {name}={value!r}: {advice}."
+        )
 
 
 def describe(error: BaseException) -> Failure:
     """The Failure that describes an exception."""
-    story, here = traceback.TracebackException.from_exception(error), os.path.dirname(__file__)
+    story = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in story.stack if not is_launchers(frame)]
+    own_frames = [frame for frame in frames if not is_library(frame.filename)]
+    where = ""
+    if own_frames:
+        where = describe_line(own_frames[-1])
+    elif frames:
+        where = describe_line(frames[-1])
     chain = [story]  # the exception, what caused it, and what it was raised beside
-    for link in chain:  # which grows meanwhile
-        chain += filter(None, (link.__cause__, link.__context__))
-        while len(link.stack) > 1 and os.path.dirname(link.stack[0].filename) == here:
+    for link in chain:  # the list grows meanwhile
+        chain += [cause for cause in (link.__cause__, link.__context__) if cause]
+        while len(link.stack) > 1 and is_launchers(link.stack[0]):
             link.stack.pop(0)  # a reader does not look for the launcher's frames
-    lost = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "Socket closed",
-        "remote process exit",
-    )
-    outside = [frame for frame in story.stack if os.path.dirname(frame.filename) != here]
-    own = [frame for frame in outside if not is_library(frame.filename)] or outside
     text = "".join(story.format())
     for file in {frame.filename for link in chain for frame in link.stack}:
-        text = text.replace(f'File "{file}"', f'File "{short(file)}"')
+        text = text.replace(f'File "{file}"', f'File "{short_name(file)}"')
     return Failure(
         when=time.monotonic(),
         what="".join(story.format_exception_only()).strip(),
-        where=place(own[-1]) if own else "",
+        where=where,
         traceback=text,
-        echo=any(words in str(link) for link in chain for words in lost),
+        echo=any(words in str(link) for link in chain for words in LOST_CONNECTION),
     )
 
 
-def place(frame: traceback.FrameSummary) -> str:
+def is_launchers(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is of this folder."""
+    return os.path.dirname(frame.filename) == os.path.dirname(__file__)
+
+
+def describe_line(frame: traceback.FrameSummary) -> str:
     """``line 3 of step: loss = f(x)`` for a frame of a traceback; the file's name is added if it is not a cell."""
-    scope = "" if frame.name == "<module>" else f" of {frame.name}"
-    file = "" if short(frame.filename) == NOTEBOOK else f" in {short(frame.filename)}"
-    return f"line {frame.lineno}{scope}{file}: {frame.line}"
+    text = f"line {frame.lineno}"
+    if frame.name != "<module>":
+        text += f" of {frame.name}"
+    file = short_name(frame.filename)
+    if file != NOTEBOOK:
+        text += f" in {file}"
+    return f"{text}: {frame.line}"
 
 
-def short(filename: str) -> str:
+def short_name(filename: str) -> str:
     """A file's name without a machine's folders and a kernel's process id, so that a page can show it."""
     if filename.startswith("<") or "ipykernel_" in filename:
         return NOTEBOOK
@@ -263,5 +326,5 @@ def short(filename: str) -> str:
 
 def is_library(filename: str) -> bool:
     """Whether a file belongs to an installed package, to Python or to this package, and not to the reader."""
-    package = os.path.dirname(os.path.dirname(__file__))
-    return filename.startswith(("<frozen", *(folder + os.sep for folder in (*LIBRARIES, package))))
+    folders = tuple(folder + os.sep for folder in (*LIBRARIES, PACKAGE))
+    return filename.startswith(("<frozen", *folders))

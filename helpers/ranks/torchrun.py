@@ -1,7 +1,6 @@
 """Run a script on several ranks of this machine: torchrun in this process, and a Ctrl-C that ends every process."""
 
 import contextlib
-import itertools
 import os
 import shutil
 import signal
@@ -13,12 +12,13 @@ from types import FrameType
 
 import psutil
 
+from helpers.ranks import processes
 from helpers.ranks.ports import LOOPBACK
 from helpers.ranks.rank import usable_cores
 
 # The system picks the store's port. The address is a number: --standalone would need the host's name to resolve.
 ON_THIS_MACHINE = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")
-STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+INTERRUPTED = 130  # the exit status of a command that a signal ended
 
 
 @contextlib.contextmanager
@@ -28,34 +28,28 @@ def folder_until_a_signal(last_words: Callable[[str], str] = lambda folder: "") 
     ``last_words`` gives what is then printed, from the path of the folder.
     The handler does not raise: in some places of torchrun an exception would be lost, or a rank that has just started.
     """
-    signals = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]  # as nohup sets SIGHUP
+    # nohup lets a command ignore SIGHUP, and it goes on ignoring it.
+    signals = [number for number in processes.STOPS if signal.getsignal(number) != signal.SIG_IGN]
 
     def stop(number: int, frame: FrameType | None) -> None:
         for other in signals:
             signal.signal(other, signal.SIG_IGN)  # so that a second Ctrl-C does not interrupt this handler
         try:
-            left = psutil.Process().children(recursive=True)
-            # Each is stopped until all have got SIGTERM: a rank that sees another end would print a traceback.
-            for endings in ((signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT), (signal.SIGKILL,)):
-                for ending, process in itertools.product(endings, left):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.send_signal(ending)
-                    with contextlib.suppress(OSError):
-                        os.killpg(process.pid, ending)  # torchrun gives each rank a group of its own
-                left = psutil.wait_procs(left, timeout=3)[1]
+            processes.end(psutil.Process().children())
             words = last_words(folder)
             shutil.rmtree(folder, ignore_errors=True)
-            os.write(2, f"{words}Interrupted; all ranks are stopped.\n".encode())  # it may have interrupted print
+            # The signal may have interrupted a print, so this does not print.
+            os.write(2, f"{words}Interrupted; all ranks are stopped.\n".encode())
         finally:
-            os._exit(130)
+            os._exit(INTERRUPTED)
 
-    folder = ""  # rmtree removes nothing until it is made
-    before = {number: signal.signal(number, stop) for number in signals}
+    folder = ""  # rmtree removes nothing until the folder is made
+    handlers = {number: signal.signal(number, stop) for number in signals}
     try:
         folder = tempfile.mkdtemp()  # a TemporaryDirectory would be removed at the end of a forked rank, too
         yield folder
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -72,13 +66,19 @@ def run(script: Path, nproc: int, flags: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    options = [*ON_THIS_MACHINE, f"--nproc-per-node={nproc}", f"--log-dir={script.parent}"]
-    options += ["--signals-to-handle=SIGQUIT"]  # folder_until_a_signal handles the others
+    options = [
+        *ON_THIS_MACHINE,
+        f"--nproc-per-node={nproc}",
+        f"--log-dir={script.parent}",
+        "--signals-to-handle=SIGQUIT",  # folder_until_a_signal handles the others
+    ]
     try:
         torchrun([*options, str(script), *flags])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        ended = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with status {failure.exitcode}"
+        ended = f"with status {failure.exitcode}"
+        if failure.exitcode < 0:
+            ended = f"by {failure.signal_name()}"
         print(f"error: rank {rank} ended {ended}; what the ranks said is above.", file=sys.stderr)
         return 1
     return 0

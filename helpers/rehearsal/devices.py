@@ -1,4 +1,4 @@
-"""Where things are: this node's pretended GPUs, what a device argument means, and which memory of the host is pinned.
+"""This node's pretended GPUs, what a device argument means, and which memory of the host is pinned.
 
 Also ``replace``, with which the other modules put their functions in torch's place.
 """
@@ -17,15 +17,17 @@ class Node:
 
     gpus = 1
     current = 0
-    draws = [torch.initial_seed() % 2**63, 0]  # the seed of DTensors' random numbers, and how many have been drawn
     initialized = False  # torch.cuda is, at the first use of a GPU; until then a mesh sets the current one
+    # DTensors draw random numbers from the GPU's generator: its seed, and how many numbers have been drawn.
+    random_seed = torch.initial_seed() % 2**63
+    random_offset = 0
 
 
 ORIGINAL_GENERATOR: Any = torch.Generator
 
 
 class StandIn(type(ORIGINAL_GENERATOR)):  # type: ignore[misc]
-    """Makes a class stand for torch's ``original``: all of that class's objects are its own, and the two are equal."""
+    """Makes a class stand for torch's ``original``: an object of either counts as one of the other's."""
 
     original: Any
 
@@ -39,7 +41,7 @@ class StandIn(type(ORIGINAL_GENERATOR)):  # type: ignore[misc]
         return hash(cls.original)
 
 
-def numbered(original: Callable[..., Any]) -> Callable[..., Any]:
+def accept_number(original: Callable[..., Any]) -> Callable[..., Any]:
     """A function of torch that also takes a GPU's number: C++ asks for the accelerator, and a CPU build has none."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +61,7 @@ class device(metaclass=StandIn):
     __module__ = "torch"  # where a pickle finds it
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return numbered(cls.original)(*args, **kwargs)
+        return accept_number(cls.original)(*args, **kwargs)
 
 
 class Generator(ORIGINAL_GENERATOR, metaclass=StandIn):
@@ -70,18 +72,18 @@ class Generator(ORIGINAL_GENERATOR, metaclass=StandIn):
 
     def __new__(cls, device: Device = "cpu") -> "Generator":
         generator = super().__new__(cls, device="cpu")
-        generator.place = torch.device("cpu")
+        generator.pretended_device = torch.device("cpu")
         if is_gpu(device):
-            generator.place = torch.device("cuda", gpu_of(device))
-            cls.on_gpus[generator._cdata] = generator  # kept alive, so that its address stays its own
+            generator.pretended_device = torch.device("cuda", gpu_of(device))
+            cls.on_gpus[generator._cdata] = generator  # kept alive, so that no other gets its address
         return generator
 
-    device: Any = property(lambda self: self.place)
+    device: Any = property(lambda self: self.pretended_device)
 
 
 def patch() -> None:
     replace(torch, device=device, Generator=Generator)
-    replace(torch._C._nn, _parse_to=numbered(torch._C._nn._parse_to))
+    replace(torch._C._nn, _parse_to=accept_number(torch._C._nn._parse_to))
 
 
 def replace(owner: Any, **attributes: Any) -> None:
@@ -98,7 +100,9 @@ def is_gpu(device: Device) -> bool:
 def gpu_of(device: Device = None) -> int:
     """The number of the GPU that a device argument means. Raises CUDA's RuntimeError for one that the node lacks."""
     Node.initialized = True
-    index = None if device is None else torch.device(device).index
+    if device is None:
+        return Node.current
+    index = torch.device(device).index
     if index is None:
         return Node.current
     if not 0 <= index < Node.gpus:
@@ -108,15 +112,15 @@ def gpu_of(device: Device = None) -> int:
 
 def is_pinned(tensor: torch.Tensor) -> bool:
     """Whether the rehearsal has marked a CPU tensor's memory as pinned, through this tensor or another."""
-    return tensor.layout == torch.strided and getattr(tensor.untyped_storage(), "pinned_here", False)
+    return tensor.layout == torch.strided and getattr(tensor.untyped_storage(), "pretended_pinned", False)
 
 
 def mark_pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """The CPU tensor itself, which from now on counts as pinned; nothing is really pinned here."""
-    tensor.untyped_storage().pinned_here = True  # type: ignore[attr-defined]
+    """The CPU tensor itself, which from now on counts as pinned; nothing is really pinned."""
+    tensor.untyped_storage().pretended_pinned = True  # type: ignore[attr-defined]
     return tensor
 
 
-def bytes_of(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor's values."""
-    return tensor.numel() * tensor.element_size()
+def bytes_of(*tensors: torch.Tensor) -> int:
+    """The bytes of the tensors' values."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

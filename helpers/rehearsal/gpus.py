@@ -34,21 +34,28 @@ def returning(value: Any) -> Callable[..., Any]:
 class Stream:
     """A CUDA stream. It has no work to order: every operation runs when it is called."""
 
-    query, is_capturing = returning(True), returning(False)
-    wait_event = wait_stream = __exit__ = returning(None)
+    query = returning(True)
+    is_capturing = returning(False)
+    wait_event = returning(None)
+    wait_stream = returning(None)
+    __exit__ = returning(None)
 
     def __init__(self, device: Device = None, priority: int = 0, **kwargs: Any) -> None:
         self.device = torch.device("cuda", gpu_of(device))
-        self.priority, self.cuda_stream, self.stream_id = priority, 0, 0
-        self.device_index, self.device_type = self.device.index, 1  # torch's number of CUDA
+        self.device_index = self.device.index
+        self.device_type = 1  # torch's number of CUDA
+        self.priority = priority
+        self.cuda_stream = 0
+        self.stream_id = 0
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        event = event or Event()
+        if event is None:
+            event = Event()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        COUNTS.add(WAIT, "stream.synchronize")
+        COUNTS.count(WAIT, "stream.synchronize")
 
     def __enter__(self) -> "Stream":
         return self
@@ -57,7 +64,8 @@ class Stream:
 class Event:
     """A CUDA event that notes the host's time."""
 
-    query, wait = returning(True), returning(None)
+    query = returning(True)
+    wait = returning(None)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.time: float | None = None
@@ -66,7 +74,7 @@ class Event:
         self.time = time.perf_counter()
 
     def synchronize(self) -> None:
-        COUNTS.add(WAIT, "event.synchronize")
+        COUNTS.count(WAIT, "event.synchronize")
 
     def elapsed_time(self, end: "Event") -> float:
         """Milliseconds between two records by the host's clock: the CPU's work took them, not a GPU's."""
@@ -77,7 +85,9 @@ class Event:
 
 def exchange(index: int) -> int:
     """Make a GPU the current one, unless its number is below 0; return the number of the one before."""
-    before, Node.current = Node.current, gpu_of(index) if index >= 0 else Node.current
+    before = Node.current
+    if index >= 0:
+        Node.current = gpu_of(index)
     return before
 
 
@@ -100,21 +110,28 @@ def properties(device: Device = None) -> Properties:
 
 
 def manual_seed(seed: int) -> None:
-    Node.draws = [seed % 2**63, 0]
+    Node.random_seed = seed % 2**63
+    Node.random_offset = 0
+
+
+def get_rng_state(device: Device = None) -> torch.Tensor:
+    """The seed and the offset as 16 bytes, as CUDA's generator has them."""
+    return torch.tensor([Node.random_seed, Node.random_offset]).view(torch.uint8)
 
 
 def set_rng_state(state: torch.Tensor, device: Device = None) -> None:
-    if state.numel() == 16:  # else a CPU's
-        Node.draws = state.cpu().view(torch.int64).tolist()
+    if state.numel() == 16:  # the state of a CPU's generator is longer
+        Node.random_seed, Node.random_offset = state.cpu().view(torch.int64).tolist()
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
-    modes = {"default": 0, "warn": 1, "error": 2}
-    COUNTS.sync_debug_mode = modes[debug_mode] if isinstance(debug_mode, str) else debug_mode
+    if isinstance(debug_mode, str):
+        debug_mode = {"default": 0, "warn": 1, "error": 2}[debug_mode]
+    COUNTS.sync_debug_mode = debug_mode
 
 
 def synchronize(device: Device = None) -> None:
-    COUNTS.add(WAIT, "cuda.synchronize")
+    COUNTS.count(WAIT, "cuda.synchronize")
 
 
 def current_stream(device: Device = None) -> Stream:
@@ -149,13 +166,16 @@ def patch() -> None:
         "initial_seed": torch.initial_seed,
         "manual_seed": manual_seed,
         "manual_seed_all": manual_seed,
-        "get_rng_state": lambda device=None: torch.tensor(Node.draws).view(torch.uint8),
+        "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
         "utilization": returning(0),
         # Adam asks before each step. PyTorch's build for CUDA would start the driver, which is not here.
         "is_current_stream_capturing": returning(False),
     }
-    stubs |= {name: returning(True) for name in TRUE} | {name: returning(None) for name in NOTHING}
+    for name in TRUE:
+        stubs[name] = returning(True)
+    for name in NOTHING:
+        stubs[name] = returning(None)
     for module in (torch.cuda, torch.cuda.graphs, torch.cuda.memory, torch.cuda.random):
         replace(module, **{name: stub for name, stub in stubs.items() if hasattr(module, name)})
     gpu = torch.device("cuda")
@@ -183,21 +203,27 @@ def patch() -> None:
 
 def patch_contexts() -> None:
     """Make autocast("cuda") the CPU's autocast, with the CPU's lists of operators, and leave CUDA out of profiles."""
-    autocast, profile = torch.autocast, torch.profiler.profile  # changed in place, as other classes derive from them
-    start, start_profile, enabled_for = autocast.__init__, profile.__init__, torch.is_autocast_enabled
+    # The classes are changed in place, because other classes derive from them.
+    init_autocast = torch.autocast.__init__
+    init_profile = torch.profiler.profile.__init__
+    enabled_for = torch.is_autocast_enabled
 
-    def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+    def init_autocast_on_cpu(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda":
-            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-        start(self, device_type, dtype, *args, **kwargs)
+            device_type = "cpu"
+            dtype = dtype or torch.get_autocast_dtype("cuda")
+        init_autocast(self, device_type, dtype, *args, **kwargs)
 
-    def init_profile(self: Any, *, activities: Any = None, **kwargs: Any) -> None:
-        hosts = activities and [item for item in activities if item != torch.profiler.ProfilerActivity.CUDA]
-        start_profile(self, activities=hosts, **kwargs)
+    def init_profile_of_cpu(self: Any, *, activities: Any = None, **kwargs: Any) -> None:
+        if activities:
+            activities = [item for item in activities if item != torch.profiler.ProfilerActivity.CUDA]
+        init_profile(self, activities=activities, **kwargs)
 
     def is_autocast_enabled(device_type: str = "cuda") -> bool:
-        return enabled_for("cpu" if device_type == "cuda" else device_type)
+        if device_type == "cuda":
+            device_type = "cpu"
+        return enabled_for(device_type)
 
-    replace(autocast, __init__=init)
-    replace(profile, __init__=init_profile)
+    replace(torch.autocast, __init__=init_autocast_on_cpu)
+    replace(torch.profiler.profile, __init__=init_profile_of_cpu)
     replace(torch, is_autocast_enabled=is_autocast_enabled)

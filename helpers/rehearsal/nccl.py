@@ -5,7 +5,7 @@ NCCL counts elements where gloo compares shapes.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,10 +16,11 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import device_mesh
 
-from helpers.counts import COLLECTIVE, COUNTS, WAIT
-from helpers.rehearsal.devices import Node, bytes_of, replace
-from helpers.rehearsal.meeting import Meetings, described, get_future, wait
-from helpers.rehearsal.tensor import CudaTensor, strip, tensors_in, with_tensors
+from helpers.counts import COUNTS, WAIT
+from helpers.rehearsal import events
+from helpers.rehearsal.call_order import CallOrder, describe, get_future, wait
+from helpers.rehearsal.devices import Node, replace
+from helpers.rehearsal.tensor import CudaTensor, map_tensors, tensors_in, unwrap
 
 COLLECTIVES = (
     "allreduce allreduce_coalesced broadcast reduce scatter gather allgather allgather_coalesced _allgather_base "
@@ -51,7 +52,7 @@ class Options:
     config: Any = field(default_factory=SimpleNamespace)
 
 
-class PretendedNCCL(GLOO, Meetings):
+class PretendedNCCL(GLOO, CallOrder):
     """A ProcessGroupNCCL on gloo. It is as strict as NCCL about duplicate GPUs, splits and devices."""
 
     Options: Any = Options
@@ -61,11 +62,15 @@ class PretendedNCCL(GLOO, Meetings):
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, timeout=options._timeout)
         self.instances.append(self)
-        PretendedNCCL.starts += c10d._world.default_pg is None
+        if c10d._world.default_pg is None:
+            PretendedNCCL.starts += 1
         self.store = dist.PrefixStore(f"start{self.starts}", store)
-        self.place, self.world, self.pretended_options = rank, size, options
+        self.rank_in_group = rank
+        self.group_size = size
+        self.pretended_options = options
         self.gpu: int | None = None  # of the communicator, once it is made
-        self.calls = self.splits = 0
+        self.calls = 0
+        self.splits = 0
 
     supports_splitting: Any = property(lambda self: True)
     supports_coalescing: Any = property(lambda self: False)
@@ -80,17 +85,18 @@ class PretendedNCCL(GLOO, Meetings):
         """As ncclCommSplit: return when every rank of this group, the parent, has come to the same split."""
         self.splits += 1
         duty = "call new_group, which splits the group that all ranks are in"
-        self.await_all(f"split/{self.splits}", "here", duty, self.pretended_options._timeout)
+        self.share_value(f"split/{self.splits}", "called", duty, self.pretended_options._timeout)
 
     def connect(self, gpu: int) -> None:
         """Make the communicator on this rank's GPU. Raises NCCL's error where two ranks of a node have one GPU."""
         if self.gpu == gpu:
             return
         self.check_bound(gpu)
-        mine, duty = f"{os.environ['GROUP_RANK']}/{gpu}", "come to this communicator's first use"
-        gpus = self.await_all("gpu", mine, duty, self.pretended_options._timeout)
-        if gpus.count(mine) > 1:
-            twins = [rank for rank in range(self.world) if gpus[rank] == mine]
+        node_and_gpu = f"{os.environ['GROUP_RANK']}/{gpu}"
+        duty = "come to this communicator's first use"
+        gpus = self.share_value("gpu", node_and_gpu, duty, self.pretended_options._timeout)
+        twins = [rank for rank in range(self.group_size) if gpus[rank] == node_and_gpu]
+        if len(twins) > 1:
             raise COUNTS.refuse(f"NCCL error: Duplicate GPU detected: ranks {twins} of a group are all on cuda:{gpu}")
         self.gpu = gpu
 
@@ -112,26 +118,48 @@ def nccl_of(group: Any) -> Any:
     return group._get_backend(torch.device("cuda"))
 
 
-def check_tensors(group: Any, name: str, tensors: list[torch.Tensor]) -> Any:
-    """Raise what NCCL would raise for these tensors; make the communicator at the first call. Returns NCCL or None."""
-    nccl = nccl_of(group)
-    for tensor in tensors if nccl else ():
+def check_tensors(group: Any, nccl: PretendedNCCL, name: str, tensors: list[torch.Tensor]) -> None:
+    """Raise what NCCL would raise for the tensors of a call; make the communicator at the first collective."""
+    for tensor in tensors:
         if not isinstance(tensor, CudaTensor):
             if "cpu" not in backends_of(group):
                 raise COUNTS.refuse(f"No backend type associated with device type cpu ({name} of a CPU tensor on NCCL)")
             continue
-        channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-        if not tensor.is_contiguous() and not channels_last:
-            message = "Tensors must be contiguous"
-            if name in POINT_TO_POINT:
-                # torch only warns. NCCL sends the memory in its order, which is right if both tensors have one layout.
-                message = f"{name} of a non-contiguous tensor: NCCL sends its memory as it lies; use .contiguous()"
-            raise COUNTS.refuse(message, ValueError)
+        check_contiguous(name, tensor)
         if name in POINT_TO_POINT:
             nccl.check_bound(tensor.index)
         else:
             nccl.connect(tensor.index)
-    return nccl
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Raise torch's error for a tensor that is not contiguous. torch accepts images whose channels come last."""
+    if tensor.is_contiguous():
+        return
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return
+    message = "Tensors must be contiguous"
+    if name in POINT_TO_POINT:
+        # torch only warns. NCCL sends the memory in its order, which is right if both tensors have one layout.
+        message = f"{name} of a non-contiguous tensor: NCCL sends its memory as it lies; use .contiguous()"
+    raise COUNTS.refuse(message, ValueError)
+
+
+def check_operation(values: Sequence[Any]) -> None:
+    """Raise torch's error where a call's options ask for a reduction that NCCL does not have."""
+    for value in values:
+        for operation in MISSING:
+            if getattr(value, "reduceOp", None) == operation:
+                raise COUNTS.refuse(f"Cannot use ReduceOp.{operation.name} with NCCL", ValueError)
+
+
+def sent_tensors(args: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors that a call gives. Where an output comes first, the second argument is the input."""
+    for arg in (*args[1:], *args):
+        tensors = tensors_in([arg])
+        if tensors:
+            return tensors
+    return []
 
 
 def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,75 +168,101 @@ def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
         tensors = tensors_in(values)
-        nccl = check_tensors(self, name, tensors)
-        for operation in MISSING if nccl else ():
-            if any(getattr(value, "reduceOp", None) == operation for value in values):
-                raise COUNTS.refuse(f"Cannot use ReduceOp.{operation.name} with NCCL", ValueError)
-        # Where an output comes first, the second argument is the input, whose bytes count.
-        inputs = next((value for value in (*args[1:], *args) if tensors_in([value])), ())
-        on_gpu = nccl and any(isinstance(tensor, CudaTensor) for tensor in tensors)
-        COUNTS.add(COLLECTIVE, f"{name} ({'NCCL' if on_gpu else 'gloo'})", sum(map(bytes_of, tensors_in([inputs]))))
-        if on_gpu and name in COLLECTIVES:
-            nccl.come(described(name, values, nccl.world))
-            return nccl.keep(perform(original, name, self, nccl, args, kwargs), tensors_in(values[:1]))
-        return original(self, *strip(args), **strip(kwargs))
+        nccl = nccl_of(self)
+        backend = "gloo"
+        if nccl is not None:
+            check_tensors(self, nccl, name, tensors)
+            check_operation(values)
+            if any(isinstance(tensor, CudaTensor) for tensor in tensors):
+                backend = "NCCL"
+        events.collective(f"{name} ({backend})", sent_tensors(args))
+        if backend == "gloo" or name in POINT_TO_POINT:
+            return original(self, *unwrap(args), **unwrap(kwargs))
+        nccl.announce(describe(name, values, nccl.group_size))
+        work = perform(original, name, self, nccl, args, kwargs)
+        return nccl.remember(work, tensors_in(values[:1]))
 
     return call
 
 
 def perform(original: Callable[..., Any], name: str, group: Any, nccl: PretendedNCCL, args: Any, kwargs: Any) -> Any:
     """Call a method of ProcessGroup with the CPU tensors inside pretended ones, flat; return its Work."""
-    args = strip(args)
-    if name not in COMPARED and not (name in IN_ROWS and any(args[2:4])):
-        args = with_tensors(args, lambda tensor: tensor.detach().as_strided((tensor.numel(),), (1,)))
+    args = unwrap(args)
+    has_splits = name in IN_ROWS and any(args[2:4])
+    if name not in COMPARED and not has_splits:
+        args = map_tensors(args, flattened)
     outputs = tensors_in(args[:1])
     if name == "alltoall":
         return exchange(nccl, outputs, args[1])
     if name == "allgather" and len({tensor.numel() for tensor in outputs}) > 1:
-        return exchange(nccl, outputs, args[1] * nccl.world)
-    return original(group, *args, **strip(kwargs))
+        return exchange(nccl, outputs, args[1] * nccl.group_size)
+    return original(group, *args, **unwrap(kwargs))
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory as one row, which shares it."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def exchange(nccl: PretendedNCCL, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
     """all_to_all of lists, whose tensors may have unequal sizes. An all_gather sends the same to all."""
-    sizes = [tensor.numel() for tensor in outputs]
-    received = torch.empty(sum(sizes), dtype=outputs[0].dtype)
-    options = dist.AllToAllOptions()
-    work = nccl.alltoall_base(received, torch.cat(inputs), sizes, [tensor.numel() for tensor in inputs], options)
+    output_sizes = [tensor.numel() for tensor in outputs]
+    input_sizes = [tensor.numel() for tensor in inputs]
+    received = torch.empty(sum(output_sizes), dtype=outputs[0].dtype)
+    work = nccl.alltoall_base(received, torch.cat(inputs), output_sizes, input_sizes, dist.AllToAllOptions())
     work.wait()
-    for output, part in zip(outputs, received.split(sizes), strict=True):
+    for output, part in zip(outputs, received.split(output_sizes), strict=True):
         output.copy_(part)
     return work
 
 
 def barrier(self: Any, opts: Any = None, **kwargs: Any) -> Any:
     """ProcessGroup.barrier: NCCL's makes a communicator, on a GPU that it guesses, and blocks the host to its end."""
-    opts = opts or dist.BarrierOptions()
+    if opts is None:
+        opts = dist.BarrierOptions()
     nccl = nccl_of(self)
-    if nccl:
-        named = opts.device.index if opts.device is not None and opts.device.type == "cuda" else None
-        nccl.connect(next(gpu for gpu in (named, nccl.gpu, self.rank() % Node.gpus) if gpu is not None))
-        COUNTS.add(WAIT, "barrier")
-        nccl.come("barrier")
-    COUNTS.add(COLLECTIVE, f"barrier ({'NCCL' if nccl else 'gloo'})")
+    if nccl is None:
+        events.collective("barrier (gloo)")
+        opts.device = torch.device("cpu")
+        return ORIGINAL_BARRIER(self, opts, **kwargs)
+    gpu = self.rank() % Node.gpus
+    if nccl.gpu is not None:
+        gpu = nccl.gpu
+    if opts.device is not None and opts.device.type == "cuda" and opts.device.index is not None:
+        gpu = opts.device.index
+    nccl.connect(gpu)
+    COUNTS.count(WAIT, "barrier")
+    nccl.announce("barrier")
+    events.collective("barrier (NCCL)")
     opts.device = torch.device("cpu")
-    work = ORIGINAL_BARRIER(self, opts, **kwargs)
-    return nccl.keep(work) if nccl else work
+    return nccl.remember(ORIGINAL_BARRIER(self, opts, **kwargs))
 
 
 def check_operator(func: Any, args: Any) -> None:
     """As ``checked``, for a functional collective or another operator by which C++ calls a group."""
     name = func.__name__.partition(".")[0].rstrip("_")
     if name not in ("wait_tensor", "_wrap_tensor_autograd"):
-        COUNTS.add(COLLECTIVE, f"{name} (C++)", sum(map(bytes_of, tensors_in(args[:1]))))
-    group = next((arg for arg in reversed(args) if isinstance(arg, (str, torch.ScriptObject, GROUP))), None)
-    if isinstance(group, str):
-        group = c10d._resolve_process_group(c10d.GroupName(group))
-    elif isinstance(group, torch.ScriptObject):
-        group = GROUP.unbox(group)
-    if (nccl := group and nccl_of(group)) and (call := described(name, args, nccl.world)):
-        nccl.connect(next(tensor.index for tensor in tensors_in(args) if isinstance(tensor, CudaTensor)))
-        nccl.come(call)
+        events.collective(f"{name} (C++)", tensors_in(args[:1]))
+    nccl = nccl_of(group_among(args))
+    if nccl is None:
+        return
+    call = describe(name, args, nccl.group_size)
+    if call:
+        [first, *_] = [tensor for tensor in tensors_in(args) if isinstance(tensor, CudaTensor)]
+        nccl.connect(first.index)
+        nccl.announce(call)
+
+
+def group_among(args: Sequence[Any]) -> Any:
+    """The process group among an operator's arguments, where it is the last that could be one; or None."""
+    for arg in reversed(args):
+        if isinstance(arg, str):
+            return c10d._resolve_process_group(c10d.GroupName(arg))
+        if isinstance(arg, torch.ScriptObject):
+            return GROUP.unbox(arg)
+        if isinstance(arg, GROUP):
+            return arg
+    return None
 
 
 def patch() -> None:
@@ -222,15 +276,17 @@ def patch() -> None:
     replace(GROUP, barrier=barrier, _device_types=property(device_types))
     replace(c10d, _new_process_group_helper=new_process_group)
     replace(dist.Work, wait=wait, get_future=get_future)
-    replace(CudaTensor, at_collective=staticmethod(check_operator))
+    replace(CudaTensor, check_collective=staticmethod(check_operator))
     for module in (c10d, dist, device_mesh):
         replace(module, new_group=new_group, split_group=split_group)
 
 
 def device_types(group: Any) -> list[torch.device]:
     """ProcessGroup's device types, without the CPU that only ``new_process_group`` has added."""
-    hidden = {"cpu"} if group in c10d._world.pg_map and "cpu" not in backends_of(group) else set()
-    return [device for device in ORIGINAL_DEVICE_TYPES.fget(group) if device.type not in hidden]
+    devices = ORIGINAL_DEVICE_TYPES.fget(group)
+    if group in c10d._world.pg_map and "cpu" not in backends_of(group):
+        devices = [device for device in devices if device.type != "cpu"]
+    return devices
 
 
 def new_process_group(*args: Any, **kwargs: Any) -> Any:
@@ -241,27 +297,39 @@ def new_process_group(*args: Any, **kwargs: Any) -> Any:
     return group, *rest
 
 
+def splits_off(parent: Any) -> bool:
+    """Whether NCCL makes a new group by a split of this one: it does if the group is bound to a GPU."""
+    return bool(parent.bound_device_id and nccl_of(parent))
+
+
 def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
     """torch's new_group. It refuses what would leave ranks waiting in a split of the parent."""
     parent = c10d._get_default_group()
-    if ranks is not None and len(ranks) < parent.size() and parent.bound_device_id and nccl_of(parent):
-        beside = "beside an NCCL group that is bound to a GPU: the"
+    if ranks is not None and len(ranks) < parent.size() and splits_off(parent):
         if kwargs.get("use_local_synchronization", False):
-            duty = "new group is split off the parent, so every rank of the parent must call new_group (pytorch#129965)"
-            raise COUNTS.refuse(f"new_group(use_local_synchronization=True) {beside} {duty}")
+            raise COUNTS.refuse(
+                "new_group(use_local_synchronization=True) beside an NCCL group that is bound to a GPU: the new group "
+                "is split off the parent, so every rank of the parent must call new_group (pytorch#129965)"
+            )
         if backend and "nccl" not in backend:
             # With any backend, torch makes the ranks outside split the parent; members split it with NCCL alone.
-            why = "ranks outside wait in ncclCommSplit for members that never come; make the group of all ranks"
-            raise COUNTS.refuse(f"new_group({list(ranks)}, backend={backend!r}) {beside} {why}")
+            raise COUNTS.refuse(
+                f"new_group({list(ranks)}, backend={backend!r}) beside an NCCL group that is bound to a GPU: the ranks "
+                "outside wait in ncclCommSplit for members that never come; make the group of all ranks"
+            )
     return ORIGINAL_NEW_GROUP(ranks, timeout, backend, *args, **kwargs)
 
 
 def split_group(parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, *args: Any, **kwargs: Any) -> Any:
     """torch's split_group. Pretended NCCL makes each of the new groups by new_group, which splits as well."""
     parent = parent_pg or c10d._get_default_group()
-    if not (parent.bound_device_id and nccl_of(parent)):
+    if not splits_off(parent):
         return ORIGINAL_SPLIT_GROUP(parent_pg, split_ranks, timeout, *args, **kwargs)
     ranks = c10d.get_process_group_ranks(parent)
-    names = {name: kwargs[name] for name in ("backend", "group_desc") if name in kwargs}
-    groups = {tuple(split): c10d.new_group([ranks[rank] for rank in split], timeout, **names) for split in split_ranks}
-    return next((group for split, group in groups.items() if parent.rank() in split), None)
+    options = {name: kwargs[name] for name in ("backend", "group_desc") if name in kwargs}
+    own_group = None
+    for split in split_ranks:
+        group = c10d.new_group([ranks[rank] for rank in split], timeout, **options)
+        if parent.rank() in split and own_group is None:
+            own_group = group
+    return own_group

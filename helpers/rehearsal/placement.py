@@ -1,4 +1,4 @@
-"""How tensors come to pretended GPUs and back: ``.to`` and its kind, functions such as torch.zeros, and torch.load."""
+"""How tensors get to pretended GPUs and back: ``.to`` and its like, functions such as torch.zeros, and torch.load."""
 
 import functools
 import sys
@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_map_only
 
 from helpers.counts import COPY, COUNTS
 from helpers.rehearsal.devices import bytes_of, gpu_of, is_gpu, is_pinned, mark_pinned, replace
-from helpers.rehearsal.tensor import LOADING, CudaTensor, bare, become, count_copy, strip
+from helpers.rehearsal.tensor import MAP_LOCATIONS, CudaTensor, count_copy, cpu_tensor, set_values, unwrap
 
 LIBRARY = torch.library.Library("aten", "IMPL", "CUDA")
 aten = torch.ops.aten
-MAKERS = (aten.empty.memory_format, aten.empty_strided.default, aten.tril_indices.default, aten.triu_indices.default)
+# The operators with which torch's C++ makes tensors.
+FACTORIES = (aten.empty.memory_format, aten.empty_strided.default, aten.tril_indices.default, aten.triu_indices.default)
 LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
 NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 
@@ -36,7 +37,7 @@ def patch() -> None:
     with warnings.catch_warnings():
         # PyTorch's build for CUDA has kernels already, and warns that these take their place.
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        for operator in MAKERS:
+        for operator in FACTORIES:
             LIBRARY.impl(operator, kernel(operator))
     for factory in _device_constructors():
         module = torch.fft if factory.__name__.startswith("fft_") else torch
@@ -55,7 +56,7 @@ def patch() -> None:
 
 
 def kernel(operator: Any) -> Callable[..., torch.Tensor]:
-    """A GPU's kernel of an operator that makes a tensor. torch's C++ makes its other tensors by these operators."""
+    """A GPU's kernel of an operator that makes a tensor."""
 
     def make(*args: Any, device: Device = None, pin_memory: bool | None = None, **kwargs: Any) -> torch.Tensor:
         return CudaTensor(operator(*args, device="cpu", **kwargs), gpu_of(device))
@@ -65,28 +66,39 @@ def kernel(operator: Any) -> Callable[..., torch.Tensor]:
 
 def default_device() -> torch.device | None:
     """The device of ``with torch.device(…)`` or torch.set_default_device, or None."""
-    modes = reversed(_get_current_function_mode_stack())
-    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
 
 
 def on_any_device(factory: Any) -> Callable[..., torch.Tensor]:
     """A function or a method that makes a tensor, wrapped for what the kernels do not see: which GPU, and pinning."""
+    name = factory.__name__
 
     @functools.wraps(factory)
     def make(*args: Any, device: Device = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        source = None
+        if args and isinstance(args[0], torch.Tensor):
+            source = args[0]
         if device is None:
-            device = default_device() if source is None else source.device if "tensor" in factory.__name__ else None
-        if source is not None and factory.__name__ in ("as_tensor", "asarray"):
-            return to(source, source.device if device is None else device, kwargs.get("dtype") or source.dtype)
+            if source is None:
+                device = default_device()
+            elif "tensor" in name or name == "asarray":  # these copy a tensor to where it is
+                device = source.device
+        if source is not None and name in ("as_tensor", "asarray"):
+            return to(source, device, kwargs.get("dtype") or source.dtype)
         if is_gpu(device):
             device = torch.device("cuda", gpu_of(device))
         elif device is not None:
-            args = strip(args)  # torch's C++ takes a pretended tensor for the CPU's, and would not move its values
+            args = unwrap(args)  # torch's C++ takes a pretended tensor for the CPU's, and would not move its values
         out = factory(*args, device=device, **kwargs)
-        return out.pin_memory() if pin_memory else out
+        if pin_memory:
+            return out.pin_memory()
+        return out
 
-    if builtin := _find_builtin(factory):
+    builtin = _find_builtin(factory)
+    if builtin:
         _register_builtin(make, builtin)  # torch.jit.script knows its operators by the function
     return make
 
@@ -95,25 +107,42 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """torch's one_hot. Its C++ would allocate the result on the CPU, where the values of a pretended tensor are."""
     if not isinstance(tensor, CudaTensor):
         return ORIGINAL_ONE_HOT(tensor, num_classes)
-    classes = num_classes if num_classes >= 0 else int(tensor.max()) + 1
-    return CudaTensor(ORIGINAL_ONE_HOT(tensor.inner, classes), tensor.index)
+    if num_classes < 0:
+        num_classes = int(tensor.max()) + 1
+    return CudaTensor(ORIGINAL_ONE_HOT(tensor.inner, num_classes), tensor.index)
 
 
 def flex_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """flex_attention under autograd. torch would trace it, which a pretended tensor does not allow."""
-    attention = flex.sdpa_dense if isinstance(query, CudaTensor) else flex.flex_attention_autograd
-    return attention(query, *args, **kwargs)
+    if isinstance(query, CudaTensor):
+        return flex.sdpa_dense(query, *args, **kwargs)
+    return flex.flex_attention_autograd(query, *args, **kwargs)
 
 
 def set_data(self: torch.Tensor, values: torch.Tensor) -> None:
     """``tensor.data = values``, also for values on another kind of device."""
-    pretended = isinstance(self, CudaTensor)
-    if pretended != isinstance(values, CudaTensor) and not isinstance(self, DTensor):
-        become(self, values)
+    moves = isinstance(self, CudaTensor) != isinstance(values, CudaTensor)
+    if moves and not isinstance(self, DTensor):
+        set_values(self, values)
         return
     ORIGINAL_DATA.__set__(self, values)
     if isinstance(self, CudaTensor) and isinstance(values, CudaTensor):
-        self.inner, self.index = values.inner, values.index
+        self.inner = values.inner
+        self.index = values.index
+
+
+def index_of(tensor: torch.Tensor) -> int | None:
+    """The number of a tensor's GPU, or None for a tensor on the host."""
+    if isinstance(tensor, CudaTensor):
+        return tensor.index
+    return None
+
+
+def on_gpu_or_host(inner: torch.Tensor, index: int | None) -> torch.Tensor:
+    """A CPU tensor as one of GPU ``index``; for None as it is."""
+    if index is None:
+        return inner
+    return CudaTensor(inner, index)
 
 
 class Copy(torch.autograd.Function):
@@ -121,13 +150,12 @@ class Copy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, index: int | None) -> torch.Tensor:
-        ctx.source = tensor.index if isinstance(tensor, CudaTensor) else None
-        copy = bare(tensor).detach().clone()
-        return copy if index is None else CudaTensor(copy, index)
+        ctx.source = index_of(tensor)
+        return on_gpu_or_host(cpu_tensor(tensor).detach().clone(), index)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return bare(grad) if ctx.source is None else CudaTensor(bare(grad), ctx.source), None
+        return on_gpu_or_host(cpu_tensor(grad), ctx.source), None
 
 
 def move(tensor: torch.Tensor, device: Device, non_blocking: bool = False) -> torch.Tensor:
@@ -135,18 +163,23 @@ def move(tensor: torch.Tensor, device: Device, non_blocking: bool = False) -> to
     if isinstance(tensor, DTensor):
         if is_gpu(device) == is_gpu(tensor.device):
             return tensor
-        sizes: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride()}
         return DTensor.from_local(
-            move(tensor.to_local(), device, non_blocking), tensor.device_mesh, tensor.placements, **sizes
+            move(tensor.to_local(), device, non_blocking),
+            tensor.device_mesh,
+            tensor.placements,
+            shape=tensor.shape,
+            stride=tensor.stride(),
         )
-    target = gpu_of(device) if is_gpu(device) else None
-    source = tensor.index if isinstance(tensor, CudaTensor) else None
+    target = None
+    if is_gpu(device):
+        target = gpu_of(device)
+    source = index_of(tensor)
     if target == source:
         return tensor
     if target is None or source is None:
-        count_copy(tensor, target is not None, non_blocking)
+        count_copy(tensor, upload=source is None, non_blocking=non_blocking)
     else:
-        COUNTS.add(COPY, "between GPUs", bytes_of(tensor))
+        COUNTS.count(COPY, "between GPUs", bytes_of(tensor))
     return Copy.apply(tensor, target)
 
 
@@ -155,47 +188,70 @@ def to(self: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> tor
     for keyword in ("other", "device"):
         if keyword in kwargs:
             args = (kwargs.pop(keyword), *args)
-    if [type(arg) for arg in args[-2:]] == [bool, bool]:
-        args, copy = args[:-1], args[-1]
+    if [type(arg) for arg in args[-2:]] == [bool, bool]:  # non_blocking and copy
+        copy = args[-1]
+        args = args[:-1]
     if args and isinstance(args[0], torch.Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
-    place, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-    here = place is not None and place.type in ("cpu", "cuda")  # else it is "meta", say, or no device
-    tensor = move(self, place, non_blocking) if here else self
-    copy = copy and tensor is self
-    changes = {"device": None if here else place, "dtype": dtype, "memory_format": memory_format, "copy": copy or None}
-    changes = {name: change for name, change in changes.items() if change is not None}
-    return ORIGINAL_TO(tensor, **changes) if changes else tensor
+    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    tensor = self
+    changes: dict[str, Any] = {}  # which torch's own function makes
+    if device is not None:
+        if device.type in ("cpu", "cuda"):
+            tensor = move(self, device, non_blocking)
+        else:
+            changes["device"] = device
+    if dtype is not None:
+        changes["dtype"] = dtype
+    if memory_format is not None:
+        changes["memory_format"] = memory_format
+    if copy and tensor is self:
+        changes["copy"] = True
+    if not changes:
+        return tensor
+    return ORIGINAL_TO(tensor, **changes)
 
 
 def cuda(self: torch.Tensor, device: Device = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
-    return to(self, "cuda" if device is None else device, non_blocking=non_blocking)
+    if device is None:
+        device = "cuda"
+    return to(self, device, non_blocking=non_blocking)
 
 
 def pin_memory(self: torch.Tensor, device: Device = None) -> torch.Tensor:
     """A copy that is marked as pinned."""
     if isinstance(self, CudaTensor):
         raise COUNTS.refuse(f"cannot pin a tensor on {self.device}: only dense CPU tensors can be pinned")
-    return self if is_pinned(self) else mark_pinned(self.detach().clone())
+    if is_pinned(self):
+        return self
+    return mark_pinned(self.detach().clone())
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """torch.load: a tensor that was saved on GPU k comes back there, unless map_location names another place.
+    """torch.load: a tensor that was saved on GPU k comes back there, unless map_location names another device.
 
     Of a map_location that is a dict, the first value counts. A function is taken for one that returns CPU tensors.
     """
-    target = next(iter(map_location.values())) if isinstance(map_location, dict) else map_location
-    target = "cpu" if callable(target) else target
-    LOADING.append(target)
+    target = map_location
+    if isinstance(map_location, dict):
+        target = next(iter(map_location.values()))
+    if callable(target):
+        target = "cpu"
+    location = None
+    if target is not None:
+        location = "cpu"  # of the tensors inside
+    MAP_LOCATIONS.append(target)
     try:
-        out = ORIGINAL_LOAD(f, map_location=None if target is None else "cpu", **kwargs)
+        out = ORIGINAL_LOAD(f, map_location=location, **kwargs)
     finally:
-        LOADING.pop()
+        MAP_LOCATIONS.pop()
     if is_gpu(target) and not isinstance(map_location, dict):
-        out = tree_map_only(torch.Tensor, lambda tensor: move(tensor, target), out)
+        return tree_map_only(torch.Tensor, lambda tensor: move(tensor, target), out)
     return out
 
 
 def leave_eager(model: Any = None, **kwargs: Any) -> Any:
     """torch.compile: it cannot trace a pretended tensor, so the model stays uncompiled."""
-    return leave_eager if model is None else model
+    if model is None:  # as in @torch.compile(mode=…)
+        return leave_eager
+    return model

@@ -11,13 +11,12 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
 from helpers.counts import COUNTS
-from helpers.ranks.rank import TORCHRUNS, numbers
-from helpers.rehearsal import devices, gpus, nccl, placement, report, wrappers
+from helpers.ranks.rank import TORCHRUN_VARIABLES, rank_variables
+from helpers.rehearsal import devices, events, gpus, nccl, placement, report, wrappers
 from helpers.rehearsal.devices import Node
 
 EXIT = os._exit
@@ -25,24 +24,24 @@ ROOT = str(Path(__file__).resolve().parents[2])
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by torchrun's agent
 
 
-def be_new(mask: Iterable[int]) -> None:
-    """Make this forked process as new as one that torchrun has started: its session, its signals, its numbers."""
-    os.setsid()
-    for number in HANDLED:  # some are ignored in a shell's background job
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+def prepare_process() -> None:
+    """Make this forked process as new as one that torchrun has started: its output, its imports, its random numbers."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.path.append(ROOT)  # last, as the script may have a module that is called helpers
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), ROOT]))
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # else all ranks would draw the same numbers
+    paths = [ROOT]
+    if os.environ.get("PYTHONPATH"):
+        paths.insert(0, os.environ["PYTHONPATH"])
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    numpy = sys.modules.get("numpy")
+    if numpy:
+        numpy.random.seed()  # otherwise all ranks would draw the same numbers
 
 
 def variables(rank: int, gpus: int, nodes: int, port: int, folder: Path) -> dict[str, str]:
     """The environment variables that torchrun sets for a rank."""
     return {
-        **TORCHRUNS,
-        **numbers(rank, gpus, nodes),
+        **TORCHRUN_VARIABLES,
+        **rank_variables(rank, gpus, nodes),
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "rehearsal",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -54,7 +53,7 @@ def variables(rank: int, gpus: int, nodes: int, port: int, folder: Path) -> dict
 def pretend(count: int) -> None:
     """From now on this process has ``count`` pretended GPUs."""
     Node.gpus = count
-    for module in (devices, gpus, placement, nccl, wrappers):
+    for module in (devices, gpus, placement, nccl, wrappers, events):
         module.patch()
 
 
@@ -67,10 +66,42 @@ def write_stacks(path: Path, thread: int) -> None:
     while True:
         time.sleep(1)
         frame = sys._current_frames()[thread]
-        calls = [(call.f_code.co_filename, line, call.f_code.co_name) for call, line in traceback.walk_stack(frame)]
-        del frame  # it holds the tensors of the functions that run, and a tensor that is held cannot move
-        new.write_text("".join(f'File "{file}", line {line} in {name}\n' for file, line, name in calls))
+        lines = []
+        for call, number in traceback.walk_stack(frame):
+            lines.append(f'File "{call.f_code.co_filename}", line {number} in {call.f_code.co_name}\n')
+        del frame, call  # they hold the tensors of the functions that run, and a tensor that is held cannot move
+        new.write_text("".join(lines))
         new.replace(path)
+
+
+def hide_this_package(first_path: str) -> None:
+    """Let the script import a module of its own that is called helpers, also a folder, instead of this package."""
+    for name in list(sys.modules):
+        if name.split(".")[0] == "helpers" and not name.startswith("helpers.rehearsal"):
+            del sys.modules[name]
+    if os.path.isdir(os.path.join(first_path, "helpers")):  # anything else on the path would precede a folder
+        sys.path[1:] = [folder for folder in sys.path[1:] if folder != ROOT]
+
+
+def run_as_main(script: str, is_module: bool, folder: Path) -> int:
+    """Run the script as ``__main__``; return its exit status. An exception becomes a traceback and status 1."""
+    try:
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None:
+            return 0
+        if isinstance(end.code, int):
+            return end.code
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        (folder / f"raised-{os.environ['RANK']}").touch()  # so that no peer takes its own error for the cause
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> NoReturn:
@@ -79,13 +110,14 @@ def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) 
     ``args`` are the command's. ``folder`` takes the last refusal.
     """
     process = os.getpid()
+    rank = os.environ["RANK"]
 
     def leave(status: int) -> NoReturn:
         """The script's os._exit: it first writes the report and the refusals. A forked child leaves at once."""
         if os.getpid() == process:
             if COUNTS.refusals:
                 last = COUNTS.refusals[-1]
-                (folder / f"refused-{os.environ['RANK']}").write_text(f"{last.line}: {last.error}")
+                (folder / f"refused-{rank}").write_text(f"{last.line}: {last.error}")
             with contextlib.suppress(BrokenPipeError):
                 report.write(args.json)
                 sys.stdout.flush()
@@ -93,29 +125,15 @@ def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) 
         EXIT(status)
 
     # Not a threading.Thread: the script may count those.
-    _thread.start_new_thread(write_stacks, (folder / f"stack{os.environ['RANK']}", _thread.get_ident()))
+    _thread.start_new_thread(write_stacks, (folder / f"stack{rank}", _thread.get_ident()))
     warnings.filterwarnings("ignore", message=".*wrapper subclass.*")
     pretend(args.gpus)
     os._exit = leave
     sys.argv = [script, *flags]
-    sys.path[0] = os.getcwd() if args.module else os.path.dirname(os.path.abspath(script))
-    for name in [name for name in sys.modules if name.split(".")[0] == "helpers" and not name.startswith(__package__)]:
-        del sys.modules[name]  # the script may have one of its own, also a folder, which anything else would precede
-    if os.path.isdir(os.path.join(sys.path[0], "helpers")):
-        sys.path[1:] = [folder for folder in sys.path[1:] if folder != ROOT]
-    status = 0
-    try:
-        if args.module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if status and not isinstance(end.code, int):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        (folder / f"raised-{os.environ['RANK']}").touch()  # so that no peer takes its own error for the cause
-        traceback.print_exc()
-        status = 1
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    if args.module:
+        sys.path[0] = os.getcwd()
+    hide_this_package(sys.path[0])
+    status = run_as_main(script, args.module, folder)
     atexit._run_exitfuncs()
     leave(status)

@@ -36,7 +36,9 @@ class Report:
 
 def text(report: Report) -> str:
     """The report as text for the screen."""
-    gpus = f"{report.world_size} pretended GPU" + ("s" if report.world_size > 1 else "")
+    gpus = "1 pretended GPU"
+    if report.world_size > 1:
+        gpus = f"{report.world_size} pretended GPUs"
     lines = [f"Rehearsal on {gpus}: rank {report.rank}, {report.steps} optimizer steps."]
     width = max([len(row.line) for row in report.lines], default=0)
     for kind, title in TITLES.items():
@@ -44,20 +46,31 @@ def text(report: Report) -> str:
         if rows:
             lines.append(f"  {title}")
         for row in rows:
-            size = of_bytes(row.bytes) if row.bytes else ""
+            size = ""
+            if row.bytes > 0:
+                size = of_bytes(row.bytes)
             often = f"{row.count:6} times {row.per_step:7.2f} a step {size:>10}"
             lines.append(f"    {row.line:{width}}  {row.what:29} {often}".rstrip())
     for buckets in report.ddp_buckets:
-        lines.append(f"  DDP's buckets ({buckets.line}): {' + '.join(map(of_bytes, buckets.bytes))}")
-    return "\n".join([*lines, UNSEEN.rstrip()])
+        sizes = " + ".join(of_bytes(size) for size in buckets.bytes)
+        lines.append(f"  DDP's buckets ({buckets.line}): {sizes}")
+    lines.append(UNSEEN.rstrip())
+    return "\n".join(lines)
 
 
 def write(path: Path | None) -> None:
     """On rank 0 alone: print the report to stderr and then write it as JSON to the path, unless that is None."""
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
     if rank != 0:
         return
-    report = Report(rank, world_size, len(COUNTS.marks), [*BUCKETS.values()], COUNTS.rows(), COUNTS.refusals)
+    report = Report(
+        rank=rank,
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        steps=len(COUNTS.events_at_step),
+        ddp_buckets=[*BUCKETS.values()],
+        lines=COUNTS.rows(),
+        refused=COUNTS.refusals,
+    )
     print(text(report), file=sys.stderr, flush=True)
     if path:
         path.write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")

@@ -16,11 +16,12 @@ from helpers.rehearsal.devices import Generator, bytes_of, gpu_of, is_gpu, is_pi
 aten = torch.ops.aten
 COPIES = {aten.copy_.default, aten._to_copy.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-# The shapes of their results depend on values, so the host has to wait for the GPU.
-WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# Tags of operators whose result's shape depends on values, so that the host has to wait for the GPU.
+VALUES_DECIDE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operators
+REPORTED_NAMES = {"_local_scalar_dense": "item", "index": "mask"}  # what the report calls an operator
 
-LOADING: list[Device] = []  # the map_location of each torch.load that is running
+MAP_LOCATIONS: list[Device] = []  # of each torch.load that is running
 Base: Any = torch.Tensor  # without its types: they leave no room for another device, and say nothing of descriptors
 
 
@@ -31,7 +32,7 @@ class CudaTensor(Base):
 
     inner: torch.Tensor
     index: int
-    at_collective: Callable[[Any, Any], None]  # checks and counts an operator, and its arguments
+    check_collective: Callable[[Any, Any], None]  # of an operator and its arguments; ``nccl`` sets it
 
     @staticmethod
     def __new__(cls: Any, inner: torch.Tensor, index: int) -> "CudaTensor":
@@ -46,7 +47,9 @@ class CudaTensor(Base):
             layout=inner.layout,
             device="cpu",
         )
-        tensor.inner = inner.detach() if inner.requires_grad else inner
+        if inner.requires_grad:
+            inner = inner.detach()
+        tensor.inner = inner
         tensor.index = index
         return tensor
 
@@ -89,95 +92,131 @@ class CudaTensor(Base):
         raise COUNTS.refuse(f"can't convert {self.device} device type tensor to numpy. {message}", TypeError)
 
     def tolist(self) -> Any:
-        COUNTS.add(WAIT, "tolist")
+        COUNTS.count(WAIT, "tolist")
         return self.inner.tolist()
 
     def __format__(self, spec: str) -> str:
-        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+        if self.dim() == 0:
+            return format(self.item(), spec)
+        return object.__format__(self, spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        COUNTS.add(WAIT, "print")
+        COUNTS.count(WAIT, "print")
         return f"{repr(self.inner)[:-1]}, device='{self.device}')"
 
-    def parts(self) -> tuple[Any, ...]:
-        """What ``rebuild`` makes a copy of."""
+    def state(self) -> tuple[Any, ...]:
+        """The arguments with which ``rebuild`` makes a copy."""
         return self.inner.detach().clone(), self.index, self.requires_grad, isinstance(self, torch.nn.Parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return memo.setdefault(id(self), rebuild(*self.parts()))
+        return memo.setdefault(id(self), rebuild(*self.state()))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        COUNTS.add(WAIT, "pickle")
-        return rebuild, self.parts()
+        COUNTS.count(WAIT, "pickle")
+        return rebuild, self.state()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run an operator on the CPU tensors inside, and wrap its results. Raises and counts what a GPU would."""
         kwargs = dict(kwargs or {})
         tensors = tensors_in((*args, *kwargs.values()))
-        wrappers = {id(tensor.inner): tensor for tensor in tensors if isinstance(tensor, CudaTensor)}
-        gpus = {tensor.index for tensor in wrappers.values()}
+        pretended = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
         device = kwargs.pop("device", None)
-        index = gpu_of(device) if is_gpu(device) else next(iter(wrappers.values())).index
-        generator = kwargs.get("generator")
-        if generator is not None and generator._cdata not in Generator.on_gpus:
-            raise COUNTS.refuse("Expected a 'cuda' device type for generator but found 'cpu'")
-        check_devices(func, args, tensors, gpus)
+        index = pretended[0].index
+        if is_gpu(device):
+            index = gpu_of(device)
+        check_generator(kwargs.get("generator"))
+        check_devices(func, args, tensors)
         count_waits(func, args, kwargs)
         if func.namespace in COLLECTIVES:
-            cls.at_collective(func, args)
-        out = func(*strip(args), **strip(kwargs))
-        for tensor in wrappers.values() if func._schema.is_mutable else ():
-            if (tensor.size(), tensor.stride()) != (tensor.inner.size(), tensor.inner.stride()):
-                with torch.utils._mode_utils.no_dispatch():  # only .data can change a wrapper's shape
-                    tensor.data = CudaTensor(tensor.inner, tensor.index)
+            cls.check_collective(func, args)
+        out = func(*unwrap(args), **unwrap(kwargs))
+        if func._schema.is_mutable:
+            for tensor in pretended:
+                follow_shape(tensor)
         # In-place and out= variants return one of their arguments, so its wrapper has to come back.
-        arguments = wrappers | {id(tensor): tensor for tensor in tensors if not isinstance(tensor, CudaTensor)}
-        return with_tensors(out, lambda t: arguments[id(t)] if id(t) in arguments else CudaTensor(t, index))
+        arguments = {id(cpu_tensor(tensor)): tensor for tensor in tensors}
+
+        def wrap(result: torch.Tensor) -> torch.Tensor:
+            if id(result) in arguments:
+                return arguments[id(result)]
+            return CudaTensor(result, index)
+
+        return map_tensors(out, wrap)
+
+
+def follow_shape(tensor: CudaTensor) -> None:
+    """Give a wrapper the shape of the tensor inside, which an operator may have changed in place."""
+    if (tensor.size(), tensor.stride()) != (tensor.inner.size(), tensor.inner.stride()):
+        with torch.utils._mode_utils.no_dispatch():  # only .data can change a wrapper's shape
+            tensor.data = CudaTensor(tensor.inner, tensor.index)
 
 
 def rebuild(inner: torch.Tensor, index: int, requires_grad: bool = False, parameter: bool = False) -> torch.Tensor:
-    """Copy or unpickle a CUDA tensor, to the GPU that it came from, or to the ``map_location`` of torch.load."""
-    place = LOADING[-1] if LOADING and LOADING[-1] is not None else index
-    tensor = CudaTensor(inner, gpu_of(place)) if is_gpu(place) else inner
-    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+    """Copy or unpickle a CUDA tensor, to the GPU that it was on, or to the ``map_location`` of torch.load."""
+    device: Device = index
+    if MAP_LOCATIONS and MAP_LOCATIONS[-1] is not None:
+        device = MAP_LOCATIONS[-1]
+    tensor = inner
+    if is_gpu(device):
+        tensor = CudaTensor(inner, gpu_of(device))
+    if parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
 
 
 torch.serialization.add_safe_globals([CudaTensor, rebuild])
 
 
-def become(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """``tensor.data = values`` for a tensor on another kind of device: the tensor becomes one of the values' kind."""
-    grad, tensor.grad = tensor.grad, None
-    other = torch.nn.Parameter(values.detach(), False) if isinstance(tensor, torch.nn.Parameter) else values.detach()
-    torch.utils.swap_tensors(tensor, other.requires_grad_(tensor.requires_grad))
-    if grad is not None:
-        tensor.grad = CudaTensor(bare(grad), values.index) if isinstance(values, CudaTensor) else bare(grad)
+def set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """``tensor.data = values`` where the values are on another kind of device, to which the tensor then moves."""
+    grad = tensor.grad
+    tensor.grad = None
+    replacement = values.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        replacement = torch.nn.Parameter(replacement, False)
+    torch.utils.swap_tensors(tensor, replacement.requires_grad_(tensor.requires_grad))
+    if grad is None:
+        return
+    grad = cpu_tensor(grad)
+    if isinstance(values, CudaTensor):
+        grad = CudaTensor(grad, values.index)
+    tensor.grad = grad
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among an operator's arguments, also those in lists and tuples."""
     tensors: list[Any] = []
-    with_tensors([*values], tensors.append)
+    map_tensors([*values], tensors.append)
     return tensors
 
 
-def with_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """An operator's arguments or result, with each tensor changed. torch's tree_map takes longer than the operator."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):
-        return type(value)([with_tensors(item, change) for item in value])
-    return {name: with_tensors(item, change) for name, item in value.items()} if isinstance(value, dict) else value
+        return type(value)([map_tensors(item, change) for item in value])
+    if isinstance(value, dict):
+        return {name: map_tensors(item, change) for name, item in value.items()}
+    return value
 
 
-def bare(tensor: torch.Tensor) -> torch.Tensor:
+def cpu_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The CPU tensor inside a pretended one, or the tensor itself."""
-    return tensor.inner if isinstance(tensor, CudaTensor) else tensor
+    if isinstance(tensor, CudaTensor):
+        return tensor.inner
+    return tensor
 
 
-def strip(value: Any) -> Any:
+def unwrap(value: Any) -> Any:
     """An operator's argument with CPU tensors in place of pretended ones."""
-    return with_tensors(value, bare)
+    return map_tensors(value, cpu_tensor)
+
+
+def on_host(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The CPU's tensors among an operator's arguments."""
+    return [tensor for tensor in tensors_in(values) if not isinstance(tensor, CudaTensor)]
 
 
 def called_by_torch_itself() -> bool:
@@ -193,44 +232,68 @@ def called_by_torch_itself() -> bool:
     )
 
 
-def check_devices(func: Any, args: Any, tensors: list[torch.Tensor], gpus: set[int]) -> None:
+def check_generator(generator: Any) -> None:
+    """Raise torch's RuntimeError where a tensor on a GPU would get its random numbers from a CPU generator."""
+    if generator is not None and generator._cdata not in Generator.on_gpus:
+        raise COUNTS.refuse("Expected a 'cuda' device type for generator but found 'cpu'")
+
+
+def check_devices(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
     """Raise torch's RuntimeError for arguments on different devices."""
     if func in COPIES or func.namespace in COLLECTIVES:
         return
-    hosts = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor)]
-    if func in INDEXING and isinstance(args[0], CudaTensor):  # torch uploads indices from the CPU
-        hosts = [tensor for tensor in tensors_in(args[2:]) if not isinstance(tensor, CudaTensor)]
-        if any(not isinstance(tensor, CudaTensor) for tensor in tensors_in(args[1])):
-            COUNTS.add(UPLOAD, "index")
-    # A CPU tensor may be a scalar, or empty.
-    others = {str(tensor.device) for tensor in hosts if tensor.dim() > 0 and tensor.numel() > 0}
-    places = sorted({f"cuda:{index}" for index in gpus} | others)
-    if len(places) > 1 and not called_by_torch_itself():
+    host = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor)]
+    if func in INDEXING and isinstance(args[0], CudaTensor):
+        # torch uploads indices from the CPU, so only the other arguments have to be on the GPU.
+        if on_host([args[1]]):
+            COUNTS.count(UPLOAD, "index")
+        host = on_host(args[2:])
+    devices = {f"cuda:{tensor.index}" for tensor in tensors if isinstance(tensor, CudaTensor)}
+    for tensor in host:
+        may_be_anywhere = tensor.dim() == 0 or tensor.numel() == 0
+        if not may_be_anywhere:
+            devices.add(str(tensor.device))
+    if len(devices) > 1 and not called_by_torch_itself():
         message = "Expected all tensors to be on the same device, but found at least two devices"
-        raise COUNTS.refuse(f"{message}, {' and '.join(places)}! (when checking arguments of {func})")
+        raise COUNTS.refuse(f"{message}, {' and '.join(sorted(devices))}! (when checking arguments of {func})")
 
 
 def count_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Count an operator at which the host waits for the GPU, or a copy between the two."""
-    name = func.__name__.partition(".")[0]
     if func is aten.copy_.default:
         target, source = args[:2]
         upload = isinstance(target, CudaTensor)
         if upload != isinstance(source, CudaTensor) and not called_by_torch_itself():
-            count_copy(source, upload, args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-    elif not WAITING.isdisjoint(func.tags) and func.namespace == "aten":
-        if func is aten.index.Tensor and not any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1])):
-            return
-        if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
-            return
-        COUNTS.add(WAIT, {"_local_scalar_dense": "item", "index": "mask"}.get(name, name))
+            non_blocking = kwargs.get("non_blocking", False)
+            if len(args) > 2:
+                non_blocking = args[2]
+            count_copy(source, upload, non_blocking)
+    elif needs_values(func, args, kwargs):
+        name = func.__name__.partition(".")[0]
+        COUNTS.count(WAIT, REPORTED_NAMES.get(name, name))
+
+
+def needs_values(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the host needs values of the GPU to know the shape of an operator's result, or the result itself."""
+    if VALUES_DECIDE.isdisjoint(func.tags) or func.namespace != "aten":
+        return False
+    if func is aten.index.Tensor:
+        return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))  # of masks, not numbers
+    if func is aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    return True
 
 
 def count_copy(source: torch.Tensor, upload: bool, non_blocking: bool) -> None:
     """Count a copy between host and GPU. Without pinned memory the host waits for a copy to the GPU."""
-    if upload:
-        pinned = is_pinned(source)
-        what = NOT_PINNED if non_blocking and not pinned else "to the GPU"
-        COUNTS.add(COPY if non_blocking and pinned else UPLOAD, what, bytes_of(source))
+    size = bytes_of(source)
+    if upload and not non_blocking:
+        COUNTS.count(UPLOAD, "to the GPU", size)
+    elif upload and not is_pinned(source):
+        COUNTS.count(UPLOAD, NOT_PINNED, size)
+    elif upload:
+        COUNTS.count(COPY, "to the GPU", size)
+    elif non_blocking:
+        COUNTS.count(COPY, "to the CPU", size)
     else:
-        COUNTS.add(COPY if non_blocking else WAIT, "to the CPU", bytes_of(source))
+        COUNTS.count(WAIT, "to the CPU", size)

@@ -1,4 +1,4 @@
-"""DDP, DTensor and optimizers on pretended GPUs: patches for their C++ parts, which see only CPU tensors."""
+"""DDP, DTensor and modules on pretended GPUs: patches for their C++ parts, which see only CPU tensors."""
 
 import contextlib
 import sys
@@ -14,13 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._random import OffsetBasedRNGTracker
 from torch.distributed.tensor.experimental import register_sharding
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import optimizer
 from torch.utils._pytree import tree_leaves
 
-from helpers.counts import COLLECTIVE, COUNTS, script_line
-from helpers.rehearsal import nccl
-from helpers.rehearsal.devices import Node, bytes_of, is_gpu, replace
-from helpers.rehearsal.tensor import CudaTensor, with_tensors
+from helpers.counts import COUNTS, script_line
+from helpers.rehearsal import events, nccl
+from helpers.rehearsal.devices import Node, is_gpu, replace
+from helpers.rehearsal.tensor import CudaTensor, map_tensors
 
 NUMBERS = 'int(os.environ["LOCAL_RANK"]) as its rank and int(os.environ["WORLD_SIZE"]) as the number of ranks'
 SPAWN = f"mp.spawn starts ranks, and they run already, as with torchrun: call the function itself, with {NUMBERS}"
@@ -46,28 +45,27 @@ def patch() -> None:
     replace(nn.Module, _apply=apply)
     replace(torch._C, _group_tensors_by_device_and_dtype=group_tensors)
     for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
-        replace(owner, **dict.fromkeys(("spawn", "start_processes"), refusing(SPAWN)))
+        replace(owner, spawn=refusing(SPAWN), start_processes=refusing(SPAWN))
     replace(nn.modules.batchnorm, sync_batch_norm=SimpleNamespace(apply=refusing(SYNC_BATCH_NORM)))
-    optimizer.register_optimizer_step_post_hook(COUNTS.count_step)
 
 
 def patch_ddp() -> None:
-    ddp = DistributedDataParallel
-    start, forward = ddp.__init__, ddp.forward
+    original_init = DistributedDataParallel.__init__
+    original_forward = DistributedDataParallel.forward
 
     def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         # DDP's C++ makes buckets on the CPU. Gradients that are views of the buckets would be CPU tensors.
         kwargs["gradient_as_bucket_view"] = False
-        start(self, module, *args, **kwargs)
+        original_init(self, module, *args, **kwargs)
 
-    def count_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = forward(self, *args, **kwargs)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original_forward(self, *args, **kwargs)
         group = nccl.nccl_of(self.process_group)
         if group and torch.is_grad_enabled() and self.require_backward_grad_sync:
             count_reduction(self, group, out)
         return out
 
-    replace(ddp, __init__=init, forward=count_forward)
+    replace(DistributedDataParallel, __init__=init, forward=forward)
     for name in ("buffer", "gradients"):  # what a comm hook takes from a bucket
         replace(dist.GradBucket, **{name: of_this_gpu(getattr(dist.GradBucket, name))})
 
@@ -77,17 +75,28 @@ def patch_dtensor() -> None:
     wrap: Any = torch.Tensor._make_wrapper_subclass
 
     def on_cpu(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        return wrap(*args, device="cpu" if is_gpu(device) else device, **kwargs)
+        if is_gpu(device):
+            device = "cpu"
+        return wrap(*args, device=device, **kwargs)
 
     replace(torch.Tensor, _make_wrapper_subclass=staticmethod(on_cpu))
     replace(DTensor, device=property(lambda self: self._local_tensor.device))
     replace(DTensor, is_cuda=property(lambda self: self._local_tensor.is_cuda))
-    replace(OffsetBasedRNGTracker, _distribute_region=draw)
-    # The CPU's fused attention may be split as the GPU's is, by sequences or by heads: its results, then its arguments.
+    replace(OffsetBasedRNGTracker, _distribute_region=own_random_numbers)
     attention = "_scaled_dot_product_flash_attention_for_cpu"
-    for name, results, tensors in ((attention, 2, 3), (f"{attention}_backward", 3, 6)):
-        parts = [([part] * results, [part] * tensors + [None] * 2) for part in (Replicate(), Shard(0), Shard(1))]
-        register_sharding(getattr(torch.ops.aten, name).default)(lambda *args, parts=parts, **kwargs: parts)
+    allow_sharding(getattr(torch.ops.aten, attention), results=2, tensors=3)
+    allow_sharding(getattr(torch.ops.aten, f"{attention}_backward"), results=3, tensors=6)
+
+
+def allow_sharding(operator: Any, results: int, tensors: int) -> None:
+    """Let the CPU's fused attention be split as the GPU's is, by sequences or by heads.
+
+    After its tensors, the operator has two arguments that are none.
+    """
+    shardings = []
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        shardings.append(([placement] * results, [placement] * tensors + [None, None]))
+    register_sharding(operator.default)(lambda *args, **kwargs: shardings)
 
 
 def refusing(message: str) -> Callable[..., Any]:
@@ -101,7 +110,7 @@ def refusing(message: str) -> Callable[..., Any]:
 
 def of_this_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
     """A method that gives CPU tensors of DDP's C++, wrapped: it gives tensors on the current GPU with their values."""
-    return lambda self: with_tensors(original(self), lambda tensor: CudaTensor(tensor, Node.current))
+    return lambda self: map_tensors(original(self), lambda tensor: CudaTensor(tensor, Node.current))
 
 
 def count_reduction(model: Any, group: Any, out: Any) -> None:
@@ -110,21 +119,26 @@ def count_reduction(model: Any, group: Any, out: Any) -> None:
     When backward reaches the model, the ranks compare whether all of them have come there.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    COUNTS.add(COLLECTIVE, "allreduce by DDP, in backward", sum(map(bytes_of, parameters)))
+    events.collective("allreduce by DDP, in backward", parameters)
     data = model._get_ddp_logging_data()
-    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-    line = BUCKETS[model].line if model in BUCKETS else script_line()
-    BUCKETS[model] = Buckets(line, [int(part) for part in str(sizes).split(",") if part.strip()])
+    sizes = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "")
+    line = script_line()
+    if model in BUCKETS:
+        line = BUCKETS[model].line
+    BUCKETS[model] = Buckets(line, [int(size) for size in sizes.split(",") if size.strip()])
     outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
-    if outputs and not model._join_config.enable:  # a rank without inputs then comes as well, in C++
-        call = f"DDP's all_reduce of {sum(parameter.numel() for parameter in parameters)} gradients"
-        outputs[-1].register_hook(lambda grad: group.come(call))
+    # In DDP's join a rank without inputs takes part as well, in C++, where it cannot announce its call.
+    if outputs and not model._join_config.enable:
+        gradients = sum(parameter.numel() for parameter in parameters)
+        outputs[-1].register_hook(lambda grad: group.announce(f"DDP's all_reduce of {gradients} gradients"))
 
 
 def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Module._apply, which moves a module. weight_norm's result would keep hold of the parameters that it came from."""
+    # No variable of this function may hold a tensor: a tensor that is held cannot move.
     derived = [name for name, value in vars(self).items() if isinstance(value, torch.Tensor) and value.grad_fn]
-    vars(self).update({name: vars(self)[name].detach() for name in derived})
+    for name in derived:
+        vars(self)[name] = vars(self)[name].detach()
     return ORIGINAL_APPLY(self, *args, **kwargs)
 
 
@@ -132,13 +146,15 @@ def group_tensors(tensors: Any, with_indices: bool) -> dict[Any, Any]:
     """How clipping and optimizers group tensors by device and type. Their C++ takes all devices for the CPU."""
     groups = {}
     for (device, dtype), (lists, indices) in ORIGINAL_GROUPING(tensors, with_indices).items():
-        first = next((tensor for tensor in lists[0] if tensor is not None), None)
-        groups[device if first is None else first.device, dtype] = (lists, indices)
+        present = [tensor for tensor in lists[0] if tensor is not None]
+        if present:
+            device = present[0].device
+        groups[device, dtype] = (lists, indices)
     return groups
 
 
 @contextlib.contextmanager
-def draw(self: Any, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
+def own_random_numbers(self: Any, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
     """Where a DTensor draws random numbers: each shard has numbers of its own, and equal parts have equal numbers."""
     if generator is not None or not self.distribute_region_enabled:
         yield
@@ -146,11 +162,10 @@ def draw(self: Any, spec: Any, generator: torch.Generator | None = None) -> Iter
     # PyTorch 2.11 has these two methods and no function that returns what they add.
     state = SimpleNamespace(offset=0)
     self._set_pre_op_offset(state, spec)
-    first = state.offset  # of this rank's shard
+    shard_offset = state.offset
     self._set_post_op_offset(state, spec, 0)
-    count = state.offset  # of the whole tensor
-    seed, drawn = Node.draws
+    numbers_of_the_tensor = state.offset
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(hash((seed, drawn + first)) % 2**63)
+        torch.default_generator.manual_seed(hash((Node.random_seed, Node.random_offset + shard_offset)) % 2**63)
         yield
-    Node.draws = [seed, drawn + count]
+    Node.random_offset += numbers_of_the_tensor

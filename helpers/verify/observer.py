@@ -61,13 +61,13 @@ def count_waits() -> None:
             return show(message, *args, **kwargs)
         place = frame_outside(warnings.__file__, __file__, counts.__file__)
         if not place or place.f_code.co_name not in ("synchronize", "barrier"):  # which count by their names
-            SEEN.add(WAIT, "torch's warning")
+            SEEN.count(WAIT, "torch's warning")
 
     warnings.showwarning = see
     warnings.filterwarnings("always", message=SYNC)  # by default, a line's first warning alone is shown
     torch.cuda.set_sync_debug_mode("warn")
     for owner in (torch.cuda, torch.accelerator, torch.cuda.Event, torch.cuda.Stream):
-        count_calls(owner, "synchronize", lambda *args, **kwargs: SEEN.add(WAIT, "synchronize"))
+        count_calls(owner, "synchronize", lambda *args, **kwargs: SEEN.count(WAIT, "synchronize"))
 
 
 def count_collective(name: str, group: Any, *args: Any, **kwargs: Any) -> None:
@@ -75,14 +75,14 @@ def count_collective(name: str, group: Any, *args: Any, **kwargs: Any) -> None:
     on_gpu = any(tensor.is_cuda for tensor in tensors_in((*args, *kwargs.values())))
     if name == "barrier" and nccl_of(group):
         on_gpu = True
-        SEEN.add(WAIT, name)
-    SEEN.add(COLLECTIVE, f"{name} ({'NCCL' if on_gpu else 'gloo'})")
+        SEEN.count(WAIT, name)
+    SEEN.count(COLLECTIVE, f"{name} ({'NCCL' if on_gpu else 'gloo'})")
 
 
 def count_pass(model: Any, *args: Any, **kwargs: Any) -> None:
     """Count a forward pass of DDP: the backward that follows all-reduces the gradients, in C++."""
     if torch.is_grad_enabled() and model.require_backward_grad_sync and nccl_of(model.process_group):
-        SEEN.add(COLLECTIVE, "allreduce by DDP, in backward")
+        SEEN.count(COLLECTIVE, "allreduce by DDP, in backward")
 
 
 class Functional(TorchDispatchMode):
@@ -93,7 +93,7 @@ class Functional(TorchDispatchMode):
             return NotImplemented  # torch makes plain operators of it, which come here, too
         name = func.__name__.partition(".")[0]
         if func.namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
-            SEEN.add(COLLECTIVE, f"{name.rstrip('_')} (C++)")
+            SEEN.count(COLLECTIVE, f"{name.rstrip('_')} (C++)")
         return func(*args, **(kwargs or {}))
 
 

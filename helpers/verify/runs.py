@@ -16,11 +16,11 @@ from typing import Any
 
 import psutil
 
+from helpers.ranks import processes
 from helpers.ranks.collecting import where
 from helpers.ranks.ports import LOOPBACK
 from helpers.ranks.rank import usable_cores
 from helpers.ranks.torchrun import ON_THIS_MACHINE
-from helpers.verify.leash import leashed
 from helpers.verify.sources import ROOT
 
 OBSERVER = Path(__file__).with_name("observer.py")
@@ -89,21 +89,21 @@ class Launcher:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             **variables,
         }
-        status = None
         log = self.folder / name
         with open(f"{log}.out", "w") as out, open(f"{log}.err", "w") as errors:
-            process = subprocess.Popen(
-                leashed([sys.executable, *words]),
+            program = processes.start(
+                [sys.executable, *words],
                 cwd=self.folder,
                 env=environment,
                 stdout=out,
                 stderr=errors,
                 stdin=subprocess.DEVNULL,
             )
-            try:
-                status = process.wait(min(timeout, left))
-            except subprocess.TimeoutExpired:
-                stop(process)
+            statuses = processes.wait([program], min(timeout, left))
+            if not statuses:
+                write_stacks(program)
+                processes.end([program], grace=0)
+        status = statuses.get(0)
         if status is None and left < timeout:
             raise OutOfTime
         return Finished(
@@ -159,18 +159,13 @@ def threads_of_a_rank(ranks: int, at_once: int) -> int:
     return max(1, usable_cores() // (ranks * at_once))
 
 
-def stop(process: "subprocess.Popen[bytes]") -> None:
-    """End a program that hangs, with all that it has started. First its ranks say where they are."""
-    ranks = psutil.Process(process.pid).children(recursive=True)
-    for rank in ranks:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            rank.send_signal(signal.SIGUSR2)  # at which the observer writes where its rank is
+def write_stacks(program: psutil.Process) -> None:
+    """Let the ranks of a program that hangs write where they are: the observer does it at this signal."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for rank in program.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.send_signal(signal.SIGUSR2)
     time.sleep(STACKS_WITHIN)
-    for rank in ranks:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            rank.kill()
-    process.kill()
-    process.wait()
 
 
 def trouble_of(finished: Finished, folder: Path) -> str:

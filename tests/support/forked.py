@@ -62,11 +62,11 @@ class Forked:
 
     def __init__(self, work, environment):
         self.output = tempfile.TemporaryDirectory()
-        self.watch, there = context.Pipe(duplex=False)
+        self.watch, pipe = context.Pipe(duplex=False)
         warm()
-        with without_main(), there:
-            task = (work, {"OMP_NUM_THREADS": "1", **environment}, self.output.name, there)
-            self.process = context.Process(target=become, args=task)
+        with without_main(), pipe:
+            environment = {"OMP_NUM_THREADS": "1", **environment}
+            self.process = context.Process(target=do_work, args=(work, environment, self.output.name, pipe))
             self.process.start()
         self.pid = self.process.pid
 
@@ -83,8 +83,14 @@ class Forked:
         return pids
 
     def left(self):
-        """Of what process is left: the session's, and "a fork" where one has left the session and holds the pipe."""
-        return self.session() or ([] if self.watch.poll() else ["a fork"])
+        """The processes that are left: the session's, or "a fork" where one has left the session and holds the pipe."""
+        pids = self.session()
+        if pids:
+            return pids
+        pipe_has_ended = self.watch.poll()
+        if pipe_has_ended:
+            return []
+        return ["a fork"]
 
     def end(self, timeout=240):
         """Wait for the end. Returns what ``forked`` returns."""
@@ -93,7 +99,7 @@ class Forked:
         if status is None:
             self.process.terminate()  # a rehearsal then ends its ranks
             self.process.join(10)
-        leftovers.soon(lambda: not self.left(), seconds=60 if status is not None else 10)
+        leftovers.wait_until(lambda: not self.left())
         left = self.left()
         for pid in self.session():
             with contextlib.suppress(ProcessLookupError):
@@ -101,38 +107,53 @@ class Forked:
         self.process.join()
         self.process.close()
         self.watch.close()
-        out, errors = (Path(self.output.name, name).read_text() for name in ("out", "errors"))
+        out = Path(self.output.name, "out").read_text()
+        errors = Path(self.output.name, "errors").read_text()
         self.output.cleanup()
         return status, out, errors, left
 
 
-def become(work, environment, output, watch):
-    """Do the work in this fork as a new process would. It and all that it forks hold the pipe ``watch`` open."""
-    import torch
+def do_work(work, environment, output, pipe):
+    """Do the work in this fork as a new process would. It and all that it forks hold the pipe open."""
+    import torch  # here: the tests' own process can do without
 
     os.setsid()
-    for number, name in ((1, "out"), (2, "errors")):
-        os.dup2(os.open(Path(output, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    write_to(Path(output, "out"), Path(output, "errors"))
     atexit._clear()  # the forkserver's, which would end its ranks
     multiprocessing.set_start_method(None, force=True)
     os.chdir(work.folder)
-    os.environ.clear()  # the forkserver's are those of its start
+    os.environ.clear()  # the forkserver has those of its start
     os.environ.update(environment)
     tempfile.tempdir = None
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch read it when the forkserver imported it
-    if (hiding := Path(environment.get("PYTHONPATH", ""), "sitecustomize.py")).is_file():  # of scripting.stand_alone
-        for name in [name for name in sys.modules if name.partition(".")[0] == "helpers"]:
-            del sys.modules[name]
-        runpy.run_path(str(hiding))
+    hide_helpers(Path(environment.get("PYTHONPATH", ""), "sitecustomize.py"))
+    function = getattr(importlib.import_module(work.module), work.function)
     try:
-        status = getattr(importlib.import_module(work.module), work.function)(work.words)
+        status = function(work.words)
     finally:
         atexit._run_exitfuncs()
     sys.exit(status)
 
 
+def write_to(out, errors):
+    """From now on, this process and those that it starts print into these two files."""
+    for number, path in ((1, out), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+
+
+def hide_helpers(sitecustomize):
+    """Run what scripting.stand_alone has written, if it has, which forbids the import of helpers."""
+    if sitecustomize.is_file():
+        for name in list(sys.modules):
+            if name.partition(".")[0] == "helpers":
+                del sys.modules[name]
+        runpy.run_path(str(sitecustomize))
+
+
 def run_script(words):
     """Run a script as ``python words`` would."""
-    sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
+    sys.argv = words
+    sys.path[0] = str(Path(words[0]).parent)
     runpy.run_path(words[0], run_name="__main__")

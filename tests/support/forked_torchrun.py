@@ -35,9 +35,10 @@ def get_held_port():
     return holders[0].getsockname()[1]
 
 
-def be_a_rank(script, *flags):
+def run_script(script, *flags):
     """Run the script in this process as ``python script flags`` would."""
-    sys.argv, sys.path[0] = [script, *flags], str(Path(script).parent)
+    sys.argv = [script, *flags]
+    sys.path[0] = str(Path(script).parent)
     torch.distributed.set_debug_level_from_env()  # torch read the variable in the agent
     torch.set_num_threads(torch.get_num_threads())  # else autograd's threads race to renew the pool that a fork breaks
     runpy.run_path(script, run_name="__main__")
@@ -49,7 +50,7 @@ def main(arguments):
     config.start_method = "fork"
     api.get_free_port = get_held_port
     try:
-        elastic_launch(config, be_a_rank)(args.training_script, *args.training_script_args)
+        elastic_launch(config, run_script)(args.training_script, *args.training_script_args)
     except ChildFailedError as error:
         sys.exit(str(error))
 
@@ -68,4 +69,7 @@ def serve(modules):
 
 
 if __name__ == "__main__":
-    serve(sys.argv[2:]) if sys.argv[1:2] == ["--serve"] else main(sys.argv[1:])
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2:])
+    else:
+        main(sys.argv[1:])

@@ -1,6 +1,5 @@
 """What the tests of ``launch`` share: a notebook's cell, a call that must fail, and a look at what is left."""
 
-import contextlib
 import itertools
 import linecache
 import sys
@@ -31,13 +30,17 @@ def warmed_up():
 @pytest.fixture(autouse=True)
 def nothing_left(request, warmed_up):
     """Check that each test leaves this process as it was; tests of a kernel check the kernel instead."""
-    with contextlib.nullcontext() if "kernel" in request.fixturenames else leftovers.unchanged():
+    if "kernel" in request.fixturenames:
         yield
+    else:
+        with leftovers.unchanged():
+            yield
 
 
 def cell(source):
     """{name: value} after a cell with this source has run in ``__main__``, as a notebook's cells do."""
-    source, file = textwrap.dedent(source).lstrip(), f"/somewhere/ipykernel_12345/{next(cells)}.py"
+    source = textwrap.dedent(source).lstrip()
+    file = f"/somewhere/ipykernel_12345/{next(cells)}.py"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names = {"__name__": "__main__"}
     exec("import os, signal, sys, threading, time\nimport torch\nimport torch.distributed as dist", names)
@@ -48,17 +51,18 @@ def cell(source):
 class Trap:
     """An object whose unpickling calls ``function(*args)``."""
 
-    def __init__(self, *call):
-        self.call = call
+    def __init__(self, function, *args):
+        self.function = function
+        self.args = args
 
     def __reduce__(self):
-        return self.call[0], self.call[1:]
+        return self.function, self.args
 
 
-def failure(fn, *args, **options):
+def failure(fn, *args, timeout=600, **options):
     """The RankError of a launch that has to fail. Its default timeout is ten minutes, which must not be reached."""
-    start, options = time.monotonic(), {"timeout": 600, **options}
+    start = time.monotonic()
     with pytest.raises(RankError) as refusal:
-        launch(fn, *args, **options)
+        launch(fn, *args, timeout=timeout, **options)
     assert time.monotonic() - start < 60
     return refusal.value

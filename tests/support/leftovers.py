@@ -23,58 +23,77 @@ os.environ.setdefault(MARK, uuid.uuid4().hex)
 numbers = itertools.count()
 
 
-def processes(mark=None):
-    """{pid: name} of every process with ``mark`` in its environment, or without ``mark`` of this one's descendants."""
-    by_pid = {} if mark else {child.pid: child for child in psutil.Process().children(recursive=True)}
-    mark = mark or os.environ[MARK]
+def descendants():
+    """The processes that this one has started, and those that they have."""
+    return psutil.Process().children(recursive=True)
+
+
+def marked(mark):
+    """The processes with ``mark`` in their environment, also orphans."""
+    found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                by_pid[process.pid] = process
-    for pid in (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid):
-        by_pid.pop(pid, None)  # this process keeps these two
+                found.append(process)
+    return found
+
+
+def processes(mark=None):
+    """{pid: name} of the processes with ``mark``. Without it, of all that this process has started.
+
+    The forkserver and the resource tracker of this process are left out, because it keeps them.
+    """
+    if mark is None:
+        found = [*descendants(), *marked(os.environ[MARK])]
+    else:
+        found = marked(mark)
+    kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
     names = {}
-    for pid, process in by_pid.items():
+    for process in found:
         with contextlib.suppress(psutil.Error):
-            names[pid] = process.name()
+            if process.pid not in kept:
+                names[process.pid] = process.name()
     return names
 
 
-def now():
+def existing():
     """{kind: a set or a count of what exists now}, each of which can be subtracted from a later one."""
-    mine = psutil.Process()
+    this_process = psutil.Process()
     return {
         "processes": set(processes().items()),
         "files": {str(path) for path in Path(util.get_temp_dir()).rglob("*") if not path.is_socket()},  # launch's
         "threads": Counter(thread.name for thread in threading.enumerate()),
-        "sockets": Counter(str(connection.laddr) for connection in mine.net_connections(kind="inet")),
-        "descriptors": Counter({"open": mine.num_fds()}),
+        "sockets": Counter(str(connection.laddr) for connection in this_process.net_connections(kind="inet")),
+        "descriptors": Counter({"open": this_process.num_fds()}),
     }
 
 
 def more_than(before):
     """{kind: what exists now and did not before}, without kinds of which nothing is new."""
-    return {kind: more for kind, value in now().items() if (more := value - before[kind])}
+    more = {kind: now - before[kind] for kind, now in existing().items()}
+    return {kind: new for kind, new in more.items() if new}
 
 
-def soon(condition, seconds=60):
+def wait_until(condition, seconds=60):
     """Wait until ``condition()`` is true, at most ``seconds``; return its last value.
 
     A killed process takes a moment to be gone, and on a busy machine a long one: so ``seconds`` is generous.
     """
     end = time.monotonic() + seconds
-    while not (value := condition()) and time.monotonic() < end:
+    value = condition()
+    while not value and time.monotonic() < end:
         time.sleep(0.02)
+        value = condition()
     return value
 
 
 @contextlib.contextmanager
 def unchanged():
     """A context that fails with an AssertionError where its block leaves anything behind."""
-    before = now()
+    before = existing()
     yield
-    soon(lambda: not more_than(before))
-    assert not more_than(before), more_than(before)
+    wait_until(lambda: not more_than(before))
+    assert more_than(before) == {}
 
 
 @contextlib.contextmanager
@@ -83,10 +102,13 @@ def surroundings():
 
     Raises AssertionError where the processes or their files are still there at its end.
     """
-    folder, mark = tempfile.mkdtemp(prefix="one-"), f"{os.environ[MARK]}-{next(numbers)}"
+    folder = tempfile.mkdtemp(prefix="one-")
+    mark = f"{os.environ[MARK]}-{next(numbers)}"
     try:
         yield {**os.environ, "TMPDIR": folder, "IPYTHONDIR": f"{folder}-ipython", MARK: mark}
-        if not soon(lambda: not processes(mark) and not listing(folder), 200):  # a forkserver first ends its imports
+        if not wait_until(
+            lambda: not processes(mark) and not listing(folder), 200
+        ):  # a forkserver first ends its imports
             raise AssertionError(f"left: {processes(mark)}, {listing(folder)}")
     finally:
         for pid in processes(mark):
@@ -106,7 +128,8 @@ class Kernel:
     """A real Jupyter kernel with a client, a temporary folder and a mark of its own."""
 
     def __init__(self, environment):
-        self.folder, self.mark = environment["TMPDIR"], environment[MARK]
+        self.folder = environment["TMPDIR"]
+        self.mark = environment[MARK]
         # Its sockets are files beside the folder. Ports are chosen before it starts, and others may take them first.
         self.manager = KernelManager(transport="ipc", connection_file=f"{self.folder}.json", shutdown_wait_time=2)
         self.manager.start_kernel(env=environment)
@@ -141,7 +164,7 @@ class Kernel:
     def start(self, source):
         """Start a cell, and wait until its ranks have written that they are in it. The cell goes on."""
         self.client.execute(textwrap.dedent(source), stop_on_error=False)
-        assert soon(lambda: len(list(Path(self.folder).rglob("inside*"))) == 2)
+        assert wait_until(lambda: len(list(Path(self.folder).rglob("inside*"))) == 2)
 
     def ranks(self):
         """How many ranks there are: processes of the kernel without its forkserver and its resource tracker."""

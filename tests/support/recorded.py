@@ -22,15 +22,15 @@ def compare(name, text, command, varying=(), **versions):
     ``versions`` are those of other programs than torch: ``slurm="22.05.8"``.
     """
     path = FOLDER / f"{name}.txt"
-    text = "\n".join(line.rstrip() for line in text.strip("\n").splitlines()) + "\n"
+    text = "".join(f"{line.rstrip()}\n" for line in text.strip("\n").splitlines())
     if os.environ.get("UPDATE_RECORDED") == "1":
         versions = {"torch": torch.__version__.partition("+")[0], **versions}
         programs = ", ".join(f"{program} {version}" for program, version in versions.items())
-        FOLDER.mkdir(exist_ok=True)
         path.write_text(f"# Recorded by: {command}\n# With: {programs}\n\n{text}")
         return
-    before = path.read_text().partition("\n\n")[2] if path.is_file() else ""
+    _, _, recorded = path.read_text().partition("\n\n")
     for pattern in varying:
-        before, text = re.sub(pattern, "#", before), re.sub(pattern, "#", text)
-    difference = difflib.unified_diff(before.splitlines(), text.splitlines(), f"{path.name}", "now", lineterm="")
-    assert before == text, "\n".join([*difference, f"If that is right: UPDATE_RECORDED=1 {command}"])
+        recorded = re.sub(pattern, "#", recorded)
+        text = re.sub(pattern, "#", text)
+    difference = difflib.unified_diff(recorded.splitlines(), text.splitlines(), path.name, "now", lineterm="")
+    assert recorded == text, "\n".join([*difference, f"If that is right: UPDATE_RECORDED=1 {command}"])

@@ -62,7 +62,7 @@ def torchrun(script, nproc, environment, *flags, timeout=240):
     with contextlib.suppress(subprocess.TimeoutExpired):
         out, errors = process.communicate(timeout=timeout)
         status = process.returncode
-    leftovers.soon(lambda: status is None or not leftovers.processes(mark), seconds=60)
+    leftovers.wait_until(lambda: status is None or not leftovers.processes(mark), seconds=60)
     left = leftovers.processes(mark)
     for pid in left:
         os.kill(pid, signal.SIGKILL)

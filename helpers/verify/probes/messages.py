@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from helpers.ranks.leash import leashed
 from helpers.ranks.ports import hold_port
-from helpers.verify.leash import leashed
 from helpers.verify.probes.results import Text
 from helpers.verify.record import Figure
 

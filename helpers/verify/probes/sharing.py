@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from helpers.verify.leash import leashed
+from helpers.ranks.leash import leashed
 from helpers.verify.record import Figure
 from helpers.verify.runs import TORCHRUN, cause
 

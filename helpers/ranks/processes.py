@@ -1,0 +1,114 @@
+"""The processes of a command: start them, wait for them, and end them with all that they have started.
+
+``rehearse``, ``doctor`` and ``verify`` start their ranks here. ``launch`` does not: its ranks are forked by a
+forkserver.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import psutil
+
+from helpers.ranks.leash import leashed
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the signals that end a command
+RESET = (*STOPS, signal.SIGQUIT)  # the signals that a new process gets the default handlers of
+NOTICE_WITHIN = 0.02  # seconds until the end of a process is noticed
+GRACE = 3  # seconds that a process has to end at a SIGTERM, before it is killed
+
+
+def start(command: Sequence[str], **options: Any) -> psutil.Popen:
+    """Start a program, which ends with this process. The options are those of subprocess.Popen.
+
+    It leads a process group of its own, so that a Ctrl-C at the terminal reaches this process alone.
+    """
+    return psutil.Popen(leashed([*command]), process_group=0, **options)
+
+
+def fork(work: Callable[[], object]) -> psutil.Process:
+    """Start a fork of this process, which does the work and leaves. What is imported here is imported there, too.
+
+    It leads a session of its own, and has the handlers of signals that a new program has.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    leave = os._exit  # the work may replace it
+    # Until it has its own handlers, the new process has those of this one, which would end the other processes.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            for number in RESET:
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+            work()
+            leave(0)
+        finally:
+            leave(1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    return psutil.Process(pid)
+
+
+def wait(
+    processes: Sequence[psutil.Process],
+    timeout: float = math.inf,
+    stop_at_failure: bool = False,
+    watch: Callable[[Mapping[int, int]], None] = lambda statuses: None,
+) -> dict[int, int]:
+    """Wait until all processes have ended, or for ``timeout`` seconds: {index of a process: its exit status}.
+
+    A process that a signal has killed has the status -signal. With ``stop_at_failure``, the wait is over as soon as a
+    process has another status than 0. Meanwhile ``watch`` is called, several times a second, with the statuses so far.
+    """
+    statuses: dict[int, int] = {}
+    deadline = time.monotonic() + timeout
+    while len(statuses) < len(processes) and time.monotonic() < deadline:
+        running = [process for index, process in enumerate(processes) if index not in statuses]
+        ended, _ = psutil.wait_procs(running, timeout=NOTICE_WITHIN)
+        for process in ended:
+            statuses[processes.index(process)] = int(process.returncode or 0)
+        watch(statuses)
+        if stop_at_failure and any(statuses.values()):
+            break
+    return statuses
+
+
+def with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """The processes that still run, and all that they have started."""
+    family = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += [process, *process.children(recursive=True)]
+    return family
+
+
+def end(processes: Iterable[psutil.Process], grace: float = GRACE) -> None:
+    """End processes and all that they have started: by SIGTERM, and by SIGKILL what still runs after ``grace`` seconds.
+
+    With no seconds of grace all of them are killed at once.
+    """
+    left = with_descendants(processes)
+    if grace > 0:
+        # All of them are stopped until all have got SIGTERM: a rank that sees another end would print a traceback.
+        for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
+            send(number, left)
+        _, left = psutil.wait_procs(left, timeout=grace)
+    send(signal.SIGKILL, left)
+    psutil.wait_procs(left, timeout=GRACE)
+
+
+def send(number: signal.Signals, processes: Iterable[psutil.Process]) -> None:
+    """Send a signal to processes and to the process groups that they lead, as torchrun's ranks do."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, number)
