@@ -71,7 +71,7 @@ def half_a_file_counts(text: str) -> str:
 @lie("10", "fail|disk|raise|finish", file=CHECKPOINT)
 def failed_save_counts(text: str) -> str:
     """A checkpoint counts though one rank could not write its part."""
-    return swap(text, "            if failure:\n", "            if False:\n")
+    return swap(text, "            if failure is not None:\n", "            if False:\n")
 
 
 @lie("10", "newest|keep|last", file=CHECKPOINT)
@@ -89,7 +89,7 @@ def digests_are_not_compared(text: str) -> str:
 @lie("10", "truncat|length|gone|damage", file=CHECKPOINT)
 def damaged_checkpoint_is_taken(text: str) -> str:
     """`latest_good` takes the newest checkpoint, damaged or not."""
-    return swap(text, "        if not (problem := damage(path)):", "        if not (problem := None):")
+    return swap(text, "if problem is None:\n            return path", "if True:\n            return path")
 
 
 @lie("10", "execut|weights_only|hostile|program", file=CHECKPOINT)
@@ -101,7 +101,7 @@ def load_file_executes_what_it_reads(text: str) -> str:
 @lie("10", "copy|background|start of the save", file=CHECKPOINT)
 def background_save_copies_nothing(text: str) -> str:
     """A save in the background writes tensors that training goes on to change."""
-    return swap(text, "copy = BlockingAsyncStager().stage(state)  # on the CPU", "copy = state")
+    return swap(text, "copy = BlockingAsyncStager().stage(state)", "copy = state")
 
 
 @lie("10", "sync|disk", file=CHECKPOINT)

@@ -83,10 +83,10 @@ def every_node_is_node_0(agent: Any) -> None:
     give_ranks(agent, lambda env: {"GROUP_RANK": "0"})
 
 
-@lie("01", "backend|sick|gloo", file="helpers/runtime/process_group.py")
-def backends_are_not_compared(text: str) -> str:
-    """`start_process_group` starts though one node takes gloo and the other NCCL."""
-    return swap(text, "    compare(store, rank, world_size, few or backend)\n", "")
+@lie("01", "GPU|backend", file="helpers/runtime/process_group.py")
+def nccl_starts_without_a_gpu(text: str) -> str:
+    """`start_process_group` starts NCCL on a rank for which there is no GPU."""
+    return swap(text, "        if local_rank >= gpus:\n", "        if False:\n")
 
 
 @lie("06c", "group", module=C10D)
