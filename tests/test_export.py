@@ -1,6 +1,7 @@
 """From a notebook's tagged cells to a script: what becomes what, what is refused, the commands, the package."""
 
 import ast
+import errno
 import os
 import re
 import shutil
@@ -62,7 +63,7 @@ BECOMES = {  # {what: (cells, a part of the script)}
     "but not into a string": (['x = """a\nb"""  # ' + "why " * 22], '"""a\nb"""  # why'),
     "strings of several lines do not move": (['x = """a\nb"""'], '    x = """a\nb"""\n'),
     "nor do f-strings": (['x = f"""{1}\n{2}\nb"""'], '    x = f"""{1}\n{2}\nb"""\n'),
-    "their imports, too": (["import json, os\nx = os", "-:%%time\njson"], "import atexit\nimport os\nimport tempfile"),
+    "their imports, too": (["import json, os\nx = os", "-:%%time\njson"], "import argparse\nimport os\nimport time"),
     "unknown ones keep their order": (["import mine_b\nimport mine_a"], "import mine_b\nimport mine_a\n"),
     "an import for its effect stays": (["import antigravity\nx = 1"], "import antigravity\n"),
     "a parameter is a flag": (["p:lr: float = 1  # rate, 5%", "x = lr"], 'add("--lr", 1, "rate, 5%%", type=float)'),
@@ -86,12 +87,7 @@ BECOMES = {  # {what: (cells, a part of the script)}
         "def main(args):\n    def f(to=print0):\n        to(1)\n",
     ),
     "a definition that calls may stay": (["import math\ndef f(at=math.exp(4)):\n    at"], "    def f(at=math.exp(4)):"),
-    "a guard is always true": (
-        ["if __name__ == '__main__':  # go\n    # one\n    x = \"\"\"a\n    b\"\"\"\n    if x:\n        y = 1"],
-        '    # one\n    x = """a\n    b"""\n    if x:\n        y = 1\n',
-    ),
-    "also on one line": (["def f():\n    1", "if __name__ == '__main__': f()"], "args):\n    f()\n"),
-    "but not with an else": (["if __name__ == '__main__':\n    x = 1\nelse:\n    x = 2"], '    if __name__ =='),
+    "a guard stays, and is true": (["if __name__ == '__main__':\n    f = 1"], '__main__":\n        f = 1\n'),
     "two ways to one module": (["import torch.nn as nn", "from torch import nn\ndef f():\n    nn"], "\n\ndef f():\n"),
     "a cell of comments": (["# !pip install x\n# then run", "x = 1"], "    # !pip install x\n    # then run\n"),
     "what is bound twice is main's": (["def f():\n    1", "def f():\n    2"], "        1\n\n    def f():\n"),
@@ -128,10 +124,10 @@ REFUSED = {  # {what: (cells, the message without the cell)}
     "a renamed helper": (["from helpers.runtime.data import digits as d\nd()"], "reads d, which no exported cell"),
     "a helper that is not there": (["from helpers.runtime.data import no\nno()"], "reads no, which no exported"),
     "a helper in a block": (["def f():\n    import helpers.ranks.launch"], "`import helpers.ranks.launch` in a block."),
-    "a function of main's names": (["x = 1\ndef f():\n    x"], "cell 1: `def f():` reads x, which main binds. Pass it"),
-    "and of parameters": (["p:n: int = 1", "def f():\n    n"], "cell 2: `def f():` reads n, which main binds. Pass it"),
+    "a function of main's names": (["x = 1\ndef f():\n    x"], "f():` reads x, which the script's main binds. Pass"),
+    "and of parameters": (["p:n: int = 1", "def f():\n    n"], "f():` reads n, which the script's main binds. Pass"),
     "and of what is bound twice": (["def f():\n    1", "def f():\n    f", "def g():\n    f"], "g():` reads f, which"),
-    "a function of a built-in that main binds": (["sum = 1\ndef f():\n    sum"], "reads sum, which main binds"),
+    "a function of a built-in that main binds": (["sum = 1\ndef f():\n    sum"], "sum, which the script's main binds"),
     "names as text": (["globals()['x'] = 1"], "reads globals, which no exported cell binds"),
     "a copied name": (["def print0():\n    1"], "binds print0, which the script has above main. Rename it"),
     "an import behind a setting": (
@@ -165,7 +161,7 @@ REFUSED = {  # {what: (cells, the message without the cell)}
     "spawn by its name": (["from torch.multiprocessing import spawn\nspawn(print)"], "starts ranks by spawn,"),
     "a launcher": (["def f():\n    1\nx = TrainerClient().train(f)\nx.y"], "by TrainerClient, and torchrun starts"),
     "another": (["TorchDistributor(num_processes=2).run(f)"], "by TorchDistributor, and torchrun"),
-    "behind a guard": (["if __name__ == '__main__':\n    notebook_launcher(int)"], "`notebook_launcher(int)` starts"),
+    "behind a guard": (["if __name__ == '__main__':\n    notebook_launcher(int)"], "starts ranks by notebook_launcher"),
 }  # fmt: skip
 
 
@@ -269,8 +265,12 @@ def test_export_writes_a_script_once(helpers, sample, tmp_path, monkeypatch):
     assert helpers("export", sample)[0] == 0
     script.write_text("mine")
     status, _, errors = helpers("export", sample)
-    assert status == 1 and "exists and differs" in errors and "--force" in errors and script.read_text() == "mine"
-    assert helpers("export", sample, "--force")[0] == 0 and '"""Sample.' in script.read_text()
+    assert status == 1
+    assert "exists and differs" in errors
+    assert "--force" in errors
+    assert script.read_text() == "mine"
+    assert helpers("export", sample, "--force")[0] == 0
+    assert '"""Sample.' in script.read_text()
 
 
 def test_what_cannot_be_written(helpers, sample, tmp_path):
@@ -278,7 +278,42 @@ def test_what_cannot_be_written(helpers, sample, tmp_path):
     (tmp_path / "taken" / "07_sample.py").mkdir(parents=True)
     for out in ("file", "file/below", "taken"):
         status, _, errors = helpers("export", sample, "--force", "--out", tmp_path / out)
-        assert status == 1 and "cannot be written" in errors and "--out DIR" in errors
+        assert status == 1
+        assert "cannot be written" in errors
+        assert "--out DIR" in errors
+
+
+def test_a_full_disk_leaves_the_old_file_and_is_named(helpers, sample, tmp_path, monkeypatch):
+    script = tmp_path / "07_sample.py"
+    script.write_text("old")
+
+    def write_half(path, text, **options):
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    status, _, errors = helpers("export", sample, "--force", "--out", tmp_path)
+    assert status == 1
+    assert errors.startswith(f"error: {script} cannot be written: No space left on device.\n")
+    assert script.read_text() == "old"
+    assert sorted(os.listdir(tmp_path)) == ["07_sample.ipynb", "07_sample.py"]
+
+
+def test_force_does_not_follow_a_link_out_of_the_folder(helpers, sample, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("mine")
+    script = tmp_path / "out" / "07_sample.py"
+    script.parent.mkdir()
+    script.symlink_to(mine)
+    assert helpers("export", sample, "--force", "--out", script.parent)[0] == 0
+    assert mine.read_text() == "mine"
+    assert not script.is_symlink()
+    assert '"""Sample.' in script.read_text()
+
+
+def test_a_name_that_begins_with_a_dash_is_no_option():
+    text = script_from_notebook(notebook(START), "-rf")
+    assert "torchrun --nproc-per-node=gpu ./-rf.py\n" in text
 
 
 def test_a_refused_notebook_writes_nothing(helpers, tmp_path):

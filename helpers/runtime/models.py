@@ -70,5 +70,6 @@ def init_weights(part: nn.Module, device: torch.device | str) -> None:
     """Give a part of a meta model memory, and initialize the weights of its layers."""
     part.to_empty(device=device)
     for layer in part.modules():
-        if hasattr(layer, "reset_parameters"):
-            layer.reset_parameters()
+        reset_parameters = getattr(layer, "reset_parameters", None)
+        if reset_parameters is not None:
+            reset_parameters()

@@ -42,8 +42,9 @@ class StopRequest:
         if self.work is not None:
             # It was started in the call before, so here it has usually ended.
             self.work.wait()
-            if self.maximum.item() > 0:
-                self.signal_name = signal.Signals(self.maximum.item()).name
+            number = int(self.maximum)
+            if number > 0:
+                self.signal_name = signal.Signals(number).name
                 return self.signal_name
         self.maximum = torch.tensor(self.received)
         self.work = dist.all_reduce(
