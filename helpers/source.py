@@ -122,7 +122,8 @@ def in_strings(code: str) -> set[int]:
     numbers: set[int] = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Constant | ast.JoinedStr):
-            numbers.update(range(node.lineno + 1, (node.end_lineno or 0) + 1))
+            last = node.end_lineno or node.lineno
+            numbers.update(range(node.lineno + 1, last + 1))
     return numbers
 
 

@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from operator import itemgetter
+from dataclasses import dataclass
 from pathlib import Path
 
 import hosts
@@ -16,7 +16,7 @@ from leftovers import soon, unchanged
 
 from helpers.__main__ import main
 from helpers.export.chapters import find_notebook, preflight
-from helpers.export.launch_files import Allocation, launch_files, minutes
+from helpers.export.launch_files import Allocation, kubernetes_name, launch_files, minutes
 from helpers.export.notebook import ExportError
 
 PLAIN = 'parser.add_argument("--checkpoint-dir")\n'  # but not --resume
@@ -206,16 +206,6 @@ def test_two_nodes_that_fail_once_are_not_excluded(tmp_path):
     assert "ExcNodeList" not in text
 
 
-def test_a_variable_of_the_site_is_not_the_jobs_folder(tmp_path):
-    (tmp_path / "project").mkdir()
-    (tmp_path / "project" / "stopped").touch()
-    site = {name: str(tmp_path / "project") for name in ("WORK", "SCRATCH", "PROJECT", "CONTAINER", "BIND")}
-    _, text = run_batch(tmp_path, 'touch "$JOB_FOLDER/step_1.pt"', JOB_FOLDER="", SLURM_JOB_NAME="mine", **site)
-    assert (tmp_path / "mine-2" / "step_1.pt").exists()
-    assert "project" not in text
-    assert [path.name for path in (tmp_path / "project").iterdir()] == ["stopped"]
-
-
 def test_without_the_nodes_addresses_the_job_ends(tmp_path, capfd):
     status, text = run_batch(tmp_path, "", files()[".sbatch"].replace("scontrol --oneliner", "false"))
     assert status == 1
@@ -267,46 +257,83 @@ def test_each_node_has_its_address_and_time_and_the_doctor_runs_first(tmp_path):
 # ---- For Kubernetes
 
 
-def job_of(text):
-    """(the Service, the Job, its pod, the pod's container) of a file for Kubernetes."""
-    service, job = yaml.safe_load_all(text)
-    pod = job["spec"]["template"]["spec"]
-    return service, job, pod, pod["containers"][0]
+@dataclass(frozen=True)
+class Manifest:
+    """A file for Kubernetes: the Service, the Job, and what is in the Job."""
+
+    service: dict
+    job: dict
+
+    @property
+    def name(self) -> str:
+        return self.job["metadata"]["name"]
+
+    @property
+    def pod(self) -> dict:
+        return self.job["spec"]["template"]["spec"]
+
+    @property
+    def container(self) -> dict:
+        return self.pod["containers"][0]
+
+    @property
+    def script(self) -> str:
+        return self.container["command"][2]
 
 
-def test_an_indexed_job_and_its_names():
-    service, job, pod, container = job_of(files()[".k8s.yaml"])
-    name = job["metadata"]["name"]
-    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)  # a name in DNS (RFC 1035), as a Service needs it
-    # A pod is reached as JOB-INDEX.SUBDOMAIN where a headless Service with the subdomain's name selects it, and
-    # ranks meet before anything is ready.
-    reached = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": name}}
-    assert service == {"apiVersion": "v1", "kind": "Service", "metadata": {"name": pod["subdomain"]}, "spec": reached}
-    assert (job["apiVersion"], job["kind"], pod["subdomain"]) == ("batch/v1", "Job", name)
-    assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["backoffLimit"] > 0
-    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2 and pod["restartPolicy"] == "OnFailure"
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}, "requests": {"cpu": 32}}
-    assert all(isinstance(variable["value"], str) for variable in container["env"])
-    assert [*map(itemgetter("name"), pod["volumes"])] == [*map(itemgetter("name"), container["volumeMounts"])]
-    script = container["command"][2]
-    assert int(re.search(r"--shutdown-timeout=(\d+)", script)[1]) < pod["terminationGracePeriodSeconds"]
-    plain = job_of(files(PLAIN)[".k8s.yaml"])[3]["command"][2]
-    assert "kill -TERM " in plain and "--shutdown-timeout" not in plain
+def manifest_of(text) -> Manifest:
+    return Manifest(*yaml.safe_load_all(text))
 
 
-def test_what_a_cluster_may_need():
-    """The lines that begin with "# " are valid without it."""
+def test_pods_are_found_by_their_number_before_they_are_ready():
+    """A pod is reached as JOB-INDEX.SUBDOMAIN where a headless Service with the subdomain's name selects it."""
+    manifest = manifest_of(files()[".k8s.yaml"])
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", manifest.name), "DNS (RFC 1035) allows no other name"
+    assert manifest.pod["subdomain"] == manifest.name
+    assert manifest.job["spec"]["completionMode"] == "Indexed"
+    assert manifest.service["metadata"]["name"] == manifest.name
+    assert manifest.service["spec"] == {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"job-name": manifest.name},
+    }
+
+
+def test_a_job_has_a_pod_for_each_node_that_starts_again():
+    manifest = manifest_of(files()[".k8s.yaml"])
+    spec = manifest.job["spec"]
+    assert (manifest.job["apiVersion"], manifest.job["kind"]) == ("batch/v1", "Job")
+    assert spec["completions"] == spec["parallelism"] == 2
+    assert spec["backoffLimit"] > 0
+    assert manifest.pod["restartPolicy"] == "OnFailure"
+    assert manifest.container["resources"] == {"limits": {"nvidia.com/gpu": 8}, "requests": {"cpu": 32}}
+    assert all(isinstance(variable["value"], str) for variable in manifest.container["env"])
+    volumes = [volume["name"] for volume in manifest.pod["volumes"]]
+    assert volumes == [mount["name"] for mount in manifest.container["volumeMounts"]]
+
+
+def test_a_pod_has_more_time_to_stop_than_its_ranks():
+    manifest = manifest_of(files()[".k8s.yaml"])
+    shutdown_timeout = int(re.search(r"--shutdown-timeout=(\d+)", manifest.script)[1])
+    assert shutdown_timeout < manifest.pod["terminationGracePeriodSeconds"]
+    plain = manifest_of(files(PLAIN)[".k8s.yaml"])
+    assert "kill -TERM " in plain.script
+    assert "--shutdown-timeout" not in plain.script
+
+
+def test_what_a_cluster_may_need_is_valid_without_its_comment_sign():
     text = re.sub(r"^( +)# ", r"\1", files()[".k8s.yaml"], flags=re.MULTILINE)
-    _, job, pod, container = job_of(text)
-    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "QUEUE"} and pod["schedulerName"] == "volcano"
-    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "rdma/NAME": 1}
-    assert container["resources"]["requests"] == {"cpu": 32, "memory": "512Gi"}
+    manifest = manifest_of(text)
+    assert manifest.job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "QUEUE"}
+    assert manifest.pod["schedulerName"] == "volcano"
+    assert manifest.container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert manifest.container["resources"]["limits"]["rdma/NAME"] == 1
+    assert manifest.container["resources"]["requests"]["memory"] == "512Gi"
 
 
 def test_names_for_kubernetes():
     for name, expected in (("04_net", "net"), ("My.Net_2", "my-net-2"), ("10", "training"), ("a" * 70, "a" * 40)):
-        assert job_of(files(name=name)[".k8s.yaml"])[1]["metadata"]["name"] == expected
+        assert kubernetes_name(name) == expected
 
 
 # ---- Run here
@@ -395,17 +422,21 @@ def test_the_plain_lines_on_two_hosts(tmp_path):
 @pytest.mark.timeout(600)
 def test_the_pods_command_on_two_hosts(tmp_path):
     """The container's command runs, with the variables, names and folder that Kubernetes would give it."""
-    script, work = tmp_path / "script", tmp_path / "work"
-    assert main(["export", "11", "--slurm", "--gpus-per-node=1", f"--out={script}"]) == 0
-    service, job, _, container = job_of((script / f"{NAME}.k8s.yaml").read_text())
-    command, variables = container["command"], {pair["name"]: pair["value"] for pair in container["env"]}
-    command[-1] = command[-1].replace("--backend nccl", "--backend gloo")
-    pods = {f"{job['metadata']['name']}-{index}": address for index, address in enumerate(hosts.ADDRESSES.values())}
-    names = pods | {f"{pod}.{service['metadata']['name']}": address for pod, address in pods.items()}
+    script = tmp_path / "script"
+    work = tmp_path / "work"
     work.mkdir()
+    assert main(["export", "11", "--slurm", "--gpus-per-node=1", f"--out={script}"]) == 0
+    manifest = manifest_of((script / f"{NAME}.k8s.yaml").read_text())
+    *shell, text = manifest.container["command"]
+    command = [*shell, text.replace("--backend nccl", "--backend gloo")]
+    variables = {variable["name"]: variable["value"] for variable in manifest.container["env"]}
+    names = {}
+    for index, address in enumerate(hosts.ADDRESSES.values()):
+        names[f"{manifest.name}-{index}"] = address
+        names[f"{manifest.name}-{index}.{manifest.name}"] = address
 
-    def tell(processes):
-        assert soon(lambda: len([*work.glob("ready*")]) == 2)
+    def stop_pods(processes):
+        assert soon(lambda: len(list(work.glob("ready*"))) == 2)
         for process in processes:
             psutil.Process(process.pid).children()[0].terminate()  # the shell, as Kubernetes does
 
@@ -419,5 +450,6 @@ def test_the_pods_command_on_two_hosts(tmp_path):
 
         # Where a run was told to stop, a pod fails, so that Kubernetes starts it again.
         (script / f"{NAME}.py").write_text(STOPPED)
-        done = on_both(pair, tmp_path, [command] * 2, variables, tell)
-        assert [status for _, status in done] == [1, 1] and (work / "stopped").exists(), done
+        done = on_both(pair, tmp_path, [command] * 2, variables, stop_pods)
+        assert [status for _, status in done] == [1, 1]
+        assert (work / "stopped").exists(), done

@@ -73,6 +73,7 @@ def replace_file(path: str | Path, write: Callable) -> None:
     path = Path(path)
     part = path.with_name(f".{path.name}.part")
     try:
+        # A rename must not reach the disk before the bytes: closing the file syncs it.
         with HashedFile(part, path.name) as file:
             write(file)
         rename(part, path)
@@ -129,6 +130,7 @@ def new_checkpoint(
         try:
             yield path
         except (OSError, RuntimeError) as error:  # torch.save turns OSError into it
+            # It is not raised yet: the other ranks wait for this one in gathered().
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
         failures = gathered(failure, group)
         written = gathered(UNFINISHED[path], group)
@@ -155,6 +157,7 @@ def on_rank0(function: Callable, *args: Any, group: ProcessGroup | None = None) 
         except (CheckpointError, OSError) as raised:
             error = raised
     if dist.is_initialized():
+        # The error is sent too. Otherwise the other ranks would wait for a result.
         outcome = [result, error]
         dist.broadcast_object_list(outcome, src=0, group=group)
         result, error = outcome
@@ -196,6 +199,7 @@ def put_in_place(
         unknown = set(os.listdir(path)) - set(manifest)
         if unknown:
             raise CheckpointError(f"{min(unknown)} was not written with save_file")
+        # All files are on the disk by now, so a folder with a manifest is complete.
         data = json.dumps(manifest, indent=1).encode()
         replace_file(path / MANIFEST, lambda file: file.write(data))
         rename(path, final)
@@ -229,7 +233,10 @@ def finished(folder: Path) -> list[Path]:
 
 
 def damage(path: Path) -> str | None:
-    """Which of a checkpoint's files is missing or has another length; None if none."""
+    """Which of a checkpoint's files is missing or has another length; None if none.
+
+    No file is read but the manifest, so it is quick for a checkpoint of any size.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         for name, (length, _) in manifest.items():
@@ -332,6 +339,7 @@ class BackgroundSaves:
         """Copy the tensors of ``state`` to the CPU, and return; on every rank."""
         if self.saving is not None:
             raise CheckpointError("A save is still running.\nWait for finished().")
+        # Training goes on to change the tensors, so the thread needs a copy of them.
         copy = BlockingAsyncStager().stage(state)
         self.saving = self.thread.submit(self.save, copy, folder, step, keep)
 

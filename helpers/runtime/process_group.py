@@ -36,6 +36,7 @@ def start_process_group(
     if launched:
         dist.init_process_group(backend, timeout=timeout, device_id=device)
     else:
+        # A store in this process's memory opens no port that others could connect to.
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device
         )
