@@ -16,7 +16,7 @@ from leftovers import soon, unchanged
 
 from helpers.__main__ import main
 from helpers.export.chapters import find_notebook, preflight
-from helpers.export.launch_files import Allocation, kubernetes_name, launch_files, minutes
+from helpers.export.launch_files import Allocation, kubernetes_name, launch_files
 from helpers.export.notebook import ExportError
 
 PLAIN = 'parser.add_argument("--checkpoint-dir")\n'  # but not --resume
@@ -62,22 +62,6 @@ def test_all_chapters(helpers, tmp_path):
         assert name.endswith(".py") or max(map(len, text.splitlines())) <= 120
 
 
-def test_a_time_that_is_too_short_to_stop_in(helpers, tmp_path):
-    status, _, errors = helpers("export", "11", "--slurm", "--time", "5", "--out", tmp_path / "out")
-    assert status == 1
-    assert "--time 5 is too short: 3 minutes before its end the ranks are told to stop.\n" in errors
-    assert len(errors.splitlines()) == 2
-    assert not (tmp_path / "out").exists()
-
-
-def test_times_are_read_as_slurm_reads_them():
-    times = ["90", "90:30", "1:30:30", "2-12", "2-12:30", "2-0:0:30", "00:10:00"]
-    assert [minutes(time) for time in times] == [90, 90.5, 90.5, 3600, 3630, 2880.5, 10]
-    for limit in ("", "-1", "1:", "1::2", "1:2:3:4", "0-0", "4h", "٤", "1.5", "1-2-3"):
-        with pytest.raises(ExportError, match="is not a time limit"):
-            minutes(limit)
-
-
 def test_a_name_that_a_shell_would_split_is_refused():
     with pytest.raises(ExportError, match="'my notebook'.*\nRename it"):
         files(name="my notebook")
@@ -104,7 +88,6 @@ def test_what_a_script_can_do_decides_what_slurm_does():
         for part in ("#SBATCH --requeue", "scontrol requeue", '--checkpoint-dir "$JOB_FOLDER" --resume'):
             assert (part in text) == resumes
         assert ("#SBATCH --no-requeue" in text) == (not resumes)
-    assert files(PLAIN, time="5")  # a script that is not told to stop may have a short limit
 
 
 def test_a_script_that_can_is_told_to_take_the_gpus():

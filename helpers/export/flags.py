@@ -4,15 +4,13 @@ import ast
 import functools
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
 
 from helpers.export.notebook import ExportError, label
 from helpers.source import IMPORT, Statement
 
 KINDS = {"int": int, "float": float, "str": str, "bool": bool}
 quoted = functools.partial(json.dumps, ensure_ascii=False)  # a Python string literal in double quotes
-PATTERN = "Write name: type = literal  # help, with int, float, str, bool or Literal[...]; | None may follow."
+PATTERN = "Write name: type = literal  # help, with int, float, str, bool or Literal[...]."
 
 
 def read_flags(parameters: list[Statement]) -> dict[str, str]:
@@ -42,16 +40,12 @@ def read_flag(statement: Statement) -> tuple[str, str]:
     name = node.target.id
     default = ast.literal_eval(node.value)
     annotation = ast.unparse(node.annotation)
-    may_be_none = annotation.endswith(" | None")
-    annotation = annotation.removesuffix(" | None")
-
-    choices: list[Any] = []
+    choices = []
     literal = re.fullmatch(r"Literal\[(.+)\]", annotation)
     if literal is not None:
         choices = list(ast.literal_eval(f"[{literal[1]}]"))
         annotation = type(choices[0]).__name__
     kind = KINDS[annotation]
-    check_values(kind, default, choices, may_be_none)
 
     comment = statement.code.split("\n")[-1].encode()[node.end_col_offset :].decode().lstrip("# ;")
     help_text = comment or name.replace("_", " ")
@@ -73,19 +67,6 @@ def read_flag(statement: Statement) -> tuple[str, str]:
     if heading:
         code = f"group = parser.add_argument_group({quoted(heading)})\n    {code}"
     return name, code
-
-
-def check_values(kind: type, default: Any, choices: Sequence[Any], may_be_none: bool) -> None:
-    """Raise ValueError unless the default and the choices are of one type, and the default is one of the choices."""
-    types: tuple[type, ...] = (kind,)
-    if kind is float:
-        types = (float, int)
-    if any(type(choice) not in types for choice in choices):
-        raise ValueError
-    if default is None and may_be_none:
-        return
-    if type(default) not in types or (choices and default not in choices):
-        raise ValueError
 
 
 def parse_args_text(flags: dict[str, str], adds: bool = False) -> str:

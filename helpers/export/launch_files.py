@@ -14,7 +14,6 @@ from helpers.export.notebook import ExportError
 
 STOP_BEFORE = 180  # seconds before the time limit at which Slurm warns the ranks; it may be a minute early
 LATE = 900  # seconds that agents wait at a store for others; by default 60 for the store itself (read_timeout)
-SHORTEST = 10  # minutes: the least time limit for a script that is warned
 CPUS_PER_GPU = 4  # for a rank and the processes that load its data
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -43,15 +42,12 @@ def launch_files(name: str, script: str, allocation: Allocation, preflight: str)
     """{file name: text} of what starts a script, the text of NAME.py, on the nodes of an allocation.
 
     ``preflight`` is the name of the script that checks every link first, if it is in the job's folder.
-    Raises ExportError for a name that a shell would split, and for a limit that is too short to stop in.
+    Raises ExportError for a name that a shell would split.
     """
     if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
         raise ExportError(f"{name!r} has characters that a shell reads in its own way.\nRename it for --slurm.")
     resumes = '"--checkpoint-dir"' in script and '"--resume"' in script
     stops = resumes and "StopRequest(" in script  # at a signal such a script saves, and writes the file `stopped`
-    if minutes(allocation.time) < SHORTEST and stops:
-        why = f"{STOP_BEFORE // 60} minutes before its end the ranks are told to stop"
-        raise ExportError(f"--time {allocation.time} is too short: {why}.\nGive more: --time 00:{SHORTEST}:00")
     # With this flag a node without its GPUs fails at once. A later flag wins, so the reader can add --backend gloo.
     backend = " --backend nccl" if '"--backend"' in script else ""
     values = {
@@ -80,17 +76,3 @@ def kubernetes_name(name: str) -> str:
     """A name that DNS and so Kubernetes allow: lower-case letters, digits and dashes, with a letter first."""
     words = re.sub(r"[^a-z0-9]+", "-", name.lower())
     return words.lstrip("0123456789-")[:40].strip("-") or "training"
-
-
-def minutes(time: str) -> float:
-    """The minutes of a time limit in one of Slurm's formats. Raises ExportError for other texts and for zero."""
-    is_zero = not re.search("[1-9]", time)
-    if is_zero or not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time, re.ASCII):
-        raise ExportError(f"--time {time} is not a time limit.\nGive hours, minutes and seconds: 04:00:00")
-    days, _, clock = time.rpartition("-")
-    parts = [int(part) for part in clock.split(":")]
-    if days or len(parts) == 3:  # hours first
-        units = [60, 1, 1 / 60]
-    else:  # Slurm reads "90" and "90:00" as minutes
-        units = [1, 1 / 60]
-    return int(days or 0) * 24 * 60 + sum(part * unit for part, unit in zip(parts, units, strict=False))
