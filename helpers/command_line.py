@@ -1,6 +1,7 @@
-"""What the commands of ``python -m helpers`` share: a parser, types of its arguments, and tables."""
+"""What the commands of ``python -m helpers`` share: a parser, types of its arguments, names of files, and tables."""
 
 import argparse
+import shlex
 from collections.abc import Container, Sequence
 from typing import NoReturn
 
@@ -28,6 +29,13 @@ def positive(text: str) -> float:
     if not 0 < seconds < 1_000_000:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0; give 60, say")
     return seconds
+
+
+def as_argument(file: str) -> str:
+    """A file's name for a command line. With ./ before it, a name such as -rf.py is no option."""
+    if file.startswith("-"):
+        file = f"./{file}"
+    return shlex.quote(file)
 
 
 def of_bytes(size: float) -> str:

@@ -27,25 +27,28 @@ class Statement:
     code: str  # with the comment at the end of its last line
     above: str = ""  # the comment and blank lines before it
     where: str = ""  # the cell, for messages
-    binds: set[str] = field(init=False, default_factory=set)  # global names, here and in the next two
-    reads: set[str] = field(init=False, default_factory=set)  # by itself or in its functions
-    needs: set[str] = field(init=False, default_factory=set)  # reads at once: without what its functions read
-    own: set[str] = field(init=False, default_factory=set)  # what its functions, classes and comprehensions bind
+    binds: set[str] = field(init=False, default_factory=set)  # the global names that it binds
+    reads: set[str] = field(init=False, default_factory=set)  # those that it reads, also in its functions
+    needs: set[str] = field(init=False, default_factory=set)  # those of them that it reads when it is executed
+    local_names: set[str] = field(init=False, default_factory=set)  # of its functions, classes and comprehensions
 
     def __post_init__(self) -> None:
         """Take the names from the bytecode."""
-        for scope, at_once in scopes(compiled(self.code)):
-            self.own.update(scope.co_varnames, scope.co_cellvars)
-            of_class = set(IMPLICIT)  # what the body of a class binds, it does not read from outside
+        for scope, is_executed in scopes(compiled(self.code)):
+            self.local_names.update(scope.co_varnames, scope.co_cellvars)
+            class_names = set(IMPLICIT)  # what the body of a class binds, it does not read from outside
             for step in dis.get_instructions(scope):
                 if step.opname in STORES + DELETES:
                     is_global = step.opname.endswith("_GLOBAL") or scope.co_name == "<module>"
-                    (self.binds if is_global else of_class).add(step.argval)
-                if step.opname in LOADS + DELETES and step.argval not in of_class:
+                    if is_global:
+                        self.binds.add(step.argval)
+                    else:
+                        class_names.add(step.argval)
+                if step.opname in LOADS + DELETES and step.argval not in class_names:
                     self.reads.add(step.argval)
-                    if at_once:
+                    if is_executed:
                         self.needs.add(step.argval)
-            self.own.update(of_class)
+            self.local_names.update(class_names)
 
     @property
     def text(self) -> str:
@@ -55,23 +58,23 @@ class Statement:
 def compiled(code: str) -> CodeType:
     """The code of a module. Raises SyntaxError, for a null byte too, and for half of a character."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "\d" is the reader's to mend, not this function's
+        warnings.simplefilter("ignore")  # "\d" is for the reader to correct
         try:
             return compile(code, "cell", "exec", dont_inherit=True)
         except ValueError as error:
             raise SyntaxError(str(error)) from None
 
 
-def scopes(code: CodeType, at_once: bool = True) -> Iterator[tuple[CodeType, bool]]:
-    """The code and the functions and classes in it, each with whether it runs when the whole code runs.
+def scopes(code: CodeType, is_executed: bool = True) -> Iterator[tuple[CodeType, bool]]:
+    """The code and the functions and classes in it, each with whether it is executed when the whole code is.
 
-    A class's body does. So do comprehensions, which have code of their own up to Python 3.11, and a lambda may.
+    A class's body is. So are comprehensions, which have code of their own up to Python 3.11, and a lambda may be.
     """
-    yield code, at_once
+    yield code, is_executed
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            called = inner.co_flags & inspect.CO_OPTIMIZED and not inner.co_name.startswith("<")
-            yield from scopes(inner, at_once and not called)
+            is_function = inner.co_flags & inspect.CO_OPTIMIZED and not inner.co_name.startswith("<")
+            yield from scopes(inner, is_executed and not is_function)
 
 
 def split(source: str, where: str = "") -> list[Statement]:
@@ -80,17 +83,19 @@ def split(source: str, where: str = "") -> list[Statement]:
     Raises SyntaxError.
     """
     compiled(source)  # ast.parse takes a `return` outside a function, and more
-    lines, statements = source.split("\n"), list[Statement]()
     body = ast.parse(source).body
-    firsts = [min(part.lineno for part in (node, *getattr(node, "decorator_list", ()))) for node in body]
-    done = 0  # so many lines belong to statements already
-    for node, first, following in zip(body, firsts, [*firsts[1:], len(lines) + 1], strict=False):
+    lines = source.split("\n")
+    first_lines = [first_line_of(node) for node in body]
+    statements: list[Statement] = []
+    done = 0  # so many lines belong to the statements before
+    next_lines = [*first_lines[1:], len(lines) + 1]
+    for node, first, next_first in zip(body, first_lines, next_lines, strict=False):
         last = node.end_lineno or first
         code = "\n".join(lines[first - 1 : last])
-        if following <= last:  # the next statement stands behind a semicolon
+        if next_first <= last:  # a semicolon and the next statement follow on the last line
             code = ast.get_source_segment(source, node) or code
-        elif first <= done:  # this one does
-            code = code.encode()[node.col_offset :].decode()  # ast's columns count bytes
+        elif first <= done:  # this statement stands behind a semicolon; ast's columns count bytes
+            code = code.encode()[node.col_offset :].decode()
         above = "\n".join(lines[done : first - 1])
         if isinstance(node, IMPORT) and len(node.names) > 1:
             for alias in node.names:
@@ -100,18 +105,34 @@ def split(source: str, where: str = "") -> list[Statement]:
         else:
             statements.append(Statement(node, code, above, where))
         done = last
-    above = "\n".join(lines[done:])
-    return [*statements, Statement(ast.Pass(), "", above, where)] if above.strip() else statements
+    comments = "\n".join(lines[done:])
+    if comments.strip():
+        statements.append(Statement(ast.Pass(), "", comments, where))
+    return statements
+
+
+def first_line_of(node: ast.stmt) -> int:
+    """The number of a statement's first line, which may be a decorator's."""
+    decorators = getattr(node, "decorator_list", [])
+    return min(part.lineno for part in [node, *decorators])
 
 
 def in_strings(code: str) -> set[int]:
     """The numbers, from 1, of lines that begin inside a string."""
-    strings = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant | ast.JoinedStr)]
-    return {number for node in strings for number in range(node.lineno + 1, (node.end_lineno or 0) + 1)}
+    numbers: set[int] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Constant | ast.JoinedStr):
+            last = node.end_lineno or node.lineno
+            numbers.update(range(node.lineno + 1, last + 1))
+    return numbers
 
 
 def packages_of(node: ast.AST) -> set[str]:
     """The packages that an import takes something of; none for another node."""
     if isinstance(node, ast.ImportFrom):
-        return {"" if node.level else (node.module or "").partition(".")[0]}
-    return {alias.name.partition(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
+        if node.level:  # a relative import names no package
+            return {""}
+        return {(node.module or "").partition(".")[0]}
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[0] for alias in node.names}
+    return set()

@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from operator import itemgetter
+from dataclasses import dataclass
 from pathlib import Path
 
 import hosts
@@ -16,7 +16,7 @@ from leftovers import unchanged, wait_until
 
 from helpers.__main__ import main
 from helpers.export.chapters import find_notebook, preflight
-from helpers.export.launch_files import Allocation, launch_files, minutes
+from helpers.export.launch_files import Allocation, kubernetes_name, launch_files
 from helpers.export.notebook import ExportError
 
 PLAIN = 'parser.add_argument("--checkpoint-dir")\n'  # but not --resume
@@ -39,10 +39,12 @@ def test_the_command_writes_four_files(helpers, tmp_path):
     line = ["export", "11", "--nodes=3", "--gpus-per-node=4", "--time=1-00:00:00", "--out", tmp_path]
     status, out, _ = helpers(*line)
     names = [f"{NAME}.py", f"{NAME}.sbatch", f"{NAME}.nodes.sh", f"{NAME}.k8s.yaml"]
-    assert status == 0 and out.splitlines() == [str(tmp_path / name) for name in names]
+    assert status == 0
+    assert out.splitlines() == [str(tmp_path / name) for name in names]
     text = (tmp_path / f"{NAME}.sbatch").read_text()
     assert text == files(BACKEND + STOPS, nodes=3, gpus_per_node=4, time="1-00:00:00")[".sbatch"]
-    assert "--nodes=3 " in text and "--gpus-per-node=4 --cpus-per-task=16\n" in text and "--time=1-00:00:00\n" in text
+    for option in ("--nodes=3", "--gpus-per-node=4", "--cpus-per-task=16", "--time=1-00:00:00"):
+        assert f"#SBATCH {option}\n" in text
 
 
 def test_all_chapters(helpers, tmp_path):
@@ -50,7 +52,8 @@ def test_all_chapters(helpers, tmp_path):
     texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
     scripts = [name.removesuffix(".py") for name in texts if name.endswith(".py")]
     suffixes = (".py", ".sbatch", ".nodes.sh", ".k8s.yaml")
-    assert len(scripts) > 5 and texts.keys() == {name + suffix for name in scripts for suffix in suffixes}
+    assert len(scripts) > 5
+    assert texts.keys() == {name + suffix for name in scripts for suffix in suffixes}
     for name, text in texts.items():
         if name.endswith((".sbatch", ".sh")):
             subprocess.run(["bash", "-n"], input=text, text=True, check=True)
@@ -59,29 +62,19 @@ def test_all_chapters(helpers, tmp_path):
         assert name.endswith(".py") or max(map(len, text.splitlines())) <= 120
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "expected"),
-    [
-        ("--slurm --time 5", 1, "--time 5 is too short: 3 minutes before its end the ranks are told to stop.\n"),
-    ],
-)
-def test_usage(helpers, tmp_path, arguments, status, expected):
-    done, _, errors = helpers("export", "11", *arguments.split(), "--out", tmp_path / "out")
-    assert done == status and expected in errors and len(errors.splitlines()) == 2
-    assert not (tmp_path / "out").exists()
-
-
-def test_times_are_read_as_slurm_reads_them():
-    times = ["90", "90:30", "1:30:30", "2-12", "2-12:30", "2-0:0:30", "00:10:00"]
-    assert [minutes(time) for time in times] == [90, 90.5, 90.5, 3600, 3630, 2880.5, 10]
-    for limit in ("", "-1", "1:", "1::2", "1:2:3:4", "0-0", "4h", "٤", "1.5", "1-2-3"):
-        with pytest.raises(ExportError, match="is not a time limit"):
-            minutes(limit)
-
-
-def test_a_name_that_a_shell_would_split():
+def test_a_name_that_a_shell_would_split_is_refused():
     with pytest.raises(ExportError, match="'my notebook'.*\nRename it"):
         files(name="my notebook")
+
+
+def test_a_name_that_begins_with_a_dash_is_no_option(tmp_path):
+    texts = files(name="-rf")
+    assert "sbatch ./-rf.sbatch" in texts[".sbatch"]
+    assert "bash ./-rf.nodes.sh static" in texts[".nodes.sh"]
+    assert "-f ./-rf.k8s.yaml" in texts[".k8s.yaml"]
+    status, text = run_batch(tmp_path, "", texts[".sbatch"], JOB_FOLDER="", SLURM_JOB_NAME="rf")
+    assert status == 0
+    assert re.search(r"^torchrun .* \./-rf\.py --checkpoint-dir rf-2 ", text, re.MULTILINE)
 
 
 # ---- For Slurm
@@ -90,11 +83,11 @@ def test_a_name_that_a_shell_would_split():
 def test_what_a_script_can_do_decides_what_slurm_does():
     for script, stops, resumes in ((STOPS, True, True), (RESUMES, False, True), (PLAIN, False, False)):
         text = files(script)[".sbatch"]
-        for part in ("--signal=", "trap ", "--signals-to-handle=", "scontrol requeue", "stopped"):
-            assert (part in text) == (resumes if part == "scontrol requeue" else stops)
-        assert ("#SBATCH --requeue" in text) == resumes and ("#SBATCH --no-requeue" in text) == (not resumes)
-        assert ('--checkpoint-dir "$JOB_FOLDER" --resume' in text) == resumes
-    assert files(PLAIN, time="5")  # a script that is not warned may have a short limit
+        for part in ("--signal=", 'trap "" USR1', "--signals-to-handle=", '-e "$JOB_FOLDER/stopped"'):
+            assert (part in text) == stops
+        for part in ("#SBATCH --requeue", "scontrol requeue", '--checkpoint-dir "$JOB_FOLDER" --resume'):
+            assert (part in text) == resumes
+        assert ("#SBATCH --no-requeue" in text) == (not resumes)
 
 
 def test_a_script_that_can_is_told_to_take_the_gpus():
@@ -106,27 +99,31 @@ def test_a_script_that_can_is_told_to_take_the_gpus():
         assert "--backend" not in files(STOPS)[suffix]
 
 
-def test_your_cluster():
-    """Its lines work without their "# ", and Slurm's options still stand before the first command."""
+def test_the_lines_for_a_cluster_work_without_their_comment_sign():
+    """Slurm's options among them still stand before the first command."""
     text = files()[".sbatch"]
-    before, block, after = re.split(r"^# ----.*\n", text, flags=re.MULTILINE)
+    before, block, after = re.split(r"^# ----.*\n", text, maxsplit=2, flags=re.MULTILINE)
     assert all(line.startswith("# ") for line in block.splitlines())
     uncommented = re.sub("^# ", "", block, flags=re.MULTILINE)
-    for word in "--account= --partition= --mem= module pyxis Apptainer --numa-binding doctor".split():
+    for word in "--account= --partition= --mem= --mail-type= module pyxis Apptainer --numa-binding doctor".split():
         assert word in block
     assert subprocess.run(["bash", "-n"], input=before + uncommented + after, text=True).returncode == 0
-    assert "#SBATCH" not in after and re.search(r"^(?!#SBATCH)", uncommented.split("#SBATCH")[-1], re.MULTILINE)
-    assert "PREFLIGHT" not in files(name=PREFLIGHT)[".sbatch"]  # it is the preflight
+    assert "#SBATCH" not in after
+    assert re.search(r"^(?!#SBATCH)", uncommented.split("#SBATCH")[-1], re.MULTILINE)
+    assert "PREFLIGHT" not in files(name=PREFLIGHT)[".sbatch"], "it is the preflight"
 
 
 # Stand-ins for Slurm's commands, and for torchrun, which runs the file `script` with the real script's name and flags.
 STAND_INS = {
-    "scontrol": """[ "$1" = requeue ] && echo requeued || printf "NodeName=n NodeAddr=10.0.0.%s Port=1\\n" 1 2""",
+    "scontrol": """case "$1" in
+        requeue) echo requeued ;;
+        update) echo "$*" ;;
+        *) printf "NodeName=n NodeAddr=10.0.0.%s Port=1\\n" 1 2 ;;
+        esac""",
     "srun": 'while [ "$1" != bash ] && [ "$1" != apptainer ]; do shift; done; exec "$@"',
-    "squeue": "exit 1",
+    "squeue": 'echo "n7"',  # is excluded already
     "apptainer": 'echo "in a container"; while [ "$1" != bash ]; do shift; done; exec "$@"',
-    "torchrun": """echo "torchrun $*"; mkdir -p "$JOB_FOLDER/logs/n2/2.${START}_x"  # of the ranks
-        until [[ $1 = *.py || $1 = -m ]]; do shift; done; . ./script""",
+    "torchrun": 'echo "torchrun $*"; until [[ $1 = *.py || $1 = -m ]]; do shift; done; . ./script',
 }
 
 
@@ -149,48 +146,65 @@ def run_batch(folder, script, text=None, **variables):
     [
         ("touch work/stopped", 0, True),
         ("touch work/stopped", 100, False),  # the limit
-        ("touch work/step_00000010.pt; exit 1", 0, False),  # the same checkpoint as before: it would crash again
-        ("touch work/step_00000030.pt; exit 1", 1, True),
-        ("mkdir work/step_30; exit 1", 1, True),  # a checkpoint that is a folder
-        ("touch work/step_100000000.pt; exit 1", 1, True),  # more digits
-        ("touch work/step_00000030.pt; exit 1", 100, False),
-        ("touch work/step_00000030.pt.part work/step_40.tmp; exit 1", 0, False),  # half written checkpoints
-        ("touch work/step_00000030.pt; exit 0", 0, False),
-        ("rm -r work/logs; exit 1", 0, True),  # no rank was started: the nodes did not meet
-        ("rm -r work/logs; exit 1", 3, False),
-        ("rm -r work/logs; exit 0", 0, False),
+        ("exit 1", 0, True),
+        ("exit 1", 100, False),
+        ("exit 0", 0, False),
     ],
 )
-def test_when_a_job_starts_again(tmp_path, script, start, again):
-    """It does after a stop, after a failure if there is a new checkpoint (100 times) or no rank began (3)."""
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "step_00000010.pt").touch()
+def test_a_job_starts_again_after_a_stop_and_after_a_failure(tmp_path, script, start, again):
     status, text = run_batch(tmp_path, script, SLURM_RESTART_COUNT=str(start))
-    assert status == ("exit 1" in script)
+    assert status == (script == "exit 1")
     assert ("requeued" in text) == again, text
 
 
-def test_a_variable_of_the_site_is_not_the_jobs_folder(tmp_path):
-    (tmp_path / "project").mkdir()
-    (tmp_path / "project" / "stopped").touch()
-    site = {name: str(tmp_path / "project") for name in ("WORK", "SCRATCH", "PROJECT", "CONTAINER", "BIND")}
-    _, text = run_batch(tmp_path, 'touch "$JOB_FOLDER/step_1.pt"', JOB_FOLDER="", SLURM_JOB_NAME="mine", **site)
-    assert (tmp_path / "mine-2" / "step_1.pt").exists() and "project" not in text
-    assert [path.name for path in (tmp_path / "project").iterdir()] == ["stopped"]
+def test_a_third_failure_at_the_same_checkpoint_ends_the_job(tmp_path):
+    """A bug would fail for ever. A failure after a newer checkpoint is another one."""
+
+    def fails(*written):
+        """Whether the job starts again after a start that writes these names and fails."""
+        _, text = run_batch(tmp_path, f"(cd work; touch {' '.join(written)}); exit 1")
+        return "requeued" in text
+
+    assert [fails("x"), fails("x"), fails("x")] == [True, True, False], "there is no checkpoint"
+    assert [fails("step_00000010.pt"), fails("x"), fails("step_00000020.pt"), fails("x")] == [True] * 4
+    assert not fails("step_30.tmp"), "half a checkpoint"
+    assert fails("step_100000000")
+
+
+def test_a_node_that_was_the_first_to_fail_twice_is_excluded(tmp_path):
+    excludes = "update JobId=2 ExcNodeList=n7,n2\n"
+    _, first = run_batch(tmp_path, "exit 1")
+    assert "ExcNodeList" not in first
+    _, second = run_batch(tmp_path, "exit 1")
+    assert excludes in second
+    assert "n2 failed twice, and is excluded." in second
+    _, third = run_batch(tmp_path, "touch work/stopped work/step_1.pt")
+    assert "ExcNodeList" not in third, "it is excluded already"
+
+
+def test_two_nodes_that_fail_once_are_not_excluded(tmp_path):
+    run_batch(tmp_path, "exit 1")
+    status, text = run_batch(tmp_path, "exit 1", SLURMD_NODENAME="n1")
+    assert "requeued" in text
+    assert "ExcNodeList" not in text
 
 
 def test_without_the_nodes_addresses_the_job_ends(tmp_path, capfd):
     status, text = run_batch(tmp_path, "", files()[".sbatch"].replace("scontrol --oneliner", "false"))
-    assert status == 1 and "torchrun" not in text and "requeued" not in text
+    assert status == 1
+    assert "torchrun" not in text
+    assert "requeued" not in text
     assert capfd.readouterr().err == "scontrol gives no addresses. Write the nodes' into ADDRESSES, one a line.\n"
 
 
-def test_a_preflight_that_fails_ends_the_job(tmp_path):
+def test_after_a_preflight_that_fails_nothing_is_trained(tmp_path):
     status, text = run_batch(tmp_path, 'exit "$PREFLIGHT_STATUS"', PREFLIGHT="check.py", PREFLIGHT_STATUS="3")
-    assert status == 3 and text.count("\ntorchrun ") == 1 and "requeued" not in text
+    assert status == 3
+    assert text.count("\ntorchrun ") == 1
+    assert "requeued" in text, "on other nodes it may pass"
 
 
-def test_agents_wait_for_late_nodes_and_gloo_takes_the_way_to_another_node(tmp_path):
+def test_gloo_takes_the_network_that_leads_to_another_node(tmp_path):
     lines = {
         "getent": '[ "$2" = 10.0.0.1 ] && echo 10.0.0.1 STREAM',
         "ip": 'echo "$3 via 10.0.0.9 dev ib7 src 10.0.0.2"',
@@ -198,15 +212,9 @@ def test_agents_wait_for_late_nodes_and_gloo_takes_the_way_to_another_node(tmp_p
     for name, line in lines.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
-    _, text = run_batch(tmp_path, 'echo "gloo takes $GLOO_SOCKET_IFNAME"')
-    assert "gloo takes ib7\n" in text and " --rdzv-conf=is_host=0,read_timeout=900,join_timeout=900 " in text
-    _, text = run_batch(tmp_path, 'echo "gloo takes $GLOO_SOCKET_IFNAME"', GLOO_SOCKET_IFNAME="eth0")
-    assert "gloo takes eth0\n" in text  # as the reader says
-    one = {"SLURM_NNODES": "1", "SLURM_NODEID": "0"}
-    text = run_batch(
-        tmp_path, 'echo "gloo takes ($GLOO_SOCKET_IFNAME)"', files()[".sbatch"].replace(" 1 2", " 1"), **one
-    )
-    assert "gloo takes ()\n" in text[1]
+    report = 'echo "gloo takes ($GLOO_SOCKET_IFNAME)"'
+    assert "gloo takes (ib7)\n" in run_batch(tmp_path, report)[1]
+    assert "gloo takes (eth0)\n" in run_batch(tmp_path, report, GLOO_SOCKET_IFNAME="eth0")[1], "as the reader says"
 
 
 def test_a_container_and_a_binding(tmp_path):
@@ -216,58 +224,99 @@ def test_a_container_and_a_binding(tmp_path):
     assert re.search(rf"^in a container\ntorchrun .* --numa-binding=node {NAME}.py ", out, re.MULTILINE), out
 
 
-def test_a_node_has_its_own_address_and_runs_the_doctor_first(tmp_path):
+def test_each_node_has_its_address_and_time_and_the_doctor_runs_first(tmp_path):
     _, text = run_batch(tmp_path, "", PREFLIGHT="-m helpers doctor")
     first, second = re.findall(r"^torchrun .*", text, re.MULTILINE)
-    assert "--max-restarts=0 --rdzv-id=preflight.2.0 " in first and first.endswith(" -m helpers doctor")
-    assert f" {NAME}.py " in second and "preflight" not in second
-    for words in ("--rdzv-endpoint=10.0.0.1:20002 ", "is_host=0,", "--local-addr=10.0.0.2 "):  # of the second node
-        assert words in first and words in second
+    assert "--max-restarts=0 --rdzv-id=preflight.2.0 " in first
+    assert first.endswith(" -m helpers doctor")
+    assert f" {NAME}.py " in second
+    assert "preflight" not in second
+    of_the_second_node = ("--rdzv-endpoint=10.0.0.1:20002 ", "--local-addr=10.0.0.2 ")
+    for words in (*of_the_second_node, " --rdzv-conf=is_host=0,read_timeout=900,join_timeout=900 "):
+        assert words in first
+        assert words in second
 
 
 # ---- For Kubernetes
 
 
-def job_of(text):
-    """(the Service, the Job, its pod, the pod's container) of a file for Kubernetes."""
-    service, job = yaml.safe_load_all(text)
-    pod = job["spec"]["template"]["spec"]
-    return service, job, pod, pod["containers"][0]
+@dataclass(frozen=True)
+class Manifest:
+    """A file for Kubernetes: the Service, the Job, and what is in the Job."""
+
+    service: dict
+    job: dict
+
+    @property
+    def name(self) -> str:
+        return self.job["metadata"]["name"]
+
+    @property
+    def pod(self) -> dict:
+        return self.job["spec"]["template"]["spec"]
+
+    @property
+    def container(self) -> dict:
+        return self.pod["containers"][0]
+
+    @property
+    def script(self) -> str:
+        return self.container["command"][2]
 
 
-def test_an_indexed_job_and_its_names():
-    service, job, pod, container = job_of(files()[".k8s.yaml"])
-    name = job["metadata"]["name"]
-    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)  # a name in DNS (RFC 1035), as a Service needs it
-    # A pod is reached as JOB-INDEX.SUBDOMAIN where a headless Service with the subdomain's name selects it, and
-    # ranks meet before anything is ready.
-    reached = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": name}}
-    assert service == {"apiVersion": "v1", "kind": "Service", "metadata": {"name": pod["subdomain"]}, "spec": reached}
-    assert (job["apiVersion"], job["kind"], pod["subdomain"]) == ("batch/v1", "Job", name)
-    assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["backoffLimit"] > 0
-    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2 and pod["restartPolicy"] == "OnFailure"
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}, "requests": {"cpu": 32}}
-    assert all(isinstance(variable["value"], str) for variable in container["env"])
-    assert [*map(itemgetter("name"), pod["volumes"])] == [*map(itemgetter("name"), container["volumeMounts"])]
-    script = container["command"][2]
-    assert int(re.search(r"--shutdown-timeout=(\d+)", script)[1]) < pod["terminationGracePeriodSeconds"]
-    plain = job_of(files(PLAIN)[".k8s.yaml"])[3]["command"][2]
-    assert "kill -TERM " in plain and "--shutdown-timeout" not in plain
+def manifest_of(text) -> Manifest:
+    return Manifest(*yaml.safe_load_all(text))
 
 
-def test_what_a_cluster_may_need():
-    """The lines that begin with "# " are valid without it."""
+def test_pods_are_found_by_their_number_before_they_are_ready():
+    """A pod is reached as JOB-INDEX.SUBDOMAIN where a headless Service with the subdomain's name selects it."""
+    manifest = manifest_of(files()[".k8s.yaml"])
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", manifest.name), "DNS (RFC 1035) allows no other name"
+    assert manifest.pod["subdomain"] == manifest.name
+    assert manifest.job["spec"]["completionMode"] == "Indexed"
+    assert manifest.service["metadata"]["name"] == manifest.name
+    assert manifest.service["spec"] == {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"job-name": manifest.name},
+    }
+
+
+def test_a_job_has_a_pod_for_each_node_that_starts_again():
+    manifest = manifest_of(files()[".k8s.yaml"])
+    spec = manifest.job["spec"]
+    assert (manifest.job["apiVersion"], manifest.job["kind"]) == ("batch/v1", "Job")
+    assert spec["completions"] == spec["parallelism"] == 2
+    assert spec["backoffLimit"] > 0
+    assert manifest.pod["restartPolicy"] == "OnFailure"
+    assert manifest.container["resources"] == {"limits": {"nvidia.com/gpu": 8}, "requests": {"cpu": 32}}
+    assert all(isinstance(variable["value"], str) for variable in manifest.container["env"])
+    volumes = [volume["name"] for volume in manifest.pod["volumes"]]
+    assert volumes == [mount["name"] for mount in manifest.container["volumeMounts"]]
+
+
+def test_a_pod_has_more_time_to_stop_than_its_ranks():
+    manifest = manifest_of(files()[".k8s.yaml"])
+    shutdown_timeout = int(re.search(r"--shutdown-timeout=(\d+)", manifest.script)[1])
+    assert shutdown_timeout < manifest.pod["terminationGracePeriodSeconds"]
+    plain = manifest_of(files(PLAIN)[".k8s.yaml"])
+    assert "kill -TERM " in plain.script
+    assert "--shutdown-timeout" not in plain.script
+
+
+def test_what_a_cluster_may_need_is_valid_without_its_comment_sign():
     text = re.sub(r"^( +)# ", r"\1", files()[".k8s.yaml"], flags=re.MULTILINE)
-    _, job, pod, container = job_of(text)
-    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "QUEUE"} and pod["schedulerName"] == "volcano"
-    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "rdma/NAME": 1}
-    assert container["resources"]["requests"] == {"cpu": 32, "memory": "512Gi"}
+    manifest = manifest_of(text)
+    assert manifest.job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "QUEUE"}
+    assert manifest.pod["schedulerName"] == "volcano"
+    assert manifest.container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert manifest.container["resources"]["limits"]["rdma/NAME"] == 1
+    assert manifest.container["resources"]["requests"]["memory"] == "512Gi"
 
 
 def test_names_for_kubernetes():
     for name, expected in (("04_net", "net"), ("My.Net_2", "my-net-2"), ("10", "training"), ("a" * 70, "a" * 40)):
-        assert job_of(files(name=name)[".k8s.yaml"])[1]["metadata"]["name"] == expected
+        assert kubernetes_name(name) == expected
 
 
 # ---- Run here
@@ -356,17 +405,21 @@ def test_the_plain_lines_on_two_hosts(tmp_path):
 @pytest.mark.timeout(600)
 def test_the_pods_command_on_two_hosts(tmp_path):
     """The container's command runs, with the variables, names and folder that Kubernetes would give it."""
-    script, work = tmp_path / "script", tmp_path / "work"
-    assert main(["export", "11", "--slurm", "--gpus-per-node=1", f"--out={script}"]) == 0
-    service, job, _, container = job_of((script / f"{NAME}.k8s.yaml").read_text())
-    command, variables = container["command"], {pair["name"]: pair["value"] for pair in container["env"]}
-    command[-1] = command[-1].replace("--backend nccl", "--backend gloo")
-    pods = {f"{job['metadata']['name']}-{index}": address for index, address in enumerate(hosts.ADDRESSES.values())}
-    names = pods | {f"{pod}.{service['metadata']['name']}": address for pod, address in pods.items()}
+    script = tmp_path / "script"
+    work = tmp_path / "work"
     work.mkdir()
+    assert main(["export", "11", "--slurm", "--gpus-per-node=1", f"--out={script}"]) == 0
+    manifest = manifest_of((script / f"{NAME}.k8s.yaml").read_text())
+    *shell, text = manifest.container["command"]
+    command = [*shell, text.replace("--backend nccl", "--backend gloo")]
+    variables = {variable["name"]: variable["value"] for variable in manifest.container["env"]}
+    names = {}
+    for index, address in enumerate(hosts.ADDRESSES.values()):
+        names[f"{manifest.name}-{index}"] = address
+        names[f"{manifest.name}-{index}.{manifest.name}"] = address
 
-    def tell(processes):
-        assert wait_until(lambda: len([*work.glob("ready*")]) == 2)
+    def stop_pods(processes):
+        assert wait_until(lambda: len(list(work.glob("ready*"))) == 2)
         for process in processes:
             psutil.Process(process.pid).children()[0].terminate()  # the shell, as Kubernetes does
 
@@ -380,5 +433,6 @@ def test_the_pods_command_on_two_hosts(tmp_path):
 
         # Where a run was told to stop, a pod fails, so that Kubernetes starts it again.
         (script / f"{NAME}.py").write_text(STOPPED)
-        done = on_both(pair, tmp_path, [command] * 2, variables, tell)
-        assert [status for _, status in done] == [1, 1] and (work / "stopped").exists(), done
+        done = on_both(pair, tmp_path, [command] * 2, variables, stop_pods)
+        assert [status for _, status in done] == [1, 1]
+        assert (work / "stopped").exists(), done

@@ -224,16 +224,14 @@ def stop(number, frame):
 folder = pathlib.Path(sys.argv[sys.argv.index("--checkpoint-dir") + 1])
 for name in {handled}:
     signal.signal(getattr(signal, name), stop)
-(folder / "unfinished.part").touch()
-time.sleep({save})
-(folder / "unfinished.part").rename(folder / "step_1.pt")
+(folder / "step_1.pt").touch()
 print("epoch 1: ready", flush=True)
 time.sleep(200)
 """
 
 
 def test_a_job_that_its_user_ends_does_not_come_back(cluster, submit):
-    job = submit(WAITING.format(handled=["SIGTERM"], save=0), "--nodes=1")
+    job = submit(WAITING.format(handled=["SIGTERM"]), "--nodes=1")
     job.wait_for_training(0)
     cluster.run("scancel", str(job.number))
     assert "JobState=CANCELLED" in job.wait_for_end()
@@ -244,7 +242,7 @@ def test_a_job_that_its_user_ends_does_not_come_back(cluster, submit):
 
 @pytest.mark.daily
 def test_a_rank_that_does_not_train_yet_outlives_the_signal_and_the_job_comes_back(cluster, submit):
-    job = submit(WAITING.format(handled=[], save=0), "--nodes=1", "--nodelist=n1")
+    job = submit(WAITING.format(handled=[]), "--nodes=1", "--nodelist=n1")
     job.wait_for_training(0)
     cluster.run("scancel", "--signal=TERM", str(job.number))
     time.sleep(1)
@@ -258,19 +256,7 @@ def test_a_rank_that_does_not_train_yet_outlives_the_signal_and_the_job_comes_ba
 
 
 @pytest.mark.daily
-def test_a_job_whose_saves_take_long_is_told_earlier(cluster, submit):
-    """With three minutes, the signal comes 60 s + 3 x 35 s before the end, though Slurm was asked for one second."""
-    job = submit(WAITING.format(handled=["SIGUSR1"], save=35), "--nodes=1", "--time=3", "--signal=USR1@1")
-    job.wait_for_training(0)
-    job.wait_for_state("PENDING")
-    save, signal = ((job.work / name).stat().st_ctime for name in ("step_1.pt", "stopped"))
-    assert 0 < signal - save < 30  # 60 s + 35 s before the end would be later, and Slurm's own signal even more
-    cluster.run("scancel", str(job.number))
-    job.wait_for_end()
-
-
-@pytest.mark.daily
-def test_the_preflight_of_chapter_12(submit, tmp_path):
+def test_the_preflight_of_chapter_12(cluster, submit, tmp_path):
     """It checks every link before the script begins. If a check fails, the script does not begin."""
     [check] = chapters.export("12", tmp_path)
     job = submit("print('epoch 1: trained')")
@@ -279,13 +265,15 @@ def test_the_preflight_of_chapter_12(submit, tmp_path):
     assert re.search(r"between nodes +0,1 +yes ", preflight) and "all-reduce" not in training
 
     job = submit("print('epoch 1: trained')", f"--export=ALL,PREFLIGHT={chapters.preflight()}.py --floor 1000")
-    job.wait_for_end()
+    job.wait_for_state("PENDING")
+    cluster.run("scancel", str(job.number))
     [start] = job.starts()
     assert "Below 1000 GB/s: between nodes, all ranks. Run again" in start and "trained" not in start, start
 
     check.write_text(check.read_text().replace("pattern * total", "pattern * total + 1"))
     job = submit("print('epoch 1: trained')")
-    job.wait_for_end()
+    job.wait_for_state("PENDING")
+    cluster.run("scancel", str(job.number))
     [start] = job.starts()
     assert "Wrong sums: node 0, node 1, between nodes, all ranks" in start and "trained" not in start, start
 
@@ -294,14 +282,35 @@ def test_the_preflight_of_chapter_12(submit, tmp_path):
 def test_a_job_whose_first_node_comes_too_late_starts_again(cluster, submit, tmp_path):
     """At its first start node 0 is later than the agents wait, here for some seconds: no rank begins."""
     batch = tmp_path / f"{TRAINER}.sbatch"
-    late = '[ "$SLURM_NODEID" != 0 ] || sleep $((START == 0 ? 40 : 2))\n    exec torchrun'
-    batch.write_text(batch.read_text().replace("exec torchrun", late).replace("read_timeout=900", "read_timeout=4"))
+    late = '[ "$SLURM_NODEID" != 0 ] || sleep $((START == 0 ? 40 : 2))\n    torchrun --nnodes'
+    batch.write_text(batch.read_text().replace("torchrun --nnodes", late).replace("read_timeout=900", "read_timeout=4"))
     job = submit("print('epoch 1: trained')")
     job.wait_for_start(0)
     job.requeue_soon()
     job.wait_for_end()
     first, second = job.starts()
     assert "RendezvousConnectionError" in first and "trained" not in first and "epoch 1: trained" in second, first
+
+
+FAILS_ON_N1 = """\
+import os, sys
+
+if os.environ["SLURMD_NODENAME"] == "n1":
+    sys.exit("a broken GPU")
+print("epoch 1: trained")
+"""
+
+
+def test_a_node_that_was_the_first_to_fail_twice_is_excluded(cluster, submit):
+    job = submit(FAILS_ON_N1, "--nodes=1")
+    for start in range(2):
+        job.wait_for_start(start)
+        job.requeue_soon()
+    job.wait_for_end()
+    nodes = [re.match(r"start \d on (\w+)", start)[1] for start in job.starts()]
+    assert nodes == ["n1", "n1", "n2"]
+    assert "n1 failed twice, and is excluded." in job.starts()[1]
+    assert "epoch 1: trained" in job.starts()[2]
 
 
 def test_slurm_reads_the_lines_that_a_reader_may_complete(cluster, folder, tmp_path):

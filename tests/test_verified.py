@@ -72,7 +72,8 @@ def test_a_record_is_read_as_it_was_written_and_a_damaged_file_is_refused(tmp_pa
     add_page(record, "notebooks/04_one", "code", OLD)
     add_script(record, "04_one", "code", "2.13.0")
     write_record(record, file)
-    assert read_record(file) == record and list(tmp_path.iterdir()) == [file]
+    assert read_record(file) == record
+    assert list(tmp_path.iterdir()) == [file]
     stored = json.loads(file.read_text())
     assert stored["pages"]["notebooks/04_one"]["runs"] == [{"torch": "2.13.0", "python": "3.11", "date": "2026-11-28"}]
     assert stored["scripts"] == {"04_one": ["2.13.0"]}
@@ -180,15 +181,14 @@ def test_the_tests_that_stand_for_markdown_pages_and_scripts_exist():
         assert f"def {function.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), name
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2", "--dist", "loadfile"]], ids=["one process", "xdist"])
-def test_pytest_writes_the_file_where_it_is_asked(project, workers):
+def test_pytest_writes_the_file_where_it_is_asked(project):
     """With the root conftest.py, whose option it is, and with nbval's own names of cells."""
     (project / "pytest.ini").write_text("[pytest]\n")
     (project / "notebooks" / "b.ipynb").write_text(
         (project / "notebooks" / "a.ipynb").read_text().replace("x + 1", "x + None")
     )
     command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider"]
-    command += ["-p", "conftest", *workers, "notebooks"]
+    command += ["-p", "conftest", "-n", "2", "--dist", "loadfile", "notebooks"]
     paths = f"{ROOT}:{ROOT / 'tests/support'}"
     environment = {**os.environ, "PYTHONPATH": paths, "PYTEST_ADDOPTS": ""}
 
@@ -204,7 +204,8 @@ def test_pytest_writes_the_file_where_it_is_asked(project, workers):
     [(page, found)] = read_record(file).pages.items()
     assert (page, found.fingerprint) == ("notebooks/a", fingerprint(project / "notebooks" / "a.ipynb"))
     [passed] = found.runs
-    assert re.fullmatch(r"\d+\.\d+\.\d+", passed.torch) and passed.python == ".".join(map(str, sys.version_info[:2]))
+    assert re.fullmatch(r"\d+\.\d+\.\d+", passed.torch)
+    assert passed.python == f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 # --- the line ---------------------------------------------------------------------------------------------------------

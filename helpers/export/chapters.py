@@ -4,11 +4,13 @@ import os
 import re
 from pathlib import Path
 
+from helpers.command_line import as_argument
 from helpers.export.facts import NOTEBOOKS, chapters_in, facts_at, is_called
 from helpers.export.launch_files import Allocation, launch_files
 from helpers.export.notebook import ExportError, read_notebook, script_name
 from helpers.export.script import script_from_notebook
 from helpers.export.verified import FILE_NAME, fingerprint, read_record
+from helpers.writing import write_text
 
 
 def chapters() -> list[Path]:
@@ -41,7 +43,8 @@ def find_notebook(chapter: str | Path) -> Path:
     """
     if os.path.isfile(chapter):
         if Path(chapter).suffix == ".py":
-            raise ExportError(f"{chapter} is a script already.\nStart it: torchrun --nproc-per-node=2 {chapter}")
+            line = f"torchrun --nproc-per-node=2 {as_argument(str(chapter))}"
+            raise ExportError(f"{chapter} is a script already.\nStart it: {line}")
         return Path(chapter)
     for path in numbered():
         if is_called(path.stem, str(chapter)):
@@ -65,27 +68,42 @@ def export(
 
     Raises ExportError, and writes nothing, where a notebook cannot be exported or a file differs, unless ``force``.
     """
+    notebooks = chapters()
+    if chapter is not None:
+        notebooks = [find_notebook(chapter)]
     texts: dict[Path, str] = {}
-    for path in chapters() if chapter is None else [find_notebook(chapter)]:
-        refuse_practice_page(path)
-        notebook = read_notebook(path)
-        name = script_name(notebook, path.stem)
-        script = script_from_notebook(notebook, name, tested_with(path))
-        files = {f"{name}.py": script}
-        if allocation:
-            files |= launch_files(name, script, allocation, preflight())
-        texts |= {Path(folder) / file: text for file, text in files.items()}
+    for path in notebooks:
+        for file, text in files_of(path, allocation).items():
+            texts[Path(folder, file)] = text
     try:
-        for path, text in texts.items():
-            if path.exists() and path.read_bytes() != text.encode() and not force:
-                raise ExportError(f"{path} exists and differs.\nKeep your changes elsewhere, or overwrite: --force")
+        if not force:
+            for path, text in texts.items():
+                refuse_other_text(path, text)
         Path(folder).mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
-            path.write_text(text, encoding="utf-8", newline="\n")
+            write_text(path, text)
     except OSError as error:
         what = f"{error.filename} cannot be written: {error.strerror}"
         raise ExportError(f"{what}.\nChoose a folder: --out DIR") from None
     return list(texts)
+
+
+def files_of(path: Path, allocation: Allocation | None) -> dict[str, str]:
+    """{file name: text} of a notebook's script, and with an allocation of its launch files."""
+    refuse_practice_page(path)
+    notebook = read_notebook(path)
+    name = script_name(notebook, path.stem)
+    script = script_from_notebook(notebook, name, tested_with(path))
+    files = {f"{name}.py": script}
+    if allocation is not None:
+        files.update(launch_files(name, script, allocation, preflight()))
+    return files
+
+
+def refuse_other_text(path: Path, text: str) -> None:
+    """Raise ExportError if a file holds another text: the reader may have changed it."""
+    if path.exists() and path.read_bytes() != text.encode():
+        raise ExportError(f"{path} exists and differs.\nKeep your changes elsewhere, or overwrite: --force")
 
 
 def refuse_practice_page(path: Path) -> None:

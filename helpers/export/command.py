@@ -39,25 +39,49 @@ def add_commands(commands: "argparse._SubParsersAction") -> None:
 
 def main(args: argparse.Namespace, flags: list[str]) -> int:
     """Carry out one of the commands, ``run`` with flags of the script; return the exit status."""
-    from helpers.export import chapters  # here, because it takes half a second
-    from helpers.export.launch_files import Allocation
-    from helpers.export.notebook import ExportError, read_notebook, title_and_purpose
+    from helpers.export.error import ExportError
 
     try:
         if args.command == "list":
-            for path in chapters.chapters():
-                title, _ = title_and_purpose(read_notebook(path), path.stem)
-                print(f"{path.stem:27}{title}")
-        elif args.command == "export":
-            sizes = {name: getattr(args, name) for name in ("nodes", "gpus_per_node", "time") if getattr(args, name)}
-            allocation = Allocation(**sizes) if args.slurm or sizes else None
-            for path in chapters.export(None if args.all else args.chapter, args.out, args.force, allocation):
-                print(path)
-        else:
-            with folder_until_a_signal() as folder:
-                [script] = chapters.export(args.chapter, folder)
-                return run(script, args.nproc, flags)
+            list_chapters()
+            return 0
+        if args.command == "export":
+            export(args)
+            return 0
+        return run_chapter(args, flags)
     except ExportError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
+
+
+# What these functions import takes half a second, so it is not imported for a command that does not need it.
+
+
+def list_chapters() -> None:
+    from helpers.export import chapters
+    from helpers.export.notebook import read_notebook, title_and_purpose
+
+    for path in chapters.chapters():
+        title, _ = title_and_purpose(read_notebook(path), path.stem)
+        print(f"{path.stem:27}{title}")
+
+
+def export(args: argparse.Namespace) -> None:
+    from helpers.export import chapters
+    from helpers.export.launch_files import Allocation
+
+    sizes = {name: getattr(args, name) for name in ("nodes", "gpus_per_node", "time") if getattr(args, name)}
+    allocation = None
+    if args.slurm or sizes:
+        allocation = Allocation(**sizes)
+    chapter = None if args.all else args.chapter
+    for path in chapters.export(chapter, args.out, args.force, allocation):
+        print(path)
+
+
+def run_chapter(args: argparse.Namespace, flags: list[str]) -> int:
+    from helpers.export import chapters
+
+    with folder_until_a_signal() as folder:
+        [script] = chapters.export(args.chapter, folder)
+        return run(script, args.nproc, flags)

@@ -113,35 +113,35 @@ def facts_in(metadata: Mapping[str, Any], name: str) -> Chapter:
 
     ``name`` is the notebook's, for messages.
     """
-    place = f"{name}: metadata.book"
+    location = f"{name}: metadata.book"
     book = dict(metadata.get("book", {}))
     script = dict(book.get("script", {}))
-    for name, kind in (("lines", Line), ("rehearsals", Rehearsal)):
-        entries = script.get(name, [])
-        script[name] = [record(kind, entry, f"{place}.script.{name}") for entry in entries]
-    book["script"] = record(Script, script, f"{place}.script")
-    chapter = record(Chapter, book, place)
+    for entry_name, kind in (("lines", Line), ("rehearsals", Rehearsal)):
+        entries = script.get(entry_name, [])
+        script[entry_name] = [record(kind, entry, f"{location}.script.{entry_name}") for entry in entries]
+    book["script"] = record(Script, script, f"{location}.script")
+    chapter = record(Chapter, book, location)
     for number, condition in chapter.script.result.items():
         try:
             parts_of(condition)
         except ValueError as error:
-            raise ExportError(f"{place}.script.result.{number} {error}") from None
+            raise ExportError(f"{location}.script.result.{number} {error}") from None
     return chapter
 
 
-def record(kind: Any, entries: Mapping[str, Any], place: str) -> Any:
+def record(kind: Any, entries: Mapping[str, Any], location: str) -> Any:
     """A record of a dataclass from a dict. Raises ExportError for unknown or missing entries, and for other types."""
     fields = {each.name: each for each in dataclasses.fields(kind)}
     for name, value in entries.items():
         if name not in fields:
-            raise ExportError(f"{place} has an unknown entry: {name}.\nIt may have: {', '.join(fields)}.")
+            raise ExportError(f"{location} has an unknown entry: {name}.\nIt may have: {', '.join(fields)}.")
         if not has_type(value, fields[name].type):
             expected = getattr(fields[name].type, "__name__", fields[name].type)
-            raise ExportError(f"{place}.{name} is {value!r}.\nIts type must be {expected}.")
+            raise ExportError(f"{location}.{name} is {value!r}.\nIts type must be {expected}.")
     for name, each in fields.items():
-        is_required = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
-        if is_required and name not in entries:
-            raise ExportError(f"{place}: an entry of it has no {name}.\nAdd it: {name} says which one is meant.")
+        has_default = each.default is not dataclasses.MISSING or each.default_factory is not dataclasses.MISSING
+        if not has_default and name not in entries:
+            raise ExportError(f"{location}: an entry of it has no {name}.\nAdd it: {name} says which one is meant.")
     return kind(**entries)
 
 
@@ -151,7 +151,7 @@ def has_type(value: object, kind: Any) -> bool:
         return kind is bool
     if kind is float:
         return isinstance(value, int | float)
-    return isinstance(value, get_origin(kind) or kind)
+    return isinstance(value, get_origin(kind) or kind)  # the type without what it contains
 
 
 def parts_of(condition: str) -> list[tuple[str, str]]:
@@ -173,7 +173,10 @@ def unmet(conditions: Mapping[str, str], result: Mapping[str, float]) -> list[st
             lines.append(f"the result has no {name}, only {', '.join(result)}")
             continue
         for relation, bound in parts_of(condition):
-            limit = result[bound] if bound in result else float(bound)
+            if bound in result:
+                limit = result[bound]
+            else:
+                limit = float(bound)
             if not RELATIONS[relation](result[name], limit):
                 lines.append(f"{name} is {result[name]}, and not {relation} {bound}")
     return lines

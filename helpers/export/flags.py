@@ -8,9 +8,9 @@ import re
 from helpers.export.notebook import ExportError, label
 from helpers.source import IMPORT, Statement
 
-KINDS = {kind.__name__: kind for kind in (int, float, str, bool)}
+KINDS = {"int": int, "float": float, "str": str, "bool": bool}
 quoted = functools.partial(json.dumps, ensure_ascii=False)  # a Python string literal in double quotes
-PATTERN = "Write name: type = literal  # help, with int, float, str, bool or Literal[...]; | None may follow."
+PATTERN = "Write name: type = literal  # help, with int, float, str, bool or Literal[...]."
 
 
 def read_flags(parameters: list[Statement]) -> dict[str, str]:
@@ -37,48 +37,61 @@ def read_flag(statement: Statement) -> tuple[str, str]:
     [node] = ast.parse(statement.code).body  # whose columns count from the line's beginning
     if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name) or node.value is None:
         raise ValueError
-    name, default = node.target.id, ast.literal_eval(node.value)
-    annotation = ast.unparse(node.annotation).removesuffix(" | None")
+    name = node.target.id
+    default = ast.literal_eval(node.value)
+    annotation = ast.unparse(node.annotation)
+    choices = []
     literal = re.fullmatch(r"Literal\[(.+)\]", annotation)
-    choices = list(ast.literal_eval(f"[{literal[1]}]")) if literal else []
-    kind = KINDS[type(choices[0]).__name__ if choices else annotation]
-    values = choices if default is None and "| None" in ast.unparse(node.annotation) else [default, *choices]
-    fitting = (float, int) if kind is float else (kind,)
-    if any(type(value) not in fitting or value not in (choices or values) for value in values):
-        raise ValueError
+    if literal is not None:
+        choices = list(ast.literal_eval(f"[{literal[1]}]"))
+        annotation = type(choices[0]).__name__
+    kind = KINDS[annotation]
+
     comment = statement.code.split("\n")[-1].encode()[node.end_col_offset :].decode().lstrip("# ;")
-    words = (comment or name.replace("_", " ")).replace("%", "%%")  # argparse formats help texts with the % operator
-    options = [quoted(f"--{name.replace('_', '-')}"), ast.get_source_segment(statement.code, node.value), quoted(words)]
+    help_text = comment or name.replace("_", " ")
+    options = [
+        quoted(f"--{name.replace('_', '-')}"),
+        ast.get_source_segment(statement.code, node.value),
+        quoted(help_text.replace("%", "%%")),  # argparse formats help texts with the % operator
+    ]
     if kind is bool:
         options.append("action=switch")
-    elif choices:
-        options.append(f"choices={choices!r}")
-    if kind is not bool and (kind is not type(default) or (choices and kind is not str)):
-        options.append(f"type={kind.__name__}")
+    else:
+        if choices:
+            options.append(f"choices={choices!r}")
+        # The script's add() takes the type from the default, unless there are choices.
+        if kind is not type(default) or (choices and kind is not str):
+            options.append(f"type={kind.__name__}")
+    code = f"add({', '.join(map(str, options))})"
     heading = " ".join(re.findall(r"^# *(.+?)\.?$", statement.above, re.MULTILINE))
-    group = f"group = parser.add_argument_group({quoted(heading)})\n    " if heading else ""
-    return name, f"{group}add({', '.join(map(str, options))})"
+    if heading:
+        code = f"group = parser.add_argument_group({quoted(heading)})\n    {code}"
+    return name, code
 
 
 def parse_args_text(flags: dict[str, str], adds: bool = False) -> str:
     """The source of the script's function that reads the flags. If ``adds``, the script's ``add_flags`` adds more."""
-    calls = "\n    ".join([*flags.values(), *["add_flags(add)"] * adds])
-    if adds:  # a default of True or False is enough there
-        calls = calls.replace(", action=switch)", ")")
-    lines = ["def parse_args():", "parser = argparse.ArgumentParser(usage=__doc__)"]
-    if "action=switch" in calls:
-        lines.append("switch = argparse.BooleanOptionalAction")
-    if "group = " in calls:
-        lines.append("group = parser")
-    switch = """
-        if isinstance(default, bool):
-            options = {"action": argparse.BooleanOptionalAction}"""
+    calls = list(flags.values())
+    has_groups = any(call.startswith("group = ") for call in calls)
+    if adds:
+        # That function passes (flag, default, help) alone, so add() makes a switch of a default that is True or False.
+        calls = [call.replace(", action=switch)", ")") for call in calls]
+        calls.append("add_flags(add)")
+    lines = ["def parse_args():", "    parser = argparse.ArgumentParser(usage=__doc__)"]
+    if any("action=switch" in call for call in calls):
+        lines.append("    switch = argparse.BooleanOptionalAction")
+    if has_groups:
+        lines.append("    group = parser")
     if calls:
-        lines.append(f"""
-    def add(flag, default, help, **options):{switch * adds}
-        options = options or {{"type": type(default)}}
-        help = f"{{help}} (default: %(default)s)"
-        {"group" if "group = " in calls else "parser"}.add_argument(flag, default=default, help=help, **options)
-
-    {calls}""")
-    return "\n    ".join([*lines, "return parser.parse_args()"])
+        lines += ["", "    def add(flag, default, help, **options):"]
+        if adds:
+            lines.append("        if isinstance(default, bool):")
+            lines.append('            options = {"action": argparse.BooleanOptionalAction}')
+        lines.append('        options = options or {"type": type(default)}')
+        lines.append('        help = f"{help} (default: %(default)s)"')
+        target = "group" if has_groups else "parser"
+        lines.append(f"        {target}.add_argument(flag, default=default, help=help, **options)")
+        lines.append("")
+        lines += [f"    {call}" for call in calls]
+    lines.append("    return parser.parse_args()")
+    return "\n".join(lines)

@@ -9,14 +9,15 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from helpers.command_line import as_argument
 from helpers.export.notebook import ExportError
 
 STOP_BEFORE = 180  # seconds before the time limit at which Slurm warns the ranks; it may be a minute early
 LATE = 900  # seconds that agents wait at a store for others; by default 60 for the store itself (read_timeout)
-SHORTEST = 10  # minutes: the least time limit for a script that is warned
 CPUS_PER_GPU = 4  # for a rank and the processes that load its data
 
 TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATE_OF = {".sbatch": "slurm.sbatch", ".nodes.sh": "nodes.sh", ".k8s.yaml": "k8s.yaml"}
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(TEMPLATES),
     undefined=StrictUndefined,
@@ -41,20 +42,23 @@ def launch_files(name: str, script: str, allocation: Allocation, preflight: str)
     """{file name: text} of what starts a script, the text of NAME.py, on the nodes of an allocation.
 
     ``preflight`` is the name of the script that checks every link first, if it is in the job's folder.
-    Raises ExportError for a name that a shell would split, and for a limit that is too short to stop in.
+    Raises ExportError for a name that a shell would split.
     """
     if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
         raise ExportError(f"{name!r} has characters that a shell reads in its own way.\nRename it for --slurm.")
-    resumes = all(f'"--{flag}"' in script for flag in ("checkpoint-dir", "resume"))
+    resumes = '"--checkpoint-dir"' in script and '"--resume"' in script
     stops = resumes and "StopRequest(" in script  # at a signal such a script saves, and writes the file `stopped`
-    if minutes(allocation.time) < SHORTEST and stops:
-        why = f"{STOP_BEFORE // 60} minutes before its end the ranks are told to stop"
-        raise ExportError(f"--time {allocation.time} is too short: {why}.\nGive more: --time 00:{SHORTEST}:00")
+    # With this flag a node without its GPUs fails at once. A later flag wins, so the reader can add --backend gloo.
+    backend = " --backend nccl" if '"--backend"' in script else ""
     values = {
-        "name": name,
-        "file": f"{name}.py",
-        "label": re.sub(r"[^a-z0-9]+", "-", name.lower()).lstrip("0123456789-")[:40].strip("-") or "training",
         **asdict(allocation),
+        "file": as_argument(f"{name}.py"),
+        "script_name": f"{name}.py",
+        "batch_file": as_argument(f"{name}.sbatch"),
+        "nodes_file": as_argument(f"{name}.nodes.sh"),
+        "k8s_file": as_argument(f"{name}.k8s.yaml"),
+        "job_name": name.lstrip("-"),  # the job's folder begins with it
+        "label": kubernetes_name(name),
         "last": allocation.nodes - 1,
         "cpus": allocation.gpus_per_node * CPUS_PER_GPU,
         "stop_before": STOP_BEFORE,
@@ -63,18 +67,12 @@ def launch_files(name: str, script: str, allocation: Allocation, preflight: str)
         "resumes": resumes,
         "is_check": name == preflight,
         "preflight": f"{preflight}.py",
-        # With this flag a node without its GPUs fails at once. A later flag wins, so the reader can add --backend gloo.
-        "backend": " --backend nccl" if '"--backend"' in script else "",
+        "backend": backend,
     }
-    texts = {".sbatch": "slurm.sbatch", ".nodes.sh": "nodes.sh", ".k8s.yaml": "k8s.yaml"}
-    return {name + suffix: ENVIRONMENT.get_template(file).render(values) for suffix, file in texts.items()}
+    return {name + suffix: ENVIRONMENT.get_template(file).render(values) for suffix, file in TEMPLATE_OF.items()}
 
 
-def minutes(time: str) -> float:
-    """The minutes of a time limit in one of Slurm's formats. Raises ExportError for other texts and for zero."""
-    days, _, clock = time.rpartition("-")
-    parts = clock.split(":")
-    units = [60, 1, 1 / 60] if days or len(parts) == 3 else [1, 1 / 60]  # Slurm reads "90" and "90:00" as minutes
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time, re.ASCII) or not int(re.sub(r"\D", "", time)):
-        raise ExportError(f"--time {time} is not a time limit.\nGive hours, minutes and seconds: 04:00:00")
-    return int(days or 0) * 24 * 60 + sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
+def kubernetes_name(name: str) -> str:
+    """A name that DNS and so Kubernetes allow: lower-case letters, digits and dashes, with a letter first."""
+    words = re.sub(r"[^a-z0-9]+", "-", name.lower())
+    return words.lstrip("0123456789-")[:40].strip("-") or "training"

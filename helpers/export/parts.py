@@ -8,7 +8,7 @@ import builtins
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,57 +54,94 @@ class Parts:
         return [statement for statement in [*self.above(), *self.body] if statement.where not in MODULES]
 
 
+def names_bound_by(statements: Iterable[Statement]) -> set[str]:
+    return {name for statement in statements for name in statement.binds}
+
+
+def names_read_by(statements: Iterable[Statement]) -> set[str]:
+    return {name for statement in statements for name in statement.reads}
+
+
 def sort_statements(cells: Cells) -> Parts:
     """The Parts of a notebook's script. Raises ExportError for an import that may not go up.
 
     Above main stands what a cell binds once and for all. What it binds twice, main does, in the notebook's order.
     """
-    imports = [statement for statement in cells.parameters if isinstance(statement.node, IMPORT)]
-    constants, definitions, body, plumbing = (list[Statement]() for _ in range(4))
-    helpers = {name for statement in cells.exported if is_copied(statement.node) for name in statement.binds}
     exported = [statement for statement in cells.exported if not is_notebook_only(statement.node)]
-    copies = copied(helpers | {"stop_process_group"})
-    below_main = helpers & {name for statement in copies if statement.where == PLUMBING for name in statement.binds}
-    everything = [*cells.parameters, *exported, *copies]
-    meanings = OWN | {(name, meaning_of(statement, name)) for statement in everything for name in statement.binds}
-    times = Counter(name for name, _ in meanings)
-    targets = {text for statement in exported for text in changes(statement)}
+    from_runtime = names_bound_by(statement for statement in cells.exported if is_copied(statement.node))
+    copies = copied(from_runtime | {"stop_process_group"})
+    below_main = from_runtime & names_bound_by(statement for statement in copies if statement.where == PLUMBING)
+    ambiguous = names_with_two_meanings([*cells.parameters, *exported, *copies])
+    changing = {text for statement in exported for text in changes(statement)}
+
+    imports = [statement for statement in cells.parameters if isinstance(statement.node, IMPORT)]
+    constants: list[Statement] = []
+    definitions: list[Statement] = []
+    body: list[Statement] = []
     for statement in exported:
         node = statement.node
-        if any(times[name] > 1 for name in statement.binds):
+        if statement.binds & ambiguous:
             body.append(statement)
         elif isinstance(node, IMPORT):
             check_order(statement, body, imports)
             imports.append(statement)
-        elif isinstance(node, DEFINITION) and is_still(node, targets) and not statement.needs & below_main:
+        elif isinstance(node, DEFINITION) and may_go_up(node, changing) and not statement.needs & below_main:
             definitions.append(statement)
-        elif isinstance(node, ast.Assign) and not statement.reads and all(map(str.isupper, statement.binds)):
+        elif is_constant(statement):
             constants.append(statement)
         elif not statement.code and definitions and definitions[-1].where == statement.where:
             definitions.append(statement)  # comments at the end of a cell
         else:
             body.append(statement)
+
     if not any(STOPS.search(statement.code) for statement in [*definitions, *body]):
-        helpers.add("stop_process_group")
+        from_runtime.add("stop_process_group")
         body += split("stop_process_group()")
-    used = {name for statement in [*imports, *constants, *definitions, *body] for name in statement.reads}
-    unread = cells.elsewhere - used  # an import that no cell reads stays: it may have an effect
-    imports = [statement for statement in imports if not statement.binds & unread]
-    plumbing, others = list[Statement](), list[Statement]()
-    for statement in copied(helpers & used):
-        place = plumbing if statement.where == PLUMBING else others
-        (imports if isinstance(statement.node, IMPORT) else place).append(statement)
-    at_once = {name for statement in definitions for name in statement.needs}
-    early = any(at_once & statement.binds for statement in [*others, *definitions])
-    above = [*others, *definitions] if early else [*definitions, *others]  # the chapter's own first, if that can be
+    used = names_read_by([*imports, *constants, *definitions, *body])
+    # Another cell may be the one that needs an import. An import that no cell needs may have an effect, and stays.
+    needed_elsewhere = cells.words_elsewhere - used
+    imports = [statement for statement in imports if not statement.binds & needed_elsewhere]
+
+    plumbing: list[Statement] = []
+    tools: list[Statement] = []
+    for statement in copied(from_runtime & used):
+        if isinstance(statement.node, IMPORT):
+            imports.append(statement)
+        elif statement.where == PLUMBING:
+            plumbing.append(statement)
+        else:
+            tools.append(statement)
+    needed_at_once = {name for statement in definitions for name in statement.needs}
+    if needed_at_once & names_bound_by([*tools, *definitions]):
+        above = [*tools, *definitions]
+    else:  # the chapter's own functions first
+        above = [*definitions, *tools]
     return Parts(imports, [*constants, *above], body, plumbing)
+
+
+def names_with_two_meanings(statements: list[Statement]) -> set[str]:
+    """The names that stand for two things, of what these statements bind and of the script's own names."""
+    meanings = set(OWN)
+    for statement in statements:
+        for name in statement.binds:
+            meanings.add((name, meaning_of(statement, name)))
+    times = Counter(name for name, _ in meanings)
+    return {name for name, number in times.items() if number > 1}
+
+
+def is_constant(statement: Statement) -> bool:
+    """Whether a statement binds names such as WIDTH to what depends on no other name."""
+    is_literal = isinstance(statement.node, ast.Assign) and not statement.reads
+    return is_literal and all(name.isupper() for name in statement.binds)
 
 
 def meaning_of(statement: Statement, name: str) -> str:
     """What a statement binds a name to, as text: ``import a.b`` and ``import a.c`` bind the same a."""
     node = statement.node
     if isinstance(node, ast.Import):
-        return f"import {node.names[0].name if node.names[0].asname else name}"
+        if node.names[0].asname:
+            return f"import {node.names[0].name}"
+        return f"import {name}"
     if isinstance(node, ast.ImportFrom):  # ``from torch import nn`` is ``import torch.nn as nn``
         return f"import {'.' * node.level}{node.module}.{node.names[0].name}"
     return ast.unparse(node)
@@ -114,20 +151,28 @@ def check_order(late: Statement, before: list[Statement], imports: list[Statemen
     """Raise ExportError for an import that may depend on a statement of main: in the script it stands above main."""
     if any(ast.unparse(late.node) == ast.unparse(early.node) for early in imports):
         return
-    modules = {name for early in imports for name in early.binds}
+    modules = names_bound_by(imports)
     for statement in before:
-        if SETTING.search(statement.code) or any(re.split(r"\W", text)[0] in modules for text in changes(statement)):
+        changes_a_module = any(re.split(r"\W", text)[0] in modules for text in changes(statement))
+        if changes_a_module or SETTING.search(statement.code):
             what = f"{label(late)} goes to the script's top, above `{first_line(statement.code)}`"
             raise ExportError(f"{what}. Put imports first; what they depend on, into the shell.")
 
 
-def is_still(node: ast.AST, targets: set[str]) -> bool:
-    """Whether a definition does above main what it does in its cell: its defaults, bases, a class's body."""
+def may_go_up(node: ast.AST, changing: set[str]) -> bool:
+    """Whether a definition does above main what it does in its cell.
+
+    What it executes at once (defaults, bases, a class's body) may call nothing, and read nothing that is ``changing``.
+    """
+    if ast.unparse(node) in changing:
+        return False
     if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] not in HARMLESS:
         return False
-    runs = node.args if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) else node
-    parts = [part for part in ast.iter_child_nodes(runs) if part not in getattr(node, "decorator_list", ())]
-    return ast.unparse(node) not in targets and all(is_still(part, targets) for part in parts)
+    executed: ast.AST = node
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        executed = node.args
+    decorators = getattr(node, "decorator_list", [])
+    return all(may_go_up(part, changing) for part in ast.iter_child_nodes(executed) if part not in decorators)
 
 
 def changes(statement: Statement) -> Iterator[str]:
@@ -152,25 +197,25 @@ def is_notebook_only(node: ast.AST) -> bool:
 
 @functools.cache
 def runtime() -> list[Statement]:
-    """The modules' statements, in which a name has one meaning; of comments above, those that touch the statement."""
+    """The modules' statements, in which a name has one meaning. Of the comments above, those that touch them stay."""
     touching = re.compile(r"(?:^#.*\n?)*\Z", re.MULTILINE)
-    return [
-        replace(statement, above="".join(touching.findall(statement.above)))
-        for module in MODULES
-        for statement in split((SOURCES / f"{module}.py").read_text(encoding="utf-8"), module)
-        if statement.binds and not is_copied(statement.node)
-    ]
+    statements = []
+    for module in MODULES:
+        for statement in split((SOURCES / f"{module}.py").read_text(encoding="utf-8"), module):
+            if statement.binds and not is_copied(statement.node):
+                comment = "".join(touching.findall(statement.above))
+                statements.append(replace(statement, above=comment))
+    return statements
 
 
 def copied(names: set[str]) -> list[Statement]:
     """The statements that define the names and all that these use, in the order of the sources."""
-    todo, taken = [*names], set[str]()
-    while todo:
-        name = todo.pop()
-        if name not in taken:
-            taken.add(name)
-            todo += [read for statement in runtime() if name in statement.binds for read in statement.reads]
-    return [statement for statement in runtime() if statement.binds & taken]
+    wanted: set[str] = set()
+    new = set(names)
+    while new:
+        wanted |= new
+        new = names_read_by(statement for statement in runtime() if statement.binds & wanted) - wanted
+    return [statement for statement in runtime() if statement.binds & wanted]
 
 
 # ---- What is refused
@@ -180,33 +225,42 @@ def check_launching(statements: list[Statement]) -> None:
     """Raise ExportError for what torchrun does: to start ranks, and to number them."""
     for statement in statements:
         code = ast.unparse(statement.node)
-        if match := LAUNCHERS.search(code):
-            why = f"starts ranks by {match[1]}, and torchrun starts a script's"
+        launcher = LAUNCHERS.search(code)
+        if launcher is not None:
+            why = f"starts ranks by {launcher[1]}, and torchrun starts a script's"
             raise ExportError(f"{label(statement)} {why}. Leave it out, and call the function.")
-        for match in filter(None, (pattern.search(code) for pattern in FIXED)):
-            raise ExportError(f"{label(statement)} fixes {match[1]}, which is torchrun's to say. Leave it out.")
+        for pattern in FIXED:
+            fixed = pattern.search(code)
+            if fixed is not None:
+                raise ExportError(f"{label(statement)} fixes {fixed[1]}, which is torchrun's to say. Leave it out.")
 
 
 def check_names(parts: Parts, parameters: list[Statement]) -> None:
     """Raise ExportError where a statement reads or binds a name that is not the same one in the script."""
-    above = {name for statement in parts.above() for name in statement.binds}
+    above = names_bound_by(parts.above())
     main = [statement for statement in parameters if not isinstance(statement.node, IMPORT)] + parts.body
-    in_main = {"args"} | {name for statement in main for name in statement.binds}
+    in_main = {"args"} | names_bound_by(main)
     for statement in main:
         for name in sorted(statement.binds & above):
             raise ExportError(f"{label(statement)} binds {name}, which the script has above main. Rename it.")
     for statement in parts.of_cells():
-        for node in ast.walk(statement.node):
-            is_star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
-            if is_notebook_only(node) or (is_star and node is not statement.node):
-                raise ExportError(f"{label(statement)} has `{ast.unparse(node)}` in a block. Import it at the top.")
-            if isinstance(node, ast.Global) and statement in parts.body:
-                raise ExportError(f"{label(statement)} has `{ast.unparse(node)}`, but main's names are not. Return it.")
+        check_blocks(statement, statement in parts.body)
         for name in sorted(statement.reads):
             if name in in_main and statement not in parts.body:
-                raise ExportError(f"{label(statement)} reads {name}, which main binds. Pass it as an argument.")
+                what = f"{label(statement)} reads {name}, which the script's main binds"
+                raise ExportError(f"{what}. Pass it as an argument.")
             if name not in above | in_main | BUILTINS:
                 raise ExportError(f"{label(statement)} reads {name}, which no exported cell binds. Bind it in one.")
+
+
+def check_blocks(statement: Statement, is_in_main: bool) -> None:
+    """Raise ExportError for what a statement may not hold in a block, such as an import of helpers."""
+    for node in ast.walk(statement.node):
+        is_star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+        if is_notebook_only(node) or (is_star and node is not statement.node):
+            raise ExportError(f"{label(statement)} has `{ast.unparse(node)}` in a block. Import it at the top.")
+        if isinstance(node, ast.Global) and is_in_main:
+            raise ExportError(f"{label(statement)} has `{ast.unparse(node)}`, but main's names are not. Return it.")
 
 
 def check_start(parts: Parts, name: str) -> None:

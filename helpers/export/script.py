@@ -3,7 +3,6 @@
 import ast
 import io
 import re
-import shlex
 import subprocess
 import sys
 import textwrap
@@ -14,9 +13,17 @@ from dataclasses import replace
 from nbformat import NotebookNode
 from ruff import find_ruff_bin
 
+from helpers.command_line import as_argument
 from helpers.export.flags import parse_args_text, read_flags
 from helpers.export.notebook import LIBRARIES, sort_cells, title_and_purpose
-from helpers.export.parts import check_launching, check_names, check_start, sort_statements
+from helpers.export.parts import (
+    check_launching,
+    check_names,
+    check_start,
+    names_bound_by,
+    names_read_by,
+    sort_statements,
+)
 from helpers.source import Statement, in_strings, packages_of
 
 WIDTH = 88
@@ -34,32 +41,43 @@ def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequenc
     parts = sort_statements(cells)
     check_names(parts, cells.parameters)
     check_start(parts, name)
+    title, purpose = title_and_purpose(notebook, name)
+    adds_flags = "add_flags" in names_bound_by(parts.definitions)
+    imports = [*(statement.text for statement in parts.imports), "import argparse"]
     sections = [
-        docstring(*title_and_purpose(notebook, name), name, tested_with),
-        "\n".join(dict.fromkeys([*(statement.text for statement in parts.imports), "import argparse"])),
+        docstring(title, purpose, name, tested_with),
+        "\n".join(dict.fromkeys(imports)),  # each once, in their order
         "\n".join(statement.text for statement in parts.definitions),
-        f"def main(args):\n{indented(main_body(parts.body, [*flags]))}",
-        parse_args_text(flags, adds=any("add_flags" in statement.binds for statement in parts.definitions)),
+        f"def main(args):\n{indented(main_body(parts.body, list(flags)))}",
+        parse_args_text(flags, adds=adds_flags),
         "\n".join(statement.text for statement in parts.plumbing),
         'if __name__ == "__main__":\n    main(parse_args())',
     ]
-    script = "\n\n\n".join(filter(None, sections)) + "\n"
+    script = "\n\n\n".join(section for section in sections if section) + "\n"
     packages = {package for statement in parts.imports for package in packages_of(statement.node)}
     return formatted(with_short_lines(script), sort=packages <= LIBRARIES | sys.stdlib_module_names)
 
 
 def main_body(body: list[Statement], parameters: list[str]) -> str:
     """main's statements, cell by cell, with args.NAME for a parameter where that means the same."""
-    rebound = {name for statement in body for name in statement.binds | statement.own}
-    passed = set() if "args" in rebound else {*parameters} - rebound
-    passed -= {name for statement in body for name in passed if with_arguments(statement.code, {name}) is None}
-    read = {name for statement in body for name in statement.reads}
-    lines = [f"{name} = args.{name}" for name in parameters if name in read - passed]
-    lines += [""] if lines else []
+    rebound = names_bound_by(body)
     for statement in body:
-        if statement.above.strip(" ").startswith("\n") and lines and lines[-1]:
+        rebound |= statement.local_names
+    passed: set[str] = set()
+    if "args" not in rebound:
+        for name in set(parameters) - rebound:
+            if all(with_arguments(statement.code, {name}) is not None for statement in body):
+                passed.add(name)
+    read = names_read_by(body)
+    lines = [f"{name} = args.{name}" for name in parameters if name in read - passed]
+    if lines:
+        lines.append("")
+    for statement in body:
+        starts_paragraph = statement.above.strip(" ").startswith("\n")
+        if starts_paragraph and lines and lines[-1]:
             lines.append("")
-        lines.append(replace(statement, code=with_arguments(statement.code, passed) or statement.code).text)
+        code = with_arguments(statement.code, passed) or statement.code
+        lines.append(replace(statement, code=code).text)
     return "\n".join(lines).strip("\n")
 
 
@@ -67,16 +85,22 @@ def with_arguments(code: str, names: set[str]) -> str | None:
     """The code with ``args.NAME`` for each of the names; None where the replaced text would mean something else."""
     tree = ast.parse(code)
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in names]
+    nodes.sort(key=lambda node: (node.lineno, node.col_offset), reverse=True)
     lines = [line.encode() for line in code.split("\n")]  # ast's columns count bytes
-    for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset), reverse=True):
-        line, column = lines[node.lineno - 1], node.col_offset
-        lines[node.lineno - 1] = line[:column] + b"args." + line[column:]
-    try:  # f"{lr=}" prints its own text; and before Python 3.12 some positions inside f-strings are wrong
+    for node in nodes:
+        line = lines[node.lineno - 1]
+        lines[node.lineno - 1] = line[: node.col_offset] + b"args." + line[node.col_offset :]
+    # Some texts do not take the replacement: f"{lr=}" prints its own text, and before Python 3.12 some positions inside
+    # f-strings are wrong. So the new code has to be the old one but for the replaced names.
+    try:
         new = b"\n".join(lines).decode()
-        argument = r"Attribute\(value=Name\(id='args', ctx=Load\(\)\), attr=('\w+')"
-        return new if re.sub(argument, r"Name(id=\1", ast.dump(ast.parse(new))) == ast.dump(tree) else None
+        new_tree = ast.dump(ast.parse(new))
     except (SyntaxError, UnicodeDecodeError):
         return None
+    argument = r"Attribute\(value=Name\(id='args', ctx=Load\(\)\), attr=('\w+')"
+    if re.sub(argument, r"Name(id=\1", new_tree) != ast.dump(tree):
+        return None
+    return new
 
 
 # ---- The script's text
@@ -84,23 +108,28 @@ def with_arguments(code: str, names: set[str]) -> str | None:
 
 def docstring(title: str, purpose: str, name: str, tested_with: Sequence[str] | None = None) -> str:
     """What the script is, how to run it, and on which versions of PyTorch it was run."""
-    file = shlex.quote(f"{name}.py")
-    title += "" if title.endswith((".", "?", "!")) else "."
-    nodes = f"torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu {file}"
-    if len(nodes) > WIDTH:
-        nodes = nodes.replace(f" {file}", f" \\\n    {file}")
-    text = f"""{textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 4)}
-
-One node, all GPUs (without GPUs, a number), and two (--node-rank=1 on the second):
-torchrun --nproc-per-node=gpu {file}
-{nodes}
-"""
+    if not title.endswith((".", "?", "!")):
+        title += "."
+    what = textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 4)
+    file = as_argument(f"{name}.py")
+    two_nodes = f"torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu {file}"
+    if len(two_nodes) > WIDTH:
+        two_nodes = two_nodes.replace(f" {file}", f" \\\n    {file}")
+    lines = [
+        what,
+        "",
+        "One node, all GPUs (without GPUs, a number), and two (--node-rank=1 on the second):",
+        f"torchrun --nproc-per-node=gpu {file}",
+        two_nodes,
+    ]
     if tested_with:
-        text += f"\nTested on CPUs with PyTorch {listed(tested_with)}.\n"
+        lines += ["", f"Tested on CPUs with PyTorch {listed(tested_with)}."]
     elif tested_with is not None:
-        text += "\nChanged since it was last tested.\n"
+        lines += ["", "Changed since it was last tested."]
+    text = "\n".join(lines) + "\n"
     text = text.replace('"""', "'''").replace("%", "%%")  # argparse shows it, and uses the % operator
-    return ('r"""' if "\\" in text else '"""') + text + '"""'
+    prefix = "r" if "\\" in text else ""
+    return f'{prefix}"""{text}"""'
 
 
 def listed(words: Sequence[str]) -> str:
@@ -114,30 +143,38 @@ def listed(words: Sequence[str]) -> str:
 def indented(code: str) -> str:
     """The code moved four spaces to the right, except for lines that begin inside a string."""
     inside = in_strings(code)
-    lines = enumerate(code.split("\n"), 1)
-    return "\n".join(line if number in inside or not line else f"    {line}" for number, line in lines)
+    lines = code.split("\n")
+    for number, line in enumerate(lines, 1):
+        if line and number not in inside:
+            lines[number - 1] = f"    {line}"
+    return "\n".join(lines)
 
 
 def with_short_lines(script: str) -> str:
     """The script without formatters' comments; a comment at the end of a line that is too long goes above the line."""
-    lines, inside = script.split("\n"), in_strings(script)
+    lines = script.split("\n")
+    inside = in_strings(script)
     for token in tokenize.generate_tokens(io.StringIO(script).readline):
+        if token.type != tokenize.COMMENT:
+            continue
         number, column = token.start
-        if token.type == tokenize.COMMENT:
-            line = lines[number - 1]
-            code = line[:column].rstrip()
-            if re.match(r"# *(fmt|isort) *:", token.string):
-                lines[number - 1] = code
-            elif code and len(line) > WIDTH and number not in inside:
-                indent = code[: len(code) - len(code.lstrip())]
-                lines[number - 1] = f"{indent}{token.string}\n{code}"
+        line = lines[number - 1]
+        code = line[:column].rstrip()
+        if re.match(r"# *(fmt|isort) *:", token.string):
+            lines[number - 1] = code
+        elif code and len(line) > WIDTH and number not in inside:
+            indent = code[: len(code) - len(code.lstrip())]
+            lines[number - 1] = f"{indent}{token.string}\n{code}"
     return "\n".join(lines)
 
 
 def formatted(script: str, sort: bool) -> str:
     """The script as ruff formats it, its imports sorted or not."""
-    commands = [["check", "--fix", "--exit-zero", "--quiet", "--select=I"], ["format"]]
-    for command in commands if sort else commands[1:]:
+    commands = [["format"]]
+    if sort:
+        commands.insert(0, ["check", "--fix", "--exit-zero", "--quiet", "--select=I"])
+    for command in commands:
         ruff = [find_ruff_bin(), *command, "--isolated", f"--line-length={WIDTH}", "--target-version=py311", "-"]
-        script = subprocess.run(ruff, input=script, capture_output=True, check=True, text=True, encoding="utf-8").stdout
+        done = subprocess.run(ruff, input=script, capture_output=True, check=True, text=True, encoding="utf-8")
+        script = done.stdout
     return script

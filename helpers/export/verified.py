@@ -6,11 +6,12 @@ versions, and a script's docstring shows its versions.
 
 import hashlib
 import json
-import os
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from helpers.writing import write_text
 
 FILE_NAME = "verified.json"
 
@@ -82,11 +83,8 @@ def page_record(stored: dict[str, Any]) -> PageRecord:
 
 
 def write_record(record: Record, file: Path) -> None:
-    """Write a record at once or not at all, so that a reader or a kill in the middle finds a whole file."""
-    text = json.dumps(asdict(record), indent=1, sort_keys=True) + "\n"
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, file)
+    """Write a record. Whoever reads meanwhile, or kills this process, finds the old file or the new one."""
+    write_text(file, json.dumps(asdict(record), indent=1, sort_keys=True) + "\n")
 
 
 def add_page(record: Record, page: str, of_code: str, run: Run) -> None:

@@ -1,8 +1,8 @@
 """Checkpoints that neither a kill nor a full disk destroys, for torch.save and DCP.
 
-First single files, then checkpoints, which are folders with a manifest, then DCP's.
-One job at a time writes to a folder, on a disk that all ranks see. A function is called
-"on every rank" if it is a collective: rank 0 decides, and all get its answer or error.
+A checkpoint is a folder step_00000100 with a manifest of its files. One job at a time
+writes checkpoints to a folder, on a disk that all ranks see. A function that is called
+"on every rank" is a collective: rank 0 decides, and all ranks get its answer or error.
 """
 
 import hashlib
@@ -26,20 +26,30 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from helpers.runtime.process_group import print0
 
-MANIFEST = "manifest.json"  # written last: {file: [bytes, sha256]} of all others
-WRITTEN: dict[Path, dict[str, tuple[int, str]]] = {}  # unfinished, by this rank
+MANIFEST = "manifest.json"  # written last: {file: [bytes, sha256]} of all other files
+# {folder: {file: (bytes, sha256)}} of the checkpoints that this process is writing
+UNFINISHED: dict[Path, dict[str, tuple[int, str]]] = {}
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged or unsafe, or it could not be saved."""
 
 
-class Hashed(io.BufferedWriter):
-    """A new file at ``path``, hashed while it is written and synced when closed."""
+# --- Files
+
+
+class HashedFile(io.BufferedWriter):
+    """A new file at ``path``, hashed while it is written and synced when closed.
+
+    In a checkpoint's folder its length and hash go into the manifest. They stand there
+    under ``final_name``, to which the file will be renamed.
+    """
 
     def __init__(self, path: Path, final_name: str) -> None:
         super().__init__(io.FileIO(path, "wb"))
-        self.path, self.final_name, self.sha256 = path, final_name, hashlib.sha256()
+        self.path = path
+        self.final_name = final_name
+        self.sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> int:
         self.sha256.update(data)
@@ -51,8 +61,9 @@ class Hashed(io.BufferedWriter):
         try:
             self.flush()
             os.fsync(self.fileno())
-            note = self.tell(), self.sha256.hexdigest()
-            WRITTEN.get(self.path.parent, {})[self.final_name] = note
+            if self.path.parent in UNFINISHED:
+                entry = (self.tell(), self.sha256.hexdigest())
+                UNFINISHED[self.path.parent][self.final_name] = entry
         finally:
             super().close()
 
@@ -62,7 +73,8 @@ def replace_file(path: str | Path, write: Callable) -> None:
     path = Path(path)
     part = path.with_name(f".{path.name}.part")
     try:
-        with Hashed(part, path.name) as file:
+        # A rename must not reach the disk before the bytes: closing the file syncs it.
+        with HashedFile(part, path.name) as file:
             write(file)
         rename(part, path)
     except BaseException:
@@ -79,7 +91,7 @@ def rename(old: Path, new: Path) -> None:
 
 
 def save_file(state: Any, path: str | Path) -> None:
-    """``torch.save``: at ``path`` stands the old file or the complete new one."""
+    """``torch.save``. ``path`` is the old file until the new one is complete."""
     replace_file(path, lambda file: torch.save(state, file))
 
 
@@ -87,12 +99,18 @@ def load_file(path: str | Path) -> Any:
     """What ``save_file`` wrote: tensors on the CPU, mapped. Executes nothing."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        problem = "is missing"
     except Exception as error:  # damaged bytes can raise anything
+        problem = "is damaged"
         code = re.search(r"GLOBAL (\S+)", str(error))
-        why = f"asks for {code[1]}, which was not executed" if code else "is damaged"
-        why = "is missing" if isinstance(error, FileNotFoundError) else why
-        name = "/".join(Path(path).parts[-2:])
-        raise CheckpointError(f"{name} {why}.\nUse an older checkpoint.") from None
+        if code is not None:
+            problem = f"asks for {code[1]}, which was not executed"
+    name = "/".join(Path(path).parts[-2:])
+    raise CheckpointError(f"{name} {problem}.\nUse an older checkpoint.")
+
+
+# --- Writing a checkpoint
 
 
 @contextmanager
@@ -101,88 +119,127 @@ def new_checkpoint(
 ) -> Iterator[Path]:
     """Gives a folder to write to, on every rank. The block's end makes it a checkpoint.
 
-    If one rank's disk fails, all ranks raise there. So use collectives before files.
+    If one rank's disk fails, all ranks raise at the block's end. Until then the other
+    ranks go on, so a collective in the block has to come before the first file.
     """
-    path, failure = Path(folder, f".step_{step:08}.tmp"), ""
-    WRITTEN[path] = {}
+    path = Path(folder, f".step_{step:08}.tmp")
+    UNFINISHED[path] = {}
     try:
         on_rank0(make_temporary, path, step, group=group)
+        failure = None
         try:
             yield path
         except (OSError, RuntimeError) as error:  # torch.save turns OSError into it
+            # It is not raised yet: the other ranks wait for this one in gathered().
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        ranks = [(failure, WRITTEN[path])]  # with lengths and hashes: no file is read
-        if dist.is_initialized():
-            ranks *= dist.get_world_size()
-            dist.all_gather_object(ranks, ranks[0], group=group)
-        on_rank0(put_in_place, path, ranks, keep, group=group)
+        failures = gathered(failure, group)
+        written = gathered(UNFINISHED[path], group)
+        on_rank0(put_in_place, path, failures, written, keep, group=group)
     finally:
-        del WRITTEN[path]
+        del UNFINISHED[path]
+
+
+def gathered(value: Any, group: ProcessGroup | None) -> list:
+    """The values of all ranks, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def on_rank0(function: Callable, *args: Any, group: ProcessGroup | None = None) -> Any:
     """Call a function on rank 0; return its result or raise its error on every rank."""
-    outcome: list = [None, None]
+    result, error = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            outcome[0] = function(*args)
-        except (CheckpointError, OSError) as error:
-            outcome[1] = error
+            result = function(*args)
+        except (CheckpointError, OSError) as raised:
+            error = raised
     if dist.is_initialized():
+        # The error is sent too. Otherwise the other ranks would wait for a result.
+        outcome = [result, error]
         dist.broadcast_object_list(outcome, src=0, group=group)
-    if outcome[1]:
-        raise outcome[1]
-    return outcome[0]
+        result, error = outcome
+    if error is not None:
+        raise error
+    return result
 
 
 def make_temporary(path: Path, step: int) -> None:
-    for other in path.parent.glob(".step_*"):  # left by runs that were killed
-        if other == path or other not in WRITTEN:  # no thread of this run writes there
-            shutil.rmtree(other)
+    """Make the folder of a new checkpoint, and remove what killed runs left."""
+    for leftover in path.parent.glob(".step_*"):
+        # A save in the background may be writing to another temporary folder.
+        if leftover == path or leftover not in UNFINISHED:
+            shutil.rmtree(leftover)
     for newer in finished(path.parent):
-        if int(newer.name[5:]) >= step:
-            if not damage(newer):
-                text = f"{newer} is there, and step {step} is not newer."
-                raise CheckpointError(f"{text}\nGo on from it, or save elsewhere.")
-            forget(newer)
+        if step_of(newer) < step:
+            continue
+        if damage(newer) is None:
+            raise CheckpointError(
+                f"{newer} is there, and step {step} is not newer.\n"
+                "Go on from it, or save elsewhere."
+            )
+        remove(newer)
     path.mkdir(parents=True)
 
 
-def put_in_place(path: Path, ranks: list, keep: int) -> None:
+def put_in_place(
+    path: Path, failures: list[str | None], written: list[dict], keep: int
+) -> None:
+    """Write the manifest, give the folder its final name, and remove older ones."""
     final = path.with_name(path.stem[1:])
     try:
-        for rank, (failure, _) in enumerate(ranks):
-            if failure:
+        for rank, failure in enumerate(failures):
+            if failure is not None:
                 raise CheckpointError(f"rank {rank}: {failure}")
-        manifest = {name: note for _, files in ranks for name, note in files.items()}
-        if unknown := set(os.listdir(path)) - set(manifest):
+        manifest = {}
+        for files in written:
+            manifest.update(files)
+        unknown = set(os.listdir(path)) - set(manifest)
+        if unknown:
             raise CheckpointError(f"{min(unknown)} was not written with save_file")
+        # All files are on the disk by now, so a folder with a manifest is complete.
         data = json.dumps(manifest, indent=1).encode()
         replace_file(path / MANIFEST, lambda file: file.write(data))
         rename(path, final)
     except (CheckpointError, OSError) as error:
         shutil.rmtree(path, ignore_errors=True)
-        text = f"{final.name} was not saved: {error}\nThose before it are as they were."
-        raise CheckpointError(text) from None
+        raise CheckpointError(
+            f"{final.name} was not saved: {error}\nThose before it are as they were."
+        ) from None
     for old in finished(path.parent)[: -max(keep, 1)]:
-        forget(old)
+        remove(old)
 
 
-def forget(path: Path) -> None:  # renamed first: a half removed one must not count
+def remove(path: Path) -> None:
+    """Remove a checkpoint. It is renamed first, so a kill leaves none that is half."""
     shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))
+
+
+# --- Finding and checking checkpoints
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(path.name.removeprefix("step_"))
 
 
 def finished(folder: Path) -> list[Path]:
     """The folder's checkpoints that have a manifest, the oldest first."""
     paths = [manifest.parent for manifest in folder.glob(f"step_*/{MANIFEST}")]
-    paths = [path for path in paths if path.name[5:].isdecimal()]
-    return sorted(paths, key=lambda path: int(path.name[5:]))
+    named = [path for path in paths if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(named, key=step_of)
 
 
 def damage(path: Path) -> str | None:
-    """Which of a checkpoint's files is missing or has another length; None if none."""
+    """Which of a checkpoint's files is missing or has another length; None if none.
+
+    No file is read but the manifest, so it is quick for a checkpoint of any size.
+    """
     try:
-        for name, (length, _) in json.loads((path / MANIFEST).read_bytes()).items():
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        for name, (length, _) in manifest.items():
             size = (path / name).stat().st_size
             if size != length:
                 return f"{path.name}/{name} has {size} bytes, and {length} were saved"
@@ -194,22 +251,28 @@ def damage(path: Path) -> str | None:
 
 
 def latest_good(folder: str | Path) -> Path | None:
-    """The newest checkpoint without ``damage``, or None, on every rank."""
+    """The newest checkpoint without ``damage``, or None, on every rank.
+
+    Raises CheckpointError if there are checkpoints, and all of them are damaged.
+    """
     return on_rank0(find_latest_good, Path(folder))
 
 
 def find_latest_good(folder: Path) -> Path | None:
-    """``latest_good`` on one rank. Raises CheckpointError if all are damaged."""
     if not folder.is_dir():
-        text = f"There is no folder {folder}.\nCorrect its name, or: mkdir -p {folder}"
-        raise CheckpointError(text)
-    for path in reversed(paths := finished(folder)):
-        if not (problem := damage(path)):
+        raise CheckpointError(
+            f"There is no folder {folder}.\nCorrect its name, or: mkdir -p {folder}"
+        )
+    paths = finished(folder)
+    for path in reversed(paths):
+        problem = damage(path)
+        if problem is None:
             return path
         print0(f"skipped: {problem}")
     if paths:
-        text = f"No good checkpoint in {folder}.\nRestore one, or use a new folder."
-        raise CheckpointError(text)
+        raise CheckpointError(
+            f"No good checkpoint in {folder}.\nRestore one, or use a new folder."
+        )
     return None
 
 
@@ -221,14 +284,14 @@ def verify(path: str | Path) -> None:
     """
     path = Path(path)
     problem = damage(path)
-    if not problem:
+    if problem is None:
         manifest = json.loads((path / MANIFEST).read_bytes())
         with ThreadPoolExecutor() as threads:
             digests = threads.map(sha256, [path / name for name in manifest])
-        for name, digest in zip(manifest, digests, strict=True):
-            if digest != manifest[name][1]:
-                problem = f"{path.name}/{name} holds other bytes than were saved"
-    if problem:
+            for name, digest in zip(manifest, digests, strict=True):
+                if digest != manifest[name][1]:
+                    problem = f"{path.name}/{name} holds other bytes than were saved"
+    if problem is not None:
         raise CheckpointError(f"{problem}.\nRemove it, and the one before it is used.")
 
 
@@ -237,8 +300,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+# --- Sharded checkpoints, by torch.distributed.checkpoint (DCP)
+
+
 def save_sharded(state: dict, path: Path, group: ProcessGroup | None = None) -> None:
-    """``dcp.save`` to a new checkpoint's folder, each rank its slices."""
+    """``dcp.save`` to the folder of a new checkpoint: each rank writes its shards."""
     writer = dcp.FileSystemWriter(path)
     writer.fs = HashedFiles()
     try:
@@ -249,18 +315,20 @@ def save_sharded(state: dict, path: Path, group: ProcessGroup | None = None) -> 
 
 
 class HashedFiles(FileSystem):
-    """Opens files for DCP's writer."""
+    """Opens the files that DCP writes."""
 
     def create_stream(self, path: str | os.PathLike, mode: str) -> Any:
         path = Path(path)
-        return Hashed(path, path.name.removesuffix(".tmp"))  # .metadata is renamed
+        # DCP writes .metadata.tmp, and renames it to .metadata.
+        return HashedFile(path, path.name.removesuffix(".tmp"))
 
 
 class BackgroundSaves:
     """Writes checkpoints while training goes on, one at a time; on every rank."""
 
     def __init__(self) -> None:
-        # Two threads send, the writer's and the training's: each needs its own group.
+        # The thread that writes and the one that trains both communicate. In one group
+        # their messages could meet in another order on each rank, so each has its own.
         self.writing = dist.new_group(backend="gloo")
         self.asking = dist.new_group(backend="gloo")
         self.thread = ThreadPoolExecutor(1)
@@ -268,38 +336,44 @@ class BackgroundSaves:
         self.question: tuple[dist.Work, torch.Tensor] | None = None
 
     def start(self, state: dict, folder: Path, step: int, keep: int = 3) -> None:
-        """Copy the tensors of ``state``, and return; on every rank."""
-        if self.saving:
+        """Copy the tensors of ``state`` to the CPU, and return; on every rank."""
+        if self.saving is not None:
             raise CheckpointError("A save is still running.\nWait for finished().")
-        copy = BlockingAsyncStager().stage(state)  # on the CPU
+        # Training goes on to change the tensors, so the thread needs a copy of them.
+        copy = BlockingAsyncStager().stage(state)
         self.saving = self.thread.submit(self.save, copy, folder, step, keep)
 
     def save(self, state: dict, folder: Path, step: int, keep: int) -> Path:
-        """Save the copy, in the thread."""
+        """Write the copy. This runs in the thread."""
         with new_checkpoint(folder, step, keep, self.writing) as path:
             save_sharded(state, path, self.writing)
         return path.with_name(path.stem[1:])
 
     def finished(self) -> Path | None:
-        """The new checkpoint's folder, in the same step on every rank, or None. Call it
-        once a step, on every rank.
+        """The new checkpoint's folder, in the same step on every rank, or None.
 
-        Each call asks, and reads the answer to the call before: no rank waits for it.
+        Call it once a step, on every rank. Each call asks all ranks whether they have
+        written, and reads the answer to the call before, so that no rank has to wait.
         """
-        if self.question:
-            work, done = self.question
-            work.wait()
+        if self.saving is None:
+            return None
+        if self.question is not None:
+            work, all_done = self.question
             self.question = None
-            if done.item() and self.saving:
-                saved, self.saving = self.saving, None
+            work.wait()
+            if all_done.item():
+                saved = self.saving
+                self.saving = None
                 return saved.result()
-        if self.saving:
-            done = torch.tensor(int(self.saving.done()))
-            work = dist.all_reduce(done, dist.ReduceOp.MIN, self.asking, async_op=True)
-            self.question = work, done
+        done = torch.tensor(int(self.saving.done()))
+        work = dist.all_reduce(
+            done, dist.ReduceOp.MIN, group=self.asking, async_op=True
+        )
+        self.question = (work, done)
         return None
 
     def wait(self) -> None:
         """Wait for a save that still runs, on every rank. Call it after training."""
-        while self.saving and not self.finished():
+        while self.saving is not None:
             self.saving.exception()  # waits; finished() raises it
+            self.finished()

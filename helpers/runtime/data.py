@@ -9,9 +9,14 @@ from torch.utils.data import TensorDataset
 
 def digits(train: int = 1440) -> tuple[TensorDataset, TensorDataset]:
     """The shuffled digits: (train set, validation set), of (float32 [64], int64 [])."""
-    path = "sklearn/datasets/data/digits.csv.gz"  # importing sklearn takes seconds
+    # The file is read without scikit-learn, whose import takes seconds.
+    path = "sklearn/datasets/data/digits.csv.gz"
     file = distribution("scikit-learn").locate_file(path)
     rows = torch.tensor(np.loadtxt(str(file), delimiter=","))  # [1797, 65]
-    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
-    whole = TensorDataset(rows[:, :64].float() / 16, rows[:, 64].long())
-    return TensorDataset(*whole[:train]), TensorDataset(*whole[train:])
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    rows = rows[order]
+    images = rows[:, :64].float() / 16
+    labels = rows[:, 64].long()
+    train_set = TensorDataset(images[:train], labels[:train])
+    val_set = TensorDataset(images[train:], labels[train:])
+    return train_set, val_set

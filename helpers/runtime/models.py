@@ -16,19 +16,26 @@ class PixelBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.head_width = width // heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
-        self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
+    def split_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, pixels, width] to [batch, heads, pixels, head_width]."""
+        # The number of heads is inferred: with tensor parallelism a rank has a part.
+        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm1(x)
-        query, key, value = (  # [batch, heads, pixels, head_width]
-            project(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
+        query = self.split_heads(self.query(y))
+        key = self.split_heads(self.key(y))
+        value = self.split_heads(self.value(y))
         attention = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attention.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
@@ -48,7 +55,8 @@ class PixelTransformer(nn.Module):
         self.level = nn.Embedding(levels, width)
         self.position = nn.Parameter(torch.randn(64, width))
         self.blocks = nn.ModuleList(PixelBlock(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, levels, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, levels, bias=False)
 
     def forward(self, grey: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = torch.cat([self.label(labels)[:, None], self.level(grey[:, :-1])], dim=1)
@@ -58,9 +66,10 @@ class PixelTransformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def draw_weights(part: nn.Module, device: torch.device | str) -> None:
-    """Memory for a part of a meta model, and first weights for its layers."""
+def init_weights(part: nn.Module, device: torch.device | str) -> None:
+    """Give a part of a meta model memory, and initialize the weights of its layers."""
     part.to_empty(device=device)
     for layer in part.modules():
-        if callable(reset := getattr(layer, "reset_parameters", None)):
-            reset()
+        reset_parameters = getattr(layer, "reset_parameters", None)
+        if reset_parameters is not None:
+            reset_parameters()

@@ -1,76 +1,53 @@
 """A scheduler's signal to stop, on which all ranks act at the same step."""
 
-import os
 import signal
-import socket
-import sys
-import threading
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
 class StopRequest:
-    """``with StopRequest() as stop:`` notes SIGTERM and SIGUSR1; on every rank.
+    """Notes SIGTERM and SIGUSR1 on each rank; make it on every rank.
 
-    A scheduler signals some ranks earlier than others, so they agree on a step. And
-    torchrun sends SIGTERM when a peer has failed: a rank that then makes no step for
-    ``patience`` seconds hangs in a collective with that peer, so it is ended. Without
-    a signal too, a rank waits no longer than that in ``agreed()``.
+    A scheduler signals some ranks earlier than others. A rank that stopped by itself
+    would leave the others waiting in a collective, so the ranks agree on a step: once
+    a step they reduce the number of the signal that they got, and 0 is none.
     """
 
-    signals = signal.SIGTERM, signal.SIGUSR1
+    signals = (signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self, patience: float = 600) -> None:
-        self.patience = patience  # seconds, for a step and what it validates and saves
-        self.number, self.steps = 0, 0  # the last signal, how often agreed() was called
-        self.over, self.asked, self.work = threading.Event(), None, None
+        """``patience``: seconds that a rank waits for the others in ``agreed()``."""
+        # gloo reduces on the CPU, so the ranks agree without a wait for the GPU.
+        self.group = dist.new_group(timeout=timedelta(seconds=patience), backend="gloo")
+        self.received = 0
+        self.signal_name: str | None = None
+        self.maximum = torch.tensor(0)
+        self.work: dist.Work | None = None
+        for number in self.signals:
+            signal.signal(number, self.note)
 
-    def __enter__(self) -> "StopRequest":
-        limit = timedelta(seconds=self.patience)
-        self.group = dist.new_group(timeout=limit, backend="gloo")  # waits for no GPU
-        self.alarm, self.bell = socket.socketpair()
-        self.bell.setblocking(False)
-        self.old_bell = signal.set_wakeup_fd(self.bell.fileno())
-        self.handlers = [signal.signal(number, self.note) for number in self.signals]
-        threading.Thread(target=self.watch, daemon=True).start()
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        for number, handler in zip(self.signals, self.handlers, strict=True):
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self.old_bell)
-        self.over.set()
-        with self.bell:
-            self.bell.shutdown(socket.SHUT_RDWR)  # ends the thread's recv
-        if kind is None and self.work:
-            self.work.wait()
-
-    def note(self, number: int, _: object) -> None:
-        self.number = number
-
-    def watch(self) -> None:
-        """In a thread: while a rank is in a collective, no Python handler runs."""
-        with self.alarm:
-            while (numbers := self.alarm.recv(64)) and signal.SIGTERM not in numbers:
-                pass
-        steps = self.steps
-        while not self.over.wait(self.patience):
-            if steps == self.steps:
-                print(f"no step in {self.patience} s after SIGTERM", file=sys.stderr)
-                os._exit(128 + signal.SIGTERM)
-            steps = self.steps
+    def note(self, number: int, frame: Any) -> None:
+        self.received = number
 
     def agreed(self) -> str | None:
-        """Call once a step: the signal's name, at one step on all ranks, or None."""
-        self.steps += 1
-        if self.work:  # it was begun a step ago, so the answer is here by now
+        """The signal's name, from the same call on every rank on, or None.
+
+        Call it once a step, on every rank.
+        """
+        if self.signal_name is not None:
+            return self.signal_name
+        if self.work is not None:
+            # It was started in the call before, so here it has usually ended.
             self.work.wait()
-            if self.flag:
-                self.asked = signal.Signals(int(self.flag)).name
-                self.over.set()  # now comes a save, which may take long
-        if not self.asked:
-            self.flag = torch.tensor(self.number)
-            self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, self.group, True)
-        return self.asked
+            number = int(self.maximum)
+            if number > 0:
+                self.signal_name = signal.Signals(number).name
+                return self.signal_name
+        self.maximum = torch.tensor(self.received)
+        self.work = dist.all_reduce(
+            self.maximum, dist.ReduceOp.MAX, group=self.group, async_op=True
+        )
+        return None

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from helpers.writing import write_text
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -95,9 +97,7 @@ def write(record: Record, path: Path) -> None:
 
 def write_whole(text: str, path: Path) -> None:
     """Write a file at once or not at all."""
-    part = path.with_suffix(".part")
-    part.write_text(text, "utf-8")
-    part.replace(path)
+    write_text(path, text)
 
 
 def read(path: Path) -> Record:

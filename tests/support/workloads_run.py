@@ -95,12 +95,15 @@ class Run:
 
     def __init__(self, script, ranks, environment, *flags, mischief=""):
         flags = [str(flag) for flag in flags]
-        self.probe = script.parent / f"probe{len(list(script.parent.iterdir()))}"
-        self.ranks = ranks
-        self.accumulate = int(flags[flags.index("--accumulate") + 1]) if "--accumulate" in flags else 1
-        words = {**environment, "PROBE": str(self.probe), "MISCHIEF": mischief}
+        number = len(list(script.parent.iterdir()))
+        self.probe = script.parent / f"probe{number}"
         self.probe.touch()
-        self.fork = Forked(script_on_ranks(script, ranks, *flags), words)
+        self.ranks = ranks
+        self.accumulate = 1
+        if "--accumulate" in flags:
+            self.accumulate = int(flags[flags.index("--accumulate") + 1])
+        variables = {**environment, "PROBE": str(self.probe), "MISCHIEF": mischief}
+        self.fork = Forked(script_on_ranks(script, ranks, *flags), variables)
 
     def end(self, timeout=240, ok=True):
         """Wait. With ``ok`` the run has to succeed."""
@@ -116,16 +119,25 @@ class Run:
         notes = []
         for rank in range(self.ranks):
             path = Path(f"{self.probe}.{rank}")
-            lines = path.read_text().splitlines() if path.exists() else []
+            lines = []
+            if path.exists():
+                lines = path.read_text().splitlines()
             notes.append([json.loads(line) for line in lines])
         return [[note["sums"] for note in rank if note["training"] == training] for rank in notes]
 
     def losses(self):
         """The true loss of each step: all sums / all counts."""
-        calls = [[call["loss"] for call in rank] for rank in self.calls(training=True)]
-        assert len({len(rank) for rank in calls}) == 1
-        rows = [[pair for rank in calls for pair in rank[at : at + self.accumulate]] for at in range(len(calls[0]))]
-        return [sum(s for s, _ in row) / sum(n for _, n in row) for row in rows[:: self.accumulate]]
+        ranks = [[call["loss"] for call in rank] for rank in self.calls(training=True)]
+        assert len({len(rank) for rank in ranks}) == 1
+        losses = []
+        for first in range(0, len(ranks[0]), self.accumulate):
+            total, count = 0.0, 0.0
+            for rank in ranks:
+                for loss, number in rank[first : first + self.accumulate]:
+                    total += loss
+                    count += number
+            losses.append(total / count)
+        return losses
 
     def console(self):
         """{step: the loss that was printed}."""

@@ -1,20 +1,35 @@
 #!/bin/bash
 # Without a scheduler: on every node, with the name or address of node 0 and the number of this node, 0 to {{ last }}:
-#   bash {{ name }}.nodes.sh static HOST NUMBER [flags of the script]
-#   bash {{ name }}.nodes.sh c10d HOST NUMBER [flags of the script]
-[ $# -ge 3 ] || { sed -n 2,4p "$0" >&2; exit 2; }
-how=$1 host=$2 node=$3 && shift 3
+#   bash {{ nodes_file }} static HOST NUMBER [flags of the script]
+#   bash {{ nodes_file }} c10d HOST NUMBER [flags of the script]
+if [ $# -lt 3 ]; then
+  sed -n 2,4p "$0" >&2
+  exit 2
+fi
+rendezvous=$1
+host=$2
+node=$3
+shift 3
+export OMP_NUM_THREADS=1
 # export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0  # on nodes with several networks; `ip -br addr` lists them
-# The name of a machine may mean its loopback on the machine itself: no other node could reach it there.
+
+# A machine's own name may mean its loopback on the machine itself, where no other node could reach it.
 address=($(getent ahosts "$host"))
 case $host/$address in
 127.*|localhost/*) ;;  # all nodes are this machine
-*/127.*|*/::1|*/) echo "$host means ${address:-nothing} on this node. Give the address of node 0." >&2; exit 2 ;;
+*/127.*|*/::1|*/)
+  echo "$host means ${address:-nothing} on this node. Give the address of node 0." >&2
+  exit 2 ;;
 esac
-route=$(ip route get "$address") && own=${route#* src } && own=${own%% *}
+
+# The address of this node, and its interface, on the network that leads to node 0.
+route=$(ip route get "$address")
+own=${route#* src }
+own=${own%% *}
 interface=$(ip -brief addr | grep -F " $own/" | cut -d" " -f1)
-export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-${interface%@*}} OMP_NUM_THREADS=1
-case $how in
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-${interface%@*}}
+
+case $rendezvous in
 static)  # Every node is told its number. A rank that fails ends the job.
   exec torchrun --nnodes={{ nodes }} --nproc-per-node={{ gpus_per_node }} --node-rank="$node" \
     --master-addr="$host" --master-port=29500 {{ file }}{{ backend }} "$@" ;;
@@ -24,5 +39,7 @@ c10d)  # The nodes find their numbers at HOST. When a rank fails, all start agai
     --rdzv-backend=c10d --rdzv-endpoint="$host:29500" --local-addr="$own" \
     --rdzv-conf=is_host="$((node == 0)),read_timeout={{ late }},join_timeout={{ late }}" \
     {{ file }}{{ backend }} "$@" ;;
-*) echo "The first word is static or c10d, not $how." >&2; exit 2 ;;
+*)
+  echo "The first word is static or c10d, not $rendezvous." >&2
+  exit 2 ;;
 esac

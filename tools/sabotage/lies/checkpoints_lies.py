@@ -79,8 +79,8 @@ def failed_save_counts(module: Any) -> None:
     """A checkpoint counts though one rank could not write its part."""
 
     @instead_of(module, "put_in_place")
-    def put_in_place(true: Any, path: Any, ranks: Any, keep: Any) -> None:
-        true(path, [("", files) for _, files in ranks], keep)
+    def put_in_place(true: Any, path: Any, failures: Any, written: Any, keep: int) -> None:
+        true(path, [None for _ in failures], written, keep)
 
 
 @lie("10", "newest|keep|last", module=CHECKPOINT)
@@ -88,10 +88,10 @@ def retention_deletes_the_newest(module: Any) -> None:
     """Of more than `keep` checkpoints the newest are deleted."""
 
     @instead_of(module, "put_in_place")
-    def put_in_place(true: Any, path: Any, ranks: Any, keep: int) -> None:
-        true(path, ranks, 1_000_000)
+    def put_in_place(true: Any, path: Any, failures: Any, written: Any, keep: int) -> None:
+        true(path, failures, written, 1_000_000)
         for newer in module.finished(path.parent)[keep:]:
-            module.forget(newer)
+            module.remove(newer)
 
 
 @lie("10", "flip|checksum|bit", module=CHECKPOINT)
@@ -137,7 +137,7 @@ def background_save_copies_nothing(module: Any) -> None:
 def a_file_is_renamed_before_it_is_on_the_disk(module: Any) -> None:
     """A checkpoint's file is renamed without a wait for the disk."""
 
-    @instead_of(module.Hashed, "close")
+    @instead_of(module.HashedFile, "close")
     def close(true: Any, file: Any) -> None:
         with mock.patch("os.fsync", nothing):
             true(file)

@@ -96,10 +96,16 @@ def every_node_is_node_0(agent: Any) -> None:
     give_ranks(agent, lambda env: {"GROUP_RANK": "0"})
 
 
-@lie("01", "backend|sick|gloo", module="helpers.runtime.process_group")
-def backends_are_not_compared(module: Any) -> None:
-    """`start_process_group` starts though one node takes gloo and the other NCCL."""
-    replace(module, "compare", nothing)
+@lie("01", "GPU|backend", module="helpers.runtime.process_group")
+def nccl_becomes_gloo_without_a_gpu(module: Any) -> None:
+    """`start_process_group("nccl")` takes gloo on a rank for which there is no GPU."""
+
+    @instead_of(module, "start_process_group")
+    def start_process_group(true: Any, backend: str | None = None, *inputs: Any, **keywords: Any) -> Any:
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if backend == "nccl" and local_rank >= module.torch.cuda.device_count():
+            backend = "gloo"
+        return true(backend, *inputs, **keywords)
 
 
 @lie("06c", "group", module=C10D)

@@ -2,8 +2,9 @@
 
 import re
 from typing import Any
+from unittest import mock
 
-from sabotage.lies.telling_lies import AGENT, C10D, CHECKPOINT, give_ranks, instead_of, lie, nothing, replace, swap
+from sabotage.lies.telling_lies import AGENT, C10D, CHECKPOINT, STOP_REQUEST, give_ranks, instead_of, lie, nothing, replace, swap
 
 # --- Trainer, restarts, nodes
 
@@ -21,16 +22,24 @@ def a_dimension_of_a_mesh_is_the_world(module: Any) -> None:
     replace(module.DeviceMesh, "get_group", lambda *_, **__: module._get_default_group())
 
 
-@lie("11", "stop|signal|schedul", notebook=True)
-def stop_request_hears_nothing(text: str) -> str:
+@lie("11", "stop|signal|schedul", module=STOP_REQUEST)
+def stop_request_hears_nothing(module: Any) -> None:
     """`StopRequest` does not note the signal."""
-    return swap(text, "self.numbers.append(number)", "None", times=text.count("self.numbers.append(number)"))
+    replace(module.StopRequest, "note", nothing)
 
 
-@lie("11", "stop|signal|agree", notebook=True)
-def one_signalled_rank_is_outvoted(text: str) -> str:
+@lie("11", "stop|signal|agree", module=STOP_REQUEST)
+def one_signalled_rank_is_outvoted(module: Any) -> None:
     """The ranks stop when all of them have got the signal, and not when one has."""
-    return swap(text, "dist.ReduceOp.MAX", "dist.ReduceOp.MIN", times=text.count("dist.ReduceOp.MAX"))
+    all_reduce = module.dist.all_reduce
+
+    def least(tensor: Any, op: Any, **keywords: Any) -> Any:
+        return all_reduce(tensor, module.dist.ReduceOp.MIN, **keywords)
+
+    @instead_of(module.StopRequest, "agreed")
+    def agreed(true: Any, self: Any) -> Any:
+        with mock.patch.object(module.dist, "all_reduce", least):
+            return true(self)
 
 
 @lie("11", "BatchNorm|broken|finite", notebook=True)
@@ -233,7 +242,7 @@ def an_emergency_save_has_its_name_at_once(module: Any) -> None:
     def replace_file(true: Any, path: Any, write: Any) -> None:
         if "emergency" not in str(path):
             return true(path, write)
-        with module.Hashed(path, path.name) as file:
+        with module.HashedFile(path, path.name) as file:
             write(file)
 
 
