@@ -20,7 +20,7 @@ def fully_shard_cuts_columns(module: Any) -> None:
 @lie("15", "rows|divi|rank", file="helpers/planner/memory.py")
 def the_planner_divides(text: str) -> str:
     """The planner divides a tensor's rows by the number of ranks, and does not round up."""
-    return swap(text, 'math.ceil(rows / sharers) if shards == "rows" else rows / sharers', "rows / sharers")
+    return swap(text, "rows = math.ceil(rows)", "rows = float(rows)")
 
 
 @lie("15", "file|speed|planner", notebook=True)
@@ -38,7 +38,7 @@ def a_link_is_as_fast_as_an_all_reduce(text: str) -> str:
 @lie("15", "moments|bfloat16", file="helpers/planner/conventions.py")
 def bfloat16_moments_take_four_bytes(text: str) -> str:
     """The planner counts AdamW's bfloat16 moments as float32."""
-    return swap(text, '"bfloat16-moments": (4, 4, 4)', '"bfloat16-moments": (4, 4, 8)')
+    return swap(text, '"bfloat16-moments": StateBytes(4, 4, 4)', '"bfloat16-moments": StateBytes(4, 4, 8)')
 
 
 @lie("15", "fit|memory|free", file="helpers/planner/search.py")
@@ -74,31 +74,31 @@ def attention_multiplies_in_float8(text: str) -> str:
 @lie("15", "power|GPU", file="helpers/planner/cluster.py")
 def a_limit_of_power_costs_nothing(text: str) -> str:
     """The planner's GPUs reach their peak under any limit of power."""
-    return swap(text, "* min(share, 1) ** (1 / 3)", "* min(share, 1) ** 0")
+    return swap(text, "* share ** (1 / 3)", "* share**0")
 
 
 @lie("15", "GiB|keeps", file="helpers/planner/memory.py")
 def what_is_gathered_once_takes_no_memory(text: str) -> str:
     """The planner's FSDP gathers once a step, and forgets that parameters and gradients stay."""
-    return swap(text, "whole = (size + summed * several) * computed", "whole = 0")
+    return swap(text, "gathered: float = kept * computed", "gathered = 0")
 
 
 @lie("15", "GiB|every second", file="helpers/planner/memory.py")
 def sac_keeps_every_product(text: str) -> str:
     """The planner's checkpointing of operations keeps every matrix product."""
-    return swap(text, "for tensor in products[::2])", "for tensor in products)")
+    return swap(text, "matrices_of(model, has_experts)[::2]", "matrices_of(model, has_experts)")
 
 
 @lie("15", "fail|kept|left", file="helpers/planner/failures.py")
 def a_restart_takes_no_time(text: str) -> str:
     """The planner's jobs restart at once."""
-    return swap(text, "rate * (restart + interval / 2)", "rate * interval / 2")
+    return swap(text, "(restart_seconds + interval_seconds / 2)", "interval_seconds / 2")
 
 
 @lie("15", "row|contradict|mistake", file="helpers/planner/experiments/published.py")
 def a_row_is_never_refused(text: str) -> str:
     """The planner takes published rows that contradict themselves."""
-    return swap(text, 'if wrong := contradictions(tomllib.loads(text, parse_float=Decimal)["row"]):', "if wrong := []:")
+    return swap(text, "    if wrong:\n", "    if False:\n")
 
 
 @lie("16", "image|replica", notebook=True)
