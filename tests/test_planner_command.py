@@ -47,27 +47,28 @@ def job(tmp_path):
 
 
 def test_a_file_becomes_a_plan(helpers, job):
-    line = [sys.executable, "-m", "helpers", "plan", job]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "helpers", "plan", job]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
-    for name in vars(Conventions()):  # each is named in the output
-        assert re.search(rf"\b{name} \S", done.stdout), name
-    words = ("stage 0", "stage 7", "tp all_gather", "bubble", "MFU 51.39%, HFU 52.77%", "goodput", "cost", "try next")
-    assert [word for word in words if word not in done.stdout] == []
-    assert max(map(len, done.stdout.splitlines())) < 260
+    text = " ".join(done.stdout.split())
+    for name in vars(Conventions()):
+        assert re.search(rf"\b{name} \S", text), name
+    for words in ("of stage 0", "of stage 7", "tp all_gather", "bubble", "measured MFU 51.39 %", "measured HFU 52.77 %",
+                  "goodput", "cost", "what binds", "try next"):  # fmt: skip
+        assert words in text
+    assert max(len(line) for line in done.stdout.splitlines()) < 300
 
     status, out, _ = helpers("plan", job, "--json")
     plan = json.loads(out)
     assert status == 0 and plan["conventions"] == vars(Conventions(flops="gemm", states="zero"))
-    assert round(100 * plan["measured"]["mfu"], 1) == 51.4 and round(100 * plan["measured"]["hfu"], 1) == 52.8
+    assert plan["measured"]["mfu"] == pytest.approx(0.514, abs=5e-4)
+    assert plan["measured"]["hfu"] == pytest.approx(0.528, abs=5e-4)
     assert plan["step"]["low"] < 13.75 < plan["step"]["high"]
     assert plan["step"]["bubble"] == 7 / (3 * 64)
-    stages = plan["memory"]["stages"]
-    assert len(stages) == 8 and all(stage["total"] < 80e9 for stage in stages) and plan["memory"]["fits"]
-    assert plan["run"]["cost"] == pytest.approx(64 * 24 * plan["run"]["days_with_failures"] * 2)
-    assert plan["run"]["days_with_failures"] == pytest.approx(plan["run"]["days"] / plan["run"]["goodput"])
-    low, high = plan["run"]["failures_between"]
-    assert low < plan["run"]["failures"] < high
+    assert len(plan["memory"]["stages"]) == 8 and plan["memory"]["fits"]
+    run = plan["run"]
+    assert run["cost"] == pytest.approx(64 * 24 * run["days_with_failures"] * 2)
+    assert run["days_with_failures"] == pytest.approx(run["days"] / run["goodput"])
 
 
 def test_help_names_each_field_and_its_values(helpers):
@@ -81,51 +82,58 @@ def test_help_names_each_field_and_its_values(helpers):
 def test_a_limit_of_power_is_reported(helpers, tmp_path):
     cluster = tmp_path / "limited.toml"
     cluster.write_text('[cluster]\npreset = "h100"\npower_limit = 500\n')
-    line = ("plan", "gpt2", cluster, "--layout", "dp=8,recompute=sac")
-    _, out, _ = helpers(*line)
-    assert "989 TFLOP/s each, 884.1 at 500 W" in out and "recompute sac" in out and "a limit of power" in out
-    assert json.loads(helpers(*line, "--json")[1])["cluster"]["power_limit"] == 500
+    _, out, _ = helpers("plan", "gpt2", cluster, "--layout", "dp=8,recompute=sac")
+    text = " ".join(out.split())
+    assert "989 TFLOP/s 884.1 at 500 W" in text
+    assert "recompute sac" in text and "a limit of power" in text
 
 
-def test_names_and_a_search(helpers):
+def test_a_layout_without_sizes_is_searched_for(helpers):
     status, out, _ = helpers("plan", "llama3-8b", "h100", "--gpus", 64, "--layout", "batch=512", "--json")
     search = json.loads(out)
-    counts = sum(search["refused"].values()) + sum(search["too_large"].values())
-    assert status == 0 and search["fits"] == search["tried"] - counts
+    others = sum(search["refused"].values()) + sum(search["too_large"].values())
+    assert status == 0 and search["fits"] == search["tried"] - others
     seconds = [fit["seconds"] for fit in search["ranked"]]
     assert seconds == sorted(seconds) and len(seconds) == 10
-    assert all(fit["layout"]["batch"] == 512 and fit["bytes"] <= 80e9 for fit in search["ranked"])
+    for fit in search["ranked"]:
+        assert fit["layout"]["batch"] == 512 and fit["bytes"] <= 80e9
 
 
-def test_a_name_is_never_a_file_and_a_file_has_any_name(helpers, job, tmp_path, monkeypatch):
+def test_a_presets_name_is_never_taken_for_a_file(helpers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = ("gpt2", "h100", "--layout", "dp=8")
-    alone = helpers("plan", *line)
-    for name in line[:2]:
-        (tmp_path / name).write_text("a stray file")
-    assert helpers("plan", *line) == alone and alone[0] == 0
-    cluster = tmp_path / "measured"
+    command = ("plan", "gpt2", "h100", "--layout", "dp=8")
+    before = helpers(*command)
+    (tmp_path / "gpt2").write_text("a stray file")
+    (tmp_path / "h100").write_text("a stray file")
+    assert helpers(*command) == before and before[0] == 0
+
+
+def test_the_command_line_wins_over_the_file(helpers, job, tmp_path):
+    cluster = tmp_path / "cluster without a suffix"
     cluster.write_text('[cluster]\npreset = "h100"\nnodes = 8\n')
-    status, out, _ = helpers("plan", job.rename("job"), cluster, "--layout", "dtype=bfloat16")
-    assert status == 0 and "64 x h100 in 8 nodes" in out and "dtype" not in out
+    status, out, _ = helpers("plan", job, cluster, "--layout", "dtype=bfloat16", "--sizes", "layers=48")
+    text = " ".join(out.split())
+    assert status == 0 and "gpt-175b on 64 x h100" in text and "nodes 8" in text
+    assert "parameters 87,635,091,456" in text and "dtype" not in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("gpt2 h100", "a search needs batch, the samples"),
+        ("nosuch", "'nosuch' is not a model that the planner knows, nor a file.\nGive a TOML file, or gpt2"),
+        (
+            "gpt2 missing.toml --layout dp=8",
+            "is not a cluster that the planner knows, nor a file.\nGive a TOML file, or a1",
+        ),
         ("gpt2", "no cluster is given"),
+        ("gpt2 h100", "a search needs batch, the samples"),
+        ("gpt2 h100 --layout foo=1", "the layout has no field 'foo'.\nIts fields: dp, tp"),
+        ("gpt2 h100 --layout dp=8 --sizes depth=3", "the model has no field 'depth'"),
         ("gpt2 h100 --layout =8", "'=8' has no name"),
         ("gpt2 h100 --layout dp8", "'dp8' has no value"),
         ("gpt2 h100 --layout dp=8,dp=4", "dp is given twice"),
         ("gpt2 h100 --gpus 16 --layout dp=8", "= 8 is not the cluster's 16 GPUs"),
-        ("gpt2 h100 --layout dp=8 --job tokens=1e400", "at most 1e+24"),
-        ("gpt2 h100 --layout dp=8 --conventions peak=x", "peak is 'x'"),
-        ("gpt2 h100 --gpus 8 --layout batch=x", "batch is 'x'"),
         ("gpt2 h100 --layout batch=8 --job tokens=1e9", "a search does not plan the --job"),
-        ("gpt2 missing.toml --layout dp=8", "or a cluster: a100"),
-        ("missing.toml", "missing.toml: No such file"),
-        ("notebooks h100 --layout dp=8", "'notebooks' is not a model"),
         ("text.toml", "layout is 'dp=8'"),
         ("unknown.toml --layout dp=8", "has a table 'clusters'.\nGive these tables: model, cluster"),
         ("broken.toml", "is not TOML"),
@@ -133,9 +141,8 @@ def test_a_name_is_never_a_file_and_a_file_has_any_name(helpers, job, tmp_path, 
         ("empty.toml", "no model is given"),
     ],
 )
-def test_errors_in_two_lines(helpers, tmp_path, monkeypatch, arguments, words):
+def test_what_is_wrong_is_named_in_two_lines(helpers, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "notebooks").mkdir()
     files = {
         "text": 'layout = "dp=8"\nmodel = "gpt2"',
         "unknown": 'model = "gpt2"\n[clusters]\nnodes = 2',
@@ -146,8 +153,8 @@ def test_errors_in_two_lines(helpers, tmp_path, monkeypatch, arguments, words):
     for name, text in files.items():
         (tmp_path / f"{name}.toml").write_text(text, encoding="latin-1")
     status, out, errors = helpers("plan", *arguments.split())
-    assert (status, out) == (1, "") and words in errors and errors.startswith("error: ")
-    assert len(errors.splitlines()) == 2
+    assert (status, out) == (1, "")
+    assert words in errors and errors.startswith("error: ") and len(errors.splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -158,19 +165,8 @@ def test_errors_in_two_lines(helpers, tmp_path, monkeypatch, arguments, words):
         ("llama3-405b", "batch=8,recompute=none,pp=1", ["or recompute = full", "leave out what is given: pp."]),
     ],
 )
-def test_a_search_that_finds_none_fails_and_says_why(helpers, model, layout, parts):
-    line = [model, "h100", "--layout", layout, "--gpus", "8", "--search"]
-    status, _, errors = helpers("plan", *line)
-    assert status == 1 and all(words in errors for words in parts) and len(errors.splitlines()) == 2
-    status, out, same = helpers("plan", *line, "--json")
-    search = json.loads(out)
-    assert (status, same) == (1, errors)
-    assert (search["fits"], search["ranked"]) == (0, []) and search["tried"] > 0
-
-
-def test_sizes_win_over_a_preset_and_over_a_file(helpers, job):
-    status, out, _ = helpers("plan", "llama3-8b", "h100", "--gpus=8", "--sizes=layers=16,seq=4096", "--layout=dp=8")
-    assert status == 0 and out.startswith("llama3-8b: 4,540,469,248 parameters")
-    assert helpers("plan", job, "--sizes=layers=48")[1].startswith("gpt-175b: 87,635,091,456 parameters")
-    status, _, errors = helpers("plan", "llama3-8b", "h100", "--sizes=depth=3", "--layout=dp=8")
-    assert status == 1 and "the model has no field 'depth'" in errors
+def test_a_search_that_finds_no_layout_says_why(helpers, model, layout, parts):
+    status, _, errors = helpers("plan", model, "h100", "--layout", layout, "--gpus", "8", "--search")
+    assert status == 1 and len(errors.splitlines()) == 2
+    for words in parts:
+        assert words in errors

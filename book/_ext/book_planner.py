@@ -1,4 +1,4 @@
-"""The planner's page: ``{planner}`` is its form, with the answer to the form's first values.
+"""The planner's page: the directive ``{planner}`` is its form, with the answer to the form's first values.
 
 In the browser helpers/planner answers, unchanged, in Pyodide (Python as WebAssembly). Pyodide comes from npm when the
 book is built, and then is one of the book's own files, so that no page asks an outside host.
@@ -24,20 +24,36 @@ import helpers
 from helpers.planner import form
 
 HELPERS = Path(helpers.__file__).parent
-
-
 VERSION = "314.0.7"
 SHA256 = "66b7949e5a0cba2250b586d7e368bf12fb482800748d182c4618254b685ffaa0"
 NEEDED = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
-STORE = Path(sys.prefix, "share", f"pyodide-{VERSION}")  # kept, so that it is fetched once
-MISSING = "In this copy of the book the form is still: where it was built, npm did not give Pyodide."
+STORE = Path(sys.prefix, "share", f"pyodide-{VERSION}")  # kept with the environment, so that it is fetched once
+
+
+# --- Before the build: Pyodide ----------------------------------------------------------------------------------------
+
+
+def fetch_pyodide(app: Sphinx) -> None:
+    if app.builder.format != "html" or has_pyodide():
+        return
+    try:
+        fetch(STORE)
+    except (OSError, subprocess.SubprocessError) as error:
+        logging.getLogger(__name__).info(f"The planner's form will not compute, for want of Pyodide: {error}")
+
+
+def has_pyodide() -> bool:
+    return all((STORE / name).exists() for name in NEEDED)
 
 
 def fetch(store: Path) -> None:
     """Fetch Pyodide's package with npm. Raises OSError or CalledProcessError where that fails."""
+    npm = shutil.which("npm")
+    if npm is None:
+        raise FileNotFoundError("npm is not installed")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [shutil.which("npm") or "npm", "pack", f"pyodide@{VERSION}", "--silent"]
+        command = [npm, "pack", f"pyodide@{VERSION}", "--silent"]
         subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
         package = next(folder.glob("*.tgz"))
         if hashlib.sha256(package.read_bytes()).hexdigest() != SHA256:
@@ -45,49 +61,52 @@ def fetch(store: Path) -> None:
         with tarfile.open(package) as archive:
             archive.extractall(folder, filter="data")
         shutil.rmtree(store, ignore_errors=True)
-        shutil.copytree(folder / "package", store, ignore=lambda _, names: set(names) - set(NEEDED))
+        store.mkdir(parents=True)
+        for file in NEEDED:
+            shutil.copy(folder / "package" / file, store)
 
 
-def has_pyodide() -> bool:
-    return all((STORE / name).exists() for name in NEEDED)
-
-
-def prepare(app: Sphinx) -> None:
-    if app.builder.format == "html" and not has_pyodide():
-        try:
-            fetch(STORE)
-        except (OSError, subprocess.SubprocessError) as error:
-            logging.getLogger(__name__).info(f"The planner's page stays still, for want of Pyodide: {error}")
-
-
-def control(entry: form.Input, sizes: dict[str, int]) -> str:
-    """An input with its label; ``sizes`` of the model stand in inputs that are empty."""
-    if not entry.choices:
-        shown = f'value="{entry.value}" placeholder="{sizes.get(entry.name, "")}"'
-        box = f'<input name="{entry.name}" {shown} inputmode="numeric" size="8">'
-    else:
-        options = (f"<option{' selected' * (text == entry.value)}>{text}</option>" for text in entry.choices)
-        box = f'<select name="{entry.name}">{"".join(options)}</select>'
-    return f"<label><span>{escape(entry.label)}</span>{box}</label>"
+# --- The page ---------------------------------------------------------------------------------------------------------
 
 
 class Planner(SphinxDirective):
     """The form, and the answer to its first values."""
 
     def run(self) -> list[nodes.Node]:
-        answer, groups = form.answer({}), ""
-        for name, entries in form.GROUPS.items():
+        answer = form.answer({})
+        groups = ""
+        for title, entries in form.GROUPS.items():
             controls = "".join(control(entry, answer.sizes) for entry in entries)
-            groups += f"<fieldset><legend>{name}</legend>{controls}</fieldset>"
-        status = "Change a value: the planner then starts in this page." if has_pyodide() else MISSING
-        html = f"""<form class="planner" data-live="{int(has_pyodide())}" autocomplete="off">{groups}
+            groups += f"<fieldset><legend>{title}</legend>{controls}</fieldset>"
+        computes = has_pyodide()
+        status = "Change a value: the planner then starts in this page."
+        if not computes:
+            status = "In this copy of the book the form does not compute: it was built without npm, which has Pyodide."
+        html = f"""<form class="planner" data-live="{int(computes)}" autocomplete="off">{groups}
 <p class="planner-status" role="status">{status}</p></form>
 <div class="planner-answer" aria-live="polite">{answer.html}</div>
 <div class="planner-best">{form.best({}).html}</div>"""
         return [nodes.raw("", html, format="html")]
 
 
-def ship(app: Sphinx, exception: Exception | None) -> None:
+def control(entry: form.Input, sizes: dict[str, int]) -> str:
+    """An input with its label. An empty input shows the preset's size as its placeholder."""
+    if entry.choices:
+        options = ""
+        for text in entry.choices:
+            selected = " selected" if text == entry.value else ""
+            options += f"<option{selected}>{text}</option>"
+        box = f'<select name="{entry.name}">{options}</select>'
+    else:
+        shown = f'value="{entry.value}" placeholder="{sizes.get(entry.name, "")}"'
+        box = f'<input name="{entry.name}" {shown} inputmode="numeric" size="8">'
+    return f"<label><span>{escape(entry.label)}</span>{box}</label>"
+
+
+# --- After the build: what the page loads -----------------------------------------------------------------------------
+
+
+def copy_planner(app: Sphinx, exception: Exception | None) -> None:
     """Copy Pyodide, and the modules of the planner as an archive, into the built book."""
     if exception is not None or app.builder.format != "html":
         return
@@ -102,6 +121,6 @@ def ship(app: Sphinx, exception: Exception | None) -> None:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("planner", Planner)
-    app.connect("builder-inited", prepare)
-    app.connect("build-finished", ship)
+    app.connect("builder-inited", fetch_pyodide)
+    app.connect("build-finished", copy_planner)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

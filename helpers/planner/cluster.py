@@ -1,6 +1,6 @@
 """A cluster as numbers: GPUs, memory, links, price and failures. Read by all of the planner."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from helpers.planner.records import LARGEST, SMALLEST, Record, correction, look_up, refuse, with_preset
@@ -44,14 +44,15 @@ class Cluster(Record):
         if not self.peaks:
             refuse(f"{self.gpu}: no peaks", "FLOP/s of each type, such as peaks = {bfloat16 = 312e12}")
         for dtype, peak in self.peaks.items():
-            if hint := correction(peak, float, SMALLEST, LARGEST):
+            hint = correction(peak, float, SMALLEST, LARGEST)
+            if hint:
                 refuse(f"{self.gpu}: the peak of {dtype} is {peak!r}", f"{hint}, in FLOP/s")
-        for name, ends, needed in (
-            ("link_in_node", f"{self.gpus_per_node} GPUs in a node", self.gpus_per_node > 1),
-            ("link_between", f"{self.nodes} nodes", self.nodes > 1),
-        ):
-            if needed and not getattr(self, name):
-                refuse(f"{self.gpu}: there are {ends}, and {name} is not known", f"{name}, in bytes a second")
+        if self.gpus_per_node > 1 and not self.link_in_node:
+            problem = f"{self.gpu}: there are {self.gpus_per_node} GPUs in a node, and link_in_node is not known"
+            refuse(problem, "link_in_node, in bytes a second")
+        if self.nodes > 1 and not self.link_between:
+            problem = f"{self.gpu}: there are {self.nodes} nodes, and link_between is not known"
+            refuse(problem, "link_between, in bytes a second")
         if self.power_limit and not self.power:
             refuse(f"{self.gpu}: power_limit is {self.power_limit:g}, and power is not known", "power, in watts, too")
 
@@ -69,8 +70,10 @@ class Cluster(Record):
         Power is A·C·V²·f, and the voltage V follows the clock f (Mudge 2001, equations 1 and 2): so the clock goes with
         the cube root of the power. The memory's clock stays.
         """
-        share = self.power_limit / self.power if self.power_limit else 1
-        return self.peak(dtype) * min(share, 1) ** (1 / 3)
+        if not self.power_limit:
+            return self.peak(dtype)
+        share = min(self.power_limit / self.power, 1)
+        return self.peak(dtype) * share ** (1 / 3)
 
 
 # Peaks and watts: NVIDIA's data sheets for A100 and H100 SXM (dense), Google's for TPU v4. Links: 300 and 450 GB/s of
@@ -105,11 +108,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def cluster_of(cluster: str | dict[str, Any] | Cluster, gpus: int = 0) -> Cluster:
-    """A Cluster from a preset's name or a table (with "preset" or not), of so many GPUs if any are asked for."""
+    """A Cluster from a preset's name or a table of fields, which may name a preset under "preset".
+
+    gpus: how many GPUs it shall have, in full nodes; 0 for as many as its fields say.
+    """
     cluster = Cluster.of(with_preset(cluster, PRESETS, "cluster"))
-    if not gpus:
+    if gpus == 0:
         return cluster
     per_node = min(cluster.gpus_per_node, gpus)
-    if gpus % per_node:
+    if gpus % per_node != 0:
         refuse(f"{gpus} GPUs are not full nodes of {per_node}", f"a multiple of {per_node}, or another gpus_per_node")
-    return replace(cluster, nodes=gpus // per_node, gpus_per_node=per_node)
+    return cluster.with_(nodes=gpus // per_node, gpus_per_node=per_node)

@@ -1,7 +1,7 @@
 """The points in which published numbers differ although they mean the same. Each is a switch, named in every output."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from helpers.planner.records import Record
 
@@ -10,15 +10,31 @@ FLOPS: tuple[str, ...] = get_args(Flops)
 States = Literal[
     "zero", "float32-gradients", "two-gradients", "no-master", "float32", "bfloat16-moments", "scaling-book"
 ]
-# {name: bytes of (parameter, gradient, optimizer state) for one parameter}
-STATES: dict[States, tuple[int, int, int]] = {
-    "zero": (2, 2, 12),  # Rajbhandari et al. 2020, section 3.1: float32 weights and two moments
-    "float32-gradients": (2, 4, 12),  # 18: DeepSpeed; Megatron, where a distributed optimizer makes it 6 + 12/DP
-    "two-gradients": (2, 6, 12),  # 20: the Ultra-Scale Playbook's text with float32 gradients beside the others
-    "no-master": (2, 2, 8),  # two moments, no float32 weights
-    "float32": (4, 4, 8),  # FSDP's sharded float32 parameters, and everything without mixed precision
-    "bfloat16-moments": (4, 4, 4),  # as above, but for AdamW's two moments (torchtitan, fused_opt_states_bf16)
-    "scaling-book": (2, 0, 8),  # 10: gradients do not last
+
+
+class StateBytes(NamedTuple):
+    """Bytes for one parameter."""
+
+    parameter: int
+    gradient: int
+    optimizer: int
+
+
+STATES: dict[States, StateBytes] = {
+    # Rajbhandari et al. 2020, section 3.1: float32 weights and two moments.
+    "zero": StateBytes(2, 2, 12),
+    # 18: DeepSpeed; Megatron-LM, where a distributed optimizer makes it 6 + 12/DP.
+    "float32-gradients": StateBytes(2, 4, 12),
+    # 20: the Ultra-Scale Playbook's text, with float32 gradients beside the 16-bit ones.
+    "two-gradients": StateBytes(2, 6, 12),
+    # Two moments, no float32 weights.
+    "no-master": StateBytes(2, 2, 8),
+    # FSDP's sharded float32 parameters, and everything without mixed precision.
+    "float32": StateBytes(4, 4, 8),
+    # The same, but for AdamW's two moments (torchtitan, fused_opt_states_bf16).
+    "bfloat16-moments": StateBytes(4, 4, 4),
+    # 10: gradients do not last.
+    "scaling-book": StateBytes(2, 0, 8),
 }
 GIGA = {"GB": 1e9, "GiB": 2**30}
 
@@ -44,6 +60,5 @@ class Conventions(Record):
     shards: Literal["rows", "even"] = "rows"  # ZeRO-3 cuts each tensor between rows (fully_shard), or all evenly
 
     @property
-    def state_bytes(self) -> tuple[int, int, int]:
-        """Bytes of (parameter, gradient, optimizer state) for one parameter."""
+    def state_bytes(self) -> StateBytes:
         return STATES[self.states]

@@ -1,6 +1,8 @@
-"""How often a job fails, how often it should save, and what is left of its time. Seconds unless a name says hours."""
+"""How often a job fails, how often it should save, and which share of its time it keeps."""
 
 import math
+
+TAIL = 0.025  # of a distribution, on each side of an interval that holds 95 %
 
 
 def mttf_hours(nodes: int, failures_per_node_day: float) -> float:
@@ -8,42 +10,46 @@ def mttf_hours(nodes: int, failures_per_node_day: float) -> float:
     return 24 / (nodes * failures_per_node_day)
 
 
-def poisson_interval(count: int, coverage: float = 0.95) -> tuple[float, float]:
-    """(lowest, highest) mean that a count of independent failures agrees with: exact, by the gamma distribution.
+def poisson_interval(count: int) -> tuple[float, float]:
+    """(lowest, highest) mean that agrees in 95 % with a count of independent failures, by the gamma distribution.
 
     Garwood 1936. A rate from 3 failures is uncertain fourfold, from 300 by a tenth.
     """
-    from scipy.special import gammaincinv  # scikit-learn brings SciPy; imported here as it takes a moment
+    from scipy.special import gammaincinv  # The import takes a moment, which most plans need not wait.
 
-    tail = (1 - coverage) / 2
-    return (float(gammaincinv(count, tail)) if count else 0.0), float(gammaincinv(count + 1, 1 - tail))
+    lowest = float(gammaincinv(count, TAIL)) if count else 0.0
+    return lowest, float(gammaincinv(count + 1, 1 - TAIL))
 
 
-def poisson_counts(mean: float, coverage: float = 0.95) -> tuple[int, int]:
-    """(lowest, highest) count that happens with this coverage where so many failures are expected."""
+def poisson_counts(mean: float) -> tuple[int, int]:
+    """(lowest, highest) count that happens in 95 % where this many failures are expected."""
     from scipy.special import ndtri, pdtrik
 
-    tail = (1 - coverage) / 2
-    if mean > 1e9:  # a normal distribution, as good there; pdtrik finds nothing for the largest means
-        low, high = (math.ceil(mean + float(ndtri(share)) * math.sqrt(mean)) for share in (tail, 1 - tail))
+    if mean > 1e9:
+        # pdtrik finds nothing for the largest means, for which a normal distribution is as good.
+        quantiles = [mean + float(ndtri(share)) * math.sqrt(mean) for share in (TAIL, 1 - TAIL)]
     else:
-        low, high = (max(math.ceil(float(pdtrik(share, mean))), 0) for share in (tail, 1 - tail))
-    return low, high
+        quantiles = [max(float(pdtrik(share, mean)), 0) for share in (TAIL, 1 - TAIL)]
+    lowest, highest = map(math.ceil, quantiles)
+    return lowest, highest
 
 
-def checkpoint_interval(save: float, nodes: int, failures_per_node_day: float) -> float:
+def checkpoint_interval(save_seconds: float, nodes: int, failures_per_node_day: float) -> float:
     """Seconds between checkpoints that lose least: √(2δM), for a mean time M between failures much larger than δ.
 
     Young 1974, equation 6; dt* = √(2w/(N·r)) from a rate for each node (Kokolis et al. 2025, section II-D).
     """
-    return math.sqrt(2 * save * 3600 * mttf_hours(nodes, failures_per_node_day))
+    return math.sqrt(2 * save_seconds * 3600 * mttf_hours(nodes, failures_per_node_day))
 
 
-def goodput(nodes: int, failures_per_node_day: float, restart: float, interval: float, save: float) -> float:
-    """Expected share of the time in which the job makes progress that it keeps (ETTR).
+def goodput(
+    nodes: int, failures_per_node_day: float, restart_seconds: float, interval_seconds: float, save_seconds: float
+) -> float:
+    """The expected share of the time in which the job makes progress that it keeps (ETTR), in 0..1.
 
-    (1 - N·r·(u₀ + dt/2)) / (1 + w/dt) (Kokolis et al. 2025, equation for E[ETTR]): each failure costs the restart and,
-    on average, half of an interval; each interval is longer by what a save takes. 0 where nothing is left.
+    (1 - N·r·(u₀ + dt/2)) / (1 + w/dt) (Kokolis et al. 2025, equation for E[ETTR]). Each failure costs the restart u₀
+    and, on average, half of the interval dt between checkpoints; each interval is longer by what a save takes, w.
     """
-    rate = nodes * failures_per_node_day / 86400
-    return max(0.0, 1 - rate * (restart + interval / 2)) / (1 + save / interval)
+    failures_per_second = nodes * failures_per_node_day / 86400
+    lost = failures_per_second * (restart_seconds + interval_seconds / 2)
+    return max(0.0, 1 - lost) / (1 + save_seconds / interval_seconds)

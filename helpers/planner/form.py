@@ -8,19 +8,19 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from html import escape
 from typing import Any, get_args
 
 from helpers.planner import cluster as clusters
 from helpers.planner import model as models
+from helpers.planner.cluster import Cluster
+from helpers.planner.description import as_argument
+from helpers.planner.html_report import error_html, plan_html, search_html
 from helpers.planner.layout import Layout
-from helpers.planner.plan import Plan, plan
+from helpers.planner.model import Model
+from helpers.planner.plan import plan
 from helpers.planner.records import PlanError, refuse
-from helpers.planner.report import of_time, search_tables, tables
-from helpers.planner.search import GIB, Search, search, words
-from helpers.planner.step_time import COVERAGE
-
-Values = Mapping[str, str]
+from helpers.planner.report import search_tables, tables
+from helpers.planner.search import search
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Input:
     smallest: int = 1
 
 
-def literals(name: str) -> tuple[str, ...]:
+def choices_of(name: str) -> tuple[str, ...]:
     """The values that a field of Layout may have."""
-    return tuple(map(str, get_args(Layout.__annotations__[name])))
+    return tuple(str(value) for value in get_args(Layout.__annotations__[name]))
 
 
 GROUPS: dict[str, tuple[Input, ...]] = {
@@ -59,181 +59,109 @@ GROUPS: dict[str, tuple[Input, ...]] = {
         Input("dtype", "precision", "bfloat16", ("bfloat16", "float8", "float16", "float32")),
     ),
     "Layout": (
-        Input("zero", "ZeRO stage", "3", literals("zero")),
+        Input("zero", "ZeRO stage", "3", choices_of("zero")),
         Input("tp", "tensor parallel", "1"),
         Input("pp", "pipeline stages", "1"),
         Input("cp", "context parallel", "1"),
         Input("ep", "expert parallel", "1"),
         Input("micro_batch", "micro-batch", "1"),
         Input("shard", "HSDP shard (0: all)", "0", smallest=0),
-        Input("interleave", "pieces on a stage", "1"),
+        Input("interleave", "parts on a stage", "1"),
         Input("sequence_parallel", "sequence parallel", "false", ("false", "true")),
-        Input("recompute", "recompute", "none", literals("recompute")),
+        Input("recompute", "recompute", "none", choices_of("recompute")),
     ),
 }
 INPUTS = {entry.name: entry for group in GROUPS.values() for entry in group}
-MODEL = tuple(entry.name for entry in GROUPS["Model"][1:])
-LAYOUT = (*(entry.name for entry in GROUPS["Layout"]), "batch", "dtype")
-COUNTS = [name for name in LAYOUT if not INPUTS[name].choices]
 DEFAULTS = {name: entry.value for name, entry in INPUTS.items()}
+MODEL_SIZES = [entry.name for entry in GROUPS["Model"] if entry.name != "model"]
+OF_STEP = ["batch", "dtype"]  # fields of a layout that a search keeps
+OF_LAYOUT = [entry.name for entry in GROUPS["Layout"]]
 
 
 @dataclass(frozen=True)
 class Question:
     """What the inputs ask for, as the planner takes it."""
 
-    model: dict[str, Any]
-    cluster: clusters.Cluster
+    model: Model
+    cluster: Cluster
     layout: dict[str, Any]
     command: str  # that prints the same plan
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``html`` for a reader, ``numbers`` for a test, ``sizes`` of the model; both are empty for what cannot be."""
+    """``html`` for a reader, ``numbers`` for a test, ``sizes`` of the model; the last two are empty for an error."""
 
     html: str
     numbers: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
 
 
-def number(values: Values, name: str) -> int:
-    text = values[name].strip()
-    if not text.isdecimal() or int(text) < INPUTS[name].smallest:
-        refuse(f"{INPUTS[name].label}: {text!r}", f"a whole number from {INPUTS[name].smallest} on")
-    return int(text)
-
-
-def word(text: str) -> Any:
-    """A choice as the record has it: true, false, a digit or a word."""
-    return json.loads(text) if text in ("true", "false") or text.isdecimal() else text
-
-
-def ask(values: Values) -> Question:
-    """The question of some inputs; those that are not given have their defaults. PlanError for a wrong one."""
-    values = DEFAULTS | {name: value for name, value in values.items() if name in INPUTS}
-    sizes = {name: number(values, name) for name in MODEL if values[name].strip()}
-    model = {"preset": values["model"], **sizes}
-    layout = {name: number(values, name) if name in COUNTS else word(values[name]) for name in LAYOUT}
-    gpus, ranks = number(values, "gpus"), layout["tp"] * layout["pp"] * layout["cp"]
-    if gpus % ranks:
-        refuse(f"{gpus} GPUs do not divide by tp x pp x cp = {ranks}", f"a multiple of {ranks} as GPUs, or less of one")
-    layout = {"dp": gpus // ranks, **layout}
-    usual = vars(Layout())
-    fields = {name: value for name, value in layout.items() if name == "dp" or value != usual[name]}
-    line = ["python", "-m", "helpers", "plan", values["model"], values["cluster"], f"--gpus={gpus}"]
-    line += [f"--sizes={joined(sizes)}"] * bool(sizes) + [f"--layout={joined(fields)}"]
-    return Question(model, clusters.cluster_of(values["cluster"], gpus), layout, shlex.join(line))
-
-
-def joined(fields: Mapping[str, Any]) -> str:
-    return ",".join(f"{name}={str(value).lower()}" for name, value in fields.items())
-
-
-def button(layout: Layout, label: str) -> str:
-    """A button that puts a layout into the inputs."""
-    fields = escape(joined({name: getattr(layout, name) for name in LAYOUT}))
-    return f'<button type="button" data-layout="{fields}">{label}</button>'
-
-
-def answer(values: Values) -> Answer:
-    """The plan of some inputs."""
+def answer(values: Mapping[str, str]) -> Answer:
+    """The plan of some inputs; those that are not given have their defaults."""
     try:
         question = ask(values)
         result = plan(question.model, question.cluster, question.layout)
-        sizes = {name: getattr(result.model, name) for name in MODEL}
+        sizes = {name: getattr(result.model, name) for name in MODEL_SIZES}
         return Answer(plan_html(result, question.command), tables(result), sizes)
     except (PlanError, ArithmeticError) as error:
         return Answer(error_html(error))
 
 
-def best(values: Values) -> Answer:
+def best(values: Mapping[str, str]) -> Answer:
     """The fastest layouts for a model, its GPUs and its batch, whatever the layout's inputs are."""
     try:
-        question = ask({**values, **{name: INPUTS[name].value for name in LAYOUT if name not in ("batch", "dtype")}})
-        model, batch, dtype = models.model_of(question.model), question.layout["batch"], question.layout["dtype"]
-        return ranked(model, question.cluster, batch, dtype)
+        question = ask({**values, **{name: DEFAULTS[name] for name in OF_LAYOUT}})
+        return ranked(question.model, question.cluster, question.layout["batch"], question.layout["dtype"])
     except (PlanError, ArithmeticError) as error:
         return Answer(error_html(error))
 
 
-@lru_cache(8)  # the page asks again after each change, also of a layout, which changes nothing here
-def ranked(model: models.Model, cluster: clusters.Cluster, batch: int, dtype: str) -> Answer:
+@lru_cache(8)  # The page asks again after each change, also of the layout, which changes nothing here.
+def ranked(model: Model, cluster: Cluster, batch: int, dtype: str) -> Answer:
     result = search(model, cluster, batch, dtype=dtype)
     return Answer(search_html(result), search_tables(result))
 
 
-def error_html(error: Exception) -> str:
-    text = str(error) if isinstance(error, PlanError) else "A number is too large or too small.\nGive a real job's."
-    what, _, hint = text.partition("\n")
-    return f'<p class="planner-error" role="alert"><strong>{escape(what)}</strong> {escape(hint)}</p>'
+def ask(given: Mapping[str, str]) -> Question:
+    """The question of some inputs. PlanError for a wrong one."""
+    values = dict(DEFAULTS)
+    for name, text in given.items():
+        if name in INPUTS:
+            values[name] = text.strip()
+    sizes = {name: whole_number(INPUTS[name], values[name]) for name in MODEL_SIZES if values[name]}
+    layout = {name: parsed(INPUTS[name], values[name]) for name in (*OF_LAYOUT, *OF_STEP)}
+    gpus = whole_number(INPUTS["gpus"], values["gpus"])
+    ranks = layout["tp"] * layout["pp"] * layout["cp"]
+    if gpus % ranks != 0:
+        hint = f"a multiple of {ranks} as GPUs, or less of one"
+        refuse(f"{gpus} GPUs do not divide by tp x pp x cp = {ranks}", hint)
+    layout = {"dp": gpus // ranks, **layout}
 
-
-def table_html(head: list[str], rows: list[list[str]]) -> str:
-    """A table; cells are HTML. All columns but the first are numbers."""
-    lines = [
-        "".join(f"<th>{cell}</th>" for cell in head),
-        *("".join(f"<td>{cell}</td>" for cell in row) for row in rows),
-    ]
-    return f"<table><thead><tr>{lines[0]}</tr></thead><tbody><tr>{'</tr><tr>'.join(lines[1:])}</tr></tbody></table>"
-
-
-def bar_html(kinds: Mapping[str, float], limit: float) -> str:
-    """Memory by kind, drawn against the GPU's limit: a strip of pieces, and a mark where the memory ends."""
-    scale = 100 / max(sum(kinds.values()), limit)
-    pieces = "".join(
-        f'<i class="kind-{place}" style="width:{size * scale:.3f}%" title="{escape(kind)}"></i>'
-        for place, (kind, size) in enumerate(kinds.items())
+    usual = vars(Layout())
+    changed = {name: value for name, value in layout.items() if name == "dp" or value != usual[name]}
+    command = ["python", "-m", "helpers", "plan", values["model"], values["cluster"], f"--gpus={gpus}"]
+    if sizes:
+        command.append(f"--sizes={as_argument(sizes)}")
+    command.append(f"--layout={as_argument(changed)}")
+    return Question(
+        model=models.model_of({"preset": values["model"], **sizes}),
+        cluster=clusters.cluster_of(values["cluster"], gpus),
+        layout=layout,
+        command=shlex.join(command),
     )
-    mark = f'<b style="left:{limit * scale:.3f}%"></b>'
-    return f'<div class="planner-bar" aria-hidden="true">{pieces}{mark}</div>'
 
 
-def plan_html(result: Plan, command: str) -> str:
-    """Whether it fits, memory by kind, the step, what binds, and the command that prints all of it."""
-    kinds = {kind: size for kind, size in result.stages[result.fullest].items() if kind != "total" and size}
-    size, limit, step = result.bytes / GIB, result.cluster.memory / GIB, result.step
-    digits = 2 if size >= 1 else 6
-    largest = max(kinds, key=kinds.__getitem__)
-    verdict = f"{'Fits' if result.fits else 'Does not fit'}: {size:.1f} of {limit:.1f} GiB"
-    rows = [
-        [f'<i class="kind-{place}"></i>{escape(kind)}', f"{kinds[kind] / GIB:.{digits}f}"]
-        for place, kind in enumerate(kinds)
-    ]
-    between = f"between {of_time(step.low)} and {of_time(step.high)}"
-    sure = "extrapolated from steps of A100s" if step.extrapolated else f"{COVERAGE:.0%} of measured steps lie there"
-    speed = f"{result.tokens / step.seconds:,.0f} tokens a second, MFU {result.utilization.mfu:.1%}"
-    binds = f"{result.binds[0]}, most of it {result.binds[1]}"
-    following, use = result.next.words.capitalize(), ""
-    if result.next.layout:
-        seconds = f" ({of_time(result.next.seconds)} a step)" if result.next.seconds else ""
-        following, use = f"Try next: {result.next.words}{seconds}", button(result.next.layout, "try it")
-    where = f" of stage {result.fullest}, the fullest" if result.layout.pp > 1 else ""
-    lines = [
-        f'<p class="{"fits" if result.fits else "too-large"}"><strong>{verdict}</strong>, most of it {largest}.</p>',
-        bar_html(kinds, result.cluster.memory),
-        f"<p><strong>{of_time(step.seconds)} a step</strong>, {between}: {sure}. {speed}.</p>",
-        f"<p>What binds: {escape(binds)}. {escape(following)}. {use}</p>",
-        table_html([f"memory of a rank{where}", "GiB"], [*rows, ["total", f"{size:.{digits}f}"]]),
-        f"<pre><code>{escape(command)}</code></pre>",
-    ]
-    return "\n".join(lines)
+def parsed(entry: Input, text: str) -> Any:
+    """The value of an input as Layout has it: a number, true, false or a word."""
+    if not entry.choices:
+        return whole_number(entry, text)
+    if text in ("true", "false") or text.isdecimal():
+        return json.loads(text)
+    return text
 
 
-def search_html(result: Search) -> str:
-    """The ten fastest layouts that fit, each with a button that takes it over, and why not their neighbours."""
-    if not result.fits:
-        return error_html(result.none())
-    rows = [
-        [
-            escape(words(fit.layout)),
-            *(of_time(seconds) for seconds in (fit.seconds, fit.step.low, fit.step.high)),
-            f"{fit.bytes / GIB:.1f}",
-            button(fit.layout, "use"),
-        ]
-        for fit in result.fits[:10]
-    ]
-    first, _, *reasons = result.explain()
-    items = "".join(f"<li>{escape(line)}</li>" for line in reasons)
-    head = ["layout", "a step", "from", "to", "GiB", "take over"]
-    return f"<p>{escape(first)}</p>{table_html(head, rows)}<ul>{items}</ul>"
+def whole_number(entry: Input, text: str) -> int:
+    if not text.isdecimal() or int(text) < entry.smallest:
+        refuse(f"{entry.label}: {text!r}", f"a whole number from {entry.smallest} on")
+    return int(text)

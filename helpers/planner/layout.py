@@ -1,4 +1,4 @@
-"""How a job is divided among ranks, refused where it cannot be. Read by all of the planner."""
+"""How a job is divided among ranks; what cannot be divided is refused. Read by all of the planner."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
@@ -7,15 +7,14 @@ from helpers.planner.cluster import Cluster
 from helpers.planner.model import Model
 from helpers.planner.records import LARGEST, Record, refuse
 
-BYTES = {"float32": 4, "tf32": 4}  # others 2: with float8, matrices are multiplied, not kept
-ENDS = 2  # the embedding and the head, where stages count them as a layer each
+ENDS = 2  # the embedding and the head, where stages count each of them as a layer
 
 
 @dataclass(frozen=True)
 class Layout(Record):
     """Sizes of the mesh's dimensions, and what each step does. GPUs: dp · tp · pp · cp."""
 
-    dp: int = 1  # ranks that see other samples
+    dp: int = 1  # ranks that see different samples
     tp: int = 1  # ranks that share each matrix
     pp: int = 1  # pipeline stages
     cp: int = 1  # ranks that share a sample's tokens
@@ -24,7 +23,7 @@ class Layout(Record):
     shard: int = 0  # ranks that share it; 0 for all dp · cp, fewer for HSDP
     micro_batch: int = 1  # samples in one forward of one rank
     batch: int = 0  # samples in a step, all ranks together; 0 for one micro-batch each
-    interleave: int = 1  # pieces of the model on each stage: v
+    interleave: int = 1  # parts of the model on each stage: v
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     recompute: Literal["none", "selective", "sac", "full"] = "none"  # attention's scores; whole operations; layers
     sequence_parallel: bool = False  # norms and dropout divided by tp, too
@@ -40,22 +39,41 @@ class Layout(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        samples, ranks = self.dp * self.micro_batch, self.data_ranks
-        if not self.batch:
+        samples = self.dp * self.micro_batch
+        if self.batch == 0:
             object.__setattr__(self, "batch", samples)
-        if self.batch % samples:
-            what = f"a batch of {self.batch} does not divide into {self.dp} x {self.micro_batch} (dp x micro_batch)"
-            refuse(what, f"a multiple of {samples} as batch")
-        if self.shard and ranks % self.shard:
-            refuse(f"shard = {self.shard} does not divide dp x cp = {ranks}", f"a divisor of {ranks}, or 0 for all")
-        if self.shard and not self.zero:
-            refuse(f"shard = {self.shard} shares nothing with zero = 0", "zero = 3 for HSDP, or no shard")
-        if ranks % self.ep:
-            what = f"ep = {self.ep} does not divide dp x cp = {ranks}: experts are shared among these"
-            refuse(what, f"a divisor of {ranks} as ep")
-        if self.interleave > 1 and (self.pp == 1 or self.micro_batches % self.pp):
-            what = f"micro-batches ({self.micro_batches}) that divide by pp = {self.pp}"
-            refuse(f"interleave = {self.interleave} needs stages, and {what}", "interleave = 1, or another batch")
+        if self.batch % samples != 0:
+            refuse(
+                f"a batch of {self.batch} does not divide into {self.dp} x {self.micro_batch} (dp x micro_batch)",
+                f"a multiple of {samples} as batch",
+                "a batch does not divide into (dp x micro_batch)",
+            )
+        ranks = self.data_ranks
+        if self.shard and ranks % self.shard != 0:
+            refuse(
+                f"shard = {self.shard} does not divide dp x cp = {ranks}",
+                f"a divisor of {ranks}, or 0 for all",
+                "shard does not divide dp x cp",
+            )
+        if self.shard and self.zero == 0:
+            refuse(
+                f"shard = {self.shard} shares nothing with zero = 0",
+                "zero = 3 for HSDP, or no shard",
+                "shard shares nothing with zero",
+            )
+        if ranks % self.ep != 0:
+            refuse(
+                f"ep = {self.ep} does not divide dp x cp = {ranks}: experts are shared among these",
+                f"a divisor of {ranks} as ep",
+                "ep does not divide dp x cp: experts are shared among these",
+            )
+        if self.interleave > 1 and (self.pp == 1 or self.micro_batches % self.pp != 0):
+            refuse(
+                f"interleave = {self.interleave} needs stages, and micro-batches ({self.micro_batches}) "
+                f"that divide by pp = {self.pp}",
+                "interleave = 1, or another batch",
+                "interleave needs stages, and micro-batches that divide by pp",
+            )
 
     @property
     def gpus(self) -> int:
@@ -69,7 +87,9 @@ class Layout(Record):
     @property
     def sharers(self) -> int:
         """Ranks that share states under ZeRO."""
-        return (self.shard or self.data_ranks) if self.zero else 1
+        if self.zero == 0:
+            return 1
+        return self.shard or self.data_ranks
 
     @property
     def norm_sharers(self) -> int:
@@ -82,30 +102,55 @@ class Layout(Record):
         return self.batch // (self.dp * self.micro_batch)
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of a number that is computed with."""
-        return BYTES.get(self.dtype, 2)
+    def recomputes_layers(self) -> bool:
+        """Whether the backward runs a layer's forward again, all of it or the operations that sac did not keep."""
+        return self.recompute in ("full", "sac")
 
     @property
-    def other_dtype(self) -> str:
-        """That of attention and the head: torchtitan and Megatron-LM multiply the layers' linear ones in float8."""
+    def element_bytes(self) -> int:
+        """Bytes of a number that is computed with. With float8, matrices are multiplied in it, but kept in bfloat16."""
+        return 4 if self.dtype in ("float32", "tf32") else 2
+
+    @property
+    def attention_dtype(self) -> str:
+        """Of attention and the head: torchtitan and Megatron-LM use float8 for the layers' linear products alone."""
         return "bfloat16" if self.dtype == "float8" else self.dtype
+
+    @property
+    def summary(self) -> str:
+        """The sizes that differ from those of one GPU, in one line."""
+        sizes = []
+        for name in ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "interleave"):
+            size = getattr(self, name)
+            usual = 0 if name in ("zero", "shard") else 1
+            if size > usual:
+                sizes.append(f"{name} {size}")
+        sizes.append(f"micro-batch {self.micro_batch}")
+        if self.recompute != "none":
+            sizes.append(f"recompute {self.recompute}")
+        return ", ".join(sizes)
 
     def tokens(self, model: Model) -> int:
         """Tokens in one forward of one rank."""
         return self.micro_batch * model.seq // self.cp
 
     def stage_layers(self, model: Model) -> list[int]:
-        """[layers of each pipeline stage]; where they do not divide, the middle stages have one more.
+        """[layers of each pipeline stage]. If they do not divide, the middle stages have one more.
 
         outer_layers: the first has one fewer, and so has the last (account_for_embedding_in_pipeline_split and
         account_for_loss_in_pipeline_split of Megatron-LM).
         """
-        each, rest = divmod(model.layers + ENDS * self.outer_layers, self.pp)
-        first = (self.pp - rest) // 2
-        sizes = [each + (first <= stage < first + rest) for stage in range(self.pp)]
-        for end in (0, -1):
-            sizes[end] -= self.outer_layers
+        layers = model.layers
+        if self.outer_layers:
+            layers += ENDS
+        each, remainder = divmod(layers, self.pp)
+        first = (self.pp - remainder) // 2
+        sizes = [each] * self.pp
+        for stage in range(first, first + remainder):
+            sizes[stage] += 1
+        if self.outer_layers:
+            sizes[0] -= 1
+            sizes[-1] -= 1
         return sizes
 
     def layers_of(self, model: Model, stage: int) -> range:
@@ -115,39 +160,83 @@ class Layout(Record):
         return range(start, start + sizes[stage])
 
     def check(self, model: Model, cluster: Cluster | None = None) -> Self:
-        """Raise a PlanError where this model on this cluster cannot be divided so; return the layout."""
-        heads, kv_heads, layers, tp, ep = model.heads, model.kv_heads, model.layers, self.tp, self.ep
-        if heads % tp:
-            refuse(f"{heads} heads do not divide by tp = {tp}", f"one of {divisors(heads)} as tp")
-        if kv_heads % tp and tp % kv_heads:
-            what = f"{kv_heads} kv_heads neither divide by tp = {tp} nor divide it"
-            refuse(what, f"one of {divisors(kv_heads)} as tp")
-        if model.ffn % tp:
-            refuse(f"an MLP of {model.ffn} does not divide by tp = {tp}", "a divisor of ffn as tp")
-        stages = self.pp * self.interleave
-        if stages > layers or 0 in self.stage_layers(model):
-            what = f"{layers} layers cannot fill {stages} stages (pp x interleave)"
-            refuse(what, f"at most {layers - ENDS * self.outer_layers} as pp x interleave")
-        placed = layers + ENDS * self.outer_layers
-        if placed % stages and not (self.uneven_stages and self.interleave == 1):
-            ends_fit = (layers + ENDS) % stages == 0
-            other = "outer_layers = true" if ends_fit else "uneven_stages = true with interleave = 1"
-            what = f"{placed} layers do not divide into {stages} stages (pp x interleave)"
-            refuse(what, f"a divisor of {placed}, or {other}")
-        pieces = self.cp * self.norm_sharers
-        if model.seq % pieces:
-            hint = f"a divisor of {model.seq} as cp, or a multiple of {pieces} as the model's seq"
-            refuse(f"{model.seq} tokens do not divide into {pieces} pieces", hint)
-        if ep > 1 and not model.experts:
-            refuse(f"{model.name} has no experts to divide by ep = {ep}", "ep = 1")
-        if model.experts % ep:
-            refuse(f"{model.experts} experts do not divide by ep = {ep}", f"one of {divisors(model.experts)} as ep")
+        """Raise a PlanError if this model, or this cluster, cannot be divided like this; return the layout."""
+        self.check_tensors(model)
+        self.check_stages(model)
+        self.check_sequence(model)
+        self.check_experts(model)
         if cluster:
-            cluster.peak(self.dtype), cluster.peak(self.other_dtype)
-        if cluster and self.gpus != cluster.gpus:
-            product = f"dp x tp x pp x cp = {self.dp} x {tp} x {self.pp} x {self.cp} = {self.gpus}"
-            refuse(f"{product} is not the cluster's {cluster.gpus} GPUs", f"sizes whose product is {cluster.gpus}")
+            cluster.peak(self.dtype)
+            cluster.peak(self.attention_dtype)
+            if self.gpus != cluster.gpus:
+                product = f"dp x tp x pp x cp = {self.dp} x {self.tp} x {self.pp} x {self.cp} = {self.gpus}"
+                refuse(f"{product} is not the cluster's {cluster.gpus} GPUs", f"sizes whose product is {cluster.gpus}")
         return self
+
+    def check_tensors(self, model: Model) -> None:
+        tp = self.tp
+        if model.heads % tp != 0:
+            refuse(
+                f"{model.heads} heads do not divide by tp = {tp}",
+                f"one of {divisors(model.heads)} as tp",
+                "heads do not divide by tp",
+            )
+        if model.kv_heads % tp != 0 and tp % model.kv_heads != 0:
+            refuse(
+                f"{model.kv_heads} kv_heads neither divide by tp = {tp} nor divide it",
+                f"one of {divisors(model.kv_heads)} as tp",
+                "kv_heads neither divide by tp nor divide it",
+            )
+        if model.ffn % tp != 0:
+            refuse(
+                f"an MLP of {model.ffn} does not divide by tp = {tp}",
+                "a divisor of ffn as tp",
+                "an MLP does not divide by tp",
+            )
+
+    def check_stages(self, model: Model) -> None:
+        stages = self.pp * self.interleave
+        counted = model.layers  # with the ends, where stages count these
+        most_stages = model.layers
+        if self.outer_layers:
+            counted += ENDS
+            most_stages -= ENDS
+        if stages > model.layers or 0 in self.stage_layers(model):
+            refuse(
+                f"{model.layers} layers cannot fill {stages} stages (pp x interleave)",
+                f"at most {most_stages} as pp x interleave",
+                "layers cannot fill stages (pp x interleave)",
+            )
+        may_be_uneven = self.uneven_stages and self.interleave == 1
+        if counted % stages != 0 and not may_be_uneven:
+            option = "uneven_stages = true with interleave = 1"
+            if (model.layers + ENDS) % stages == 0:
+                option = "outer_layers = true"
+            refuse(
+                f"{counted} layers do not divide into {stages} stages (pp x interleave)",
+                f"a divisor of {counted}, or {option}",
+                "layers do not divide into stages (pp x interleave)",
+            )
+
+    def check_sequence(self, model: Model) -> None:
+        sequence_parts = self.cp * self.norm_sharers
+        if model.seq % sequence_parts != 0:
+            refuse(
+                f"{model.seq} tokens do not divide into {sequence_parts} parts",
+                f"a divisor of {model.seq} as cp, or a multiple of {sequence_parts} as the model's seq",
+                "tokens do not divide into parts",
+            )
+
+    def check_experts(self, model: Model) -> None:
+        ep = self.ep
+        if ep > 1 and model.experts == 0:
+            refuse(f"{model.name} has no experts to divide by ep = {ep}", "ep = 1", "no experts to divide by ep")
+        if model.experts % ep != 0:
+            refuse(
+                f"{model.experts} experts do not divide by ep = {ep}",
+                f"one of {divisors(model.experts)} as ep",
+                "experts do not divide by ep",
+            )
 
 
 def divisors(number: int) -> str:

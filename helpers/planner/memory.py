@@ -4,81 +4,88 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from helpers.planner.conventions import Conventions
+from helpers.planner.conventions import Conventions, StateBytes
 from helpers.planner.layout import Layout
-from helpers.planner.model import Model, Tensor, copies_of, products_of
+from helpers.planner.model import KEYS_AND_VALUES, MLP, Model, Tensor, layer_tensors, matrices_of, outer_tensors
 
 NOT_COUNTED = "the CUDA context, NCCL's buffers, the allocator's gaps, and what a kernel needs while it runs"
-VOCABULARY = ("embedding", "head")  # what has a row for each token
+VOCABULARY = ("embedding", "head")  # the tensors that have a row for each token
 OUTSIDE = "outside the layers"
-Shape = tuple[int, int, int]  # rows, columns, copies
+
+
+# --- Parameters -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that fully_shard gathers together: a layer's, its experts', or what stands outside the layers."""
+    """Parameters that fully_shard gathers together: a layer's, its experts', or those outside the layers."""
 
     what: str
-    times: int  # equal ones on the stage
-    apart: int  # expert-parallel ranks, which hold other experts: so fewer ranks share each
-    shapes: list[Shape]  # on one of the tensor-parallel ranks
+    times: int  # how many equal units the stage has
+    expert_ranks: int  # ranks that hold different experts; only the others share one unit
+    tensors: list[Tensor]  # as tensor parallelism leaves them on one rank
+
+    @property
+    def numbers(self) -> int:
+        """Of one unit."""
+        return sum(tensor.numbers for tensor in self.tensors)
 
 
-def states_per_rank(whole: float, share: float, zero: int, parts: tuple[int, int, int]) -> list[float]:
-    """Bytes of (parameters, gradients, optimizer state) on a rank that has a share of the whole's numbers.
-
-    16Ψ; 4Ψ + 12Ψ/N; 2Ψ + 14Ψ/N; 16Ψ/N for stages 0 to 3 (Rajbhandari et al. 2020, figure 1). Stage 1 divides the last
-    of the three, stage 2 the last two, stage 3 all. parts: bytes of each for one parameter.
-    """
-    return [(share if zero >= 3 - index else whole) * size for index, size in enumerate(parts)]
-
-
-def local_shape(tensor: Tensor, model: Model, tp: int) -> tuple[int, int]:
-    """(rows, columns) of a tensor on one of tp ranks; the heads of keys are copied where there are fewer than tp."""
-    if tensor.split == "columns":
-        return tensor.rows, math.ceil(tensor.columns / tp)
-    if tensor.part.startswith(("key", "value")):
-        return model.head_width * max(model.kv_heads // tp, 1), tensor.columns
-    return math.ceil(tensor.rows / tp) if tensor.split else tensor.rows, tensor.columns
-
-
-def outer_tensors(model: Model, layout: Layout, stage: int) -> list[Tensor]:
-    """[Tensor] of a stage outside its layers: the embeddings on the first, the norm and the head on the last."""
-    last, tensors = layout.pp - 1, []
-    for tensor in model.tensors():
-        here = stage == (last if tensor.part in ("norm", "head") else 0)
-        # A tied output layer on another stage than the embedding is a copy (Megatron-LM).
-        tensors += [tensor] * (here or (tensor.part == "embedding" and model.tied and stage == last))
-    return tensors
-
-
-def units_of(model: Model, layout: Layout, stage: int, divided: tuple[str, ...] = VOCABULARY) -> list[Unit]:
-    """The units of a stage; divided: which of VOCABULARY tensor parallelism divides."""
+def units_of(model: Model, layout: Layout, stage: int, sharded: tuple[str, ...] = VOCABULARY) -> list[Unit]:
+    """The units of a stage. sharded: which of embedding and head tensor parallelism divides."""
     units = []
-    for layer, times in Counter(map(model.like, layout.layers_of(model, stage))).items():
-        whole: list[Shape] = []
-        routed: list[Shape] = []
-        for tensor, copies in copies_of(model, layer):
-            shape = local_shape(tensor, model, layout.tp)
-            if layout.ep > 1 and model.has_experts(layer) and tensor.part.split()[0] in ("up", "down"):
-                per_expert = copies // (model.experts + model.shared_experts)
-                routed.append((*shape, per_expert * model.experts // layout.ep))
-                copies = per_expert * model.shared_experts
-            whole.append((*shape, copies))
-        units.append(Unit("layers", times, 1, whole))
-        if routed:
-            units.append(Unit("experts", times, layout.ep, routed))
-    outer: list[Shape] = []
-    for tensor in outer_tensors(model, layout, stage):
-        undivided = tensor.part in VOCABULARY and tensor.part not in divided
-        outer.append((*local_shape(tensor, model, 1 if undivided else layout.tp), 1))
-    return units + [Unit(OUTSIDE, 1, 1, outer)] * bool(outer)
+    layer_kinds = Counter(model.has_experts(layer) for layer in layout.layers_of(model, stage))
+    for has_experts, layers in layer_kinds.items():
+        tensors = []
+        expert_tensors = []
+        for tensor in layer_tensors(model, has_experts):
+            tensor = local(tensor, model, layout.tp)
+            if has_experts and layout.ep > 1 and tensor.name in MLP:
+                # Expert parallelism divides the routed experts; every rank has the shared ones.
+                expert_tensors.append(tensor._replace(copies=model.experts // layout.ep))
+                tensor = tensor._replace(copies=model.shared_experts)
+            tensors.append(tensor)
+        units.append(Unit("layers", layers, 1, tensors))
+        if expert_tensors:
+            units.append(Unit("experts", layers, layout.ep, expert_tensors))
+
+    tensors = []
+    for tensor in outer_tensors_of(model, layout, stage):
+        is_whole = tensor.name in VOCABULARY and tensor.name not in sharded
+        tensors.append(tensor if is_whole else local(tensor, model, layout.tp))
+    if tensors:
+        units.append(Unit(OUTSIDE, 1, 1, tensors))
+    return units
+
+
+def local(tensor: Tensor, model: Model, tp: int) -> Tensor:
+    """A tensor as one of tp ranks has it. Where the heads of keys are fewer than ranks, they are copied."""
+    if tensor.name in KEYS_AND_VALUES:
+        return tensor._replace(rows=model.head_width * max(model.kv_heads // tp, 1))
+    if tensor.split == "rows":
+        return tensor._replace(rows=math.ceil(tensor.rows / tp))
+    if tensor.split == "columns":
+        return tensor._replace(columns=math.ceil(tensor.columns / tp))
+    return tensor
+
+
+def outer_tensors_of(model: Model, layout: Layout, stage: int) -> list[Tensor]:
+    """Tensors of a stage outside its layers: the embeddings on the first, the norm and the head on the last."""
+    is_first = stage == 0
+    is_last = stage == layout.pp - 1
+    tensors = []
+    for tensor in outer_tensors(model):
+        follows_layers = tensor.name in ("norm", "norm bias", "head")
+        # A tied output layer on a stage without the embedding is a copy of it (Megatron-LM).
+        is_tied_head = model.tied and tensor.name == "embedding"
+        if (is_last and (follows_layers or is_tied_head)) or (is_first and not follows_layers):
+            tensors.append(tensor)
+    return tensors
 
 
 def stage_parameters(model: Model, layout: Layout, stage: int) -> int:
     """Parameters that one rank of a stage computes with: divided by pp, tp and ep, not by ZeRO."""
-    units = units_of(model, layout, stage)
-    return sum(unit.times * math.prod(shape) for unit in units for shape in unit.shapes)
+    return sum(unit.times * unit.numbers for unit in units_of(model, layout, stage))
 
 
 def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "rows") -> float:
@@ -87,13 +94,31 @@ def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "r
     shards: "rows": each tensor is cut between its rows, rounded up, as fully_shard does, so that the first rank holds
     most; "even": one flat tensor of all parameters is cut (ZeRO's formula, DeepSpeed, Megatron-LM).
     """
-    total: float = 0
+    total = 0.0
     for unit in units_of(model, layout, stage):
-        sharers = max(layout.sharers // unit.apart, 1)
-        for rows, columns, copies in unit.shapes:
-            here = math.ceil(rows / sharers) if shards == "rows" else rows / sharers
-            total += unit.times * copies * columns * here
+        sharers = max(layout.sharers // unit.expert_ranks, 1)
+        for tensor in unit.tensors:
+            rows = tensor.rows / sharers
+            if shards == "rows":
+                rows = math.ceil(rows)
+            total += unit.times * tensor.copies * tensor.columns * rows
     return total
+
+
+def states_per_rank(parameters: float, shard: float, zero: int, sizes: StateBytes) -> dict[str, float]:
+    """{kind: bytes} of the states on a rank that computes with so many parameters and has a shard of them.
+
+    16Ψ; 4Ψ + 12Ψ/N; 2Ψ + 14Ψ/N; 16Ψ/N for stages 0 to 3 (Rajbhandari et al. 2020, figure 1): stage 1 divides the
+    optimizer's state, stage 2 the gradients, too, stage 3 all.
+    """
+    return {
+        "parameters": (shard if zero == 3 else parameters) * sizes.parameter,
+        "gradients": (shard if zero >= 2 else parameters) * sizes.gradient,
+        "optimizer": (shard if zero >= 1 else parameters) * sizes.optimizer,
+    }
+
+
+# --- Activations ------------------------------------------------------------------------------------------------------
 
 
 def activations_per_layer(
@@ -103,35 +128,60 @@ def activations_per_layer(
 
     sbh(34 + 5as/h) in 16 bits; with tensor parallelism sbh(10 + 24/t + 5as/ht), with sequence parallelism, too,
     sbh(34 + 5as/h)/t; selective recomputation drops 5as/h; full stores the layer's input, 2sbh (Korthikanti et al.
-    2022, equations 1 to 4 and table 2). Here from its parts, so that it holds for other MLPs (18 + 4f/h; 18 + 6f/h
-    where gated), for fewer heads of keys, without dropout and in 32 bits. Attention "flash" never stores s · s.
-    "sac", selective checkpointing of whole operations: the layer's input, and what attention, every second matrix
-    product and each reduce-scatter put out (torchtitan, distributed/activation_checkpoint.py).
-    sequence_inputs: as the convention of that name; the formula is for "again".
+    2022, equations 1 to 4 and table 2). This adds up the parts, so that it also holds for other MLPs (18 + 4f/h;
+    18 + 6f/h where gated), for fewer heads of keys, without dropout and in 32 bits. Attention "flash" never stores
+    s · s. "sac" is selective checkpointing of whole operations (see sac_numbers).
+
+    layer: its number; only in models with experts do layers differ. recompute: the layout's, or another.
+    sequence_inputs: as the convention of that name; the paper's formula is for "again".
     """
-    t, size, outside, tokens = layout.tp, layout.element_bytes, layout.norm_sharers, layout.tokens(model)
     recompute = recompute or layout.recompute
-    if recompute in ("full", "sac"):
-        stored = model.width / outside
-        if recompute == "sac":
-            stored += model.attention_width / t + 2 * model.width / t * layout.sequence_parallel
-            products = products_of(model, model.like(layer % model.layers))
-            stored += sum(local_shape(tensor, model, t)[0] for tensor in products[::2])
-        return tokens * stored * size
-    divided = 2 * model.attention_width + 2 * model.head_width * model.kv_heads  # query, output; key, value
-    whole, masks = model.norms * model.width, 2 * model.width * model.dropout  # the norms' inputs
-    inputs = 2 * model.width / (outside if sequence_inputs == "again" else 1)  # of attention and MLP
-    if model.has_experts(layer % model.layers):
-        active = model.active_experts + model.shared_experts
-        divided += active * model.matrices * model.ffn
-        whole += (active - 1) * model.width + model.experts  # a copy of the token for each expert; the router
+    has_experts = model.has_experts(layer % model.layers)
+    tokens = layout.tokens(model)
+    if recompute == "full":
+        return tokens * (model.width / layout.norm_sharers) * layout.element_bytes
+    if recompute == "sac":
+        return tokens * sac_numbers(model, layout, has_experts) * layout.element_bytes
+
+    # For each token: numbers that tensor parallelism divides. Query and attention's output; key and value; the MLP's.
+    divided = 2 * model.attention_width + 2 * model.head_width * model.kv_heads
+    # Numbers that only sequence parallelism divides: the norms' inputs.
+    undivided = model.norms * model.width
+    if has_experts:
+        experts = model.active_experts + model.shared_experts
+        divided += experts * model.mlp_matrices * model.ffn
+        # A copy of the token for each further expert, and the router's scores.
+        undivided += (experts - 1) * model.width + model.experts
     else:
-        divided += model.matrices * (model.dense_ffn if model.experts else model.ffn)
-    stored = divided * size / t + inputs * size + (whole * size + masks) / outside
+        divided += model.mlp_matrices * model.ffn_of_dense_layers
+    # The inputs of attention and MLP, which are gathered under sequence parallelism, and then kept or not.
+    inputs: float = 2 * model.width
+    if sequence_inputs == "again":
+        inputs /= layout.norm_sharers
+    masks = 2 * model.width if model.dropout else 0  # of one byte for each number
+
+    size = layout.element_bytes
+    stored = divided * size / layout.tp + inputs * size + (undivided * size + masks) / layout.norm_sharers
     if layout.attention == "scores" and recompute == "none":
-        per_score = size + (size + 1) * model.dropout  # of the softmax; its mask, and what is left
-        stored += per_score * model.heads * model.seq / t
+        score = size  # of the softmax
+        if model.dropout:
+            score += size + 1  # what dropout leaves, and its mask
+        stored += score * model.heads * model.seq / layout.tp
     return tokens * stored
+
+
+def sac_numbers(model: Model, layout: Layout, has_experts: bool) -> float:
+    """Numbers for each token that selective checkpointing of operations keeps of a layer.
+
+    Its input, and what attention, every second matrix product and each reduce-scatter put out (torchtitan,
+    distributed/activation_checkpoint.py).
+    """
+    kept = model.width / layout.norm_sharers + model.attention_width / layout.tp
+    if layout.sequence_parallel:
+        kept += 2 * model.width / layout.tp
+    for matrix in matrices_of(model, has_experts)[::2]:
+        kept += local(matrix, model, layout.tp).rows
+    return kept
 
 
 def in_flight(layout: Layout, stage: int, convention: str = "schedule") -> float:
@@ -139,7 +189,9 @@ def in_flight(layout: Layout, stage: int, convention: str = "schedule") -> float
 
     Interleaving makes that p(1 + (p-1)/(pv)) (Korthikanti et al. 2022, section 4.2.3); GPipe holds all m.
     """
-    p, m, v = layout.pp, layout.micro_batches, layout.interleave
+    p = layout.pp
+    m = layout.micro_batches
+    v = layout.interleave
     if convention == "one":
         return 1
     if layout.schedule == "gpipe":
@@ -149,29 +201,12 @@ def in_flight(layout: Layout, stage: int, convention: str = "schedule") -> float
     return min(2 * (p - stage - 1) + (v - 1) * p + 1, m * v) / v
 
 
-def gathered(model: Model, layout: Layout, stage: int, computed: int, conventions: Conventions) -> tuple[float, float]:
-    """Bytes that fully_shard holds gathered: as the backward begins, and as the first layer's gradient is reduced.
-
-    First the layer at work, the one that arrives, and what is outside the layers. Then, too, the layer's gradient, and
-    the float32 memory from which the layer before is reduced (chapter 6 measures four times a block); of the last two
-    layers none arrives. Gathered once (reshard_after_forward=False), all parameters stay, and so do all gradients if
-    several micro-batches add to them (set_requires_gradient_sync).
-    """
-    size, layers = layout.element_bytes, layout.stage_layers(model)[stage]
-    outer = sum(math.prod(local_shape(tensor, model, layout.tp)) for tensor in outer_tensors(model, layout, stage))
-    layer = (computed - outer) / layers
-    if conventions.gather == "once":
-        summed = reduced_bytes(conventions)
-        several = layout.micro_batches > 1
-        whole = (size + summed * several) * computed
-        return whole, whole + (summed if several else 2 * size) * layer
-    arriving = size * layer * (layers > 2)
-    return 2 * size * layer + size * outer, arriving + (2 * size + 4) * layer + 2 * size * outer
+# --- All of a rank ----------------------------------------------------------------------------------------------------
 
 
-def reduced_bytes(conventions: Conventions) -> int:
-    """Bytes of a gradient that is summed over micro-batches and ranks: those it is kept in."""
-    return min(max(conventions.state_bytes[1], 2), 4)
+def memory(model: Model, layout: Layout, conventions: Conventions) -> list[dict[str, float]]:
+    """[{kind: bytes}] of a rank of each pipeline stage."""
+    return [stage_memory(model, layout, conventions, stage) for stage in range(layout.pp)]
 
 
 def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: int) -> dict[str, float]:
@@ -180,48 +215,102 @@ def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: 
     Memory is fullest as the backward begins, with all activations and the output, or as the first gradient of a
     sharded layer is reduced. PyTorch's FSDPMemTracker sees the same within 3 % (chapter 15).
     """
-    size, tokens, inputs = layout.element_bytes, layout.tokens(model), conventions.sequence_inputs
+    size = layout.element_bytes
+    tokens = layout.tokens(model)
     computed = stage_parameters(model, layout, stage)
-    share = shared_parameters(model, layout, stage, conventions.shards if layout.zero == 3 else "even")
-    parameters, gradients, optimizer = states_per_rank(computed, share, layout.zero, conventions.state_bytes)
+    shard = shared_parameters(model, layout, stage, conventions.shards if layout.zero == 3 else "even")
+    kinds = states_per_rank(computed, shard, layout.zero, conventions.state_bytes)
     if layout.offload:
-        gradients = optimizer = 0
-    layers, micro_batches = layout.layers_of(model, stage), in_flight(layout, stage, conventions.in_flight)
+        kinds["gradients"] = 0
+        kinds["optimizer"] = 0
+
+    layers = layout.layers_of(model, stage)
+    micro_batches = in_flight(layout, stage, conventions.in_flight)
+    inputs = conventions.sequence_inputs
     stored = [activations_per_layer(model, layout, layer, sequence_inputs=inputs) for layer in layers]
-    inner = (model.matrices - 1) * model.ffn * max(model.active_experts, 1)
-    kinds = {
-        "parameters": parameters,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "activations": sum(stored) * micro_batches,
-        # The gradients of an MLP's inner width and of the layer's output.
-        "working": tokens * size * (inner / layout.tp + model.width),
-    }
-    if layout.recompute in ("full", "sac"):
-        whole = activations_per_layer(model, layout, layers[-1], "none", inputs)
-        kinds["recomputed layer"] = whole - stored[-1] * (layout.recompute == "sac")
+    kinds["activations"] = sum(stored) * micro_batches
+    # As a layer's backward runs: the gradients of its MLP's inner width, and of its output.
+    inner = (model.mlp_matrices - 1) * model.ffn * max(model.active_experts, 1)
+    kinds["working"] = tokens * size * (inner / layout.tp + model.width)
+    if layout.recomputes_layers:
+        kinds["recomputed layer"] = activations_per_layer(model, layout, layers[-1], "none", inputs)
+        if layout.recompute == "sac":
+            kinds["recomputed layer"] -= stored[-1]
     if stage == 0 and model.dropout:
-        kinds["embedding's dropout"] = tokens * model.width * micro_batches / layout.norm_sharers  # sbhp/t, section 4.3
+        # A mask of one byte, sbhp/t (Korthikanti et al. 2022, section 4.3).
+        kinds["embedding's dropout"] = tokens * model.width * micro_batches / layout.norm_sharers
     if stage == layout.pp - 1:
-        # The last norm's and the output layer's input, and float32 logits: 4sbh/t · (1 + v/h), section 4.3. PyTorch's
-        # cross_entropy has them four times at once: logits, log-softmax, and the gradient of each. Where the caller
-        # frees the logits, three are left; divided by tensor parallelism, four, as loss_parallel adds two of them.
-        freed = 12 if layout.tp == 1 else 16
-        logits = {"eager": 16, "freed": freed, "stored": 4}[conventions.logits] * tokens * model.vocab / layout.tp
+        logits = logits_bytes(model, layout, conventions)
+        # The last norm's and the output layer's input, and the logits: 4sbh/t · (1 + v/h), section 4.3.
         kinds["output"] = 2 * tokens * model.width * size / layout.norm_sharers + logits
-        kinds["working"] = max(kinds["working"] - logits, 0)  # the logits are freed before the layers work
+        # The logits are freed before the layers' backward, which uses their memory.
+        kinds["working"] = max(kinds["working"] - logits, 0)
     if layout.zero == 3:
-        first, reducing = gathered(model, layout, stage, computed, conventions)
-        begins, reduces = {**kinds, "gathered": first}, {**kinds, "gathered": reducing, "output": 0, "working": 0}
-        reduces["activations"] -= sum(stored[-2:])
-        # The optimizer's zero_grad has freed them; reduced ones come layer by layer.
-        if layout.micro_batches == 1 or conventions.gather == "once":
-            begins["gradients"], reduces["gradients"] = 0, gradients / len(stored)
-        kinds = max(begins, reduces, key=lambda moment: sum(moment.values()))
+        kinds = fullest_moment(model, layout, conventions, stage, kinds, stored)
     kinds["total"] = sum(kinds.values())
     return kinds
 
 
-def memory(model: Model, layout: Layout, conventions: Conventions) -> list[dict[str, float]]:
-    """[{kind: bytes}] of a rank of each pipeline stage."""
-    return [stage_memory(model, layout, conventions, stage) for stage in range(layout.pp)]
+def logits_bytes(model: Model, layout: Layout, conventions: Conventions) -> float:
+    """Bytes of the float32 copies of the logits.
+
+    PyTorch's cross_entropy has four at once: logits, log-softmax, and the gradient of each. Where the caller frees the
+    logits, three are left; divided by tensor parallelism, four, as loss_parallel adds two of them.
+    """
+    copies = 4
+    if conventions.logits == "stored":
+        copies = 1
+    elif conventions.logits == "freed" and layout.tp == 1:
+        copies = 3
+    return 4 * copies * layout.tokens(model) * model.vocab / layout.tp
+
+
+def fullest_moment(
+    model: Model,
+    layout: Layout,
+    conventions: Conventions,
+    stage: int,
+    kinds: dict[str, float],
+    stored: list[float],
+) -> dict[str, float]:
+    """kinds with what fully_shard holds "gathered", at the fuller of two moments.
+
+    stored: bytes of activations of each layer. As the backward begins, the layer at work, the one that arrives and what
+    is outside the layers are gathered. As the first layer's gradient is reduced, activations of the last two layers
+    and the output are gone. There are, too, the layer's gradient, and the float32 memory from which the layer before
+    is reduced (chapter 6 measures four times a block); of the last two layers none arrives.
+    """
+    size = layout.element_bytes
+    computed = stage_parameters(model, layout, stage)
+    outside = sum(local(tensor, model, layout.tp).numbers for tensor in outer_tensors_of(model, layout, stage))
+    layer = (computed - outside) / len(stored)
+    accumulates = layout.micro_batches > 1
+
+    if conventions.gather == "once":
+        # reshard_after_forward=False: all parameters stay, and so do all gradients if several micro-batches add to them
+        # (set_requires_gradient_sync).
+        kept = size
+        reduced = 2 * size * layer
+        if accumulates:
+            kept += reduced_bytes(conventions)
+            reduced = reduced_bytes(conventions) * layer
+        gathered: float = kept * computed
+        reducing = gathered + reduced
+    else:
+        gathered = 2 * size * layer + size * outside
+        arriving = size * layer if len(stored) > 2 else 0
+        reducing = arriving + (2 * size + 4) * layer + 2 * size * outside
+
+    backward_begins = {**kinds, "gathered": gathered}
+    first_reduction = {**kinds, "gathered": reducing, "output": 0, "working": 0}
+    first_reduction["activations"] -= sum(stored[-2:])
+    if conventions.gather == "once" or not accumulates:
+        # The optimizer's zero_grad has freed the gradients. Reduced ones come layer by layer.
+        backward_begins["gradients"] = 0
+        first_reduction["gradients"] = kinds["gradients"] / len(stored)
+    return max(backward_begins, first_reduction, key=lambda moment: sum(moment.values()))
+
+
+def reduced_bytes(conventions: Conventions) -> int:
+    """Bytes of a gradient that is summed over micro-batches and ranks: those it is kept in, 2 to 4."""
+    return min(max(conventions.state_bytes.gradient, 2), 4)

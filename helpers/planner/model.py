@@ -1,20 +1,26 @@
-"""A decoder as numbers: parameters and FLOPs for each token. Read by all of the planner."""
+"""A decoder as numbers: its tensors, its parameters and its FLOPs for each token. Read by all of the planner."""
 
 import functools
-from collections import Counter
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
-from helpers.planner.records import Record, look_up, refuse, with_preset
+from helpers.planner.conventions import FLOPS
+from helpers.planner.records import Record, refuse, with_preset
 
 
 class Tensor(NamedTuple):
-    """A parameter of [rows, columns], and which of the two tensor parallelism divides."""
+    """Equal parameters of [rows, columns]."""
 
-    part: str
+    name: str
     rows: int
     columns: int = 1
-    split: str = ""
+    split: str = ""  # "rows" or "columns", whichever tensor parallelism divides
+    copies: int = 1
+
+    @property
+    def numbers(self) -> int:
+        """In all copies."""
+        return self.rows * self.columns * self.copies
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,11 @@ class Model(Record):
     experts: int = 0
     active_experts: int = 0  # for each token
     dense_layers: int = 0  # layers before the first one with experts
-    dense_ffn: int = 0  # the MLP's inner width in these
+    dense_ffn: int = 0  # the MLP's inner width in these; 0: that of an expert
     shared_experts: int = 0  # that see every token
     dropout: bool = False  # in training; its masks are stored for backward
 
-    # {field: (smallest, largest)}. Each layer and each expert is counted, one after the other; divisors are listed.
+    # A large model has a few hundred layers and experts. The limits end loops over them, and lists of divisors.
     LIMITS: ClassVar[dict[str, tuple[float, float]]] = {
         **dict.fromkeys(("layers", "heads"), (1, 10_000)),
         **dict.fromkeys(("norms", "experts", "shared_experts"), (0, 10_000)),
@@ -56,34 +62,34 @@ class Model(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name, experts, active = self.name, self.experts, self.active_experts
-        if not self.head_width and self.width % self.heads:
-            what = f"{name}: a width of {self.width} does not divide among {self.heads} heads"
-            refuse(what, "another number of heads, or head_width")
-        for field, value in self.derived().items():
-            if not getattr(self, field):
-                object.__setattr__(self, field, value)
-        if self.heads % self.kv_heads:
-            what = f"{name}: {self.heads} heads cannot share {self.kv_heads} kv_heads"
-            refuse(what, "a divisor of heads as kv_heads")
-        if active > experts or (experts and not active):
-            refuse(f"{name}: {active} of {experts} experts cannot be active", "1 to experts as active_experts")
-        for field in ("dense_layers", "shared_experts"):
-            if getattr(self, field) and not experts:
-                refuse(f"{name}: {field} is {getattr(self, field)} without experts", "experts, too")
-        if experts and self.dense_layers >= self.layers:
-            what = f"{name}: {self.dense_layers} dense_layers of {self.layers} leave none for experts"
-            refuse(what, f"at most {self.layers - 1} as dense_layers")
-
-    def derived(self) -> dict[str, int]:
-        """{field: what it is filled in with where it is 0}."""
-        ffn, head_width = 4 * self.width, self.width // self.heads
-        return {"kv_heads": self.heads, "head_width": head_width, "ffn": ffn, "dense_ffn": self.ffn or ffn}
-
-    def with_(self, **changes: Any) -> Self:
-        """This model with other numbers; what was filled in from those that change is filled in anew."""
-        anew = {name: 0 for name, value in self.derived().items() if getattr(self, name) == value}
-        return super().with_(**(anew | changes))
+        if self.head_width == 0 and self.width % self.heads != 0:
+            refuse(
+                f"{self.name}: a width of {self.width} does not divide among {self.heads} heads",
+                "another number of heads, or head_width",
+            )
+        defaults = {"kv_heads": self.heads, "head_width": self.width // self.heads, "ffn": 4 * self.width}
+        for field, default in defaults.items():
+            if getattr(self, field) == 0:
+                object.__setattr__(self, field, default)
+        if self.heads % self.kv_heads != 0:
+            refuse(
+                f"{self.name}: {self.heads} heads cannot share {self.kv_heads} kv_heads",
+                "a divisor of heads as kv_heads",
+            )
+        if self.experts == 0:
+            for field in ("active_experts", "dense_layers", "dense_ffn", "shared_experts"):
+                if getattr(self, field):
+                    refuse(f"{self.name}: {field} is {getattr(self, field)} without experts", "experts, too")
+        elif not 1 <= self.active_experts <= self.experts:
+            refuse(
+                f"{self.name}: {self.active_experts} of {self.experts} experts cannot be active",
+                "1 to experts as active_experts",
+            )
+        elif self.dense_layers >= self.layers:
+            refuse(
+                f"{self.name}: {self.dense_layers} dense_layers of {self.layers} leave none for experts",
+                f"at most {self.layers - 1} as dense_layers",
+            )
 
     @property
     def attention_width(self) -> int:
@@ -91,16 +97,23 @@ class Model(Record):
         return self.heads * self.head_width
 
     @property
-    def matrices(self) -> int:
+    def mlp_matrices(self) -> int:
         """Matrices of one MLP."""
         return 3 if self.gated else 2
 
-    def has_experts(self, layer: int) -> bool:
-        return bool(self.experts) and layer >= self.dense_layers
+    @property
+    def ffn_of_dense_layers(self) -> int:
+        return self.dense_ffn or self.ffn
 
-    def like(self, layer: int) -> int:
-        """The last layer or the first, whichever is equal to this one: only experts make a difference."""
-        return self.layers - 1 if self.has_experts(layer) else 0
+    def has_experts(self, layer: int) -> bool:
+        return self.experts > 0 and layer >= self.dense_layers
+
+    @property
+    def kinds_of_layers(self) -> dict[bool, int]:
+        """{whether a layer has experts: how many layers}."""
+        if self.experts == 0:
+            return {False: self.layers}
+        return {False: self.dense_layers, True: self.layers - self.dense_layers}
 
     def parameters(self, active: bool = False) -> int:
         """All parameters; those that one token uses, if active.
@@ -108,41 +121,34 @@ class Model(Record):
         GPT: Vh + sh + L(12h² + 13h) + 2h (Radford et al. 2019's code). Llama: L(2d·n_h·d_h + 2d·n_kv·d_h + 3df + 2d)
         + d + 2Vd. With experts the MLP counts E times, plus a router d·E.
         """
-        return size_of(self) + sum(size_of(self, self.like(layer), active) for layer in range(self.layers))
+        return self.outer_parameters() + self.layer_parameters(active)
 
-    def tensors(self, layer: int | None = None, active: bool = False) -> list[Tensor]:
-        """Every parameter of one layer, or outside the layers, as PyTorch's modules hold it; active: see parameters."""
-        width, queries = self.width, self.attention_width
-        norm = [Tensor("norm", width)] * (2 if self.norm_biases else 1)
-        if layer is None:
-            outer = [Tensor("embedding", self.vocab, width, "rows")]
-            outer += [Tensor("positions", self.seq, width)] * self.learned_positions
-            outer += [Tensor("labels", self.classes, width)] * (self.classes > 0) + norm
-            return outer + [Tensor("head", self.vocab, width, "rows")] * (not self.tied)
-        kv = self.head_width * self.kv_heads
-        tensors = norm * self.norms + [Tensor("head norm", self.head_width)] * 2 * self.head_norms
-        for name, rows in (("query", queries), ("key", kv), ("value", kv)):
-            tensors.append(Tensor(name, rows, width, "rows"))
-            tensors += [Tensor(f"{name} bias", rows, 1, "rows")] * (self.biases or self.qkv_biases)
-        tensors += [Tensor("output", width, queries, "columns")] + [Tensor("output bias", width)] * self.biases
-        ffn, copies = (self.dense_ffn if self.experts else self.ffn), 1
-        if self.has_experts(layer):
-            tensors.append(Tensor("router", self.experts, width))
-            ffn, copies = self.ffn, (self.active_experts if active else self.experts) + self.shared_experts
-        into = [Tensor("up", ffn, width, "rows")] + [Tensor("up bias", ffn, 1, "rows")] * self.biases
-        back = [Tensor("down", width, ffn, "columns")] + [Tensor("down bias", width)] * self.biases
-        return tensors + (into * (self.matrices - 1) + back) * copies
+    def outer_parameters(self) -> int:
+        """Of the embeddings, the last norm and the head."""
+        return sum(tensor.numbers for tensor in outer_tensors(self))
+
+    def layer_parameters(self, active: bool = False) -> int:
+        """Of all layers together."""
+        total = 0
+        for has_experts, layers in self.kinds_of_layers.items():
+            total += layers * sum(tensor.numbers for tensor in layer_tensors(self, has_experts, active))
+        return total
+
+    def gemm_weights(self) -> int:
+        """Weights that multiply each token, in all layers: without biases, norms and the output layer."""
+        total = 0
+        for has_experts, layers in self.kinds_of_layers.items():
+            total += layers * sum(matrix.numbers for matrix in matrices_of(self, has_experts))
+        return total
 
     def recomputed_share(self, recompute: str) -> float:
         """The share of the layers' matrix products in forward that backward repeats; "sac": every second one."""
-        if recompute != "sac":
-            return float(recompute == "full")
-        sizes = [tensor.rows * tensor.columns for tensor in products_of(self, self.layers - 1)]
-        return sum(sizes[1::2]) / sum(sizes)
-
-    def gemm_weights(self) -> int:
-        """Weights that multiply each token, in the layers; without biases, norms and the output layer."""
-        return sum(size_of(self, self.like(layer), active=True, matrices=True) for layer in range(self.layers))
+        if recompute == "full":
+            return 1.0
+        if recompute == "sac":
+            sizes = [matrix.numbers for matrix in matrices_of(self, has_experts=self.experts > 0)]
+            return sum(sizes[1::2]) / sum(sizes)
+        return 0.0
 
     def flops_per_token(self, count: str = "6N+A", recompute: str = "none") -> float:
         """FLOPs of forward and backward for one token.
@@ -155,40 +161,98 @@ class Model(Record):
         "sac" repeats every second matrix (see activations_per_layer).
         N counts the active parameters of a mixture of experts.
         """
+        embedding = self.vocab * self.width  # E
         attention = 12.0 * self.layers * self.attention_width * self.seq  # A: every pair of tokens, there and back
-        embedding, outer = self.vocab * self.width, size_of(self)  # E
-        inner = self.parameters(active=True) - outer
-        counts = {  # FLOPs of the layers' matrices, of attention, and outside the layers
-            "6N": (6 * inner, 0, 6 * outer),
-            "6N+A": (6 * inner, attention, 6 * outer),
-            "6(N-E)+A": (6 * inner, attention, 6 * (outer - embedding)),
-            "6(N-E)+A/2": (6 * inner, attention / 2, 6 * (outer - embedding)),
-            "gemm": (6 * self.gemm_weights(), attention, 6 * embedding),
-        }
-        matrices, attention, rest = look_up(counts, count, "count of FLOPs")
+        matrices = 6 * self.layer_parameters(active=True)
+        outer = 6 * self.outer_parameters()
+        if count == "6N":
+            attention = 0
+        elif count == "6(N-E)+A":
+            outer -= 6 * embedding
+        elif count == "6(N-E)+A/2":
+            outer -= 6 * embedding
+            attention /= 2
+        elif count == "gemm":
+            matrices = 6 * self.gemm_weights()
+            outer = 6 * embedding
+        elif count != "6N+A":
+            refuse(f"{count!r} is not a count of FLOPs that the planner knows", f"one of {', '.join(FLOPS)}")
+
         if recompute == "full":
-            return (matrices + attention) * 4 / 3 + rest
-        again = 1 + self.recomputed_share(recompute) / 3
-        return matrices * again + attention * (2 if recompute == "selective" else 1) + rest
+            return (matrices + attention) * 4 / 3 + outer
+        if recompute == "selective":
+            attention *= 2
+        return matrices * (1 + self.recomputed_share(recompute) / 3) + attention + outer
+
+
+KEYS_AND_VALUES = ("key", "key bias", "value", "value bias")
+MLP = ("gate", "gate bias", "up", "up bias", "down", "down bias")
 
 
 @functools.cache
-def copies_of(model: Model, layer: int | None = None, active: bool = False) -> tuple[tuple[Tensor, int], ...]:
-    """((Tensor, how many there are of it), …) of a model's tensors."""
-    return tuple(Counter(model.tensors(layer, active)).items())
+def outer_tensors(model: Model) -> tuple[Tensor, ...]:
+    """Every parameter outside the layers, as PyTorch's modules hold it."""
+    tensors = [Tensor("embedding", model.vocab, model.width, "rows")]
+    if model.learned_positions:
+        tensors.append(Tensor("positions", model.seq, model.width))
+    if model.classes:
+        tensors.append(Tensor("labels", model.classes, model.width))
+    tensors += norms(model)
+    if not model.tied:
+        tensors.append(Tensor("head", model.vocab, model.width, "rows"))
+    return tuple(tensors)
 
 
 @functools.cache
-def products_of(model: Model, layer: int) -> tuple[Tensor, ...]:
-    """The matrices that multiply a token in a layer, in order."""
-    return tuple(tensor for tensor in model.tensors(layer, active=True) if tensor.columns > 1)
+def layer_tensors(model: Model, has_experts: bool, active: bool = False) -> tuple[Tensor, ...]:
+    """Every parameter of a layer; of its experts only those that one token uses, if active."""
+    width = model.width
+    kv_width = model.head_width * model.kv_heads
+    qkv_biases = model.biases or model.qkv_biases
+    tensors = norms(model, model.norms)
+    if model.head_norms:
+        tensors.append(Tensor("head norm", model.head_width, copies=2))
+    tensors += linear("query", model.attention_width, width, "rows", qkv_biases)
+    tensors += linear("key", kv_width, width, "rows", qkv_biases)
+    tensors += linear("value", kv_width, width, "rows", qkv_biases)
+    tensors += linear("output", width, model.attention_width, "columns", model.biases)
+    ffn = model.ffn_of_dense_layers
+    copies = 1
+    if has_experts:
+        tensors.append(Tensor("router", model.experts, width))
+        ffn = model.ffn
+        copies = model.shared_experts
+        copies += model.active_experts if active else model.experts
+    if model.gated:
+        tensors += linear("gate", ffn, width, "rows", model.biases, copies)
+    tensors += linear("up", ffn, width, "rows", model.biases, copies)
+    tensors += linear("down", width, ffn, "columns", model.biases, copies)
+    return tuple(tensors)
+
+
+def norms(model: Model, copies: int = 1) -> list[Tensor]:
+    tensors = [Tensor("norm", model.width, copies=copies)]
+    if model.norm_biases:
+        tensors.append(Tensor("norm bias", model.width, copies=copies))
+    return tensors
+
+
+def linear(name: str, rows: int, columns: int, split: str, bias: bool, copies: int = 1) -> list[Tensor]:
+    """A linear layer's weight, and its bias, which is divided as the rows are."""
+    tensors = [Tensor(name, rows, columns, split, copies)]
+    if bias:
+        tensors.append(Tensor(f"{name} bias", rows, 1, "rows" if split == "rows" else "", copies))
+    return tensors
 
 
 @functools.cache
-def size_of(model: Model, layer: int | None = None, active: bool = False, matrices: bool = False) -> int:
-    """Parameters of a layer, or of what is outside the layers; of its matrices alone, if matrices."""
-    tensors = copies_of(model, layer, active)
-    return sum(tensor.rows * tensor.columns * copies for tensor, copies in tensors if tensor.columns > matrices)
+def matrices_of(model: Model, has_experts: bool) -> tuple[Tensor, ...]:
+    """The matrices that multiply a token in a layer, in their order; each active expert's on its own."""
+    matrices = [tensor for tensor in layer_tensors(model, has_experts, active=True) if tensor.columns > 1]
+    before = [matrix for matrix in matrices if matrix.name not in MLP]
+    mlp = [matrix for matrix in matrices if matrix.name in MLP]
+    one_expert = [matrix._replace(copies=1) for matrix in mlp]
+    return (*before, *one_expert * mlp[0].copies)
 
 
 Fields = dict[str, Any]
@@ -197,59 +261,58 @@ LLAMA: Fields = {"gated": True}
 QWEN: Fields = {"gated": True, "head_norms": True, "head_width": 128}
 
 
-def shapes(common: Fields, seq: int, vocab: int, *rows: tuple[str, int, int, int, Fields]) -> dict[str, Fields]:
+def family(common: Fields, seq: int, vocab: int, *rows: tuple[str, int, int, int, Fields]) -> dict[str, Fields]:
     """{name: fields} of models that differ in size only; a row is name, layers, width, heads, and more fields."""
-    return {
-        name: {"name": name, "layers": layers, "width": width, "heads": heads, "seq": seq, "vocab": vocab}
-        | common
-        | more
-        for name, layers, width, heads, more in rows
-    }
+    presets = {}
+    for name, layers, width, heads, more in rows:
+        sizes = {"name": name, "layers": layers, "width": width, "heads": heads, "seq": seq, "vocab": vocab}
+        presets[name] = {**common, **sizes, **more}
+    return presets
 
 
 # Shapes from the papers and configuration files that book/recorded/published.csv names.
 PRESETS: dict[str, Fields] = {
-    **shapes(
+    **family(
         GPT, 1024, 50257,
         ("gpt2", 12, 768, 12, {}), ("gpt2-medium", 24, 1024, 16, {}),
         ("gpt2-large", 36, 1280, 20, {}), ("gpt2-xl", 48, 1600, 25, {}),
     ),
-    **shapes(
+    **family(
         GPT, 2048, 51200,
         ("gpt-1.7b", 24, 2304, 24, {}), ("gpt-3.6b", 30, 3072, 32, {}), ("gpt-7.5b", 36, 4096, 32, {}),
         ("gpt-18b", 40, 6144, 48, {}), ("gpt-22b", 48, 6144, 64, {}), ("gpt-39b", 48, 8192, 64, {}),
         ("gpt-76b", 60, 10240, 80, {}), ("gpt-145b", 80, 12288, 96, {}), ("gpt-175b", 96, 12288, 96, {}),
         ("gpt-310b", 96, 16384, 128, {}), ("gpt-530b", 105, 20480, 128, {}), ("gpt-1t", 128, 25600, 160, {}),
     ),
-    **shapes(
+    **family(
         LLAMA, 4096, 32000,
         ("llama2-7b", 32, 4096, 32, {"ffn": 11008}), ("llama2-13b", 40, 5120, 40, {"ffn": 13824}),
         ("llama2-70b", 80, 8192, 64, {"ffn": 28672, "kv_heads": 8}),
         ("mixtral-8x7b", 32, 4096, 32, {"ffn": 14336, "kv_heads": 8, "experts": 8, "active_experts": 2}),
     ),
-    **shapes(
+    **family(
         LLAMA, 8192, 128256,
         ("llama3-8b", 32, 4096, 32, {"ffn": 14336, "kv_heads": 8}),
         ("llama3-70b", 80, 8192, 64, {"ffn": 28672, "kv_heads": 8}),
         ("llama3-405b", 126, 16384, 128, {"ffn": 53248, "kv_heads": 8}),
     ),
-    **shapes(
+    **family(
         {**GPT, "dropout": False}, 2048, 50368,
         ("mpt-1b", 24, 2048, 16, {}), ("mpt-7b", 32, 4096, 32, {}),
         ("mpt-13b", 40, 5120, 40, {}), ("mpt-30b", 48, 7168, 56, {}),
     ),
-    **shapes(
+    **family(
         {"gated": True, "tied": True, "norms": 1, "kv_heads": 1, "head_width": 256}, 2048, 256000,
         ("palm-8b", 32, 4096, 16, {}), ("palm-62b", 64, 8192, 32, {}), ("palm-540b", 118, 18432, 48, {}),
     ),
-    **shapes(
+    **family(
         QWEN, 4096, 151936,
         ("qwen3-30b-a3b", 48, 2048, 32, {"ffn": 768, "kv_heads": 4, "experts": 128, "active_experts": 8}),
         ("qwen3-8b", 36, 4096, 32, {"ffn": 12288, "kv_heads": 8}),
         ("qwen3-32b", 64, 5120, 64, {"ffn": 25600, "kv_heads": 8}),
     ),
     # The book's own: helpers/runtime/models.py.
-    **shapes(
+    **family(
         {"biases": True, "norm_biases": True, "learned_positions": True, "classes": 10}, 64, 17,
         ("pixels", 4, 64, 4, {}),
     ),

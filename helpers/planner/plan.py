@@ -1,4 +1,4 @@
-"""One plan: what a job needs, before it runs. Numbers in base units; report.py puts them into words and into JSON."""
+"""One plan: what a job needs, before it runs. Numbers in base units; description.py puts them into words."""
 
 import itertools
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class Job(Record):
 
 @dataclass(frozen=True)
 class Utilization:
-    """What a step of so many seconds makes of a GPU."""
+    """How well a step uses a GPU."""
 
     mfu: float
     hfu: float
@@ -70,6 +70,14 @@ class Run:
     failures: float | None = None
     failures_between: tuple[int, int] | None = None  # in 95 %
     cost: float | None = None  # in the price's currency
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """What limits a job: memory if it does not fit, else time; and what is most of it."""
+
+    limit: str
+    largest: str
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,8 @@ class Plan:
     @property
     def fullest(self) -> int:
         """The stage that needs most."""
-        return max(range(len(self.stages)), key=lambda stage: self.stages[stage]["total"])
+        totals = [stage["total"] for stage in self.stages]
+        return totals.index(max(totals))
 
     @property
     def bytes(self) -> float:
@@ -136,23 +145,22 @@ class Plan:
         return rates.bubble(layout.pp, layout.micro_batches, layout.interleave, self.conventions.bubble)
 
     @property
-    def binds(self) -> tuple[str, str]:
-        """(the limit that binds, what is most of it)."""
+    def bottleneck(self) -> Bottleneck:
         if self.fits:
-            return "time", max(self.step.parts, key=self.step.parts.__getitem__)
-        sizes = self.stages[self.fullest]
-        kinds = {kind: size for kind, size in sizes.items() if kind not in ("total", *STATES)}
-        kinds["states"] = sum(sizes[kind] for kind in STATES)
-        return "memory", max(kinds, key=kinds.__getitem__)
+            return Bottleneck("time", largest(self.step.parts))
+        kinds = dict(self.stages[self.fullest])
+        del kinds["total"]
+        kinds["states"] = sum(kinds.pop(state) for state in STATES)
+        return Bottleneck("memory", largest(kinds))
 
     def utilization_in(self, seconds: float) -> Utilization:
         """That of a step which takes so long."""
-        of_model, of_hardware = (
-            rates.achieved(self.model, self.tokens / seconds, self.layout.gpus, self.conventions.flops, recompute)
-            for recompute in ("none", self.layout.recompute)
-        )
-        achieved = of_model if self.conventions.achieved == "model" else of_hardware
-        return Utilization(of_model / self.peak, of_hardware / self.peak, achieved)
+        speed = self.tokens / seconds
+        flops = self.conventions.flops
+        model = rates.achieved(self.model, speed, self.layout.gpus, flops)
+        hardware = rates.achieved(self.model, speed, self.layout.gpus, flops, self.layout.recompute)
+        achieved = model if self.conventions.achieved == "model" else hardware
+        return Utilization(mfu=model / self.peak, hfu=hardware / self.peak, achieved=achieved)
 
     @property
     def utilization(self) -> Utilization:
@@ -160,38 +168,52 @@ class Plan:
 
     @property
     def measured(self) -> Measured | None:
-        seconds = self.job.step_seconds or (self.job.tokens_per_second and self.tokens / self.job.tokens_per_second)
-        if not seconds:
+        seconds = self.job.step_seconds
+        if self.job.tokens_per_second:
+            seconds = self.tokens / self.job.tokens_per_second
+        if seconds == 0:
             return None
         return Measured(seconds, self.step.seconds / seconds - 1, self.utilization_in(seconds))
 
     @cached_property
     def run(self) -> Run:
         """Days, failures, checkpoints, goodput and cost; from the measured seconds of a step where they are known."""
-        run, job, nodes, rate = Run(), self.job, self.cluster.nodes, self.cluster.failures_per_node_day
-        seconds = self.measured.seconds if self.measured else self.step.seconds
-        if rate:
-            every = failures.checkpoint_interval(job.save_seconds, nodes, rate)
-            goodput = failures.goodput(nodes, rate, job.restart_seconds, every, job.save_seconds)
-            run = Run(failures.mttf_hours(nodes, rate), every, goodput)
-        if not job.tokens:
+        job = self.job
+        nodes = self.cluster.nodes
+        failure_rate = self.cluster.failures_per_node_day
+        run = Run()
+        if failure_rate:
+            interval = failures.checkpoint_interval(job.save_seconds, nodes, failure_rate)
+            run = Run(
+                mttf_hours=failures.mttf_hours(nodes, failure_rate),
+                checkpoint_every_seconds=interval,
+                goodput=failures.goodput(nodes, failure_rate, job.restart_seconds, interval, job.save_seconds),
+            )
+        if job.tokens == 0:
             return run
-        days = job.tokens / self.tokens * seconds / 86400
-        if self.conventions.days == "8TP":
-            speed = min(self.utilization_in(seconds).hfu, 1) * self.peak
-            flops = rates.training_flops(self.model.parameters(), job.tokens, self.layout.recompute)
-            days = rates.training_days(flops, self.layout.gpus, speed)
+
+        days = self.days_without_failures
         run = replace(run, tokens=job.tokens, steps=job.tokens / self.tokens, days=days)
         if run.goodput == 0:
-            return run  # it never ends, and has no price
+            return run  # Failures leave no progress, so the run never ends and has no price.
         if run.goodput and run.mttf_hours:
             days /= run.goodput
             count = days * 24 / run.mttf_hours
             between = failures.poisson_counts(count)
             run = replace(run, days_with_failures=days, failures=count, failures_between=between)
-        if price := self.cluster.price_per_gpu_hour:
-            run = replace(run, cost=self.cluster.gpus * 24 * days * price)
+        if self.cluster.price_per_gpu_hour:
+            run = replace(run, cost=self.cluster.gpus * 24 * days * self.cluster.price_per_gpu_hour)
         return run
+
+    @property
+    def days_without_failures(self) -> float:
+        """Days of the job's tokens."""
+        seconds = self.measured.seconds if self.measured else self.step.seconds
+        if self.conventions.days == "8TP":
+            speed = min(self.utilization_in(seconds).hfu, 1) * self.peak
+            flops = rates.training_flops(self.model.parameters(), self.job.tokens, self.layout.recompute)
+            return rates.training_days(flops, self.layout.gpus, speed)
+        return self.job.tokens / self.tokens * seconds / 86400
 
     def neighbours(self) -> Iterator[tuple[str, "Plan"]]:
         """(what changes, Plan) of each possible layout one step away."""
@@ -207,21 +229,18 @@ class Plan:
     @cached_property
     def next(self) -> Next:
         """The layout one step away that fits and is fastest, if it is faster; if none fits, what needs least memory."""
-        options = list(self.neighbours())
-        if fitting := [(words, other) for words, other in options if other.fits]:
-            words, best = min(fitting, key=lambda option: rounded(option[1].step.seconds))
-            if not self.fits or rounded(best.step.seconds) < rounded(self.step.seconds):
-                return Next(words, best.layout, best.step.seconds)
-            return Next(f"stay: none of {len(fitting)} layouts one step away is faster")
-        words, least = min(options, key=lambda option: option[1].bytes, default=("", self))
-        if least.bytes < self.bytes:
-            return Next(f"{words}: it does not fit either, but needs less", least.layout)
+        neighbours = list(self.neighbours())
+        fitting = [(words, plan) for words, plan in neighbours if plan.fits]
+        if fitting:
+            words, fastest = min(fitting, key=lambda neighbour: neighbour[1].step.rounded)
+            if self.fits and fastest.step.rounded >= self.step.rounded:
+                return Next(f"stay: none of {len(fitting)} layouts one step away is faster")
+            return Next(words, fastest.layout, fastest.step.seconds)
+        if neighbours:
+            words, smallest = min(neighbours, key=lambda neighbour: neighbour[1].bytes)
+            if smallest.bytes < self.bytes:
+                return Next(f"{words}: it does not fit either, but needs less", smallest.layout)
         return Next("more GPUs, or a smaller model: no layout one step away needs less memory")
-
-
-def rounded(seconds: float) -> float:
-    """Nine digits: layouts whose seconds differ by less are equally fast, on every machine."""
-    return float(f"{seconds:.9g}")
 
 
 def plan(
@@ -232,23 +251,35 @@ def plan(
     job: dict[str, Any] | Job | None = None,
 ) -> Plan:
     """The Plan of one job. A cluster that is a preset's name gets as many GPUs as the layout has."""
-    model, conventions, layout = model_of(model), Conventions.of(conventions or {}), Layout.of(layout)
-    cluster = cluster_of(cluster, layout.gpus if isinstance(cluster, str) else 0)
-    return Plan(model, cluster, layout.check(model, cluster), conventions, Job.of(job or {}))
+    model = model_of(model)
+    layout = Layout.of(layout)
+    gpus = layout.gpus if isinstance(cluster, str) else 0
+    cluster = cluster_of(cluster, gpus)
+    layout.check(model, cluster)
+    return Plan(model, cluster, layout, Conventions.of(conventions or {}), Job.of(job or {}))
 
 
 def changes_of(layout: Layout, cluster: Cluster) -> Iterator[dict[str, Any]]:
-    """{field: value} of what is one step away; not all of it is possible."""
-    for up, down in itertools.permutations(MESH, 2):
-        if getattr(layout, down) % 2 == 0:
-            yield {up: 2 * getattr(layout, up), down: getattr(layout, down) // 2}
+    """{field: value} of each change that is one step away; not all of them are possible."""
+    for grown, shrunk in itertools.permutations(MESH, 2):
+        if getattr(layout, shrunk) % 2 == 0:
+            yield {grown: 2 * getattr(layout, grown), shrunk: getattr(layout, shrunk) // 2}
     yield {"micro_batch": 2 * layout.micro_batch}
     yield {"micro_batch": layout.micro_batch // 2}
     for name in ("recompute", "zero"):
-        yield from ({name: value} for value in get_args(Layout.__annotations__[name]))
-    yield from ({"sequence_parallel": value} for value in (True, False) if layout.tp > 1)
-    yield from ({"interleave": value} for value in (1, 2, 4))
+        for value in get_args(Layout.__annotations__[name]):
+            yield {name: value}
+    if layout.tp > 1:
+        yield {"sequence_parallel": True}
+        yield {"sequence_parallel": False}
+    for parts in (1, 2, 4):
+        yield {"interleave": parts}
     if layout.shard:
         yield {"shard": 0}
     elif layout.zero and layout.data_ranks > cluster.gpus_per_node:
         yield {"shard": cluster.gpus_per_node}
+
+
+def largest(sizes: dict[str, float]) -> str:
+    """The name of the largest."""
+    return max(sizes, key=lambda name: sizes[name])

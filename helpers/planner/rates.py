@@ -13,10 +13,15 @@ def achieved(model: Model, tokens_per_second: float, gpus: int, count: str = "6N
 
 
 def bubble(stages: int, micro_batches: int, interleave: int = 1, relative_to: str = "ideal") -> float:
-    """The pipeline's idle time: (p-1)/(v·m) of the ideal time (Narayanan et al. 2021, section 2.2), or as a share of
-    the total time, (p-1)/(v·m + p-1)."""
-    work = interleave * micro_batches
-    return (stages - 1) / (work + (stages - 1 if relative_to == "total" else 0))
+    """The pipeline's idle time as a share of the ideal or of the "total" time.
+
+    (p-1)/(v·m) or (p-1)/(v·m + p-1), with p stages, m micro-batches and v parts of the model on each stage (Narayanan
+    et al. 2021, section 2.2).
+    """
+    time = interleave * micro_batches
+    if relative_to == "total":
+        time += stages - 1
+    return (stages - 1) / time
 
 
 def training_days(flops: float, gpus: int, flops_per_gpu: float) -> float:
@@ -26,4 +31,5 @@ def training_days(flops: float, gpus: int, flops_per_gpu: float) -> float:
 
 def training_flops(parameters: float, tokens: float, recompute: str = "none") -> float:
     """8TP with full recomputation, 6TP without (Narayanan et al. 2021, equation 4)."""
-    return (8 if recompute == "full" else 6) * parameters * tokens
+    per_parameter = 8 if recompute == "full" else 6
+    return per_parameter * parameters * tokens

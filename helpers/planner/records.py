@@ -6,18 +6,25 @@ from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args, ge
 
 Value = TypeVar("Value")
 
-LARGEST = 1e24  # beyond every number of a plan; with larger ones its arithmetic would overflow
-SMALLEST = 1e-24  # but for 0, as LARGEST
-WORDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false", dict: "a table"}
+LARGEST = 1e24  # With larger numbers the planner's arithmetic would overflow.
+SMALLEST = 1e-24  # The least that a number which must not be 0 may be.
+TYPE_NAMES = {int: "a whole number", float: "a number", str: "a word", bool: "true or false", dict: "a table"}
 
 
 class PlanError(ValueError):
-    """What was asked for cannot be: one or two lines that end with the next step."""
+    """What was asked for is not possible: two lines, the second of which says what to do next.
+
+    rule: the broken rule without this case's numbers, by which a search counts the layouts that are refused.
+    """
+
+    def __init__(self, message: str, rule: str = "") -> None:
+        super().__init__(message)
+        self.rule = rule or message.splitlines()[0]
 
 
-def refuse(what: str, hint: str) -> NoReturn:
+def refuse(problem: str, hint: str, rule: str = "") -> NoReturn:
     """Raise a PlanError of two lines."""
-    raise PlanError(f"{what}.\nGive {hint}.")
+    raise PlanError(f"{problem}.\nGive {hint}.", rule)
 
 
 def look_up(table: Mapping[str, Value], name: object, what: str) -> Value:
@@ -38,24 +45,9 @@ def with_preset(table: Any, presets: Mapping[str, dict[str, Any]], what: str) ->
     return fields
 
 
-def correction(value: object, kind: Any, smallest: float, largest: float) -> str:
-    """What to give instead of a value that is not of this type or not within the limits; empty for a right one."""
-    if kind not in (int, float):
-        right = type(value) is kind and (not isinstance(value, str) or bool(value.strip() and value.isprintable()))
-        return "" if right else WORDS[kind]
-    if type(value) is int or (kind is float and type(value) is float):
-        if smallest <= value <= largest and not 0 < value < SMALLEST:
-            return ""
-        if value > largest:
-            return f"at most {largest:g}"
-        if value > 0:
-            return f"at least {max(smallest, SMALLEST):g}"
-    return f"{WORDS[kind]} above 0" + ("" if smallest else ", or leave it out")
-
-
 @dataclass(frozen=True)
 class Record:
-    """Fields that are checked. LIMITS is {field: (smallest, largest)} where these are not 0 and LARGEST."""
+    """Fields that are checked. LIMITS is {field: (smallest, largest)} for the numbers that have other limits."""
 
     LIMITS: ClassVar[dict[str, tuple[float, float]]] = {}
 
@@ -64,7 +56,7 @@ class Record:
 
     @classmethod
     def of(cls, table: Any) -> Self:
-        """A record from a dict of its fields; one that is a record already stays. PlanError for any other."""
+        """A record from a dict of its fields, or the record itself. PlanError for anything else."""
         if isinstance(table, cls):
             return table
         if not isinstance(table, dict):
@@ -74,28 +66,51 @@ class Record:
 
     @classmethod
     def check_fields(cls, values: Mapping[str, Any]) -> None:
-        """Raise a PlanError for a field that the record does not have, or for a value that it cannot have."""
-        types: dict[str, Any] = {field.name: field.type for field in fields(cls)}
-        what = f"the {cls.__name__.lower()}"
+        """Raise a PlanError for a field that the record does not have, or for a value that a field cannot have."""
+        record = f"the {cls.__name__.lower()}"
+        types = {field.name: field.type for field in fields(cls)}
         for name, value in values.items():
             if name not in types:
-                raise PlanError(f"{what} has no field {name!r}.\nIts fields: {', '.join(types)}.")
-            origin, choices = get_origin(types[name]), get_args(types[name])
-            kind = type(choices[0]) if origin is Literal else origin or types[name]
-            hint = correction(value, kind, *cls.LIMITS.get(name, (0, LARGEST)))
-            if origin is Literal and value not in choices:
-                hint = f"one of {', '.join(map(str, choices))}"
+                raise PlanError(f"{record} has no field {name!r}.\nIts fields: {', '.join(types)}.")
+            smallest, largest = cls.LIMITS.get(name, (0, LARGEST))
+            hint = correction(value, types[name], smallest, largest)
             if hint:
-                text = repr(value)
-                refuse(f"{what}: {name} is {text if len(text) <= 60 else text[:60] + '…'}", hint)
+                refuse(f"{record}: {name} is {value!r}", hint)
 
     @classmethod
     def described(cls) -> str:
-        """Its fields; where only some values are possible, with these."""
-        types = {field.name: field.type for field in fields(cls)}
-        choices = {name: get_args(kind) if get_origin(kind) is Literal else () for name, kind in types.items()}
-        return ", ".join(name + "=" * bool(values) + "|".join(map(str, values)) for name, values in choices.items())
+        """The names of the fields, for a command's help: a=x|y where only some values are possible."""
+        names = []
+        for field in fields(cls):
+            name = field.name
+            if get_origin(field.type) is Literal:
+                name += "=" + "|".join(map(str, get_args(field.type)))
+            names.append(name)
+        return ", ".join(names)
 
     def with_(self, **changes: Any) -> Self:
         """This record with other values."""
         return replace(self, **changes)
+
+
+def correction(value: object, field_type: Any, smallest: float, largest: float) -> str:
+    """What to give in place of a value that a field cannot have; empty if it can.
+
+    field_type: int, float, str, bool, dict[...] or Literal[...]. Types are compared exactly, because True is an int.
+    """
+    if get_origin(field_type) is Literal:
+        choices = get_args(field_type)
+        if type(value) is type(choices[0]) and value in choices:
+            return ""
+        return f"one of {', '.join(map(str, choices))}"
+    kind = get_origin(field_type) or field_type
+    if kind not in (int, float):
+        return "" if type(value) is kind else TYPE_NAMES[kind]
+    if type(value) is int or (kind is float and type(value) is float):
+        if smallest <= value <= largest:
+            return ""
+        if value > largest:
+            return f"at most {largest:g}"
+    if smallest > 0:
+        return f"{TYPE_NAMES[kind]} above 0"
+    return f"{TYPE_NAMES[kind]} above 0, or leave it out"

@@ -1,7 +1,6 @@
 """Every layout of a model on a cluster: which are refused and why, which do not fit, and the rest by step time."""
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,22 +14,23 @@ from helpers.planner.model import Model, model_of
 from helpers.planner.records import PlanError
 from helpers.planner.step_time import FACTOR, StepTime, step_time
 
-MESH = ("tp", "pp", "cp", "ep")  # and dp is what is left of the GPUs
-VARIED = (*MESH, "zero", "shard", "micro_batch", "interleave", "recompute")  # by an explanation
+MESH = ("tp", "pp", "cp", "ep")  # The other GPUs are dp.
+EXPLAINED = (*MESH, "zero", "shard", "micro_batch", "interleave", "recompute")
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that can be."""
+    """A layout that is possible, and what its fullest rank needs."""
 
     layout: Layout
-    bytes: float  # of the fullest rank
-    kind: str  # of memory, the largest there
+    bytes: float
+    largest: str  # kind of memory there
 
     @property
     def need(self) -> str:
-        return f"The smallest, {words(self.layout)}, needs {self.bytes / GIB:.1f} GiB, most of it {self.kind}."
+        size = f"{self.bytes / GIB:.1f} GiB"
+        return f"The smallest, {self.layout.summary}, needs {size}, most of it {self.largest}."
 
 
 @dataclass(frozen=True)
@@ -54,128 +54,135 @@ class Search:
     constraints: tuple[str, ...] = ()  # fields of a layout that the caller chose
     fits: list[Fit] = field(default_factory=list)  # the fastest first
     too_large: list[Candidate] = field(default_factory=list)  # the smallest first
-    refusals: Counter[str] = field(default_factory=Counter)  # {reason: layouts}
+    refusals: Counter[str] = field(default_factory=Counter)  # {rule: layouts that break it}
 
     def add(self, fields: dict[str, Any]) -> None:
         """Count a layout among those that are refused, too large or fit."""
         try:
             layout = Layout(**fields).check(self.model, self.cluster)
         except PlanError as error:
-            self.refusals[reason(error)] += 1
+            self.refusals[error.rule] += 1
             return
-        size, kind = fullest(self.model, layout, self.conventions)
+        kinds = fullest_stage(self.model, layout, self.conventions)
+        size = kinds.pop("total")
+        largest = max(kinds, key=lambda kind: kinds[kind])
         if size > self.cluster.memory:
-            self.too_large.append(Candidate(layout, size, kind))
+            self.too_large.append(Candidate(layout, size, largest))
         else:
             step = step_time(self.model, layout, self.cluster, self.conventions)
-            self.fits.append(Fit(layout, size, kind, step))
+            self.fits.append(Fit(layout, size, largest, step))
 
     @property
     def best(self) -> Fit:
-        """The layout with the least predicted seconds; PlanError where none fits."""
+        """The layout with the fewest predicted seconds; PlanError where none fits."""
         if not self.fits:
-            raise self.none()
+            raise self.error()
         return self.fits[0]
 
-    def none(self) -> PlanError:
+    def error(self) -> PlanError:
         """The PlanError of a search in which no layout fits."""
-        return PlanError(f"no layout of {self.model.name} {'fits' if self.too_large else 'can be'}.\n{self.advice()}")
+        verb = "fits" if self.too_large else "can be"
+        return PlanError(f"no layout of {self.model.name} {verb}.\n{self.advice}")
 
     @property
     def tried(self) -> int:
         return len(self.fits) + len(self.too_large) + self.refusals.total()
 
-    def by_memory(self) -> Counter[str]:
+    def too_large_by_memory(self) -> Counter[str]:
         """{kind of memory: layouts that do not fit, and of whose bytes it has most}."""
-        return Counter(candidate.kind for candidate in self.too_large)
+        return Counter(candidate.largest for candidate in self.too_large)
+
+    # --- The search in words ---
 
     def explain(self) -> list[str]:
-        """A few lines: the choice, and why not its neighbours."""
-        head = (
+        """A few lines: the counts, the choice, why not its neighbours, and how close the next ones are."""
+        if not self.fits:
+            return [self.counts, self.advice]
+        return [self.counts, self.choice, *self.reasons(), self.margin]
+
+    @property
+    def counts(self) -> str:
+        return (
             f"{self.tried} layouts of {self.model.name} on {self.cluster.gpus} x {self.cluster.gpu}: "
             f"{self.refusals.total()} refused, {len(self.too_large)} do not fit, {len(self.fits)} ranked."
         )
-        if not self.fits:
-            return [head, self.advice()]
-        best = self.best
-        choice = (
-            f"Fastest: {words(best.layout)}: {best.seconds:.2f} s a step ({best.step.low:.2f} to {best.step.high:.2f})"
-            f", {best.bytes / GIB:.1f} of {self.cluster.memory / GIB:.1f} GiB."
-        )
-        reasons: dict[Layout, str] = {}
-        for name in VARIED:
-            for value in self.neighbours(name):
-                other, line = self.why_not(name, value)
-                reasons.setdefault(other, line)
-        close = sum(fit.seconds <= best.seconds * FACTOR for fit in self.fits) - 1
-        end = f"{close} more within a factor of {FACTOR} of it, which a prediction may be off: measure a few."
-        return [head, choice, *reasons.values(), end]
 
+    @property
+    def choice(self) -> str:
+        best = self.best
+        time = f"{best.seconds:.2f} s a step ({best.step.low:.2f} to {best.step.high:.2f})"
+        memory = f"{best.bytes / GIB:.1f} of {self.cluster.memory / GIB:.1f} GiB"
+        return f"Fastest: {best.layout.summary}: {time}, {memory}."
+
+    @property
+    def margin(self) -> str:
+        close = [fit for fit in self.fits[1:] if fit.seconds <= self.best.seconds * FACTOR]
+        return f"{len(close)} more within a factor of {FACTOR} of it, which a prediction may be off: measure a few."
+
+    @property
     def advice(self) -> str:
         """Why no layout fits, and what to try: only what the smallest layout does not do already."""
         if not self.too_large:
-            why = "; ".join(reason for reason, _ in self.refusals.most_common(3))
-            return f"None can be: {why}. Give other sizes or another --gpus, or leave some out."
-        least, tries = self.too_large[0], ["more GPUs"]
-        if least.layout.recompute != "full":
-            tries.append("recompute = full")
-        if least.kind == "optimizer" and not least.layout.offload:
-            tries.append("offload = true")
-        if free := [name for name in self.constraints if name in VARIED and name != "recompute"]:
-            tries.append(f"leave out what is given: {', '.join(free)}")
-        return f"None fits in {self.cluster.memory / GIB:.1f} GiB. {least.need} Give {', or '.join(tries)}."
+            rules = "; ".join(rule for rule, _ in self.refusals.most_common(3))
+            return f"None can be: {rules}. Give other sizes or another --gpus, or leave some out."
+        smallest = self.too_large[0]
+        options = ["more GPUs"]
+        if smallest.layout.recompute != "full":
+            options.append("recompute = full")
+        if smallest.largest == "optimizer" and not smallest.layout.offload:
+            options.append("offload = true")
+        chosen = [name for name in self.constraints if name in EXPLAINED and name != "recompute"]
+        if chosen:
+            options.append(f"leave out what is given: {', '.join(chosen)}")
+        memory = f"{self.cluster.memory / GIB:.1f} GiB"
+        return f"None fits in {memory}. {smallest.need} Give {', or '.join(options)}."
 
-    def neighbours(self, name: str) -> list[Any]:
-        """The values just below and above the best one's that were tried."""
-        here = getattr(self.best.layout, name)
+    def reasons(self) -> list[str]:
+        """For each field, why not the values next to the best one's."""
+        lines: dict[Layout, str] = {}  # One layout may stand for several values; it is named once.
+        for name in EXPLAINED:
+            for value in self.values_beside_the_best(name):
+                layout, line = self.why_not(name, value)
+                lines.setdefault(layout, line)
+        return list(lines.values())
+
+    def values_beside_the_best(self, name: str) -> list[Any]:
+        """The values of a field that were tried, just below and above the best one's; every one of recompute."""
+        best = getattr(self.best.layout, name)
         values = {getattr(candidate.layout, name) for candidate in (*self.fits, *self.too_large)}
         if name == "recompute":
-            return sorted(values - {here})
-        return sorted(v for v in values if v < here)[-1:] + sorted(v for v in values if v > here)[:1]
+            return sorted(values - {best})
+        below = [value for value in values if value < best]
+        above = [value for value in values if value > best]
+        return sorted(below)[-1:] + sorted(above)[:1]
 
     def why_not(self, name: str, value: Any) -> tuple[Layout, str]:
-        """(layout, line): the best layout with this value, or the smallest, where none fits."""
-        label, best = f"Why not {name} = {value}?", self.best
+        """The best layout with this value, or the smallest where none fits, and a line about it."""
+        label = f"Why not {name} = {value}?"
+        best = self.best
         for fit in self.fits:
             if getattr(fit.layout, name) == value:
-                more = {part: fit.step.parts[part] - seconds for part, seconds in best.step.parts.items()}
-                ends = [max(more, key=more.__getitem__), min(more, key=more.__getitem__)]
-                changes = ", ".join(f"{part} {more[part]:+.2f} s" for part in ends if abs(more[part]) >= 0.005)
-                slower = f"{fit.seconds / best.seconds - 1:+.1%} with {words(fit.layout)}"
-                return fit.layout, f"{label} {slower}: {changes or 'much the same'}."
-        least = next(candidate for candidate in self.too_large if getattr(candidate.layout, name) == value)
-        return least.layout, f"{label} {least.need}"
+                slower = f"{fit.seconds / best.seconds - 1:+.1%} with {fit.layout.summary}"
+                return fit.layout, f"{label} {slower}: {differences(fit.step, best.step)}."
+        smallest = next(candidate for candidate in self.too_large if getattr(candidate.layout, name) == value)
+        return smallest.layout, f"{label} {smallest.need}"
 
 
-def words(layout: Layout) -> str:
-    """The sizes that say something, in a few words: a mesh's dimension above 1, ZeRO above 0."""
-    names = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "interleave")
-    sizes = {name: getattr(layout, name) for name in names}
-    parts = [f"{name} {size}" for name, size in sizes.items() if size > (name not in ("zero", "shard"))]
-    parts += [f"micro-batch {layout.micro_batch}"] + [f"recompute {layout.recompute}"] * (layout.recompute != "none")
-    return ", ".join(parts)
+def differences(step: StepTime, best: StepTime) -> str:
+    """The part of a step that takes longest beside the best one's, and the one that saves most."""
+    more = {part: step.parts[part] - seconds for part, seconds in best.parts.items()}
+    by_size = sorted(more, key=lambda part: more[part])
+    shown = [part for part in (by_size[-1], by_size[0]) if abs(more[part]) >= 0.005]
+    return ", ".join(f"{part} {more[part]:+.2f} s" for part in shown) or "much the same"
 
 
-def choices(model: Model, cluster: Cluster, attention: str = "flash") -> dict[str, list[Any]]:
-    """{field: values} that a search tries by default: tp up to two nodes, so that it is seen why not."""
-    node, gpus = cluster.gpus_per_node, cluster.gpus
-    return {
-        "tp": [2**power for power in range(min(2 * node, gpus).bit_length())],
-        "pp": [size for size in range(1, min(model.layers, gpus) + 1) if gpus % size == 0],
-        "cp": [1, 2, 4, 8] if model.seq > 16384 else [1],
-        "ep": sorted({1, min(model.experts, node), model.experts} - {0}),
-        "zero": [1, 3],
-        "shard": [0, node],
-        "micro_batch": [1, 2, 4, 8],
-        "interleave": [1, 2, 4],
-        "recompute": ["none", "selective" if attention == "scores" else "sac", "full"],
-        "attention": [attention],
-    }
-
-
-def products(table: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    """Each {name: value}."""
-    return (dict(zip(table, values, strict=True)) for values in itertools.product(*table.values()))
+def fullest_stage(model: Model, layout: Layout, conventions: Conventions) -> dict[str, float]:
+    """{kind: bytes} of the fullest rank: of the first, second or last stage, unless stages have different layers."""
+    stages = {0, min(1, layout.pp - 1), layout.pp - 1}
+    if layout.uneven_stages:
+        stages = set(range(layout.pp))
+    memories = [stage_memory(model, layout, conventions, stage) for stage in sorted(stages)]
+    return max(memories, key=lambda kinds: kinds["total"])
 
 
 def search(
@@ -191,45 +198,64 @@ def search(
     parallelism, sequence parallelism too, unless it is one of them.
     """
     model = model_of(model)
-    table = choices(model, cluster, constraints.get("attention", "flash"))
-    table |= {name: list(value) if isinstance(value, (list, tuple)) else [value] for name, value in constraints.items()}
-    for name, values in {**{name: table[name] for name in constraints}, "batch": [batch]}.items():
-        for value in values:  # or an error would count for every layout
+    options = choices(model, cluster, constraints.get("attention", "flash"))
+    for name, value in constraints.items():
+        options[name] = list(value) if isinstance(value, (list, tuple)) else [value]
+    # A wrong value is refused once, and not counted for every layout.
+    for name, values in {**options, "batch": [batch]}.items():
+        for value in values:
             Layout.check_fields({name: value})
-    for dtype in table.get("dtype", []):
+    for dtype in options.get("dtype", []):
         cluster.peak(dtype)
+
     result = Search(model, cluster, Conventions.of(conventions or {}), tuple(constraints))
-    mesh_table = {name: table.pop(name) for name in MESH}
-    inner = [step for step in products(table) if step["zero"] == 3 or not step["shard"]]  # or HSDP would say nothing
-    for mesh in products(mesh_table):
-        steps = [step for step in inner if mesh["pp"] > 1 or step["interleave"] == 1]
+    mesh_options = {name: options.pop(name) for name in MESH}
+    # Without ZeRO-3 the search leaves HSDP out.
+    settings = [setting for setting in combinations(options) if setting["zero"] == 3 or setting["shard"] == 0]
+    for mesh in combinations(mesh_options):
+        possible = [setting for setting in settings if mesh["pp"] > 1 or setting["interleave"] == 1]
         ranks = mesh["tp"] * mesh["pp"] * mesh["cp"]
-        if cluster.gpus % ranks:
-            result.refusals["tp x pp x cp does not divide the GPUs"] += len(steps)
+        if cluster.gpus % ranks != 0:
+            result.refusals["tp x pp x cp does not divide the GPUs"] += len(possible)
             continue
         sizes = {**mesh, "dp": cluster.gpus // ranks, "sequence_parallel": mesh["tp"] > 1}
-        steps = [step for step in steps if step["shard"] < sizes["dp"] * sizes["cp"]]
+        possible = [setting for setting in possible if setting["shard"] < sizes["dp"] * sizes["cp"]]
+        # What is wrong with the mesh alone is found once for all settings.
         try:
-            Layout(**sizes, uneven_stages=any(table.get("uneven_stages", ()))).check(model, cluster)
+            Layout(**sizes, uneven_stages=any(options.get("uneven_stages", ()))).check(model, cluster)
         except PlanError as error:
-            result.refusals[reason(error)] += len(steps)
+            result.refusals[error.rule] += len(possible)
             continue
-        for step in steps:
-            result.add({"batch": batch, **sizes, **step})
-    result.fits.sort(key=lambda fit: fit.seconds)
+        for setting in possible:
+            result.add({"batch": batch, **sizes, **setting})
+    result.fits.sort(key=lambda fit: fit.step.rounded)
     result.too_large.sort(key=lambda candidate: candidate.bytes)
     return result
 
 
-def reason(error: PlanError) -> str:
-    """The first line of a refusal without its numbers, so that equal reasons count together."""
-    line = re.sub(r"\([^)]*\d[^)]*\)|( of|[x=])? ?\d[\d.]*( x)?", "", str(error).splitlines()[0])
-    return re.sub(r"\s+(?=:)", "", re.sub(r"\s+", " ", line)).strip(" .")
+def choices(model: Model, cluster: Cluster, attention: str = "flash") -> dict[str, list[Any]]:
+    """{field: values} that a search tries by default: tp up to two nodes, so that it is seen why not."""
+    node = cluster.gpus_per_node
+    gpus = cluster.gpus
+    powers_of_two = [2**power for power in range(gpus.bit_length())]
+    experts_on_ranks = {1}
+    if model.experts:
+        experts_on_ranks |= {min(model.experts, node), model.experts}
+    return {
+        "tp": [size for size in powers_of_two if size <= 2 * node],
+        "pp": [size for size in range(1, min(model.layers, gpus) + 1) if gpus % size == 0],
+        "cp": [1, 2, 4, 8] if model.seq > 16384 else [1],
+        "ep": sorted(experts_on_ranks),
+        "zero": [1, 3],
+        "shard": [0, node],
+        "micro_batch": [1, 2, 4, 8],
+        "interleave": [1, 2, 4],
+        "recompute": ["none", "selective" if attention == "scores" else "sac", "full"],
+        "attention": [attention],
+    }
 
 
-def fullest(model: Model, layout: Layout, conventions: Conventions) -> tuple[float, str]:
-    """(bytes, largest kind) of the fullest rank: of the first, second or last stage, where the layers are even."""
-    stages = range(layout.pp) if layout.uneven_stages else sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-    kinds = max((stage_memory(model, layout, conventions, stage) for stage in stages), key=lambda kinds: kinds["total"])
-    total = kinds.pop("total")
-    return total, max(kinds, key=kinds.__getitem__)
+def combinations(options: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    """Each {name: one of its values}."""
+    for values in itertools.product(*options.values()):
+        yield dict(zip(options, values, strict=True))

@@ -5,7 +5,7 @@ counted from the model and the layout; the constants say which share of a data s
 the shares are taken over and the data sheet changes: an extrapolation, outside of what the interval knows.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from helpers.planner.cluster import PRESETS, Cluster
@@ -14,12 +14,6 @@ from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
 from helpers.planner.memory import stage_parameters
 from helpers.planner.model import Model
-
-# For each parameter that a rank updates: float32 weights and two moments are read and written (24), the gradient is
-# copied to float32 (6) and read for its norm and by Adam (8), and the 16-bit weights are written (2).
-OPTIMIZER_BYTES = 40
-PER_LOGIT_BYTES = 16  # written (2), copied to float32 (6), read by the loss (4), and their gradient (4)
-COVERAGE = 0.9  # of the measured steps lie in an interval
 
 
 @dataclass(frozen=True)
@@ -35,27 +29,148 @@ class Constants:
 
 # What vtrain.fit(vtrain.measured()) gives, rounded. A test compares them, and FACTOR with vtrain.interval_factor().
 FITTED = Constants(matmul=0.733, memory=0.829, in_node=0.806, between=0.799, launch=0.00147)
-FACTOR = 1.18  # a step lies between prediction / FACTOR and prediction · FACTOR
-# Above it where it is extrapolated: of 15 published steps (experiments/steps.py) one took longer, with 256k tokens.
+COVERAGE = 0.9  # of the measured steps lie between prediction / FACTOR and prediction · FACTOR
+FACTOR = 1.18
+# Above a prediction that is extrapolated: of 15 published steps (experiments/steps.py) one took longer, of 256k tokens.
 FACTOR_ELSEWHERE = 1.6
 # For a cluster whose speeds were measured: nothing is taken off them.
 REACHED = replace(FITTED, matmul=1.0, in_node=1.0, between=1.0)
 
+# For each parameter that a rank updates: float32 weights and two moments are read and written (24), the gradient is
+# copied to float32 (6) and read for its norm and by Adam (8), and the 16-bit weights are written (2).
+OPTIMIZER_BYTES = 40
+PER_LOGIT_BYTES = 16  # written (2), copied to float32 (6), read by the loss (4), and their gradient (4)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, and between which they are expected."""
+
+    seconds: float
+    low: float
+    high: float
+    parts: dict[str, float]
+    extrapolated: str  # how the step differs from the measured ones; empty if it does not
+
+    @property
+    def rounded(self) -> float:
+        """Seconds to nine digits: layouts that differ by less are equally fast, on every machine."""
+        return float(f"{self.seconds:.9g}")
+
+
+def step_time(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions | None = None) -> StepTime:
+    """The StepTime of a layout; by REACHED for a measured cluster, else by FITTED.
+
+    low and high: of measured steps of a model size that no fit saw, 89 % lay between (vtrain.coverage). Where something
+    is extrapolated, high is wider, by what a few published steps were off; it has no coverage.
+    """
+    work = count_work(model, layout, cluster, conventions or Conventions())
+    constants = replace(FITTED, matmul=FITTED.matmul * cluster.reaches)
+    if cluster.measured:
+        constants = REACHED
+    parts = seconds_of_parts(work, constants)
+    seconds = sum(parts.values())
+    differences = extrapolated(model, layout, cluster)
+    factor = FACTOR_ELSEWHERE if differences else FACTOR
+    return StepTime(seconds, seconds / FACTOR, seconds * factor, parts, differences)
+
+
+def extrapolated(model: Model, layout: Layout, cluster: Cluster) -> str:
+    """What of a layout the measured steps did not have, in words."""
+    differences = {
+        f"{cluster.gpu} (fitted on A100s)": not cluster.gpu.startswith("a100"),
+        "experts": model.experts > 0,
+        "context parallelism": layout.cp > 1,
+        "FSDP or ZeRO": layout.zero > 0,
+        "FlashAttention": layout.attention == "flash",
+        "gated MLPs": model.gated,
+        "checkpointed operations": layout.recompute == "sac",
+        "a limit of power": cluster.power_limit > 0,
+    }
+    return ", ".join(words for words, applies in differences.items() if applies)
+
+
+# --- What is counted: the same for all constants ----------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Computing on one rank in all passes over a layer, for one micro-batch: seconds at the data sheet's speed."""
+    """Computing on one rank in all passes over a mean layer, for one micro-batch: seconds at the data sheet's speed."""
 
     passes: int  # forward, backward twice, and a recomputed forward, whole or not
-    products: float  # matrix products
-    attention: float  # its own, which hide context parallelism
+    products: float  # matrix products without those of attention
+    attention: float  # which hides context parallelism
     elementwise: float
 
 
-def memory_speed(layout: Layout, cluster: Cluster) -> float:
-    """Bytes a second of the GPU's memory; where it is not given, an A100's for each FLOP/s."""
-    a100 = PRESETS["a100"]
-    return cluster.memory_speed or cluster.peak(layout.other_dtype) * a100["memory_speed"] / a100["peaks"]["bfloat16"]
+@dataclass(frozen=True)
+class StepWork:
+    """What one rank of the busiest stage does in a step. Seconds are those at the data sheet's speed."""
+
+    layout: Layout
+    layers: int  # of the busiest stage
+    layers_of_last: int  # of the last stage, which has the head, too
+    layer: LayerWork
+    attention_share: float  # of its peak that attention's kernel reaches; 0 for that of matrix products
+    head: float  # seconds for one micro-batch
+    loss: float  # seconds for one micro-batch
+    optimizer: float  # seconds
+    tensor_parallel: list[Collective]
+    expert_parallel: list[Collective]
+    context_parallel: list[Collective]
+    to_stages: list[Collective]
+    overlapped: list[Collective]  # of gradients, hidden behind the backward of some micro-batches
+    overlapping_micro_batches: int
+    data_parallel: list[Collective]  # the other ones of parameters and gradients
+
+
+def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions) -> StepWork:
+    """The StepWork of a layout.
+
+    Context parallelism hides behind attention, fully_shard's collectives behind computing. DDP's and ZeRO's follow it,
+    as in Megatron-LM when it was measured: an upper bound. With the convention overlap = "backward" the gradients' hide
+    behind the last backward, as PyTorch's DDP reduces its buckets (Li et al. 2020, section 3.2.3).
+    """
+    stage_layers = layout.stage_layers(model)
+    layers = max(stage_layers)
+    speed = memory_speed(layout, cluster)
+    logits = layout.tokens(model) * model.vocab / layout.tp
+    updated = 0.0
+    if not layout.offload:
+        updated = stage_parameters(model, layout, stage_layers.index(layers)) / layout.sharers
+
+    # A stage in the middle sends and receives. Megatron-LM, which was measured, recomputes a layer's last output, too.
+    middle = 1 if layout.pp > 2 else 0
+    sent = with_seconds(activations(model, layout, stage=middle, early_stop=False), cluster)
+    in_layers = [group for group in sent if group.dimension != "pp" and group.what != RECEIVED]
+
+    overlaps = conventions.overlap == "backward" and layout.zero < 3
+    overlapped = []
+    exposed = []
+    for group in with_seconds(data_parallel(model, layout, conventions), cluster):
+        if overlaps and group.phase == "backward":
+            overlapped.append(group)
+        else:
+            exposed.append(group)
+    reduces_each = layout.zero == 2 and conventions.gather == "each"
+
+    return StepWork(
+        layout=layout,
+        layers=layers,
+        layers_of_last=stage_layers[-1],
+        layer=layer_work(model, layout, cluster, conventions),
+        attention_share=cluster.attention_reaches if layout.attention == "flash" else 0,
+        head=6 * logits * model.width / cluster.limited_peak(layout.attention_dtype),
+        loss=PER_LOGIT_BYTES * logits * layout.element_bytes / 2 / speed,
+        optimizer=OPTIMIZER_BYTES * updated / speed,
+        tensor_parallel=[group for group in in_layers if group.dimension == "tp"],
+        expert_parallel=[group for group in in_layers if group.dimension == "ep"],
+        context_parallel=[group for group in in_layers if group.dimension == "cp"],
+        to_stages=[group for group in sent if group.dimension == "pp" or group.what == RECEIVED],
+        overlapped=overlapped,
+        overlapping_micro_batches=layout.micro_batches if reduces_each else 1,
+        data_parallel=exposed,
+    )
 
 
 def layer_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions) -> LayerWork:
@@ -67,124 +182,104 @@ def layer_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
     write, residuals read two and write one in 32 and 16 bits, an MLP's activation reads and writes its inner width, and
     scores that are stored pass 4 times, 6 and a mask with dropout: 22h + 16h/t + 13as/t bytes a token for GPT.
     """
-    t, tokens = layout.tp, layout.tokens(model)
-    stored = layout.attention == "scores"
-    passes = 4 if layout.recompute in ("full", "sac") else 3
-    # Attention: selective recomputation repeats it alone, that of whole operations only where it is not one of them.
-    again = layout.recompute in ("full", "selective") or (layout.recompute == "sac" and stored)
-    attention = 4 * tokens * model.seq * model.attention_width / t * (1 + (2 if stored else 2.5) + again)
-    attention *= (0.5 if conventions.causal == "half" else 1) / cluster.limited_peak(layout.other_dtype)
-    products = 2 * tokens * model.gemm_weights() / model.layers / t * (3 + model.recomputed_share(layout.recompute))
-    products /= cluster.limited_peak(layout.dtype)
+    tp = layout.tp
+    tokens = layout.tokens(model)
+    stores_scores = layout.attention == "scores"
 
-    ffn = model.ffn * (model.active_experts + model.shared_experts) if model.experts else model.ffn
-    outside = (4 + 6 + model.dropout) * model.norms * model.width / layout.norm_sharers
-    inside = (6 if model.gated else 4) * ffn / t
-    scores = (8 + 5 * model.dropout) * model.heads * model.seq / t * stored
-    elementwise = tokens * ((outside + inside) * passes + scores * (3 + again)) * layout.element_bytes / 2
-    return LayerWork(passes, products, attention, elementwise / memory_speed(layout, cluster))
+    products = 2 * tokens * model.gemm_weights() / model.layers / tp
+    products *= 3 + model.recomputed_share(layout.recompute)
+
+    attention_backward = 2 if stores_scores else 2.5
+    attention_again = 0
+    if layout.recompute in ("full", "selective") or (layout.recompute == "sac" and stores_scores):
+        attention_again = 1  # Checkpointing of operations ("sac") keeps the output of FlashAttention's one operation.
+    attention = 4 * tokens * model.seq * model.attention_width / tp * (1 + attention_backward + attention_again)
+    if conventions.causal == "half":
+        attention *= 0.5
+
+    passes = 4 if layout.recomputes_layers else 3
+    ffn = model.ffn
+    if model.experts:
+        ffn *= model.active_experts + model.shared_experts
+    norm_bytes = 4 + 6
+    score_bytes = 8
+    if model.dropout:
+        norm_bytes += 1
+        score_bytes += 5
+    activation_bytes = 6 if model.gated else 4
+    elementwise = norm_bytes * model.norms * model.width / layout.norm_sharers + activation_bytes * ffn / tp
+    elementwise *= passes
+    if stores_scores:
+        elementwise += score_bytes * model.heads * model.seq / tp * (3 + attention_again)
+
+    return LayerWork(
+        passes=passes,
+        products=products / cluster.limited_peak(layout.dtype),
+        attention=attention / cluster.limited_peak(layout.attention_dtype),
+        elementwise=tokens * elementwise * layout.element_bytes / 2 / memory_speed(layout, cluster),
+    )
 
 
-def parts_of(
-    model: Model, layout: Layout, cluster: Cluster, conventions: Conventions
-) -> Callable[[Constants], dict[str, float]]:
-    """What the busiest stage does in a step, counted once: a function from Constants to {part: seconds}.
+def memory_speed(layout: Layout, cluster: Cluster) -> float:
+    """Bytes a second of the GPU's memory; where it is not given, an A100's for each FLOP/s."""
+    if cluster.memory_speed:
+        return cluster.memory_speed
+    a100 = PRESETS["a100"]
+    return cluster.peak(layout.attention_dtype) * a100["memory_speed"] / a100["peaks"]["bfloat16"]
+
+
+# --- What it takes: counts and constants become seconds ---------------------------------------------------------------
+
+
+def seconds_of_parts(work: StepWork, constants: Constants) -> dict[str, float]:
+    """{part of a step: seconds}.
 
     m micro-batches pass the busiest stage, and p-1 more times of a stage is what the first waits for the last and the
-    last for the first, divided by v where stages are interleaved (Narayanan et al. 2021, section 2.2). Context
-    parallelism hides behind attention, fully_shard's collectives behind computing. DDP's and ZeRO's follow it, as in
-    Megatron-LM when it was measured: an upper bound. With the convention overlap = "backward" the gradients' hide
-    behind the last backward, as PyTorch's DDP reduces its buckets (Li et al. 2020, section 3.2.3); a layer's part of
-    them, and what takes longer, stays.
+    last for the first, divided by v where stages are interleaved (Narayanan et al. 2021, section 2.2).
     """
-    m, sizes = layout.micro_batches, layout.stage_layers(model)
-    layers = max(sizes)
-    visits = layers * m  # of micro-batches to the layers of the busiest stage
-    work, speed = layer_work(model, layout, cluster, conventions), memory_speed(layout, cluster)
-    logits = layout.tokens(model) * model.vocab / layout.tp
-    head = 6 * logits * model.width / cluster.limited_peak(layout.other_dtype)
-    loss = PER_LOGIT_BYTES * logits * layout.element_bytes / 2 / speed
-    states = 0 if layout.offload else stage_parameters(model, layout, sizes.index(layers)) / layout.sharers
 
-    # Megatron-LM, which was measured, recomputes a layer's last output, too.
-    sent = with_seconds(activations(model, layout, stage=1 if layout.pp > 2 else 0, early_stop=False), cluster)
-    to_stages = [group for group in sent if group.dimension == "pp" or group.what == RECEIVED]
-    in_layers = [
-        [group for group in sent if group.dimension == name and group.what != RECEIVED] for name in ("tp", "ep", "cp")
-    ]
-    data = with_seconds(data_parallel(model, layout, conventions), cluster)
-    overlaps = conventions.overlap == "backward" and layout.zero < 3
-    reductions = [group for group in data if overlaps and group.phase == "backward"]
-    reducing = m if layout.zero == 2 and conventions.gather == "each" else 1  # micro-batches whose backward reduces
+    def seconds(groups: Iterable[Collective]) -> float:
+        return sum(group.seconds(constants.in_node, constants.between) for group in groups)
 
-    def parts(constants: Constants) -> dict[str, float]:
-        def seconds(groups: Iterable[Collective]) -> float:
-            return sum(group.seconds(constants.in_node, constants.between) for group in groups)
+    layout = work.layout
+    m = layout.micro_batches
+    visits = work.layers * m  # of micro-batches to the layers of this stage
 
-        tensor, expert, context = (seconds(groups) / visits for groups in in_layers)
-        kernel = cluster.attention_reaches * (layout.attention == "flash")
-        attention = work.attention / (kernel or constants.matmul)
-        products, context = work.products / constants.matmul + attention, max(context - attention, 0)
-        computing = products + work.elementwise / constants.memory
-        output = head / constants.matmul + loss / constants.memory
-        busy = computing + tensor + expert + context
-        # A host that launches its kernels more slowly than the GPU runs them is what the GPU waits for.
-        layer = (busy**2 + (constants.launch * work.passes) ** 2) ** 0.5
-        send, reduced = seconds(to_stages) / m, seconds(reductions)
-        follows = seconds(data) - reduced
-        if layout.zero == 3:  # all hides but the first gather and the last reduce, and what takes longer than computing
-            follows = follows / visits + max(follows * (1 - 1 / visits) - visits * layer, 0)
-        behind = reducing * layers * layer * (work.passes - 1) / work.passes
-        return {
-            "matrix products": visits * products,
-            "element by element": visits * work.elementwise / constants.memory,
-            "tensor parallel": visits * tensor,
-            "expert parallel": visits * expert,
-            "context parallel": visits * context,
-            "launching": visits * (layer - busy),
-            "sending to stages": m * send,
-            "waiting for stages": (layout.pp - 1) * (layers * layer + send) / layout.interleave,
-            "output layer": m * max(output - (layers - sizes[-1]) * layer, 0),
-            "data parallel": follows + reduced / layers + max(reduced * (1 - 1 / layers) - behind, 0),
-            "optimizer": OPTIMIZER_BYTES * states / speed / constants.memory,
-        }
+    # One visit to a layer, in all passes.
+    attention_share = work.attention_share or constants.matmul
+    attention = work.layer.attention / attention_share
+    products = work.layer.products / constants.matmul + attention
+    elementwise = work.layer.elementwise / constants.memory
+    tensor = seconds(work.tensor_parallel) / visits
+    expert = seconds(work.expert_parallel) / visits
+    context = max(seconds(work.context_parallel) / visits - attention, 0)
+    busy = products + elementwise + tensor + expert + context
+    # A host that launches its kernels more slowly than the GPU runs them is what the GPU waits for.
+    layer = (busy**2 + (constants.launch * work.layer.passes) ** 2) ** 0.5
 
-    return parts
+    # One micro-batch. The last stage computes the output layer, which delays the others unless it has fewer layers.
+    send = seconds(work.to_stages) / m
+    head = work.head / constants.matmul + work.loss / constants.memory
+    layers_less_on_last_stage = work.layers - work.layers_of_last
+    output = max(head - layers_less_on_last_stage * layer, 0)
 
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one step, and between which they are expected."""
-
-    seconds: float
-    low: float
-    high: float
-    parts: dict[str, float]
-    extrapolated: str  # what the measured steps did not have; empty where they had it
-
-
-def step_time(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions | None = None) -> StepTime:
-    """The StepTime of a layout; by REACHED for a measured cluster, else by FITTED.
-
-    low and high: of measured steps of a model size that no fit saw, 89 % lay between (vtrain.coverage). Where something
-    is extrapolated, high is wider, by what a few published steps were off; it has no coverage.
-    """
-    constants = REACHED if cluster.measured else replace(FITTED, matmul=FITTED.matmul * cluster.reaches)
-    parts = parts_of(model, layout, cluster, conventions or Conventions())(constants)
-    seconds, new = sum(parts.values()), extrapolated(model, layout, cluster)
-    return StepTime(seconds, seconds / FACTOR, seconds * (FACTOR_ELSEWHERE if new else FACTOR), parts, new)
-
-
-def extrapolated(model: Model, layout: Layout, cluster: Cluster) -> str:
-    """What of a layout the measured steps did not have, in words."""
-    new = {
-        f"{cluster.gpu} (fitted on A100s)": not cluster.gpu.startswith("a100"),
-        "experts": model.experts > 0,
-        "context parallelism": layout.cp > 1,
-        "FSDP or ZeRO": layout.zero > 0,
-        "FlashAttention": layout.attention == "flash",
-        "gated MLPs": model.gated,
-        "checkpointed operations": layout.recompute == "sac",
-        "a limit of power": cluster.power_limit > 0,
+    # The step. What overlaps leaves the part of one layer, and what takes longer than the computing that hides it.
+    data = seconds(work.data_parallel)
+    if layout.zero == 3:
+        data = data / visits + max(data * (1 - 1 / visits) - visits * layer, 0)
+    overlapped = seconds(work.overlapped)
+    backward = work.overlapping_micro_batches * work.layers * layer * (work.layer.passes - 1) / work.layer.passes
+    overlapped = overlapped / work.layers + max(overlapped * (1 - 1 / work.layers) - backward, 0)
+    return {
+        "matrix products": visits * products,
+        "element by element": visits * elementwise,
+        "tensor parallel": visits * tensor,
+        "expert parallel": visits * expert,
+        "context parallel": visits * context,
+        "launching": visits * (layer - busy),
+        "sending to stages": m * send,
+        "waiting for stages": (layout.pp - 1) * (work.layers * layer + send) / layout.interleave,
+        "output layer": m * output,
+        "data parallel": data + overlapped,
+        "optimizer": work.optimizer / constants.memory,
     }
-    return ", ".join(words for words, is_new in new.items() if is_new)

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from helpers.planner.layout import Layout
-from helpers.planner.memory import outer_tensors
-from helpers.planner.model import Model, Tensor
+from helpers.planner.memory import outer_tensors_of
+from helpers.planner.model import Model, Tensor, layer_tensors
 from helpers.planner.records import refuse
 from helpers.ranks.launch import launch
 
@@ -27,8 +27,8 @@ class Rank:
 
     rank: int
     stage: int
-    numbers: int  # parameters
-    outside: int  # numbers outside the layers
+    numbers: int  # of parameters
+    outside: int  # of these, outside the layers
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,31 @@ def trace(model: Model, layout: Layout, every_layer: bool = False) -> Trace:
         refuse(f"only FSDP's sharding is traced, and zero is {layout.zero}", "zero = 3")
     if layout.ep > 1:
         refuse(f"experts on ranks of their own (ep = {layout.ep}) are not traced", "ep = 1")
-    if model.kv_heads % layout.tp:
-        what = f"{model.kv_heads} kv_heads would be copied to tp = {layout.tp} ranks, which is not traced"
-        refuse(what, f"at most {model.kv_heads} as tp")
-    per_stage = layout.gpus // layout.pp
-    stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-    places = [(stage, stage * per_stage + offset) for stage in stages for offset in sorted({0, per_stage - 1})]
-    ranks = launch(pretend, model, layout, places, every_layer, nproc=1, timeout=600)[0]
-    copies = layout.data_ranks // layout.sharers
-    return Trace(tuple(ranks), layout.gpus // copies, model.parameters())
+    if model.kv_heads % layout.tp != 0:
+        refuse(
+            f"{model.kv_heads} kv_heads would be copied to tp = {layout.tp} ranks, which is not traced",
+            f"at most {model.kv_heads} as tp",
+        )
+    ranks_per_stage = layout.gpus // layout.pp
+    traced = []
+    for stage in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
+        first = stage * ranks_per_stage
+        last = first + ranks_per_stage - 1
+        for rank in sorted({first, last}):
+            traced.append((stage, rank))
+    ranks = launch(pretend, model, layout, traced, every_layer, nproc=1, timeout=600)[0]
+    return Trace(tuple(ranks), world=layout.gpus // copies_of_model(layout), parameters=model.parameters())
 
 
-def pretend(model: Model, layout: Layout, places: list[tuple[int, int]], every_layer: bool) -> list[Rank]:
+def copies_of_model(layout: Layout) -> int:
+    """How many groups of ranks have a full copy of the parameters: more than one under HSDP."""
+    return layout.data_ranks // layout.sharers
+
+
+def pretend(model: Model, layout: Layout, traced: list[tuple[int, int]], every_layer: bool) -> list[Rank]:
     """A Rank for each (stage, rank): in this process, as each of these ranks in turn. Ends the process group."""
     ranks = []
-    for stage, rank in places:
+    for stage, rank in traced:
         dist.destroy_process_group()
         dist.init_process_group("fake", rank=rank, world_size=layout.gpus)
         ranks.append(count_rank(model, layout, rank, stage, every_layer))
@@ -101,35 +111,47 @@ def pretend(model: Model, layout: Layout, places: list[tuple[int, int]], every_l
 def count_rank(model: Model, layout: Layout, rank: int, stage: int, every_layer: bool, device: str = "meta") -> Rank:
     """The Rank of this process, on whatever group it is in: it builds the stage, shards it and counts."""
     layers = layout.layers_of(model, stage)
-    sparse = [model.has_experts(layer) for layer in layers]
-    built = [layer for at, layer in enumerate(layers) if every_layer or sparse[:at].count(sparse[at]) < 2]
+    built = []
+    for has_experts in (False, True):
+        of_this_kind = [layer for layer in layers if model.has_experts(layer) == has_experts]
+        built += of_this_kind if every_layer else of_this_kind[:2]
     root = sharded_stage(model, layout, stage, built, device)
-    counts = {layer: count(root.get_submodule(f"layers.{layer}")) for layer in built}
-    second = {model.has_experts(layer): counts[layer] for layer in built}
-    outside = count(root) - sum(counts.values())
-    total = outside + sum(counts.get(layer, second[model.has_experts(layer)]) for layer in layers)
+
+    counts = {layer: local_numbers(root.get_submodule(f"layers.{layer}")) for layer in built}
+    # The last layer of each kind that was built stands for those that were not.
+    of_kind = {model.has_experts(layer): counts[layer] for layer in built}
+    outside = local_numbers(root) - sum(counts.values())
+    total = outside
+    for layer in layers:
+        total += counts.get(layer, of_kind[model.has_experts(layer)])
     return Rank(rank, stage, total, outside)
 
 
-def count(module: nn.Module) -> int:
+def local_numbers(module: nn.Module) -> int:
     """Numbers of a module's parameters that this rank holds."""
-    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in module.parameters())
+    total = 0
+    for parameter in module.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        total += local.numel()
+    return total
 
 
 def sharded_stage(model: Model, layout: Layout, stage: int, layers: Iterable[int], device: str) -> nn.Module:
     """A stage with these layers only, as a module on this rank. It has the model's parameters and computes nothing."""
-    copies = layout.data_ranks // layout.sharers
+    copies = copies_of_model(layout)
     sizes = {"pp": layout.pp, "replicate": copies, "shard": layout.sharers, "tp": layout.tp}
     # A dimension of one rank would cost a group for every rank of the world.
     sizes = {name: size for name, size in sizes.items() if size > 1} or {"tp": 1}
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     tp = mesh["tp"] if "tp" in sizes else None
-    root = module_of(outer_tensors(model, layout, stage), tp, device)
-    root.layers = nn.ModuleDict({str(layer): module_of(model.tensors(layer), tp, device) for layer in layers})
+    root = module_of(outer_tensors_of(model, layout, stage), tp, device)
+    root.layers = nn.ModuleDict()
+    for layer in layers:
+        root.layers[str(layer)] = module_of(layer_tensors(model, model.has_experts(layer)), tp, device)
     if layout.sharers > 1:
         data = mesh["replicate", "shard"] if copies > 1 else mesh["shard"]
-        for part in [*root.layers.values(), root]:
-            fully_shard(part, mesh=data)
+        for module in [*root.layers.values(), root]:
+            fully_shard(module, mesh=data)
     return root
 
 
@@ -138,8 +160,10 @@ def module_of(tensors: Iterable[Tensor], tp: DeviceMesh | None, device: str) -> 
     module = nn.Module()
     for number, tensor in enumerate(tensors):
         shape = [tensor.rows, tensor.columns] if tensor.columns > 1 else [tensor.rows]
-        value = torch.empty(shape, device=device)
-        if tensor.split and tp:
-            value = distribute_tensor(value, tp, [Shard(("rows", "columns").index(tensor.split))])
-        module.register_parameter(str(number), nn.Parameter(value))
+        for copy in range(tensor.copies):
+            value = torch.empty(shape, device=device)
+            if tensor.split and tp:
+                dimension = 0 if tensor.split == "rows" else 1
+                value = distribute_tensor(value, tp, [Shard(dimension)])
+            module.register_parameter(f"{number}_{copy}", nn.Parameter(value))
     return module

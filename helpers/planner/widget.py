@@ -10,22 +10,28 @@ from helpers.planner import form
 def planner() -> widgets.VBox:
     """The form; its answer and the fastest layouts follow each change."""
     boxes: dict[str, Any] = {}
-    for entry in form.INPUTS.values():
-        shared = {"value": entry.value, "description": entry.label, "style": {"description_width": "initial"}}
-        boxes[entry.name] = (
-            widgets.Dropdown(options=entry.choices, **shared) if entry.choices else widgets.Text(**shared)
-        )
-    answer, best = widgets.HTML(), widgets.HTML()
+    answer = widgets.HTML()
+    best = widgets.HTML()
 
     def update(_: Any = None) -> None:
         values = {name: box.value for name, box in boxes.items()}
-        answer.value, best.value = form.answer(values).html, form.best(values).html
+        answer.value = form.answer(values).html
+        best.value = form.best(values).html
 
-    for box in boxes.values():
-        box.observe(update, names="value")
+    groups = []
+    for title, entries in form.GROUPS.items():
+        controls = [widgets.HTML(f"<b>{title}</b>")]
+        for entry in entries:
+            boxes[entry.name] = control(entry)
+            boxes[entry.name].observe(update, names="value")
+            controls.append(boxes[entry.name])
+        groups.append(widgets.VBox(controls))
     update()
-    groups = [
-        widgets.VBox([widgets.HTML(f"<b>{name}</b>"), *(boxes[entry.name] for entry in entries)])
-        for name, entries in form.GROUPS.items()
-    ]
     return widgets.VBox([widgets.HBox(groups), answer, best])
+
+
+def control(entry: form.Input) -> widgets.Dropdown | widgets.Text:
+    style = {"description_width": "initial"}
+    if entry.choices:
+        return widgets.Dropdown(options=entry.choices, value=entry.value, description=entry.label, style=style)
+    return widgets.Text(value=entry.value, description=entry.label, style=style)

@@ -6,10 +6,11 @@ A row of book/recorded/published.csv has what, quantity, inputs (the inside of a
 
 import csv
 import inspect
+import math
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from decimal import Decimal
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ UNITS = {**GIGA, "": 1, "%": 0.01, "TF": 1e12, "GB/s": 1e9, "ms": 1e-3, "days": 
 
 def states(parameters: float, ranks: int, zero: int, convention: States = "zero") -> float:
     """Bytes on a rank of parameters, gradients and optimizer state."""
-    return sum(states_per_rank(parameters, parameters / ranks, zero, STATES[convention]))
+    return sum(states_per_rank(parameters, parameters / ranks, zero, STATES[convention]).values())
 
 
 def states_difference(parameters: float, ranks: int, ranks_after: int) -> float:
@@ -39,7 +40,9 @@ def states_difference(parameters: float, ranks: int, ranks_after: int) -> float:
 
 def deepspeed(parameters: float, ranks: int, offload: str = "") -> float:
     """Bytes on a GPU under ZeRO-2 by DeepSpeed (deepspeed/runtime/zero, estimate_zero2_model_states_mem_needs)."""
-    return 2 * parameters if offload else 4 * parameters + 16 * parameters / ranks
+    if offload:
+        return 2 * parameters
+    return 4 * parameters + 16 * parameters / ranks
 
 
 def activations(model: Model, layout: Layout) -> float:
@@ -64,8 +67,11 @@ def days(
     tokens: float, gpus: int, tflops: float, model: Model | None = None, parameters: float = 0, recompute: str = "none"
 ) -> float:
     """By the model's count of FLOPs, or without a model by the number of parameters."""
-    flops = model and model.flops_per_token("gemm", recompute) * tokens
-    return training_days(flops or training_flops(parameters, tokens, recompute), gpus, tflops)
+    if model:
+        flops = model.flops_per_token("gemm", recompute) * tokens
+    else:
+        flops = training_flops(parameters, tokens, recompute)
+    return training_days(flops, gpus, tflops)
 
 
 def busbw(collective: str, ranks: int, bytes: float, seconds: float) -> float:
@@ -91,49 +97,81 @@ QUANTITIES: dict[str, Callable[..., float]] = {
     "MTTF": mttf_hours,
     "MTBF": lambda failures, days: 24 * days / failures,
 }
-COUNTS = {"gpus", "tp", "pp", "dp", "cp", "batch", "batch_per_dp"}  # which must agree exactly
-# What must be equal where a row has these columns: the product of some, divided by others, and one more.
-RELATIONS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
-    (("tp", "pp", "cp", "dp"), (), "gpus"),
-    (("dp", "batch_per_dp"), (), "batch"),
-    (("dp", "batch_per_dp", "seq"), (), "tokens_per_batch"),
-    (("tflops",), ("peak",), "mfu"),
-    (("gpus", "tflops"), (), "aggregate"),
-    (("gpus", "mfu", "peak"), (), "aggregate"),
-    (("batch", "seq"), ("seconds",), "tokens_per_second"),
-    (("tokens",), ("tokens_per_second", "seconds_of_a_day"), "days_published"),
-    (("the model's shape",), (), "parameters"),
+
+
+# --- Rows that contradict themselves ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A row that has all of these columns must satisfy: product of factors / divisor = result."""
+
+    factors: tuple[str, ...]
+    result: str
+    divisor: str = ""
+    exact: bool = False  # for counts; other columns are rounded
+
+    @property
+    def columns(self) -> list[str]:
+        return [column for column in (*self.factors, self.divisor, self.result) if column]
+
+    @property
+    def words(self) -> str:
+        product = " x ".join(self.factors)
+        return f"{product} / {self.divisor}" if self.divisor else product
+
+
+SHAPE = "the model's shape"  # the parameters that it makes, a column that every row with a model gets
+RELATIONS = (
+    Relation(("tp", "pp", "cp", "dp"), "gpus", exact=True),
+    Relation(("dp", "batch_per_dp"), "batch", exact=True),
+    Relation(("dp", "batch_per_dp", "seq"), "tokens_per_batch"),
+    Relation(("tflops",), "mfu", divisor="peak"),
+    Relation(("gpus", "tflops"), "aggregate"),
+    Relation(("gpus", "mfu", "peak"), "aggregate"),
+    Relation(("batch", "seq"), "tokens_per_second", divisor="seconds"),
+    Relation((SHAPE,), "parameters"),
 )
+
+
+def contradictions(row: dict[str, Any]) -> list[str]:
+    """What disagrees in a row's own columns by more than 1 % and the digits with which these were published.
+
+    row: {column: number}; those with a decimal point as Decimal, because their last digit may be rounded.
+    """
+    row = {"cp": 1, **row}
+    if "model" in row:
+        row[SHAPE] = model_of(row["model"]).parameters()
+    wrong = []
+    for relation in RELATIONS:
+        if not all(row.get(column) for column in relation.columns):
+            continue
+        left = math.prod(Decimal(row[column]) for column in relation.factors)
+        if relation.divisor:
+            left /= Decimal(row[relation.divisor])
+        right = Decimal(row[relation.result])
+        slack = Decimal(0)
+        if not relation.exact:
+            slack = Decimal("0.01")
+            for column in relation.columns:
+                number = row[column]
+                if isinstance(number, Decimal) and column != "peak":  # A data sheet's peak is not rounded.
+                    slack += half_unit(number) / number
+        if abs(left / right - 1) > slack:
+            wrong.append(f"{relation.words} and {relation.result} are {float(left):.6g} and {float(right):.6g}")
+    return wrong
 
 
 def half_unit(number: str | Decimal) -> Decimal:
     """Half of the last digit that a number was published with: 0.05 for 31.4, 5 for 400."""
     number = Decimal(number)
-    places = int(number.as_tuple().exponent)
-    return Decimal(5).scaleb(places if places >= 0 and number % 10 == 0 else places - 1)
+    exponent = int(number.as_tuple().exponent)
+    if exponent < 0 or number % 10 != 0:
+        exponent -= 1
+    return Decimal(5).scaleb(exponent)
 
 
-def product(row: dict[str, Any], columns: Iterable[str]) -> Decimal:
-    return prod((Decimal(row[column]) for column in columns), start=Decimal(1))
-
-
-def contradictions(row: dict[str, Any]) -> list[str]:
-    """What disagrees in a row's own columns by more than 1 % and the digits with which these were published."""
-    row = {"cp": 1, "seconds_of_a_day": 86400, **row}
-    if "model" in row:
-        row["the model's shape"] = model_of(row["model"]).parameters()
-    wrong = []
-    for factors, divisors, name in RELATIONS:
-        columns = [*factors, *divisors, name]
-        if not all(row.get(column) for column in columns):
-            continue
-        digits = [row[column] for column in columns if isinstance(row[column], Decimal) and column != "peak"]
-        slack = Decimal("0.01") + sum(half_unit(number) / number for number in digits)
-        left, right = product(row, factors) / product(row, divisors), product(row, [name])
-        if abs(left / right - 1) > (0 if COUNTS.issuperset(columns) else slack):
-            words = " / ".join([" x ".join(factors), *divisors])
-            wrong.append(f"{words} and {name} are {float(left):.6g} and {float(right):.6g}")
-    return wrong
+# --- Reproducing a row ------------------------------------------------------------------------------------------------
 
 
 def reproduce(row: dict[str, str]) -> tuple[float, float]:
@@ -142,16 +180,21 @@ def reproduce(row: dict[str, str]) -> tuple[float, float]:
     The error is to the nearest value that would be rounded to the published digits; for an exact count, to the count.
     """
     text = f"row = {{{row['inputs']}}}"
-    if wrong := contradictions(tomllib.loads(text, parse_float=Decimal)["row"]):
+    wrong = contradictions(tomllib.loads(text, parse_float=Decimal)["row"])
+    if wrong:
         raise PlanError(f"the row contradicts itself: {'; '.join(wrong)}.\nLook for a later version, or leave it out.")
     inputs = prepared(tomllib.loads(text)["row"])
     quantity = look_up(QUANTITIES, row["quantity"], "quantity")
-    takes = inspect.signature(quantity).parameters  # the other inputs serve the check
-    value = quantity(**{name: inputs[name] for name in takes if name in inputs}) / UNITS[row["unit"]]
+    # A row may have more columns than the quantity takes; those are there to contradict it.
+    arguments = {name: inputs[name] for name in inspect.signature(quantity).parameters if name in inputs}
+    value = quantity(**arguments) / UNITS[row["unit"]]
+
     published = float(row["published"])
-    exact = row["target"] == "exact" and published.is_integer()
-    off = abs(value - published) - (0 if exact else float(half_unit(row["published"])))
-    return value, max(off, 0) / abs(published)
+    distance = abs(value - published)
+    is_exact_count = row["target"] == "exact" and published.is_integer()
+    if not is_exact_count:
+        distance = max(distance - float(half_unit(row["published"])), 0)
+    return value, distance / abs(published)
 
 
 def prepared(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -170,4 +213,5 @@ def prepared(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def rows_of(path: Path = ROWS) -> list[dict[str, str]]:
     """The rows of a CSV file; lines that begin with # are comments."""
-    return list(csv.DictReader(line for line in path.read_text(encoding="utf-8").splitlines() if line[:1] != "#"))
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    return list(csv.DictReader(lines))

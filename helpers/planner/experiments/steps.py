@@ -54,7 +54,7 @@ def published_steps() -> list[PublishedStep]:
     """The rows, planned."""
     steps = []
     for row in rows_of(ROWS):
-        tables = (tomllib.loads(f"table = {{{row[name]}}}")["table"] for name in TABLES)
-        tokens, gib = (float(row[name] or 0) for name in ("tokens", "gib"))
-        steps.append(PublishedStep(row["what"], plan(*tables), tokens, gib, row["source"]))
+        tables = [tomllib.loads(f"table = {{{row[name]}}}")["table"] for name in TABLES]
+        gib = float(row["gib"]) if row["gib"] else 0.0
+        steps.append(PublishedStep(row["what"], plan(*tables), float(row["tokens"]), gib, row["source"]))
     return steps

@@ -85,16 +85,15 @@ def the_planner_forgets_the_backwards_gathers(module: Any) -> None:
 def the_planner_never_waits_for_a_stage(module: Any) -> None:
     """The planner's pipelines have no bubble."""
 
-    @instead_of(module, "parts_of")
-    def parts_of(true: Any, *inputs: Any) -> Any:
-        parts = true(*inputs)
-        return lambda constants: parts(constants) | {"waiting for stages": 0}
+    @instead_of(module, "seconds_of_parts")
+    def seconds_of_parts(true: Any, *inputs: Any) -> dict[str, float]:
+        return true(*inputs) | {"waiting for stages": 0}
 
 
 @lie("15", "float8|linear", module="helpers.planner.layout")
 def attention_multiplies_in_float8(module: Any) -> None:
     """The planner's attention and head multiply in float8, as its linear layers do."""
-    replace(module.Layout, "other_dtype", property(lambda layout: layout.dtype))
+    replace(module.Layout, "attention_dtype", property(lambda layout: layout.dtype))
 
 
 @lie("15", "power|GPU", module="helpers.planner.cluster")
@@ -107,22 +106,21 @@ def a_limit_of_power_costs_nothing(module: Any) -> None:
 def what_is_gathered_once_takes_no_memory(module: Any) -> None:
     """The planner's FSDP gathers once a step, and forgets that parameters and gradients stay."""
 
-    @instead_of(module, "gathered")
-    def gathered(true: Any, *inputs: Any) -> Any:
-        begins, reduces = true(*inputs)
-        conventions = inputs[-1]
+    @instead_of(module, "fullest_moment")
+    def fullest_moment(true: Any, model: Any, layout: Any, conventions: Any, *inputs: Any) -> dict[str, float]:
+        kinds = true(model, layout, conventions, *inputs)
         if conventions.gather == "once":
-            return 0, reduces - begins
-        return begins, reduces
+            kinds["gathered"] = 0
+        return kinds
 
 
 @lie("15", "GiB|every second", module=MEMORY)
 def sac_keeps_every_product(module: Any) -> None:
     """The planner's checkpointing of operations keeps every matrix product."""
 
-    @instead_of(module, "products_of")
-    def products_of(true: Any, *inputs: Any) -> Any:
-        return [product for product in true(*inputs) for _ in range(2)]  # of these it keeps every second
+    @instead_of(module, "matrices_of")
+    def matrices_of(true: Any, *inputs: Any) -> Any:
+        return [matrix for matrix in true(*inputs) for _ in range(2)]  # of these it keeps every second
 
 
 @lie("15", "fail|kept|left", module="helpers.planner.failures")
