@@ -218,35 +218,17 @@ def raises(error):
 
 
 @pytest.mark.ranks
-def test_healthy_ranks(run_doctor):
-    result = run_doctor(4, sabotage=lambda rank: None)
-    assert result.statuses == [0, 0, 0, 0]
-    check_healthy_report(result.out, ranks=4)
-
-
-@pytest.mark.ranks
-def test_a_rank_that_never_comes_is_named_and_the_others_are_examined(run_doctor):
+def test_a_rank_that_comes_too_late_is_named_and_the_others_are_examined(run_doctor):
     def sabotage(rank):
         if rank == 0:
-            raise SystemExit
+            time.sleep(20)
 
     result = run_doctor(4, sabotage, timeout=10)
-    assert result.statuses == ["gone", 1, 1, 1]
+    assert result.statuses == [1, 1, 1, 1]
     assert "Rank 0 of 4 did not come within 10 s." in result.text
     assert "reached by 3 of 4" in result.text
     assert "3 of 3 pairs right" in result.text
     assert result.right_collectives == [*COLLECTIVES]
-
-
-@pytest.mark.ranks
-def test_a_rank_that_comes_too_late_is_told_so(run_doctor):
-    def sabotage(rank):
-        if rank == 1:
-            time.sleep(20)
-
-    result = run_doctor(3, sabotage, timeout=10)
-    assert result.statuses == [1, 1, 1]
-    assert "Rank 1 of 3 did not come" in result.text
     assert "The others went on without this rank: it was too slow." in result.text
 
 
@@ -261,19 +243,6 @@ def test_a_rank_that_dies_on_the_way_is_named_with_the_step(run_doctor):
     assert re.search(r"Rank 1 on \S+ stopped answering in the step: all_reduce\.", result.text)
     assert result.failed_collectives == ["all_reduce"]
     assert result.problems == 1
-
-
-@pytest.mark.ranks
-def test_a_rank_whose_interface_has_no_address_is_left_out(run_doctor):
-    def sabotage(rank):
-        if rank == 0:
-            os.environ["GLOO_SOCKET_IFNAME"] = NO_INTERFACE
-
-    result = run_doctor(3, sabotage)
-    assert result.statuses == [1, 1, 1]
-    assert f"Rank 0 should use the network interface {NO_INTERFACE}, which has no address." in result.text
-    assert "1 of 1 pairs right" in result.text
-    assert result.right_collectives == [*COLLECTIVES]
 
 
 @pytest.mark.ranks

@@ -42,9 +42,9 @@ class Quantity:
     label: str
     unit: str
     unit_size: float  # in base units
-    planned: float  # in base units, as is ``enough``
-    enough: float
+    planned: float  # in base units
     field: str  # of the plan's table [cluster]
+    enough: float = ENOUGH_OF_A_SPEED  # the share of the planned number that a rank should have
 
 
 def read_plan(path: str) -> Plan:
@@ -77,22 +77,19 @@ def compare(findings: Findings, plan: Plan) -> Iterator[Comparison]:
     yield compare_count("ranks", findings.world_size, plan.ranks)
     yield compare_count("nodes", len(findings.hosts), plan.nodes)
 
-    memory = Quantity("memory", "GB", 1e9, plan.memory, plan.memory, "memory")
-    yield compare_slowest(memory, memory_by_rank(findings))
+    memory = Quantity("memory", "GB", 1e9, plan.memory, field="memory", enough=1.0)
+    yield compare_least(memory, memory_by_rank(findings))
 
     speeds = {rank: speeds for rank, speeds in findings.plan_speeds.items() if speeds is not None}
-    matmul = speed_of("matmul", f"TFLOP/s in {plan.dtype}", 1e12, plan.speeds.matmul or 0.0, f"peaks.{plan.dtype}")
-    yield compare_slowest(matmul, {rank: each.matmul for rank, each in speeds.items()})
+    peak = plan.speeds.matmul or 0.0
+    matmul = Quantity("matmul", f"TFLOP/s in {plan.dtype}", 1e12, peak, field=f"peaks.{plan.dtype}")
+    yield compare_least(matmul, {rank: speed.matmul for rank, speed in speeds.items()})
     if plan.ranks > plan.nodes:
-        in_node = speed_of("in a node", "GB/s", 1e9, plan.speeds.in_node, "link_in_node")
-        yield compare_slowest(in_node, {rank: each.in_node for rank, each in speeds.items()})
+        in_node = Quantity("in a node", "GB/s", 1e9, plan.speeds.in_node, field="link_in_node")
+        yield compare_least(in_node, {rank: speed.in_node for rank, speed in speeds.items()})
     if plan.nodes > 1:
-        between = speed_of("between", "GB/s", 1e9, plan.speeds.between, "link_between")
-        yield compare_slowest(between, {rank: each.between for rank, each in speeds.items()})
-
-
-def speed_of(label: str, unit: str, unit_size: float, planned: float, field: str) -> Quantity:
-    return Quantity(label, unit, unit_size, planned, planned * ENOUGH_OF_A_SPEED, field)
+        between = Quantity("between", "GB/s", 1e9, plan.speeds.between, field="link_between")
+        yield compare_least(between, {rank: speed.between for rank, speed in speeds.items()})
 
 
 def memory_by_rank(findings: Findings) -> dict[int, float]:
@@ -118,7 +115,7 @@ def compare_count(label: str, count: int, planned: int) -> Comparison:
     return Comparison(line, problem)
 
 
-def compare_slowest(quantity: Quantity, by_rank: Mapping[int, float | None]) -> Comparison:
+def compare_least(quantity: Quantity, by_rank: Mapping[int, float | None]) -> Comparison:
     """Compare the rank that has least of a quantity with the plan."""
     planned = f"{quantity.planned / quantity.unit_size:.3g}"
     measured = {rank: number for rank, number in by_rank.items() if number}
@@ -131,11 +128,11 @@ def compare_slowest(quantity: Quantity, by_rank: Mapping[int, float | None]) -> 
         f"{quantity.label:10}has {number / quantity.unit_size:.3g} {quantity.unit} on rank {rank}, "
         f"the plan counts on {planned}"
     )
-    if number >= quantity.enough:
+    if number >= quantity.enough * quantity.planned:
         return Comparison(line)
     shortage = "less"
-    if quantity.enough < quantity.planned:
-        shortage = f"less than {quantity.enough / quantity.planned:.0%}"
+    if quantity.enough < 1:
+        shortage = f"less than {quantity.enough:.0%}"
     problem = Problem(
         f"The plan counts on {planned} {quantity.unit} {quantity.label}, and rank {rank} has {shortage} of it.",
         f"Look at that rank's host; or plan again with [cluster] {quantity.field} = {number:.3g}",
