@@ -176,18 +176,16 @@ class Result:
 def run_doctor(capsys):
     """A function that runs the doctor on ranks of this machine.
 
-    ``sabotage`` is called on each rank, with its number, before the doctor. ``report_seconds`` replaces REPORT_SECONDS
-    where the ranks would wait in vain.
+    ``sabotage`` is called on each rank, with its number, before the doctor.
     """
     warm()
 
-    def run(count, sabotage, timeout=60, report_seconds=membership.REPORT_SECONDS, plan=None):
+    def run(count, sabotage, timeout=60, plan=None):
         # As under torchrun, no rank serves the store: this process does.
         store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
         def on_rank(port):
             torch.set_num_threads(1)
-            membership.REPORT_SECONDS = report_seconds
             dist.barrier()
             dist.destroy_process_group()
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -238,7 +236,7 @@ def test_a_rank_that_dies_on_the_way_is_named_with_the_step(run_doctor):
         if rank == 1:
             dist.all_reduce = raises(SystemExit())
 
-    result = run_doctor(3, sabotage, timeout=5, report_seconds=1)
+    result = run_doctor(3, sabotage, timeout=5)
     assert result.statuses == [1, "gone", 1]
     assert re.search(r"Rank 1 on \S+ stopped answering in the step: all_reduce\.", result.text)
     assert result.failed_collectives == ["all_reduce"]
