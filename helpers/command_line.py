@@ -60,7 +60,7 @@ def status_of_failed_output(error: OSError, say_why: bool = True) -> int:
     if reader_has_left:
         return READER_HAS_LEFT
     if say_why:
-        print(f"error: the output cannot be written: {error.strerror}.", file=sys.stderr)
+        print(f"error: the output cannot be written: {error.strerror}. Send it elsewhere.", file=sys.stderr)
     return 1
 
 

@@ -28,7 +28,8 @@ def test_a_pipe_whose_reader_has_left_is_quiet():
 def test_a_full_output_is_a_line():
     with open("/dev/full", "w") as full:
         done = subprocess.run(LIST, cwd=ROOT, stdout=full, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (1, b"error: the output cannot be written: No space left on device.\n")
+    message = b"error: the output cannot be written: No space left on device. Send it elsewhere.\n"
+    assert (done.returncode, done.stderr) == (1, message)
 
 
 def test_a_timeout_that_cannot_be_is_two_lines(helpers):

@@ -111,7 +111,9 @@ def test_planted_differences_are_named_and_the_next_start_keeps_what_has_ended(h
 
 @pytest.mark.ranks
 def test_a_start_that_cannot_be_is_two_lines(helpers, tmp_path):
+    (tmp_path / "file").touch()
     for words, message in (
+        (["--out", tmp_path / "file" / "out"], "is no folder: Not a directory."),
         (["--chapters", "99"], "no chapter"),
         (["--rehearsal", "--record"], "--record is for real GPUs"),
         (["--chapters", "04"], "nvidia-smi"),  # there is no GPU
@@ -286,6 +288,7 @@ ONE = {"one": Step(1.0, [], "as on gloo", "torchrun one.py")}
 
 
 def results(folder, commit="abc", steps=None, **options):
+    folder.mkdir(exist_ok=True)
     record = Record({"machine": MACHINE, "commit": commit}, steps or {})
     return command.Results(folder, record, names=["one", "two"], tolerances={}, **options)
 

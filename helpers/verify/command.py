@@ -73,6 +73,11 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
     """As ``main``, until the moment ``end``, with scripts and logs in a folder. ValueError where it cannot begin."""
     if args.record and (args.rehearsal or not LIBRARY.is_dir()):
         raise ValueError("--record is for real GPUs, in a copy of the repository.\nLeave it out.")
+    out = args.out.absolute()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{args.out} is no folder: {error.strerror}.\nName another one: --out DIR") from None
     logs = folder / "logs"
     logs.mkdir()
     launcher = Launcher(args.gpus or 2, args.rehearsal, logs, end, os.environ.get("OMP_NUM_THREADS", ""))
@@ -102,7 +107,7 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
         facts=facts,
     )
     results = Results(
-        out=args.out.absolute(),
+        out=out,
         record=Record(facts_of(machine, launcher), predictions=predictions_for(machine.gpus[0], gpus)),
         names=ordered(probes, facts, ranks, with_launch_checks),
         tolerances={name: chapter.tolerance for name, chapter in facts_by_chapter.items()},
@@ -208,7 +213,6 @@ class Results:
         self.record.facts["command"] = f"`{shlex.join(['python', '-m', 'helpers', *sys.argv[1:]])}`"
         self.record.facts["date"] = f"{datetime.now(UTC):%Y-%m-%d}"
         text = page(self.record, self.missing, self.tolerances)
-        self.out.mkdir(parents=True, exist_ok=True)
         write(self.record, self.out / "results.json")
         write_whole(text, self.out / "page.md")
         if self.name_in_library:
