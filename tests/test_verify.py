@@ -16,7 +16,7 @@ from helpers.verify.machine import Machine, obstacle
 from helpers.verify.order import ordered, probes_of
 from helpers.verify.page import page
 from helpers.verify.record import Figure, Prediction, Probe, Record, Step, beside, read, write
-from helpers.verify.runs import ENDING, Launcher, OutOfTime, Run, cause, threads_of_a_rank
+from helpers.verify.runs import ENDING, Finished, Launcher, OutOfTime, Run, cause, threads_of_a_rank
 
 SCRIPT = """\
 import json
@@ -342,10 +342,17 @@ def test_runs_at_once_share_the_cores(tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(16), raising=False)
     assert threads_of_a_rank(ranks=2, at_once=3) == 2
     assert threads_of_a_rank(ranks=8, at_once=3) == 1
-    script = tmp_path / "threads.py"
-    script.write_text('import os\n\nprint("result", "{\\"threads\\": %s}" % os.environ["OMP_NUM_THREADS"])\n')
-    assert launcher(tmp_path).run("gloo", script, [], 100, at_once=3).result == {"threads": 5}
-    assert launcher(tmp_path, threads="7").run("gloo", script, [], 100, at_once=3).result == {"threads": 7}
+
+    threads = []
+
+    def python(self, words, name, timeout, **variables):
+        threads.append(variables["OMP_NUM_THREADS"])
+        return Finished(status=0, out="", errors="")
+
+    monkeypatch.setattr(Launcher, "python", python)
+    launcher(tmp_path).run("gloo", tmp_path / "script.py", [], 100, at_once=3)
+    launcher(tmp_path, threads="7").run("gloo", tmp_path / "script.py", [], 100, at_once=3)
+    assert threads == ["5", "7"], "what the user has set wins"
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

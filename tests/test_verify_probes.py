@@ -96,8 +96,8 @@ def test_a_probe_that_fails_or_hangs_keeps_what_it_measured(tmp_path, monkeypatc
     assert failed.figures == measured
     assert failed.texts == {"said": "a line"}
 
-    hung = measure(launcher, Task("hangs", "broken", "A probe", 40), 1, predictions)
-    assert hung.trouble == "hung: it still ran after 40 s"
+    hung = measure(launcher, Task("hangs", "broken", "A probe", 25), 1, predictions)
+    assert hung.trouble == "hung: it still ran after 25 s"
     assert hung.figures == measured
 
 
@@ -256,6 +256,7 @@ sys.meta_path.insert(0, Refuse())
 
 
 @pytest.mark.ranks
+@pytest.mark.daily
 @pytest.mark.timeout(900)
 def test_a_copy_without_git_nbformat_and_ruff_takes_the_scripts_that_came_along(tmp_path):
     """What a machine with GPUs has: PyTorch, a copy of the repository, and the folder that `make scripts` wrote."""
