@@ -50,9 +50,10 @@ def main(args: argparse.Namespace) -> int:
             return start_local(args.nproc, [f"{name}={value}" for name, value in options.items() if value])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # So Ctrl-C ends this rank in torch's waits, too.
     try:
-        status = run_rank(launched, args.backend, args.timeout, plan)
-    except OSError as error:
-        status = status_of_failed_output(error)
+        try:
+            status = run_rank(launched, args.backend, args.timeout, plan)
+        except OSError as error:
+            status = status_of_failed_output(error)
     except Exception:
         traceback.print_exc()
         status = 1
