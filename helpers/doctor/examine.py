@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from helpers.doctor.plan import Plan
 from helpers.doctor.report import report
 from helpers.doctor.trials import Speeds, Trial
 from helpers.ranks.torchrun import set_defaults
+
+Result = TypeVar("Result")
 
 CLOCK_READINGS = 5  # Some ranks read their clock late, so the smallest difference counts.
 
@@ -205,11 +208,7 @@ def try_collectives(membership: Membership) -> dict[str, dict[int, Trial | None]
         if not membership.backend:
             break
         answers = membership.attempt(name, partial(trials.try_collective, name, membership.device))
-        by_name[name] = {}
-        for rank, answer in answers.items():
-            by_name[name][rank] = None
-            if answer is not None:
-                by_name[name][rank] = Trial(**answer)
+        by_name[name] = parsed(Trial, answers)
     return by_name
 
 
@@ -261,12 +260,17 @@ def try_plan(membership: Membership, plan: Plan, hosts: list[str]) -> dict[int, 
     answers = membership.attempt(
         "what the plan counts on", lambda: trials.try_plan(plan.dtype, hosts, membership.device)
     )
-    speeds: dict[int, Speeds | None] = {}
+    return parsed(Speeds, answers)
+
+
+def parsed(record: type[Result], answers: Mapping[int, dict[str, Any] | None]) -> dict[int, Result | None]:
+    """The answers as records again, of which JSON has made dicts; None stays None."""
+    results: dict[int, Result | None] = {}
     for rank, answer in answers.items():
-        speeds[rank] = None
+        results[rank] = None
         if answer is not None:
-            speeds[rank] = Speeds(**answer)
-    return speeds
+            results[rank] = record(**answer)
+    return results
 
 
 # --- without a launcher -----------------------------------------------------------------------------------------------
