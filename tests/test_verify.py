@@ -15,7 +15,7 @@ from helpers.verify.compare import differences
 from helpers.verify.machine import Machine, obstacle
 from helpers.verify.order import ordered, probes_of
 from helpers.verify.page import page
-from helpers.verify.record import Figure, Prediction, Probe, Record, Step, beside, read, write
+from helpers.verify.record import Figure, Prediction, Probe, Record, Step, read, write
 from helpers.verify.runs import ENDING, Finished, Launcher, OutOfTime, Run, cause, threads_of_a_rank
 
 SCRIPT = """\
@@ -254,13 +254,6 @@ def test_a_page_of_real_gpus():
         assert line in text, text
 
 
-def test_a_page_before_anything_has_run():
-    text = page(Record({"machine": "m"}), missing=["one"], tolerances={})
-    assert "Not run yet: one." in text
-    assert "the planner does not know this GPU" in text
-    assert "Nothing yet." in text
-
-
 def test_a_record_is_read_as_it_was_written(tmp_path):
     record = Record(
         facts={"machine": "m"},
@@ -274,14 +267,6 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
         (tmp_path / "broken.json").write_text(text)
         with pytest.raises(ValueError, match="broken.json is not a record of a verification"):
             read(tmp_path / "broken.json")
-
-
-def test_a_figure_gets_its_prediction():
-    predictions = [Prediction("other", "ms", 1.0), Prediction("step", "ms", 100.0, 90.0, 120.0)]
-    figure = beside(Figure("step", 110.0, "ms"), predictions)
-    assert figure == Figure("step", 110.0, "ms", 100.0, 90.0, 120.0)
-    assert figure.ratio == pytest.approx(1.1)
-    assert beside(Figure("new", 1.0, "ms"), predictions).ratio is None
 
 
 ONE = {"one": Step(1.0, [], "as on gloo", "torchrun one.py")}

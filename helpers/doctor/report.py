@@ -110,47 +110,46 @@ def summary(findings: Findings) -> Iterator[str]:
         versions = sorted({facts.versions[program] for facts in all_facts} - {""})
         if versions:
             programs.append(f"{program} {' and '.join(versions)}")
-    yield f"{'versions':10}{', '.join(programs)}"
+    yield f"versions  {', '.join(programs)}"
 
     shared_memory = [facts.shared_memory for facts in all_facts if facts.shared_memory is not None]
     if shared_memory:
-        yield f"{'memory':10}{min(shared_memory) / 1e9:.1f} GB of shared memory free"
+        yield f"memory    {min(shared_memory) / 1e9:.1f} GB of shared memory free"
     else:
-        yield f"{'memory':10}shared memory: not known here"
+        yield "memory    shared memory: not known here"
 
-    yield f"{'store':10}{findings.store_address}, reached by {len(all_facts)} of {findings.world_size}"
+    yield f"store     {findings.store_address}, reached by {len(all_facts)} of {findings.world_size}"
 
     with_address = [facts for facts in all_facts if facts.address]
     connections = len(with_address) * (len(all_facts) - 1)
     if connections:
         failed = sum(len(reasons) for reasons in findings.unreachable.values())
-        yield f"{'tcp':10}{connections - failed} of {connections} connections between ranks open"
+        yield f"tcp       {connections - failed} of {connections} connections between ranks open"
     else:
-        yield f"{'tcp':10}one rank: no connections"
+        yield "tcp       one rank: no connections"
 
     offsets = findings.clock_offsets.values()
     milliseconds = 1e3 * (max(offsets) - min(offsets))
     if milliseconds > 1:
-        yield f"{'clocks':10}at most {milliseconds:.0f} ms apart"
+        yield f"clocks    at most {milliseconds:.0f} ms apart"
     else:
-        yield f"{'clocks':10}less than 1 ms apart"
+        yield "clocks    less than 1 ms apart"
 
     pairs = math.comb(len(findings.members), 2)
     if pairs:
         right = [link for link in findings.links.values() if link.right]
-        yield f"{'links':10}{len(right)} of {pairs} pairs right"
+        yield f"links     {len(right)} of {pairs} pairs right"
     else:
-        yield f"{'links':10}one rank: no links"
+        yield "links     one rank: no links"
 
     rank = slowest(findings.compute_speeds)
     if rank:
-        yield f"{'slowest':10}rank {rank.key} computes in {rank.median / rank.speed:.2f} times the median"
+        yield f"slowest   rank {rank.key} computes in {rank.median / rank.speed:.2f} times the median"
     pair = slowest({ranks: link.speed for ranks, link in findings.links.items()})
     if pair:
         first, second = pair.key
-        yield (
-            f"{'':10}ranks {first} and {second}: {gigabytes(pair.speed)} GB/s, the median pair {gigabytes(pair.median)}"
-        )
+        speeds = f"{gigabytes(pair.speed)} GB/s, the median pair {gigabytes(pair.median)}"
+        yield f"          ranks {first} and {second}: {speeds}"
 
 
 def table_of_collectives(findings: Findings) -> list[str]:
