@@ -18,14 +18,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\nSee {self.prog} --help.\n")
 
 
-def whole(text: str) -> int:
+def positive_int(text: str) -> int:
     """An argument as a number. Raises ArgumentTypeError for anything but a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0; give 1, 2, 3, …")
     return int(text)
 
 
-def positive(text: str) -> float:
+def positive_seconds(text: str) -> float:
     """An argument as a number of seconds. Raises ArgumentTypeError for 0, less, or text."""
     try:
         seconds = float(text)

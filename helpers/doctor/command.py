@@ -6,7 +6,7 @@ import signal
 import sys
 import traceback
 
-from helpers.command_line import positive, status_of_failed_output, whole
+from helpers.command_line import positive_int, positive_seconds, status_of_failed_output
 from helpers.ranks.torchrun import folder_until_a_signal
 
 
@@ -17,8 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "The exit status is 1 where something is wrong."
     )
     add = parser.add_argument
-    add("--nproc", type=whole, metavar="N", help="without a launcher: how many ranks (default: one per GPU, or 2)")
-    add("--timeout", type=positive, default=60, metavar="S", help="seconds to wait for a rank (default: 60)")
+    add(
+        "--nproc",
+        type=positive_int,
+        metavar="N",
+        help="without a launcher: how many ranks (default: one per GPU, or 2)",
+    )
+    add("--timeout", type=positive_seconds, default=60, metavar="S", help="seconds to wait for a rank (default: 60)")
     add("--backend", choices=["gloo"], help="leave the GPUs out (default: NCCL where all ranks have one)")
     add("--plan", metavar="FILE", help="compare with a plan, written by: plan … --json > FILE")
 

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from helpers.command_line import whole
+from helpers.command_line import positive_int
 from helpers.planner import cluster as clusters
 from helpers.planner import model as models
 from helpers.planner.conventions import Conventions
@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL|FILE", help=f"a TOML file with {', '.join(TABLES)}; or a model's name")
     names, described = ", ".join(clusters.PRESETS), clusters.Cluster.described()
     parser.add_argument("cluster", nargs="?", metavar="CLUSTER", help=f"one of {names}; or a TOML file: {described}")
-    parser.add_argument("--gpus", type=whole, metavar="N", help="how many GPUs: of a named cluster, or to search for")
+    parser.add_argument(
+        "--gpus", type=positive_int, metavar="N", help="how many GPUs: of a named cluster, or to search for"
+    )
     sizes = f"fields of the model that win over the preset's: {models.Model.described()}"
     parser.add_argument("--sizes", metavar="A=1,B=2", help=sizes)
     for name, record in FIELDS.items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from helpers.command_line import positive, whole
+from helpers.command_line import positive_int, positive_seconds
 from helpers.export.facts import Script as ScriptFacts
 from helpers.ranks.torchrun import folder_until_a_signal
 from helpers.verify import steps
@@ -42,17 +42,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and the rehearsal. Steps that have ended are kept in the folder: the same command goes on. The exit status "
         "is 1 where something differs or is left."
     )
-    parser.add_argument("--gpus", type=whole, metavar="N", help="GPUs to use (default: all; in a rehearsal 2)")
+    parser.add_argument("--gpus", type=positive_int, metavar="N", help="GPUs to use (default: all; in a rehearsal 2)")
     parser.add_argument("--chapters", nargs="+", metavar="CHAPTER", help="these alone, or paths of scripts; no probes")
     parser.add_argument(
         "--probes", nargs="+", choices=[*PROBES], metavar="NAME", help=f"these alone: {' '.join(PROBES)}"
     )
     parser.add_argument("--out", type=Path, default=Path("verify"), metavar="DIR", help="folder (default: verify)")
     parser.add_argument(
-        "--timeout", type=positive, metavar="S", help="seconds of a run (default: a tenth of the minutes, at most 120)"
+        "--timeout",
+        type=positive_seconds,
+        metavar="S",
+        help="seconds of a run (default: a tenth of the minutes, at most 120)",
     )
     parser.add_argument(
-        "--minutes", type=positive, default=20, metavar="M", help="for everything; what is left then is left (20)"
+        "--minutes",
+        type=positive_seconds,
+        default=20,
+        metavar="M",
+        help="for everything; what is left then is left (20)",
     )
     parser.add_argument("--rehearsal", action="store_true", help="try the command on pretended GPUs")
     parser.add_argument("--record", action="store_true", help="write the page and results to book/measured, too")
@@ -97,7 +104,7 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
     probes = probes_of(args.probes, gpus)
     if args.chapters and not args.probes:
         probes = []
-    # Pretended GPUs cannot have ranks of a cell, and a whole verification alone takes the time for their checks.
+    # Pretended GPUs cannot have ranks of a cell, and only a verification of everything takes the time for their checks.
     with_launch_checks = steps.LAUNCH_CHECKS.exists() and not args.rehearsal and not args.chapters
     work = Work(
         launcher=launcher,
@@ -209,7 +216,7 @@ class Results:
         self.record.probes = earlier.probes
 
     def write(self) -> None:
-        """Write both files, each at once: whoever kills the command leaves whole ones."""
+        """Write both files, each at once: whoever kills the command leaves complete ones."""
         self.record.facts["command"] = f"`{shlex.join(['python', '-m', 'helpers', *sys.argv[1:]])}`"
         self.record.facts["date"] = f"{datetime.now(UTC):%Y-%m-%d}"
         text = page(self.record, self.missing, self.tolerances)
