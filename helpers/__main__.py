@@ -1,10 +1,9 @@
-"""The command line, ``python -m helpers``. What a command takes and does is in its room's ``command`` module."""
+"""The command line, ``python -m helpers``. What a command takes and does is in its folder's ``command`` module."""
 
 import argparse
-import os
 import sys
 
-from helpers.command_line import Parser
+from helpers.command_line import Parser, open_closed_streams, status_of_failed_output
 
 try:
     from helpers.doctor import command as doctor
@@ -14,6 +13,8 @@ try:
     from helpers.verify import command as verify
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not installed in this Python.\nTake the one that make sets up: .venv/bin/python")
+
+WITH_FLAGS = ("run", "rehearse")  # commands that hand flags to a script
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -45,29 +46,35 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     planner.add_arguments(command)
 
     flags: list[str] = []
-    if arguments[:1] in (["run"], ["rehearse"]) and "--" in arguments:
-        arguments, flags = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
+    if arguments and arguments[0] in WITH_FLAGS and "--" in arguments:
+        dashes = arguments.index("--")
+        flags = arguments[dashes + 1 :]
+        arguments = arguments[:dashes]
     args, unknown = parser.parse_known_args(arguments)
-    if stray := " ".join(unknown + getattr(args, "flags", [])):
-        takes_flags = args.command in ("run", "rehearse")
-        advice = f"put two dashes before the script's flags: -- {stray}"
-        commands.choices[args.command].error(advice if takes_flags else f"unrecognized arguments: {stray}")
+    stray = " ".join(unknown + getattr(args, "flags", []))
+    if stray:
+        message = f"unrecognized arguments: {stray}"
+        if args.command in WITH_FLAGS:
+            message = f"put two dashes before the script's flags: -- {stray}"
+        commands.choices[args.command].error(message)
     return args, flags
 
 
 def main(arguments: list[str]) -> int:
     """Run a command line, without the program's name; return its exit status. Wrong usage raises SystemExit(2)."""
-    args, flags = parse(arguments)
+    open_closed_streams()
+    status = 0
     try:
+        args, flags = parse(arguments)
         status = args.main(args, flags)
         sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # as in `list | head`; Python would flush again at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except OSError as error:
+        # A command that has failed has said so already.
+        status = status_of_failed_output(error, say_why=status == 0)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
-        return 130
+        status = 130
+    return status
 
 
 if __name__ == "__main__":

@@ -1,9 +1,15 @@
-"""What the commands of ``python -m helpers`` share: a parser, types of its arguments, names of files, and tables."""
+"""What the commands of ``python -m helpers`` share: a parser, types of arguments, names of files, output, and tables."""
 
 import argparse
+import errno
+import os
 import shlex
+import sys
 from collections.abc import Container, Sequence
 from typing import NoReturn
+
+READER_HAS_LEFT = 141  # the exit status that a shell gives for SIGPIPE
+FAILED_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 
 
 class Parser(argparse.ArgumentParser):
@@ -13,14 +19,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\nSee {self.prog} --help.\n")
 
 
-def whole(text: str) -> int:
+def positive_int(text: str) -> int:
     """An argument as a number. Raises ArgumentTypeError for anything but a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0; give 1, 2, 3, …")
     return int(text)
 
 
-def positive(text: str) -> float:
+def positive_seconds(text: str) -> float:
     """An argument as a number of seconds. Raises ArgumentTypeError for 0, less, or text."""
     try:
         seconds = float(text)
@@ -38,21 +44,53 @@ def as_argument(file: str) -> str:
     return shlex.quote(file)
 
 
+def open_closed_streams() -> None:
+    """Replace standard streams that the shell has closed, as in ``list >&-``, by /dev/null.
+
+    Otherwise the next file that is opened would get the stream's number, and output of ranks would go there.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.dup2(descriptor, number)
+            if descriptor != number:
+                os.close(descriptor)
+            setattr(sys, name, open(number, mode, closefd=False))
+
+
+def status_of_failed_output(error: OSError, say_why: bool = True) -> int:
+    """The exit status where standard output takes no more. Raises the error again if it is another one."""
+    reader_has_left = isinstance(error, BrokenPipeError)  # as in ``list | head``
+    if not reader_has_left and error.errno not in FAILED_WRITES:
+        raise error
+    # Python flushes the stream once more at its end. What is still in it goes to /dev/null then.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if reader_has_left:
+        return READER_HAS_LEFT
+    if say_why:
+        print(f"error: the output cannot be written: {error.strerror}. Send it elsewhere.", file=sys.stderr)
+    return 1
+
+
 def of_bytes(size: float) -> str:
     """A number of bytes with three digits that say something: 512 B, 1.5 kB, 3 MB."""
-    for name, unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= unit:
-            return f"{float(f'{size / unit:.3g}'):g} {name}"
+    for unit, bytes_per_unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= bytes_per_unit:
+            three_digits = float(f"{size / bytes_per_unit:.3g}")
+            return f"{three_digits:g} {unit}"
     return f"{size:.0f} B"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
     """Rows of text as lines with aligned columns: flush left if a column's number is in ``left``, else flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            text.ljust(width) if k in left else text.rjust(width)
-            for k, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = []
+        for column, text in enumerate(row):
+            if column in left:
+                cells.append(text.ljust(widths[column]))
+            else:
+                cells.append(text.rjust(widths[column]))
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -99,7 +99,7 @@ WAYS = {
     "python -m helpers verify --probes planned rates": Way(
         ("planned .*time of a step", "rates .*TFLOP/s"), ("verify/page.md",), "{} --rehearsal"
     ),
-    "python -m helpers verify --chapters 04 06 --again": Way(
+    "python -m helpers verify --chapters 04 06": Way(
         (f"{DDP} .*result as on gloo", f"{FSDP} .*result as on gloo"), ("verify/page.md",), "{} --rehearsal", daily=True
     ),
     "python -m helpers verify --rehearsal": Way(

@@ -1,4 +1,4 @@
-"""``python -m helpers doctor``: alone, under real torchrun, and on ranks of which something is broken."""
+"""``python -m helpers doctor`` on real ranks: as a command, and on ranks of which something is broken."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -17,85 +17,62 @@ import leftovers
 import pytest
 import torch
 import torch.distributed as dist
+from forked import AT_ADDRESS, TORCHRUN
 from slurm_cluster import STEP
 
-from helpers.doctor import examine as doctor
-from helpers.doctor import membership
-from helpers.doctor.membership import Place
+from helpers.doctor import examine, membership
+from helpers.doctor.membership import LaunchedRank
 from helpers.doctor.plan import Plan
-from helpers.doctor.trials import Speeds
+from helpers.doctor.trials import COLLECTIVES, Speeds
 from helpers.ranks.launch import RankError, launch, warm
 
 ROOT = Path(__file__).parents[1]
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-COLLECTIVES = ["broadcast", "scatter", "gather", "reduce", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
+LOOPBACK = "lo"
+if sys.platform == "darwin":
+    LOOPBACK = "lo0"
+NO_INTERFACE = "nowhere9"
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # A rank would need a second to import this file.
 
 
-@pytest.fixture(autouse=True)
-def environment():
-    """The doctor sets a log level for the ranks that it starts. Here that ends with the test."""
-    with mock.patch.dict(os.environ):
-        yield
-
-
-def check_report(out, count):
-    """Check what every report on ``count`` healthy local ranks has."""
+def check_healthy_report(out, ranks):
+    """Check what every report on healthy ranks of this machine has."""
     lines = out.partition("\n\nThat was this machine alone.")[0].splitlines()
-    assert max(map(len, lines)) <= 80 and not re.search(r"/\w+/", out.replace("/dev/shm", "")), out
-    assert lines[0] == f"{count} rank{'s' * (count > 1)} on 1 host, gloo" and lines[-1] == "Nothing is wrong here."
-    assert f"{LOOPBACK} 127.0.0.1" in out and f"torch {torch.__version__}" in out
-    assert re.search(rf"^store .* reached by {count} of {count}$", out, re.MULTILINE)
-    assert re.search(r"^clocks +(less than 1|at most \d{1,3}) ms apart$", out, re.MULTILINE)
-    pairs = count * (count - 1) // 2
-    assert f"{pairs} of {pairs} pairs right" in out or count == 1
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == f"{ranks} ranks on 1 host, gloo"
+    assert lines[-1] == "Nothing is wrong here."
+    assert f"{LOOPBACK} 127.0.0.1" in out
+    assert f"torch {torch.__version__}" in out
+    assert f"reached by {ranks} of {ranks}\n" in out
+    pairs = ranks * (ranks - 1) // 2
+    assert f"{pairs} of {pairs} pairs right" in out
     for name in COLLECTIVES:
-        row = re.search(rf"^{name} +yes +(\d+) +([\d.]+)$" if count > 1 else rf"^{name} +yes$", out, re.MULTILINE)
-        assert row and (count == 1 or float(row[2]) > 0), name
+        assert re.search(rf"(?m)^{name} +yes +\d+ +[\d.]+$", out), name
 
 
-# --- real processes ---------------------------------------------------------------------------------------------------
+# --- as a command -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def surroundings():
+def environment():
     """Environment variables without a launcher's. At the end, processes that a test has started must be gone."""
     with leftovers.surroundings() as environment:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "TORCHELASTIC_USE_AGENT_STORE"):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE"):
             environment.pop(name, None)
-        yield {**environment, "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        yield environment
 
 
-def run(environment, *command):
-    """The finished process of ``python -m command``."""
-    line = [sys.executable, "-m", *command]
-    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.ranks
-def test_under_torchrun(surroundings):
-    torchrun = ["torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    command = [*torchrun, "--nproc-per-node=2", "-m", "helpers", "doctor"]
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # without a network c10d warns that its client's name is not found
-    environment = {**surroundings, **quiet, "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}
-    done = run(environment, *command)
-    assert (done.returncode, done.stderr) == (0, "")
-    check_report(done.stdout, 2)
-
-    done = run({**environment, "GLOO_SOCKET_IFNAME": "nowhere9"}, *command)
-    flat = " ".join(done.stdout.split())
-    assert "Ranks 0-1 should use the network interface nowhere9, which has no address." in flat
-    assert re.search(r"starting a group on gloo failed on ranks 0-1: .*nowhere9", flat)
-    assert "\nno process group: no collective was tried\n" in done.stdout and "2 problems found" in done.stdout
-    assert len(re.findall(r"^ +exitcode", done.stderr, re.MULTILINE)) == 1  # torchrun tells of one rank
-    assert done.returncode == 1
+def run(environment, *words):
+    """The finished process of ``python words``."""
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
 
 
 @pytest.mark.ranks
-def test_alone(surroundings, tmp_path):
-    """The command as the prose has it, but with a plan that asks for little."""
+def test_without_a_launcher_it_starts_two_ranks_here_and_compares_them_with_a_plan(environment, tmp_path):
     tables = {
         "model": {"name": "tiny"},
         "cluster": {"gpu": "cpu", "gpus": 2, "nodes": 1, "peak": 1e6, "link_in_node": 1e3},
@@ -104,19 +81,32 @@ def test_alone(surroundings, tmp_path):
     }
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(tables))
-    done = run(surroundings, "helpers", "doctor", "--plan", str(plan))
+    done = run(environment, "-m", "helpers", "doctor", "--plan", plan)
     assert (done.returncode, done.stderr) == (0, "")
-    check_report(done.stdout, 2)
-    rows = re.findall(r"^(.{10})has .*, the plan counts on \S+$", done.stdout, re.MULTILINE)
-    assert [row.rstrip() for row in rows] == ["ranks", "nodes", "memory", "matmul", "in a node"]
+    check_healthy_report(done.stdout, ranks=2)
+    compared = re.findall(r"(?m)^(.{10})has .*, the plan counts on \S+$", done.stdout)
+    assert [label.rstrip() for label in compared] == ["ranks", "nodes", "memory", "matmul", "in a node"]
 
 
 @pytest.mark.ranks
-def test_interrupted(surroundings):
-    """Ctrl-C reaches the command alone, which ends its ranks."""
+def test_under_torchrun_one_rank_of_a_host_fails_where_a_problem_is_found(environment):
+    # Without a network c10d warns that its client's name is not found.
+    environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": NO_INTERFACE}
+    done = run(environment, *TORCHRUN, *AT_ADDRESS, "--nproc-per-node=2", "-m", "helpers", "doctor")
+    text = " ".join(done.stdout.split())
+    assert f"Ranks 0-1 should use the network interface {NO_INTERFACE}, which has no address." in text
+    assert re.search(rf"starting a group on gloo failed on ranks 0-1: .*{NO_INTERFACE}", text)
+    assert "\nno process group: no collective was tried\n" in done.stdout
+    assert "2 problems found" in text
+    assert done.returncode == 1
+    assert len(re.findall(r"(?m)^ +exitcode", done.stderr)) == 1
+
+
+@pytest.mark.ranks
+def test_ctrl_c_ends_the_command_with_its_ranks(environment):
     command = [sys.executable, "-m", "helpers", "doctor", "--nproc", "2"]
-    with subprocess.Popen(command, cwd=ROOT, env=surroundings, process_group=0, **PIPES) as process:
-        mark = surroundings[leftovers.MARK]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0, **PIPES) as process:
+        mark = environment[leftovers.MARK]
         assert leftovers.wait_until(lambda: len(leftovers.processes(mark)) == 3)
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=60)
@@ -124,56 +114,96 @@ def test_interrupted(surroundings):
 
 
 @pytest.mark.ranks
-def test_two_tasks_of_a_slurm_step(surroundings):
-    """With Slurm's variables and without Slurm: rank 0 serves the store, and the other rank finds it."""
-    with socket.socket() as holder:  # it keeps the port from others until rank 0 listens there
+def test_under_srun_rank_0_serves_the_store_and_the_other_rank_finds_it(environment):
+    with socket.socket() as holder:  # It keeps the port from other programs until rank 0 listens there.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
-        environment = {
-            **surroundings,
+        port = holder.getsockname()[1]
+        environment |= {
             **STEP,
             "SLURM_STEP_NUM_TASKS": "2",
             "SLURM_STEP_NODELIST": "127.0.0.1",
-            "MASTER_PORT": str(holder.getsockname()[1]),
+            "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": LOOPBACK,
-            "OMP_NUM_THREADS": "1",
         }
         tasks = []
-        for rank in "01":
-            environment |= {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
-            command = [sys.executable, "-m", "helpers", "doctor", "--timeout", "60"]
-            tasks.append(subprocess.Popen(command, cwd=ROOT, env=environment, **PIPES))
-        (out, errors), nothing = (task.communicate(timeout=120) for task in tasks)
-    assert [task.returncode for task in tasks] == [0, 0] and errors == "" and nothing == ("", "")
-    check_report(out, 2)
+        for rank in ("0", "1"):
+            variables = {**environment, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+            command = [sys.executable, "-m", "helpers", "doctor"]
+            tasks.append(subprocess.Popen(command, cwd=ROOT, env=variables, **PIPES))
+        out, errors = tasks[0].communicate(timeout=200)
+        assert tasks[1].communicate(timeout=200) == ("", "")
+    assert [task.returncode for task in tasks] == [0, 0]
+    assert errors == ""
+    check_healthy_report(out, ranks=2)
 
 
 def test_a_cluster_needs_torch_and_psutil_alone():
-    more = "{'cloudpickle', 'matplotlib', 'nbformat'}"
-    source = f"import sys, helpers.__main__, helpers.doctor.examine; print({more} & {{*sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
+    not_needed = "{'cloudpickle', 'matplotlib', 'nbformat'}"
+    source = f"import sys, helpers.__main__, helpers.doctor.examine; print({not_needed} & {{*sys.modules}})"
+    done = run(None, "-c", source)
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
-# --- worlds in which something is broken ------------------------------------------------------------------------------
+# --- on ranks of which something is broken ----------------------------------------------------------------------------
 
 
-WORLDS = []
+@dataclass
+class Result:
+    """What the ranks returned, and what they printed."""
+
+    statuses: list
+    out: str
+
+    @property
+    def text(self):
+        return " ".join(self.out.split())
+
+    @property
+    def problems(self):
+        return int(re.search(r"(?m)^(\d+) problems? found$", self.out)[1])
+
+    @property
+    def failed_collectives(self):
+        return re.findall(r"(?m)^(\w+) +NO\b", self.out)
+
+    @property
+    def right_collectives(self):
+        return re.findall(r"(?m)^(\w+) +yes\b", self.out)
 
 
-def world(statuses, *texts, wrong=(), problems=1, timeout=60, report=membership.REPORT_SECONDS):
-    """A decorator for what each rank of a world does before it is examined; if it returns "absent", the rank leaves.
+@pytest.fixture
+def run_doctor(capsys):
+    """A function that runs the doctor on ranks of this machine.
 
-    ``statuses`` are those of the ranks, ``texts`` are patterns that the output has, whatever its line breaks, and
-    ``wrong`` are the collectives whose row says NO. ``report`` replaces REPORT_SECONDS, where a wait is in vain.
+    ``sabotage`` is called on each rank, with its number, before the doctor.
     """
+    warm()
 
-    def register(prepare):
-        case = (prepare, statuses, texts, list(wrong), problems, timeout, report)
-        WORLDS.append(pytest.param(*case, id=f"{prepare.__name__}-{len(statuses)}"))
-        return prepare
+    def run(count, sabotage, timeout=60, plan=None):
+        # As under torchrun, no rank serves the store: this process does.
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
-    return register
+        def on_rank(port):
+            torch.set_num_threads(1)
+            dist.barrier()
+            dist.destroy_process_group()
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            del os.environ["TORCHELASTIC_RUN_ID"]  # with which one rank of a host alone would report a failure
+            rank = int(os.environ["RANK"])
+            try:
+                sabotage(rank)
+                launched = LaunchedRank(rank, count, rank, "127.0.0.1", port)
+                return examine.run_rank(launched, timeout=timeout, plan=plan)
+            except SystemExit:
+                return "gone"
+
+        with leftovers.unchanged():
+            statuses = launch(on_rank, store.port, nproc=count, timeout=timeout + 100)
+        out = re.sub(r"(?m)^\[ranks? [^]]*\] ?", "", capsys.readouterr().out)
+        return Result(statuses, out)
+
+    return run
 
 
 def raises(error):
@@ -185,166 +215,121 @@ def raises(error):
     return function
 
 
-for number in (1, 4):
+@pytest.mark.ranks
+def test_a_rank_that_comes_too_late_is_named_and_the_others_are_examined(run_doctor):
+    def sabotage(rank):
+        if rank == 0:
+            time.sleep(20)
 
-    @world([0] * number, problems=0)
-    def a_healthy_world(rank):
-        pass
-
-
-for number in (0, 2):
-
-    @world(
-        [None if rank == number else 1 for rank in range(4)],
-        f"Rank {number} of 4 did not come within 3 s\\.",
-        "store .* reached by 3 of 4",
-        "3 of 3 pairs right",  # the others were examined without it
-        timeout=3,
-    )
-    def a_rank_that_never_comes(rank, absent=number):
-        return "absent" if rank == absent else None
+    result = run_doctor(4, sabotage, timeout=10)
+    assert result.statuses == [1, 1, 1, 1]
+    assert "Rank 0 of 4 did not come within 10 s." in result.text
+    assert "reached by 3 of 4" in result.text
+    assert "3 of 3 pairs right" in result.text
+    assert result.right_collectives == [*COLLECTIVES]
+    assert "The others went on without this rank: it was too slow." in result.text
 
 
-for number in (0, 1):
-
-    @world(
-        ["dead" if rank == number else 1 for rank in range(3)],
-        rf"Rank {number} on \S+ stopped answering in the step: all_reduce\.",
-        wrong=["all_reduce"],
-        timeout=2,
-        report=0.5,
-    )
-    def a_rank_that_is_gone_on_the_way(rank, victim=number):
-        if rank == victim:
+@pytest.mark.ranks
+def test_a_rank_that_dies_on_the_way_is_named_with_the_step(run_doctor):
+    def sabotage(rank):
+        if rank == 1:
             dist.all_reduce = raises(SystemExit())
 
-
-for number in (2, 3):  # of 2 ranks, one is left, and of 3, two
-
-    @world([1] * number, r"Rank 0 should use the network interface nowhere9, which has no address\.")
-    def rank_0_without_an_address(rank):
-        if rank == 0:
-            os.environ["GLOO_SOCKET_IFNAME"] = "nowhere9"
+    result = run_doctor(3, sabotage, timeout=5)
+    assert result.statuses == [1, "gone", 1]
+    assert re.search(r"Rank 1 on \S+ stopped answering in the step: all_reduce\.", result.text)
+    assert result.failed_collectives == ["all_reduce"]
+    assert result.problems == 1
 
 
-@world([1, 1, 1], "Rank 1 of 3 did not come", "The others went on without this rank", timeout=3)
-def a_rank_that_comes_too_late(rank):
-    time.sleep(6 * (rank == 1))
+@pytest.mark.ranks
+def test_a_rank_that_takes_no_connection_is_left_out(run_doctor):
+    def sabotage(rank):
+        if rank == 1:
+            facts_of_rank = examine.facts_of_rank
+            silent = socket.socket()  # It has a port and does not listen there.
+            silent.bind(("127.0.0.1", 0))
+            port = silent.getsockname()[1]
+            examine.facts_of_rank = lambda *args: replace(facts_of_rank(*args), port=port)
+
+    result = run_doctor(3, sabotage)
+    assert result.statuses == [1, 1, 1]
+    assert "4 of 6 connections between ranks open" in result.text
+    assert re.search(r"Ranks 0, 2 cannot connect to rank 1 on \S+ \(\S+\): Connection refused\.", result.text)
+    assert "1 of 1 pairs right" in result.text
+    assert "This rank cannot connect to some others, which go on without it." in result.text
 
 
-@world(
-    [1, 1, 1],
-    r"scatter failed on ranks 0-2: out of order\..* gather failed on .*?rank 1: out of order",
-    r"all_reduce gave a wrong result on rank 2\.",
-    "3 of 3 pairs right",
-    wrong=["scatter", "gather", "all_reduce"],
-    problems=3,
-    timeout=3,
-)
-def collectives_that_raise_and_one_that_is_wrong(rank):
-    right = dist.all_reduce
+@pytest.mark.ranks
+def test_collectives_that_raise_or_are_wrong_are_named_with_their_ranks(run_doctor):
+    def sabotage(rank):
+        right_all_reduce = dist.all_reduce
 
-    def spoil(tensor, *args, **options):
-        work = right(tensor, *args, **options)
-        work.wait()
-        tensor[len(tensor) // 2] += rank == 2
-        return work
-
-    dist.all_reduce = spoil
-    dist.scatter = raises(RuntimeError("[/build/gloo/pair.cc:42] out of order\nand more"))
-    if rank == 1:
-        dist.gather = dist.scatter
-
-
-@world(
-    [1] * 4,
-    "4 of 6 pairs right",
-    r"failed on rank 0: with rank 1: cable cut; on rank 1: with rank 0: cable cut\.",
-    "rank 0 - none",
-    "Data between ranks 2 and 3 arrives changed",
-    problems=2,
-)
-def a_link_that_raises_and_one_that_is_wrong(rank):
-    exchange = dist.batch_isend_irecv
-
-    def spoil(operations):
-        if {rank, operations[0].peer} == {0, 1}:
-            raise RuntimeError("cable cut")
-        for work in exchange(operations):
+        def wrong_all_reduce(tensor, *args, **options):
+            work = right_all_reduce(tensor, *args, **options)
             work.wait()
-        operations[1].tensor[-1] += rank == 2 and operations[1].peer == 3
-        return []
+            tensor[len(tensor) // 2] += 1
+            return work
 
-    dist.batch_isend_irecv = spoil
+        dist.scatter = raises(RuntimeError("[/build/gloo/pair.cc:42] out of order\nand more"))
+        if rank == 1:
+            dist.gather = dist.scatter
+        if rank == 2:
+            dist.all_reduce = wrong_all_reduce
 
-
-@world(
-    [1, 1, 1],
-    "4 of 6 connections between ranks open",
-    r"Ranks 0, 2 cannot connect to rank 1 on \S+ \(\S+\): Connection refused\.",
-    "1 of 1 pairs right",
-    "others, which go on without it",
-)
-def an_address_that_takes_no_connection(rank):
-    if rank == 1:
-        facts = doctor.facts_of_rank
-        silent = socket.socket()  # it has a port and does not listen there
-        silent.bind(("127.0.0.1", 0))
-        doctor.facts_of_rank = lambda *args: replace(facts(*args), port=silent.getsockname()[1])
-
-
-@world(
-    [1] * 4,
-    "nodes +has 2, the plan counts on 2",
-    r"in a node has \S+ GB/s on rank \d, the plan counts on 1e-06 between +has \S+ GB/s on rank \d, the plan counts on",
-    r"Ranks 0-3 would listen on 127\.0\.0\.1",
-)
-def two_hosts_of_two_ranks_with_a_plan(rank):
-    doctor.socket.gethostname = lambda: f"node{rank // 2}"
-    plan = Plan("tiny on 4 x cpu", 4, 2, memory=1e6, dtype="float32", speeds=Speeds(1e6, 1e3, 1e3))
-    run_rank = doctor.run_rank
-    doctor.run_rank = lambda *args, **options: run_rank(*args, **options, plan=plan)
-
-
-@pytest.mark.parametrize(("prepare", "statuses", "texts", "wrong", "problems", "timeout", "report"), WORLDS)
-@pytest.mark.ranks
-def test_worlds(prepare, statuses, texts, wrong, problems, timeout, report, capsys):
-    """What is broken is named with its rank, and the rest is examined all the same.
-
-    As with torchrun, the store is not a rank's: this process serves it.
-    """
-    store, count = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), len(statuses)
-
-    def rank(port):
-        torch.set_num_threads(1)
-        membership.REPORT_SECONDS = report
-        dist.barrier()
-        dist.destroy_process_group()
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        del os.environ["TORCHELASTIC_RUN_ID"]  # with which one rank of a host alone reports a failure
-        number = int(os.environ["RANK"])
-        try:
-            if prepare(number) != "absent":
-                return doctor.run_rank(Place(number, count, number, "127.0.0.1", port), timeout=timeout)
-        except SystemExit:
-            return "dead"
-
-    warm()
-    with leftovers.unchanged():
-        assert launch(rank, store.port, nproc=count, timeout=timeout + 40) == statuses
-    out = re.sub(r"^\[ranks? [^]]*\] ?", "", capsys.readouterr().out, flags=re.MULTILINE)
-    flat = " ".join(out.split())
-    assert [text for text in texts if not re.search(text, flat)] == [], out
-    assert re.findall(r"^(\w+) +NO\b", out, re.MULTILINE) == wrong, out
-    assert re.findall(r"^(\w+) +yes\b", out, re.MULTILINE) == [name for name in COLLECTIVES if name not in wrong], out
-    if problems:
-        assert re.search(rf"^{problems} problems? found$", out, re.MULTILINE), out
-    else:
-        check_report(out, count)
+    result = run_doctor(3, sabotage, timeout=5)
+    assert result.statuses == [1, 1, 1]
+    assert "scatter failed on ranks 0-2: out of order." in result.text
+    assert re.search(r"gather failed on .*rank 1: out of order", result.text)
+    assert "all_reduce gave a wrong result on rank 2." in result.text
+    assert result.failed_collectives == ["scatter", "gather", "all_reduce"]
+    assert "3 of 3 pairs right" in result.text
+    assert result.problems == 3
 
 
 @pytest.mark.ranks
-def test_a_rank_that_hangs_where_no_timeout_reaches_leaves(capsys):
+def test_links_that_raise_or_are_wrong_are_named_with_both_ranks(run_doctor):
+    def sabotage(rank):
+        exchange = dist.batch_isend_irecv
+
+        def broken_exchange(operations):
+            send, receive = operations
+            if {rank, send.peer} == {0, 1}:
+                raise RuntimeError("cable cut")
+            for work in exchange(operations):
+                work.wait()
+            if (rank, send.peer) == (2, 3):
+                receive.tensor[-1] += 1
+            return []
+
+        dist.batch_isend_irecv = broken_exchange
+
+    result = run_doctor(4, sabotage)
+    assert result.statuses == [1, 1, 1, 1]
+    assert "4 of 6 pairs right" in result.text
+    assert "failed on rank 0: with rank 1: cable cut; on rank 1: with rank 0: cable cut." in result.text
+    assert "rank 0 - none" in result.text
+    assert "Data between ranks 2 and 3 arrives changed" in result.text
+    assert result.problems == 2
+
+
+@pytest.mark.ranks
+def test_two_hosts_of_two_ranks_are_compared_with_a_plan(run_doctor):
+    def sabotage(rank):
+        examine.socket.gethostname = lambda: f"node{rank // 2}"
+
+    plan = Plan("tiny on 4 x cpu", ranks=4, nodes=2, memory=1e6, dtype="float32", speeds=Speeds(1e6, 1e3, 1e3))
+    result = run_doctor(4, sabotage, plan=plan)
+    assert "nodes has 2, the plan counts on 2" in result.text
+    assert re.search(r"in a node has \S+ GB/s on rank \d, the plan counts on 1e-06", result.text)
+    assert re.search(r"between has \S+ GB/s on rank \d, the plan counts on 1e-06", result.text)
+    assert "Ranks 0-3 would listen on 127.0.0.1, which no other host can reach." in result.text
+    assert result.problems == 1
+
+
+@pytest.mark.ranks
+def test_a_rank_that_hangs_where_no_timeout_reaches_says_where_and_ends(capsys):
     def hang():
         membership.REPORT_SECONDS = 0
         membership.Membership(None, 0, 2, timeout=0.05).attempt("sleep", lambda: time.sleep(100))
@@ -362,11 +347,12 @@ def test_a_rank_that_hangs_where_no_timeout_reaches_leaves(capsys):
         (1, "no.such.host.invalid", "The host name no.such.host.invalid has no address here."),
     ],
 )
-def test_a_store_that_cannot_be_reached_or_served(rank, host, message, capsys, monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    with socket.socket() as silent:  # it has the port and does not listen there
-        silent.bind(("127.0.0.1", 0))
+def test_a_store_that_cannot_be_reached_or_served_is_one_line(rank, host, message, capsys):
+    with socket.socket() as silent, mock.patch.dict(os.environ):
+        silent.bind(("127.0.0.1", 0))  # It has the port and does not listen there.
         port = silent.getsockname()[1]
-        assert doctor.run_rank(Place(rank, 2, rank, host, port), timeout=0.5) == 1
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        assert examine.run_rank(LaunchedRank(rank, 2, rank, host, port), timeout=0.5) == 1
     error = capsys.readouterr().err
-    assert f": {message.format(port)}" in error and error.count("\n") == 1
+    assert f": {message.format(port)}" in error
+    assert error.count("\n") == 1

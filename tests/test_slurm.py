@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -23,11 +22,12 @@ from helpers.export import chapters
 from helpers.export.launch_files import Allocation
 
 TRAINER = chapters.find_notebook("11").stem
-pytestmark = [pytest.mark.system(missing=slurm_cluster.missing), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system(missing=slurm_cluster.missing), pytest.mark.timeout(900)]
 
+LAST_STEP = 1440
 FLAGS = ["--epochs", "8", "--batch-size", "8", "--lr", "0.02", "--log-every", "15", "--save-every", "90"]
-FLAGS += ["--backend", "gloo"]  # the batch file asks for NCCL, and the last flag wins
-KEPT = r"(?m)^start \d.*|^.*(?:rank\(s\)|starting anew|going on from|stopped by|result \{|Node failure on).*"
+FLAGS += ["--backend", "gloo"]  # The batch file asks for NCCL, and the last flag wins.
+SHOWN = r"(?m)^start \d.*|^.*(?:rank\(s\)|starting anew|going on from|stopped by|result \{|Node failure on).*"
 PROGRESS = r"\[default0\]:(?:step|epoch) \d+: "
 VARYING = [r"step_\d+", r"at step \d+", r"(step|epoch) \d+: .*", r"job \d+", r"-\d+\.out"]
 
@@ -40,47 +40,65 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with two chapters' scripts and their launch files for two nodes with one GPU each.
+    """A folder with the trainer's script and its launch files for two nodes with one GPU each.
 
     Two ranks, because the sum of two gradients has one value; that of more depends, in its last bits, on their order,
     which DDP changes after the first step of a run and of a resumed run.
     """
     folder = tmp_path_factory.mktemp("exported")
-    for chapter in ("11", "16"):
-        chapters.export(chapter, folder, allocation=Allocation(nodes=2, gpus_per_node=1, time="00:30:00"))
+    chapters.export("11", folder, allocation=Allocation(nodes=2, gpus_per_node=1, time="00:30:00"))
     return folder
+
+
+@pytest.fixture
+def submit(cluster, folder, tmp_path):
+    """A function that submits the exported batch file with another text in place of the trainer's script."""
+    shutil.copy(folder / f"{TRAINER}.sbatch", tmp_path)
+
+    def submit(text, *options):
+        (tmp_path / f"{TRAINER}.py").write_text(text)
+        return Job(cluster, tmp_path, options)
+
+    return submit
 
 
 class Job:
     """A submitted job, and the file that it writes."""
 
-    def __init__(self, cluster, folder, *options, flags=(), script=f"{TRAINER}.sbatch"):
-        self.cluster, self.folder = cluster, folder
-        self.command = ["sbatch", *options, script, *flags]
-        self.number = cluster.submit(*options, script, *flags, cwd=folder)
-        self.output = folder / f"{script.removesuffix('.sbatch')}-{self.number}.out"
+    def __init__(self, cluster, folder, options=(), flags=()):
+        self.cluster = cluster
+        self.folder = folder
+        arguments = [*options, f"{TRAINER}.sbatch", *flags]
+        self.command_line = " ".join(["sbatch", *arguments])
+        self.number = cluster.submit(*arguments, cwd=folder)
+        self.output = folder / f"{TRAINER}-{self.number}.out"
         self.work = self.output.with_suffix("")
 
     def starts(self):
-        """[what the job wrote] after each of its starts."""
-        text = self.output.read_text() if self.output.exists() else ""
-        return re.split(r"^(?=start \d+ on )", text, flags=re.MULTILINE)[1:]
+        """What the job wrote after each of its starts."""
+        if not self.output.exists():
+            return []
+        return re.split(r"^(?=start \d+ on )", self.output.read_text(), flags=re.MULTILINE)[1:]
 
-    def wait_for_training(self, start):
+    def wait_for_start(self, number):
+        self.cluster.wait_for(lambda: len(self.starts()) > number, self.output)
+
+    def wait_for_training(self, number):
         """Wait until the job has trained since this start."""
-        self.cluster.wait(lambda: len(self.starts()) > start and re.search(PROGRESS, self.starts()[start]), self.output)
+        self.wait_for_start(number)
+        self.cluster.wait_for(lambda: re.search(PROGRESS, self.starts()[number]), self.output)
 
-    def wait_for_start(self, start):
-        self.cluster.wait(lambda: len(self.starts()) > start, self.output)
+    def state(self):
+        """Such as PENDING; "" after the job's end, when Slurm has forgotten it."""
+        queue = ["squeue", "--noheader", "--format=%T", f"--job={self.number}"]
+        return self.cluster.run(*queue, check=False).strip()
 
     def wait_for_state(self, state):
-        """Wait for a state such as PENDING. None comes after the job's end, when Slurm has forgotten it."""
-        queue = ["squeue", "--noheader", "--format=%T", f"--job={self.number}"]
-        self.cluster.wait(lambda: (self.cluster.run(*queue, check=False).strip() or None) == state, self.output)
+        self.cluster.wait_for(lambda: self.state() == state, self.output)
 
     def wait_for_end(self):
         """What Slurm then says of the job."""
-        self.wait_for_state(None)
+        self.wait_for_state("")
         return self.cluster.run("scontrol", "show", "job", str(self.number))
 
     def update(self, setting):
@@ -99,39 +117,52 @@ class Job:
         urgent = ["--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
         self.cluster.submit(*urgent, *options, cwd=self.folder)
 
-    def signal(self, number):
-        """Send the script's ranks a signal, but not torchrun; return how many there are."""
+    def cancel(self, *options):
+        self.cluster.run("scancel", *options, str(self.number))
+
+    def ranks(self):
+        """The script's processes on all nodes, without torchrun. They have other process numbers there."""
         ranks = []
-        for process in psutil.process_iter():  # those of the nodes too: their process numbers here are other ones
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.cmdline()[1:3] == ["-u", f"{TRAINER}.py"] and process.cwd() == str(self.folder):
                     ranks.append(process)
-        for process in ranks:
-            process.send_signal(number)
-        return len(ranks)
+        return ranks
 
-    def record(self, name, first):
+    def compare_with_book(self, name, first_start):
         """Compare two starts of the job with what the book shows: one, and the next until it trains or ends.
 
         Most lines of the training are left out.
         """
-        lines = [f"$ {' '.join(self.command)}", f"Submitted batch job {self.number}", f"$ cat {self.output.name}"]
-        lines = lines if first == 0 else ["…"]
+        lines = ["…"]
+        if first_start == 0:
+            lines = [
+                f"$ {self.command_line}",
+                f"Submitted batch job {self.number}",
+                f"$ cat {self.output.name}",
+            ]
         starts = self.starts()
-        for start in starts[first : first + 2]:
+        for start in starts[first_start : first_start + 2]:
             before, progress, after = re.split(rf"(?m)^({PROGRESS}.*)$", start, maxsplit=1)
-            lines += [*re.findall(KEPT, before), progress, "…"]
-            if start in (starts[first], starts[-1]):
-                lines += re.findall(KEPT, after)
+            lines += [*re.findall(SHOWN, before), progress, "…"]
+            if start in (starts[first_start], starts[-1]):
+                lines += re.findall(SHOWN, after)
         version = self.cluster.run("sbatch", "--version").split()[1]
         recorded.compare(name, "\n".join(lines), "python -m pytest tests/test_slurm.py", VARYING, slurm=version)
 
 
-def result_of(text, work):
-    """(the numbers that a script has printed at its end, its last checkpoint's weights and optimizer's state)."""
-    result = json.loads(re.search(r"result (\{.*\})", text)[1])
-    checkpoint = torch.load(work / f"step_{result['step']:08}.pt", weights_only=True)
-    return result, [checkpoint["model"], checkpoint["optimizer"]["state"]]
+# --- a training that is interrupted -----------------------------------------------------------------------------------
+
+
+def result_of(text):
+    """The numbers that a script has printed at its end."""
+    return json.loads(re.search(r"result (\{.*\})", text)[1])
+
+
+def state_of(work):
+    """The last checkpoint's weights and optimizer's state."""
+    checkpoint = torch.load(work / f"step_{LAST_STEP:08}.pt", weights_only=True)
+    return [checkpoint["model"], checkpoint["optimizer"]["state"]]
 
 
 @pytest.mark.daily
@@ -141,10 +172,14 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
     # The time limit is cut so that the signal is due at once. The controller looks every 30 s. Until then the ranks are
     # stopped, because a fast machine would end the job before.
     job.wait_for_training(0)
-    assert job.signal(signal.SIGSTOP) == 2
+    ranks = job.ranks()
+    assert len(ranks) == 2
+    for rank in ranks:
+        rank.suspend()
     job.update("TimeLimit=3")
-    time.sleep(max(0, cluster.until_limits_are_checked() - 0.5))
-    job.signal(signal.SIGCONT)
+    time.sleep(max(0, cluster.seconds_until_limits_are_checked() - 0.5))
+    for rank in ranks:
+        rank.resume()
     job.requeue_soon()
     job.update("TimeLimit=30")
 
@@ -159,60 +194,37 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
     job.requeue_soon()
     job.wait_for_end()
 
-    starts = job.starts()
-    beginnings = [re.search(r"starting anew|going on from step_(\d+)", start) for start in starts]
-    assert [beginning[1] is None for beginning in beginnings] == [True, False, False, False]
-    steps = [int(beginning[1]) for beginning in beginnings[1:]]
-    assert 0 < steps[0] < steps[1] <= steps[2] < 1440
-    for start, name, step in zip(starts, ("SIGUSR1", "SIGTERM"), steps, strict=False):  # it goes on where it stopped
-        assert f"stopped by {name} at step {step}: go on with --resume\n" in start and "result" not in start
-    assert "Node failure on n2" in starts[2] and "stopped by" not in starts[2]
-    assert starts[2].startswith("start 2 on n[1-2]\n") and starts[3].startswith("start 3 on n[1,3]\n")
-    result, state = result_of(starts[3], job.work)
+    stopped_by_limit, preempted, lost_node, ended = job.starts()
+    assert "starting anew" in stopped_by_limit
+    first_steps = []
+    for start in (preempted, lost_node, ended):
+        first_steps.append(int(re.search(r"going on from step_(\d+)", start)[1]))
+    assert 0 < first_steps[0] < first_steps[1] <= first_steps[2] < LAST_STEP
+    assert f"stopped by SIGUSR1 at step {first_steps[0]}: go on with --resume\n" in stopped_by_limit
+    assert f"stopped by SIGTERM at step {first_steps[1]}: go on with --resume\n" in preempted
+    assert "stopped by" not in lost_node
+    assert "Node failure on n2" in lost_node
+    assert lost_node.startswith("start 2 on n[1-2]\n")
+    assert ended.startswith("start 3 on n[1,3]\n")
 
     # The same on two ranks without Slurm. Its agent forks them, which saves their imports.
     command = [sys.executable, *FORKING, "--nproc-per-node=2", *AT_ADDRESS, f"{TRAINER}.py", *FLAGS]
     environment = {**cluster.environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command += ["--checkpoint-dir", "undisturbed"]
     process = subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    expected, expected_state = result_of(process.stdout, folder / "undisturbed")
-    assert result == expected and result["world_size"] == 2 and result["step"] == 1440
-    torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
-    for node, count in {"n1": 4, "n2": 3, "n3": 1}.items():
-        assert len(list((job.work / "logs" / node).glob("*/attempt_0/*/stdout.log"))) == count
+    result = result_of(ended)
+    assert result == result_of(process.stdout)
+    assert (result["world_size"], result["step"]) == (2, LAST_STEP)
+    torch.testing.assert_close(state_of(job.work), state_of(folder / "undisturbed"), rtol=0, atol=0)
+    for node, starts_there in {"n1": 4, "n2": 3, "n3": 1}.items():
+        assert len(list((job.work / "logs" / node).glob("*/attempt_0/*/stdout.log"))) == starts_there
 
-    job.record("slurm_time_limit", 0)
-    job.record("slurm_preempted", 1)
-    job.record("slurm_node_lost", 2)
-
-
-@pytest.mark.daily
-def test_the_capstone_goes_on_from_shards_of_two_nodes(cluster, folder):
-    flags = "--steps 60 --warmup 5 --log-every 5 --save-every 10 --pp 2 --backend gloo".split()
-    job = Job(cluster, folder, flags=flags, script=f"{chapters.find_notebook('16').stem}.sbatch")
-    job.wait_for_training(0)
-    job.preempt("--nodes=2")
-    job.requeue_soon()
-    job.wait_for_end()
-    first, second = job.starts()
-    stopped = re.search(r"stopped by SIGTERM at step (\d+): go on with --resume\n", first)
-    assert f"going on from step_{int(stopped[1]):08}" in second
-    result = json.loads(re.search(r"result (\{.*\})", second)[1])
-    assert result["world_size"] == 2 and result["step"] == 60
-    assert (job.work / "step_00000060" / ".metadata").exists() and not (job.work / "stopped").exists()
+    job.compare_with_book("slurm_time_limit", first_start=0)
+    job.compare_with_book("slurm_preempted", first_start=1)
+    job.compare_with_book("slurm_node_lost", first_start=2)
 
 
-@pytest.fixture
-def submit(cluster, folder, tmp_path):
-    """A function that submits the exported batch file with another text in place of chapter 11's script."""
-    shutil.copy(folder / f"{TRAINER}.sbatch", tmp_path)
-
-    def job(text, *options):
-        (tmp_path / f"{TRAINER}.py").write_text(text)
-        return Job(cluster, tmp_path, *options)
-
-    return job
-
+# --- when a job comes back --------------------------------------------------------------------------------------------
 
 WAITING = """\
 import pathlib, signal, sys, time
@@ -226,17 +238,16 @@ for name in {handled}:
     signal.signal(getattr(signal, name), stop)
 (folder / "step_1.pt").touch()
 print("epoch 1: ready", flush=True)
-time.sleep(200)
+time.sleep(1000)
 """
 
 
 def test_a_job_that_its_user_ends_does_not_come_back(cluster, submit):
     job = submit(WAITING.format(handled=["SIGTERM"]), "--nodes=1")
     job.wait_for_training(0)
-    cluster.run("scancel", str(job.number))
+    job.cancel()
     assert "JobState=CANCELLED" in job.wait_for_end()
     assert (job.work / "stopped").exists()
-    time.sleep(1)
     assert len(job.starts()) == 1
 
 
@@ -244,42 +255,19 @@ def test_a_job_that_its_user_ends_does_not_come_back(cluster, submit):
 def test_a_rank_that_does_not_train_yet_outlives_the_signal_and_the_job_comes_back(cluster, submit):
     job = submit(WAITING.format(handled=[]), "--nodes=1", "--nodelist=n1")
     job.wait_for_training(0)
-    cluster.run("scancel", "--signal=TERM", str(job.number))
+    job.cancel("--signal=TERM")
     time.sleep(1)
-    assert job.signal(0) == 1
+    assert len(job.ranks()) == 1
     cluster.run("scontrol", "update", "PartitionName=main", "GraceTime=1")
     job.preempt("--nodelist=n1")
-    job.wait_for_state("PENDING")  # Slurm does it, after the grace time
+    job.wait_for_state("PENDING")  # Slurm kills the rank after the grace time.
     assert not (job.work / "stopped").exists()
-    cluster.run("scancel", str(job.number))
+    job.cancel()
     assert "Restarts=1 " in job.wait_for_end()
 
 
 @pytest.mark.daily
-def test_the_preflight_of_chapter_12(cluster, submit, tmp_path):
-    """It checks every link before the script begins. If a check fails, the script does not begin."""
-    [check] = chapters.export("12", tmp_path)
-    job = submit("print('epoch 1: trained')")
-    job.wait_for_end()
-    preflight, training = job.output.read_text().split("epoch 1: trained", 1)
-    assert re.search(r"between nodes +0,1 +yes ", preflight) and "all-reduce" not in training
-
-    job = submit("print('epoch 1: trained')", f"--export=ALL,PREFLIGHT={chapters.preflight()}.py --floor 1000")
-    job.wait_for_state("PENDING")
-    cluster.run("scancel", str(job.number))
-    [start] = job.starts()
-    assert "Below 1000 GB/s: between nodes, all ranks. Run again" in start and "trained" not in start, start
-
-    check.write_text(check.read_text().replace("pattern * total", "pattern * total + 1"))
-    job = submit("print('epoch 1: trained')")
-    job.wait_for_state("PENDING")
-    cluster.run("scancel", str(job.number))
-    [start] = job.starts()
-    assert "Wrong sums: node 0, node 1, between nodes, all ranks" in start and "trained" not in start, start
-
-
-@pytest.mark.daily
-def test_a_job_whose_first_node_comes_too_late_starts_again(cluster, submit, tmp_path):
+def test_a_job_whose_first_node_comes_too_late_starts_again(submit, tmp_path):
     """At its first start node 0 is later than the agents wait, here for some seconds: no rank begins."""
     batch = tmp_path / f"{TRAINER}.sbatch"
     late = '[ "$SLURM_NODEID" != 0 ] || sleep $((START == 0 ? 40 : 2))\n    torchrun --nnodes'
@@ -289,7 +277,35 @@ def test_a_job_whose_first_node_comes_too_late_starts_again(cluster, submit, tmp
     job.requeue_soon()
     job.wait_for_end()
     first, second = job.starts()
-    assert "RendezvousConnectionError" in first and "trained" not in first and "epoch 1: trained" in second, first
+    assert "RendezvousConnectionError" in first
+    assert "trained" not in first
+    assert "epoch 1: trained" in second
+
+
+# --- before a job -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.daily
+def test_the_preflight_of_chapter_12(submit, tmp_path):
+    """It checks every link before the script begins. If a check fails, the script does not begin."""
+    [check] = chapters.export("12", tmp_path)
+    job = submit("print('epoch 1: trained')")
+    job.wait_for_end()
+    preflight, training = job.output.read_text().split("epoch 1: trained", 1)
+    assert re.search(r"between nodes +0,1 +yes ", preflight) and "all-reduce" not in training
+
+    job = submit("print('epoch 1: trained')", f"--export=ALL,PREFLIGHT={chapters.preflight()}.py --floor 1000")
+    job.wait_for_state("PENDING")
+    job.cancel()
+    [start] = job.starts()
+    assert "Below 1000 GB/s: between nodes, all ranks. Run again" in start and "trained" not in start, start
+
+    check.write_text(check.read_text().replace("pattern * total", "pattern * total + 1"))
+    job = submit("print('epoch 1: trained')")
+    job.wait_for_state("PENDING")
+    job.cancel()
+    [start] = job.starts()
+    assert "Wrong sums: node 0, node 1, between nodes, all ranks" in start and "trained" not in start, start
 
 
 FAILS_ON_N1 = """\
@@ -319,7 +335,7 @@ def test_slurm_reads_the_lines_that_a_reader_may_complete(cluster, folder, tmp_p
     batch.write_text(text.replace("PARTITION", "main"))
     cluster.run("sbatch", "--test-only", batch)
     batch.write_text(text)
-    with pytest.raises(AssertionError, match="sbatch --test-only .*status 1"):  # there is no PARTITION
+    with pytest.raises(AssertionError, match="sbatch --test-only .*status 1"):  # There is no PARTITION.
         cluster.run("sbatch", "--test-only", batch)
 
 
@@ -327,10 +343,11 @@ def test_slurm_reads_the_lines_that_a_reader_may_complete(cluster, folder, tmp_p
 def test_doctor_under_srun(cluster):
     """If a node's name in Slurm has no address, the doctor says what it needs."""
     doctor = [sys.executable, "-m", "helpers", "doctor", "--backend=gloo"]
-    line = ["srun", "--nodes=2", "--nodelist=n[1,3]", "--time=5"]
+    srun = ["srun", "--nodes=2", "--nodelist=n[1,3]", "--time=5"]
     with pytest.raises(AssertionError, match="The host name n1 has no address here.* give an address in MASTER_ADDR"):
-        cluster.run(*line, *doctor, cwd=ROOT, timeout=240)
-    addressed = ["env", "MASTER_ADDR=10.88.0.11", f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}", *line]
-    report = cluster.run(*addressed, "--ntasks-per-node=2", *doctor, cwd=ROOT, timeout=240)
+        cluster.run(*srun, *doctor, cwd=ROOT, timeout=240)
+    with_address = ["env", "MASTER_ADDR=10.88.0.11", f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}"]
+    report = cluster.run(*with_address, *srun, "--ntasks-per-node=2", *doctor, cwd=ROOT, timeout=240)
+    assert "4 ranks on 2 hosts, gloo" in report
     nodes = re.findall(r"^[\d-]+ +[\d-]+ +(compute\d) ", report, re.MULTILINE)
-    assert nodes == ["compute1", "compute3"] and "4 ranks on 2 hosts, gloo" in report, report
+    assert nodes == ["compute1", "compute3"], report

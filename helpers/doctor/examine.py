@@ -1,11 +1,14 @@
 """The doctor in each rank: try what a training run will need, and say what is wrong."""
 
+import contextlib
 import os
 import socket
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +16,15 @@ import torch.distributed as dist
 from helpers.doctor import trials
 from helpers.doctor.facts import Facts, facts_of_rank
 from helpers.doctor.findings import Findings
-from helpers.doctor.membership import REPORT_SECONDS, Membership, MembershipError, Place, open_store, plain
+from helpers.doctor.membership import (
+    REPORT_SECONDS,
+    LaunchedRank,
+    Membership,
+    MembershipError,
+    open_store,
+    plain,
+    serves_store,
+)
 from helpers.doctor.plan import Plan
 from helpers.doctor.report import report
 from helpers.doctor.trials import Speeds, Trial
@@ -21,9 +32,148 @@ from helpers.ranks import processes
 from helpers.ranks.rank import rank_variables
 from helpers.ranks.torchrun import set_defaults
 
+Result = TypeVar("Result")
 
-def unreachable(addresses: dict[int, tuple[str, int]]) -> list[tuple[int, str]]:
-    """[(rank, the reason)] for each rank of {rank: (address, port)} that accepts no connection."""
+CLOCK_READINGS = 5  # Some ranks read their clock late, so the smallest difference counts.
+
+
+def run_rank(launched: LaunchedRank, backend: str | None = None, timeout: float = 60, plan: Plan | None = None) -> int:
+    """Examine the ranks, as one of them; the first prints the report. Returns the status: 0, or 1 for a problem."""
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # With it a timeout raises and does not end the process.
+    try:
+        store = open_store(launched, timeout)
+        membership = Membership(store, launched.rank, launched.world_size, timeout)
+        try:
+            findings = examine(membership, launched, backend, plan)
+            result = report(findings, plan)
+            if launched.rank == findings.members[0]:
+                print(result.text, flush=True)
+            membership.gather("goodbye", None)
+        finally:
+            store.set(f"gone/{launched.rank}", "")
+            if serves_store(launched):
+                membership.wait_for(["goodbye/all"], 5 * timeout)
+                wait_until_all_are_gone(membership)
+    except MembershipError as error:
+        return refuse(launched, str(error))
+    except dist.DistError as error:
+        what = f"The store at {launched.host} went away ({plain(error)})."
+        return refuse(launched, f"{what} Look at the rank that served it.")
+
+    if result.problems == 0:
+        return 0
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun prints a long report for each rank that fails or is stopped: one rank of each host is enough.
+        if launched.local_rank > 0:
+            return 0
+        wait_until_all_are_gone(membership)  # torchrun stops the ranks of its host as soon as this one fails.
+        time.sleep(0.5)
+    return 1
+
+
+def refuse(launched: LaunchedRank, reason: str) -> int:
+    """Say why this rank has no report, and return its exit status."""
+    print(f"rank {launched.rank} on {socket.gethostname()}: {reason}", file=sys.stderr, flush=True)
+    return 1
+
+
+def wait_until_all_are_gone(membership: Membership) -> None:
+    membership.wait_for([f"gone/{rank}" for rank in membership.members], REPORT_SECONDS)
+
+
+def examine(membership: Membership, launched: LaunchedRank, backend: str | None, plan: Plan | None = None) -> Findings:
+    """Try everything with the other ranks, and with a plan also what it counts on. Every rank has the same findings."""
+    with listening_port() as port:
+        own_facts = facts_of_rank(launched, port, backend)
+        answers = membership.gather("roll call", own_facts, patience=membership.timeout)
+        facts = {rank: Facts(**answer) for rank, answer in answers.items()}
+        clock_offsets = compare_clocks(membership)
+        unreachable = try_connections(membership, facts)
+
+    membership.members = mutually_reachable(facts, unreachable)
+    if membership.rank not in membership.members:
+        raise MembershipError("This rank cannot connect to some others, which go on without it. See their report.")
+    if each_has_a_gpu(facts):
+        membership.backend = "nccl"
+        membership.device = torch.device(own_facts.device)
+        torch.cuda.set_device(membership.device)
+    backend_at_start = membership.backend
+    membership.start_group()
+
+    collectives = try_collectives(membership)
+    links = try_links(membership)
+    compute_speeds = membership.attempt("computing alone", lambda: trials.try_matmul("float32", membership.device))
+    plan_speeds = {}
+    if plan is not None:
+        hosts = [facts[rank].host for rank in membership.members]
+        plan_speeds = try_plan(membership, plan, hosts)
+    return Findings(
+        world_size=launched.world_size,
+        timeout=membership.timeout,
+        store_address=f"{launched.host}:{launched.port}",
+        backend=backend_at_start,
+        device=membership.device.type,
+        facts=facts,
+        members=membership.members,
+        lost=membership.lost,
+        errors=membership.errors,
+        unreachable=unreachable,
+        clock_offsets=clock_offsets,
+        collectives=collectives,
+        links=links,
+        compute_speeds=compute_speeds,
+        plan_speeds=plan_speeds,
+    )
+
+
+def each_has_a_gpu(facts: Mapping[int, Facts]) -> bool:
+    """Whether every rank has a GPU of its own."""
+    gpu_ids = {rank_facts.gpu_id for rank_facts in facts.values()}
+    return "" not in gpu_ids and len(gpu_ids) == len(facts)
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def listening_port() -> Iterator[int]:
+    """A port of this host that takes connections from all others, by IPv4 and IPv6 where it has both."""
+    dual_stack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET
+    if dual_stack:
+        family = socket.AF_INET6
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=dual_stack, backlog=4096) as listener:
+        yield listener.getsockname()[1]
+
+
+def compare_clocks(membership: Membership) -> dict[int, float]:
+    """{rank: seconds that its clock is ahead of the first rank's}."""
+    membership.gather("before the clocks are read", None)  # The ranks leave it at about the same moment.
+    readings = [membership.gather(f"reading the clocks, {k}", time.time()) for k in range(CLOCK_READINGS)]
+    first = min(membership.members)
+    offsets = {}
+    for rank in membership.members:
+        differences = [reading[rank] - reading[first] for reading in readings]
+        offsets[rank] = min(differences, key=abs)
+    return offsets
+
+
+def try_connections(membership: Membership, facts: Mapping[int, Facts]) -> dict[int, dict[int, str]]:
+    """{rank: {a rank to which it cannot connect: the reason}}."""
+    addresses = {}
+    for rank, rank_facts in facts.items():
+        if rank != membership.rank and rank_facts.address:
+            addresses[rank] = (rank_facts.address, rank_facts.port)
+    answers = membership.attempt("connecting by TCP", lambda: refusals(addresses))
+    unreachable = {}
+    for rank, reasons in answers.items():
+        # JSON has made texts of the numbers; None is the answer of a rank on which the attempt itself failed.
+        unreachable[rank] = {int(peer): reason for peer, reason in (reasons or {}).items()}
+    return unreachable
+
+
+def refusals(addresses: Mapping[int, tuple[str, int]]) -> dict[int, str]:
+    """{rank: the reason} for each rank of {rank: (address, port)} that accepts no connection."""
 
     def refusal(address: tuple[str, int]) -> str:
         try:
@@ -33,138 +183,98 @@ def unreachable(addresses: dict[int, tuple[str, int]]) -> list[tuple[int, str]]:
         return ""
 
     with ThreadPoolExecutor(32) as pool:
-        reasons = zip(addresses, pool.map(refusal, addresses.values()), strict=True)
-        return [(rank, reason) for rank, reason in reasons if reason]
+        reasons = dict(zip(addresses, pool.map(refusal, addresses.values()), strict=True))
+    return {rank: reason for rank, reason in reasons.items() if reason}
 
 
-def mutually_reachable(facts: dict[int, Facts], unreached: dict[int, dict[int, str]]) -> list[int]:
+def mutually_reachable(facts: Mapping[int, Facts], unreachable: Mapping[int, Mapping[int, str]]) -> list[int]:
     """The ranks that all reach each other, taken in order: a group with an unreachable rank would hang at its start."""
     group: list[int] = []
-    for rank in unreached:
-        if facts[rank].address and not any(rank in unreached[peer] or peer in unreached[rank] for peer in group):
+    for rank in unreachable:
+        cut_off = [peer for peer in group if rank in unreachable[peer] or peer in unreachable[rank]]
+        if facts[rank].address and not cut_off:
             group.append(rank)
-    return group or list(unreached)
+    if not group:
+        return list(unreachable)
+    return group
 
 
-def compare_clocks(membership: Membership) -> dict[int, float]:
-    """{rank: seconds that its clock is ahead of the first rank's}: some read it late, so the least of several."""
-    readings = [membership.gather(f"reading the clocks, {k}", time.time()) for k in range(6)][1:]
-    first = min(membership.members)
-    return {rank: min((reading[rank] - reading[first] for reading in readings), key=abs) for rank in readings[-1]}
-
-
-def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
-    """What the slower of the two has of the link, and whether both got the right data, for each pair that has one."""
-    links, members = {}, membership.members
-    for number, indices in enumerate(trials.rounds_of_pairs(len(members)), 1):
-        pairs = [(members[a], members[b]) for a, b in indices if {members[a], members[b]} <= set(membership.members)]
-        peers = {}
-        for first, second in pairs:
-            peers[first] = second
-            peers[second] = first
-        if not membership.backend:
-            break
-        step, peer = f"round {number} of the links", peers.get(membership.rank)
-        link = None if peer is None else partial(trials.try_link, membership.members.index(peer), membership.device)
-        answers = membership.attempt(step, link or (lambda: None))  # of an odd number of members, one has no peer
-        for rank, text in membership.errors.get(step, {}).items():
-            membership.errors[step][rank] = f"with rank {peers[rank]}: {text}"
-        for pair in pairs:
-            if all(answers.get(rank) for rank in pair):
-                a, b = (Trial(**answers[rank]) for rank in pair)
-                links[pair] = Trial(a.right and b.right, max(a.seconds, b.seconds), min(a.speed, b.speed))
-    return links
+# --- trials -----------------------------------------------------------------------------------------------------------
 
 
 def try_collectives(membership: Membership) -> dict[str, dict[int, Trial | None]]:
     """{name: {rank: its trial, or None where the collective raised}}."""
-    by_name = {}
-    for name in trials.collectives(1, torch.device("cpu")) if membership.backend else []:
-        if membership.backend:
-            answers = membership.attempt(name, partial(trials.try_collective, name, membership.device))
-            by_name[name] = {rank: answer and Trial(**answer) for rank, answer in answers.items()}
+    by_name: dict[str, dict[int, Trial | None]] = {}
+    for name in trials.COLLECTIVES:
+        if not membership.backend:
+            break
+        answers = membership.attempt(name, partial(trials.try_collective, name, membership.device))
+        by_name[name] = parsed(Trial, answers)
     return by_name
 
 
-def examine(membership: Membership, place: Place, backend: str | None, plan: Plan | None = None) -> Findings:
-    """Try everything with the other ranks, and with a plan also what it counts on. Every rank has the same findings."""
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    with socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=4096) as listener:
-        own = facts_of_rank(place, listener.getsockname()[1], backend)
-        answers = membership.gather("roll call", own, membership.timeout)
-        facts = {rank: Facts(**answer) for rank, answer in answers.items()}
-        clocks = compare_clocks(membership)
-        addresses = {rank: (peer.address, peer.port) for rank, peer in facts.items() if peer.address}
-        addresses.pop(membership.rank, None)
-        refusals = membership.attempt("connecting by TCP", partial(unreachable, addresses))
-    unreached = {rank: dict(pairs or ()) for rank, pairs in refusals.items()}
-    membership.members = mutually_reachable(facts, unreached)
-    if membership.rank not in membership.members:
-        raise MembershipError("This rank cannot connect to some others, which go on without it. See their report.")
-    gpu_ids = {peer.gpu_id for peer in facts.values()}
-    if all(gpu_ids) and len(gpu_ids) == len(facts):
-        membership.backend, membership.device = "nccl", torch.device(own.device)
-        torch.cuda.set_device(membership.device)
-    first_backend = membership.backend
-    membership.start_group()
-    collectives, links = try_collectives(membership), try_links(membership)
-    alone = membership.attempt("computing alone", partial(trials.try_matmul, "float32", membership.device))
-    speeds = {}
-    if plan and membership.backend:
-        hosts = [facts[rank].host for rank in membership.members]
-        work = partial(trials.try_plan, plan.dtype, hosts, membership.device)
-        speeds = membership.attempt("what the plan counts on", work)
-    return Findings(
-        world_size=place.world_size,
-        timeout=membership.timeout,
-        master=f"{place.host}:{place.port}",
-        backend=first_backend,
-        device=membership.device.type,
-        facts=facts,
-        members=membership.members,
-        lost=membership.lost,
-        errors=membership.errors,
-        unreached=unreached,
-        clocks=clocks,
-        collectives=collectives,
-        links=links,
-        alone=alone,
-        speeds={rank: answer and Speeds(**answer) for rank, answer in speeds.items()},
+def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
+    """{(lower rank, higher rank): what the two have of their link}, without the pairs that failed."""
+    links: dict[tuple[int, int], Trial] = {}
+    members = membership.members
+    for number, pairs in enumerate(trials.rounds_of_pairs(len(members)), 1):
+        still_there = []
+        for first, second in pairs:
+            pair = members[first], members[second]
+            if set(pair) <= set(membership.members):
+                still_there.append(pair)
+        if membership.backend:
+            links |= try_pairs(membership, f"round {number} of the links", still_there)
+    return links
+
+
+def try_pairs(membership: Membership, step: str, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], Trial]:
+    """{pair: its link} of pairs that exchange data at the same time; no rank is in two of them."""
+    peers = {}
+    for first, second in pairs:
+        peers[first] = second
+        peers[second] = first
+
+    def exchange() -> Trial | None:
+        if membership.rank not in peers:
+            return None  # Of an odd number of members, one has no peer.
+        peer = membership.members.index(peers[membership.rank])
+        return trials.try_link(peer, membership.device)
+
+    answers = membership.attempt(step, exchange)
+    for rank, error in membership.errors.get(step, {}).items():
+        membership.errors[step][rank] = f"with rank {peers[rank]}: {error}"
+    links = {}
+    for first, second in pairs:
+        if answers.get(first) is not None and answers.get(second) is not None:
+            a = Trial(**answers[first])
+            b = Trial(**answers[second])
+            # A link is as good as the slower of its two ends sees it.
+            links[first, second] = Trial(a.right and b.right, max(a.seconds, b.seconds), min(a.speed, b.speed))
+    return links
+
+
+def try_plan(membership: Membership, plan: Plan, hosts: list[str]) -> dict[int, Speeds | None]:
+    """{rank: what it has of what the plan counts on}, from the members' hosts in order."""
+    if not membership.backend:
+        return {}
+    answers = membership.attempt(
+        "what the plan counts on", lambda: trials.try_plan(plan.dtype, hosts, membership.device)
     )
+    return parsed(Speeds, answers)
 
 
-def run_rank(place: Place, backend: str | None = None, timeout: float = 60, plan: Plan | None = None) -> int:
-    """Examine the ranks, as one of them; the first prints the report. Returns the status: 0, or 1 for a problem."""
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # with it a timeout raises and does not end the process
-    try:
-        store, serves = open_store(place, timeout)
-        membership = Membership(store, place.rank, place.world_size, timeout)
-        try:
-            findings = examine(membership, place, backend, plan)
-            text, status = report(findings, plan)
-            if place.rank == findings.members[0]:
-                print(text, flush=True)
-            membership.gather("goodbye", None)
-        finally:
-            store.set(f"gone/{place.rank}", "")
-            gone = [f"gone/{member}" for member in membership.members]
-            if serves:  # the store has to live until the last rank has left
-                membership.wait_for(["goodbye/all"], 5 * timeout)
-                membership.wait_for(gone, REPORT_SECONDS)
-    except (MembershipError, dist.DistError) as error:
-        reason = str(error)
-        if isinstance(error, dist.DistError):
-            reason = f"The store at {place.host} went away ({plain(error)}). Look at the rank that served it."
-        print(f"rank {place.rank} on {socket.gethostname()}: {reason}", file=sys.stderr, flush=True)
-        return 1
-    if status and "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun prints a long report for each rank that fails or is stopped: one rank of each host is enough.
-        if place.local_rank > 0:
-            return 0
-        membership.wait_for(gone, REPORT_SECONDS)  # the store may end with the first host
-        time.sleep(0.5)
-    return status
+def parsed(record: type[Result], answers: Mapping[int, dict[str, Any] | None]) -> dict[int, Result | None]:
+    """The answers as records again, of which JSON has made dicts; None stays None."""
+    results: dict[int, Result | None] = {}
+    for rank, answer in answers.items():
+        results[rank] = None
+        if answer is not None:
+            results[rank] = record(**answer)
+    return results
+
+
+# --- without a launcher -----------------------------------------------------------------------------------------------
 
 
 def start_local(nproc: int | None, flags: list[str]) -> int:

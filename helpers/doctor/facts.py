@@ -10,55 +10,112 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
-from helpers.doctor.membership import Place, plain
+from helpers.doctor.membership import LaunchedRank, plain
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank knows about itself."""
+    """What a rank knows about itself. It travels to the other ranks as JSON."""
 
     host: str
     port: int  # where the rank listens
     local_rank: int
     device: str  # cpu, cuda:0, cuda:1, ...
     interface: str
-    address: str | None  # None where the interface has none
+    address: str | None  # of the interface; None where it has none
     python: str
     torch: str
     device_memory: int  # bytes, of the GPU or of the whole host
-    memory: int | None  # bytes of shared memory that are free; None where a host has none
-    model: str = ""  # the GPU's, as are gpu_id and NCCL
+    shared_memory: int | None  # bytes that are free; None on a system without /dev/shm
+    # The rest is about the GPU, and empty without one.
+    gpu_model: str = ""
     gpu_id: str = ""
-    NCCL: str = ""
-    fault: str = ""  # why the GPU did not tell of itself
-    no_code: str = ""  # "sm_120, only for sm_80 sm_90" where this PyTorch has no code for the GPU
+    nccl: str = ""
+    gpu_error: str = ""  # why the GPU could not be asked
+    unsupported_gpu: str = ""  # "sm_120, only for sm_80 sm_90" where this PyTorch has no code for the GPU
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """{program: its version}; "" for NCCL without a GPU."""
+        return {"python": self.python, "torch": self.torch, "NCCL": self.nccl}
 
 
-def choose_interface(device: torch.device, master: str) -> tuple[str, str | None]:
-    """(the interface that the backend will use, its address or None).
+@dataclass(frozen=True)
+class Interface:
+    """A network interface, and its address or None."""
 
-    It is the one that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names. Without the variable, gloo takes the address of
-    the host's own name. NCCL ranks interfaces by their kind; this function guesses the one that leads to ``master``.
+    name: str
+    address: str | None
+
+
+def choose_interface(device: torch.device, master_host: str) -> Interface:
+    """The network interface that the backend of this device will use.
+
+    Users name it in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME. If they do not, gloo takes the address of the host's own
+    name. NCCL ranks the interfaces by their kind; this function guesses that it takes the one that leads to the master.
     """
+    if device.type == "cuda":
+        requested = first_name(os.environ.get("NCCL_SOCKET_IFNAME", ""))
+        if requested:
+            return interface_with_prefix(requested)
+        return interface_of(address_towards(master_host))
+
+    requested = first_name(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    if requested:
+        return Interface(requested, addresses_by_interface().get(requested))
+    return interface_of(address_of_own_name())
+
+
+def first_name(names: str) -> str:
+    """The first of the interfaces that a variable names, such as "eth0" of "=eth0,eth1"."""
+    return names.split(",")[0].strip("=")
+
+
+def interface_with_prefix(prefix: str) -> Interface:
+    """The first interface whose name begins so: that is how NCCL reads its variable."""
+    for name, address in sorted(addresses_by_interface().items()):
+        if name.startswith(prefix):
+            return Interface(name, address)
+    return Interface(prefix, None)
+
+
+def interface_of(address: str) -> Interface:
+    """The interface that has this address."""
+    for name, known_address in addresses_by_interface().items():
+        if known_address == address:
+            return Interface(name, address)
+    if address.startswith("127."):  # such as Debian's 127.0.1.1, which no interface lists
+        return Interface("loopback", address)
+    return Interface("no interface", address)
+
+
+def addresses_by_interface() -> dict[str, str]:
+    """{interface: its address, IPv4 if it has one}, without the interfaces that have none."""
     addresses = {}
     for name, entries in psutil.net_if_addrs().items():
-        if internet := [(entry.family, entry.address) for entry in entries if entry.family != psutil.AF_LINK]:
-            addresses[name] = min(internet)[1].partition("%")[0]  # IPv4 before IPv6
-    nccl = device.type == "cuda"
-    if wish := os.environ.get("NCCL_SOCKET_IFNAME" if nccl else "GLOO_SOCKET_IFNAME", "").split(",")[0].strip("="):
-        name = min((name for name in addresses if nccl and name.startswith(wish)), default=wish)  # NCCL takes prefixes
-        return name, addresses.get(name)
+        internet = [(entry.family, entry.address) for entry in entries if entry.family != psutil.AF_LINK]
+        if internet:
+            _, address = min(internet)  # AF_INET sorts before AF_INET6
+            addresses[name] = address.partition("%")[0]
+    return addresses
+
+
+def address_towards(host: str) -> str:
+    """The address from which this host would send to another one."""
     try:
-        if nccl:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((master, 9))  # sends nothing
-                address = probe.getsockname()[0]
-        else:
-            address = socket.gethostbyname(socket.gethostname())
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # A datagram socket sends nothing when it connects.
+            return probe.getsockname()[0]
     except OSError:
-        address = "127.0.0.1"  # what gloo falls back on
-    default = "loopback" if address.startswith("127.") else "no interface"
-    return next((name for name, own in addresses.items() if own == address), default), address
+        return "127.0.0.1"
+
+
+def address_of_own_name() -> str:
+    """The address of this host's name, or the loopback, which gloo falls back on too."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
 
 
 def has_code_for(capability: tuple[int, int], architectures: list[str]) -> bool:
@@ -67,47 +124,67 @@ def has_code_for(capability: tuple[int, int], architectures: list[str]) -> bool:
     """
     for architecture in architectures:
         parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
-        if not parts:
+        if parts is None:
             continue
-        built_for = int(parts[2]), int(parts[3])
-        if parts[4] == "a":  # for this one only
+        kind, major, minor, suffix = parts.groups()
+        built_for = int(major), int(minor)
+        if suffix == "a":  # The code is for this GPU alone.
             fits = built_for == capability
-        elif parts[1] == "compute" and not parts[4]:  # compiled at the start
+        elif kind == "compute" and suffix == "":  # The driver compiles it when the program starts.
             fits = built_for <= capability
-        else:  # machine code: this major version, from this minor version on
+        else:  # Machine code runs on its own major version, from its minor version on.
             fits = built_for[0] == capability[0] and built_for <= capability
         if fits:
             return True
     return False
 
 
-def facts_of_rank(place: Place, port: int, backend: str | None) -> Facts:
+def facts_of_rank(launched: LaunchedRank, port: int, backend: str | None) -> Facts:
     """What this rank, which listens at ``port``, knows about itself. ``backend`` is "gloo" to leave the GPUs out."""
-    gpus = 0 if backend == "gloo" else torch.cuda.device_count()
-    device = torch.device("cuda", place.local_rank % gpus) if gpus else torch.device("cpu")
-    interface, address = choose_interface(device, place.host)
-    own = Facts(
+    gpu_count = torch.cuda.device_count()
+    if backend == "gloo":
+        gpu_count = 0
+    device = torch.device("cpu")
+    if gpu_count > 0:
+        device = torch.device("cuda", launched.local_rank % gpu_count)
+
+    shared_memory = None
+    if os.path.isdir("/dev/shm"):
+        shared_memory = shutil.disk_usage("/dev/shm").free
+    interface = choose_interface(device, launched.host)
+    facts = Facts(
         host=socket.gethostname().split(".")[0],
         port=port,
-        local_rank=place.local_rank,
+        local_rank=launched.local_rank,
         device=str(device),
-        interface=interface,
-        address=address,
+        interface=interface.name,
+        address=interface.address,
         python=platform.python_version(),
         torch=torch.__version__,
         device_memory=psutil.virtual_memory().total,
-        memory=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
+        shared_memory=shared_memory,
     )
-    if not gpus:
-        return own
+    if device.type == "cpu":
+        return facts
+    return with_facts_of_gpu(facts, device)
+
+
+def with_facts_of_gpu(facts: Facts, device: torch.device) -> Facts:
+    """The facts, and what the driver says of the rank's GPU."""
     try:
         gpu = torch.cuda.get_device_properties(device)
-    except RuntimeError as error:  # the driver's
-        return replace(own, fault=plain(error))
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    model = gpu.name.removeprefix("NVIDIA ")
-    own = replace(own, model=model, gpu_id=str(gpu.uuid), NCCL=nccl, device_memory=gpu.total_memory)
-    architectures = torch.cuda.get_arch_list() if torch.version.cuda else []  # not with ROCm
-    if architectures and not has_code_for((gpu.major, gpu.minor), architectures):
-        return replace(own, no_code=f"sm_{gpu.major}{gpu.minor}, only for {' '.join(architectures)}")
-    return own
+    except RuntimeError as error:
+        return replace(facts, gpu_error=plain(error))
+    unsupported = ""
+    if torch.version.cuda:  # ROCm has other architectures.
+        architectures = torch.cuda.get_arch_list()
+        if architectures and not has_code_for((gpu.major, gpu.minor), architectures):
+            unsupported = f"sm_{gpu.major}{gpu.minor}, only for {' '.join(architectures)}"
+    return replace(
+        facts,
+        gpu_model=gpu.name.removeprefix("NVIDIA "),
+        gpu_id=str(gpu.uuid),
+        nccl=".".join(map(str, torch.cuda.nccl.version())),
+        device_memory=gpu.total_memory,
+        unsupported_gpu=unsupported,
+    )

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,16 +18,20 @@ import torch
 import torch.distributed as dist
 
 REPORT_SECONDS = 5  # seconds that a rank has, after a collective's timeout, to report that timeout
-SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-START = "Start the ranks with torchrun or srun; for this machine alone, unset RANK, WORLD_SIZE and LOCAL_RANK."
+SLURM_NAMES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+HIGHEST_NUMBER = 65535  # of a port, and more ranks than anybody has
+HOW_TO_START = "Start the ranks with torchrun or srun; for this machine alone, unset RANK, WORLD_SIZE and LOCAL_RANK."
 
 
 class MembershipError(Exception):
     """This rank cannot take part; the message says why, and the next thing to try."""
 
 
+# --- what the launcher says -------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Place:
+class LaunchedRank:
     """This rank's numbers, and the host and port where rank 0, or torchrun, serves the store."""
 
     rank: int
@@ -37,69 +41,121 @@ class Place:
     port: int
 
 
-def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: gpu03 for ``gpu[03-05,9]``, rack1-node3 for ``rack[1-2]-node[3-4]``."""
-    entry = re.split(r",(?![^\[]*\])", nodes)[0]  # a comma within brackets is part of the entry
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", entry)
+def read_launcher(environment: Mapping[str, str]) -> LaunchedRank | None:
+    """What torchrun's variables say of this rank, or else Slurm's; None where no launcher has set its own.
 
-
-def find_place() -> Place | None:
-    """This rank's place, or None where no launcher has set its variables. ValueError: some are missing or wrong."""
-    variables = dict(os.environ)
-    several = variables.get("SLURM_STEP_NUM_TASKS", "1") != "1"  # a step of one task may be a shell
-    if several and "SLURM_STEP_ID" in variables and not variables.get("RANK"):
-        variables |= {name: variables[slurm] for name, slurm in SLURM.items()}
+    Raises ValueError if some of them are missing or wrong.
+    """
+    variables = dict(environment)
+    if is_task_of_step(variables) and not variables.get("RANK"):
+        variables |= {name: variables[slurm_name] for name, slurm_name in SLURM_NAMES.items()}
         variables.setdefault("MASTER_ADDR", first_host(variables["SLURM_STEP_NODELIST"]))
         # Each job has its own port, so that two jobs that share a node do not meet.
         variables.setdefault("MASTER_PORT", str(20000 + int(variables["SLURM_JOB_ID"]) % 10000))
-    if not any(variables.get(name) for name in SLURM):
-        return None  # MASTER_ADDR alone means nothing: people export it in their shells
-    for name in (*SLURM, "MASTER_ADDR", "MASTER_PORT"):
-        if not (text := variables.get(name)):
-            raise ValueError(f"Of a launcher's variables, {name} is missing.\n{START}")
-        if name != "MASTER_ADDR" and not (text.isdecimal() and int(text) < 1 << 16):
-            raise ValueError(f"{name} is {text!r}, which is not a number from 0 to 65535.\n{START}")
-    rank, world_size, local_rank, port = (int(variables[name]) for name in (*SLURM, "MASTER_PORT"))
+    if not any(variables.get(name) for name in SLURM_NAMES):
+        return None  # People export MASTER_ADDR in their shells, so it alone means nothing.
+
+    rank = read_number(variables, "RANK")
+    world_size = read_number(variables, "WORLD_SIZE")
+    local_rank = read_number(variables, "LOCAL_RANK")
+    host = read_variable(variables, "MASTER_ADDR")
+    port = read_number(variables, "MASTER_PORT")
     if rank >= world_size:
-        raise ValueError(f"RANK is {rank} and WORLD_SIZE is {world_size}: ranks count from 0.\n{START}")
-    return Place(rank, world_size, local_rank, variables["MASTER_ADDR"], port)
+        raise ValueError(f"RANK is {rank} and WORLD_SIZE is {world_size}: ranks count from 0.\n{HOW_TO_START}")
+    return LaunchedRank(rank, world_size, local_rank, host, port)
 
 
-def open_store(place: Place, timeout: float) -> tuple[dist.Store, bool]:
-    """(the store that all ranks reach, whether this process serves it). MembershipError: there is none in time."""
-    host, port = place.host, place.port
-    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+def is_task_of_step(variables: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of several tasks. A step of one task may be a shell."""
+    return "SLURM_STEP_ID" in variables and variables.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: gpu03 for ``gpu[03-05,9]``, rack1-node3 for ``rack[1-2]-node[3-4]``."""
+    first_entry = re.split(r",(?![^\[]*\])", nodes)[0]  # A comma within brackets is part of the entry.
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first_entry)
+
+
+def read_variable(variables: Mapping[str, str], name: str) -> str:
+    text = variables.get(name)
+    if not text:
+        raise ValueError(f"Of a launcher's variables, {name} is missing.\n{HOW_TO_START}")
+    return text
+
+
+def read_number(variables: Mapping[str, str], name: str) -> int:
+    text = read_variable(variables, name)
+    if not text.isdecimal() or int(text) > HIGHEST_NUMBER:
+        raise ValueError(f"{name} is {text!r}, which is not a number from 0 to {HIGHEST_NUMBER}.\n{HOW_TO_START}")
+    return int(text)
+
+
+# --- the store --------------------------------------------------------------------------------------------------------
+
+
+def serves_store(launched: LaunchedRank) -> bool:
+    """Whether this process serves the store: rank 0 does, unless its launcher does."""
+    return launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def open_store(launched: LaunchedRank, timeout: float) -> dist.Store:
+    """The store that all ranks reach. Raises MembershipError where there is none within ``timeout`` seconds."""
+    host = launched.host
+    port = launched.port
+    is_server = serves_store(launched)
     try:
         socket.getaddrinfo(host, port)
-        store = dist.TCPStore(host, port, None, serves, timedelta(seconds=timeout), wait_for_workers=False)
+        store = dist.TCPStore(host, port, None, is_server, timedelta(seconds=timeout), wait_for_workers=False)
+    except socket.gaierror:
+        raise MembershipError(
+            f"The host name {host} has no address here. Try getent hosts, or give an address in MASTER_ADDR."
+        ) from None
     except (RuntimeError, OSError) as error:
-        reason = f"Nothing answered at {host}:{port} within {timeout:g} s: rank 0 did not start there, or a firewall "
-        reason += f"is between. Try from here: nc -vz {host} {port}"
-        if isinstance(error, socket.gaierror):
-            reason = f"The host name {host} has no address here. Try getent hosts, or give an address in MASTER_ADDR."
-        elif serves:
-            reason = f"Port {port} of {host} cannot be opened: {plain(error)}. Choose another MASTER_PORT."
-        raise MembershipError(reason) from None
-    return dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), serves
+        if is_server:
+            raise MembershipError(
+                f"Port {port} of {host} cannot be opened: {plain(error)}. Choose another MASTER_PORT."
+            ) from None
+        raise MembershipError(
+            f"Nothing answered at {host}:{port} within {timeout:g} s: rank 0 did not start there, or a firewall "
+            f"is between. Try from here: nc -vz {host} {port}"
+        ) from None
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"doctor/{restart}", store)
 
 
 def plain(error: Exception) -> str:
     """An exception's first line, without the C++ file and line that torch puts before it."""
-    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
     text = re.sub(r"\[[^\]]*:\d+\]:?|\S*/\S+:\d+:?", "", lines[0])
     return " ".join(text.split()).rstrip(".")[:200]
 
 
+# --- the members ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What became of some work on all members."""
+
+    values: dict[int, Any]  # by rank; None where the work raised
+    errors: dict[int, str]  # of the ranks where it raised
+
+
 class Membership:
-    """The ranks that are here, as each of them knows them. All ranks are equal: none of them leads."""
+    """The ranks that still answer, as each of them knows them. All ranks are equal: none of them leads."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
-        self.store, self.rank, self.timeout = store, rank, timeout
-        self.members = list(range(world_size))  # the ranks that still answer
+        self.store = store
+        self.rank = rank
+        self.timeout = timeout
+        self.members = list(range(world_size))
         self.lost: dict[int, str] = {}  # {rank: the step at which it stopped answering}
-        self.errors: dict[str, dict[int, str]] = {}  # {step: {rank: what went wrong}}
+        self.errors: dict[str, dict[int, str]] = {}  # {step: {rank: what it raised}}
         self.backend = "gloo"  # "" where no process group can be started
-        self.device, self.groups = torch.device("cpu"), 0
+        self.device = torch.device("cpu")
+        self.groups_started = 0
 
     def wait_for(self, keys: list[str], seconds: float) -> bool:
         """Wait for the store's keys at most so many seconds; return whether all of them are there."""
@@ -113,24 +169,32 @@ class Membership:
         """{rank: answer} of all members, the same on every rank. Answers travel as JSON, and a dataclass as a dict.
 
         The last rank to answer closes the step, or the first that loses patience, in seconds: it writes down the
-        answers that are there. Who is not among them is lost; on that rank this raises MembershipError.
+        answers that are there. Whoever is not among them is lost; on that rank this raises MembershipError.
         """
+        if patience is None:
+            patience = self.timeout + REPORT_SECONDS
         self.store.set(f"{step}/{self.rank}", json.dumps(answer, default=asdict))
-        complete = self.store.add(f"{step}/count", 1) == len(self.members)
-        if complete or not self.wait_for([f"{step}/all"], patience or self.timeout + REPORT_SECONDS):
-            here = [rank for rank in self.members if self.store.check([f"{step}/{rank}"])]
-            answers = {rank: json.loads(self.store.get(f"{step}/{rank}")) for rank in here}
-            self.store.compare_set(f"{step}/all", "", json.dumps(answers))  # the first rank that writes it decides
-        answers = {int(rank): answer for rank, answer in json.loads(self.store.get(f"{step}/all")).items()}
+        is_last = self.store.add(f"{step}/count", 1) == len(self.members)
+        if is_last or not self.wait_for([f"{step}/all"], patience):
+            answered = [rank for rank in self.members if self.store.check([f"{step}/{rank}"])]
+            answers = {rank: json.loads(self.store.get(f"{step}/{rank}")) for rank in answered}
+            # The first rank that writes the key decides for all, so the ranks cannot disagree about who is lost.
+            self.store.compare_set(f"{step}/all", "", json.dumps(answers))
+
+        agreed = json.loads(self.store.get(f"{step}/all"))
+        answers = {int(rank): answer for rank, answer in agreed.items()}
         if self.rank not in answers:
             raise MembershipError("The others went on without this rank: it was too slow. Try a longer --timeout.")
-        self.lost |= {rank: step for rank in self.members if rank not in answers}
+        for rank in self.members:
+            if rank not in answers:
+                self.lost[rank] = step
         self.members = sorted(answers)
         return answers
 
-    def outcomes(self, step: str, work: Callable[[], Any]) -> tuple[dict[int, Any], dict[int, str]]:
-        """({rank: what ``work()`` returned, or None}, {rank: what it raised}), of all members."""
-        value = error = None
+    def outcomes(self, step: str, work: Callable[[], Any]) -> Outcomes:
+        """Do some work, and learn what became of it on all members."""
+        value = None
+        error = None
         # Some hangs end by no timeout of torch. Then this process says where it hangs and ends, and its peers go on.
         faulthandler.dump_traceback_later(2 * self.timeout + REPORT_SECONDS, exit=True)
         try:
@@ -139,41 +203,51 @@ class Membership:
             error = plain(raised)
         finally:
             faulthandler.cancel_dump_traceback_later()
-        answers = self.gather(step, [value, error])
-        errors = {rank: error for rank, (_, error) in answers.items() if error is not None}
-        return {rank: value for rank, (value, _) in answers.items()}, errors
+        answers = self.gather(step, {"value": value, "error": error})
+        values = {rank: answer["value"] for rank, answer in answers.items()}
+        errors = {rank: answer["error"] for rank, answer in answers.items() if answer["error"] is not None}
+        return Outcomes(values, errors)
 
     def attempt(self, step: str, work: Callable[[], Any]) -> dict[int, Any]:
         """{rank: what ``work()`` returned, or None where it raised}. After an error or a loss it starts a new group."""
-        before = self.members
-        values, errors = self.outcomes(step, work)
-        if errors:
-            self.errors[step] = errors
-        if self.groups and (errors or self.members != before):
-            self.start_group()  # the old one's connections may be broken
-        return values
+        members_before = self.members
+        outcomes = self.outcomes(step, work)
+        if outcomes.errors:
+            self.errors[step] = outcomes.errors
+        has_group = self.groups_started > 0
+        if has_group and (outcomes.errors or self.members != members_before):
+            self.start_group()  # The old one's connections may be broken.
+        return outcomes.values
 
     def start_group(self) -> None:
         """Start the default process group among the members; on gloo where NCCL cannot start."""
         while self.backend:
-            self.groups += 1
-            before = self.members
-            _, errors = self.outcomes(f"starting group {self.groups}", self.replace_group)
-            if self.members == before and not errors:
+            self.groups_started += 1
+            members_before = self.members
+            outcomes = self.outcomes(f"starting group {self.groups_started}", self.replace_group)
+            if self.members != members_before:
+                continue  # Those that are left start again.
+            if not outcomes.errors:
                 return
-            if self.members == before:
-                self.errors[f"starting a group on {self.backend}"] = errors
-                self.backend, self.device = "gloo" if self.backend == "nccl" else "", torch.device("cpu")
+            self.errors[f"starting a group on {self.backend}"] = outcomes.errors
+            self.device = torch.device("cpu")
+            if self.backend == "nccl":
+                self.backend = "gloo"
+            else:
+                self.backend = ""
 
     def replace_group(self) -> None:
         """Start a process group among the members, in place of the one before."""
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+        bound_device = None
+        if self.device.type == "cuda":
+            bound_device = self.device
         dist.init_process_group(
             self.backend,
-            store=dist.PrefixStore(f"group{self.groups}", self.store),
+            store=dist.PrefixStore(f"group{self.groups_started}", self.store),
             rank=self.members.index(self.rank),
             world_size=len(self.members),
             timeout=timedelta(seconds=self.timeout),
-            device_id=self.device if self.device.type == "cuda" else None,
+            device_id=bound_device,
         )

@@ -1,34 +1,155 @@
-"""The doctor's report, in 80 columns. It only computes."""
+"""The doctor's report, in 80 columns: a function of the findings, and of a plan."""
 
 import math
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from statistics import harmonic_mean, mean
 
 from helpers.command_line import aligned
-from helpers.doctor.findings import Findings, notes, problems, slowest, span
-from helpers.doctor.plan import Plan, compared
+from helpers.doctor.findings import Findings, slowest
+from helpers.doctor.plan import Plan, compare
+from helpers.doctor.problems import Problem, notes, problems, span
+
+MOST_RANKS_WITH_A_TABLE_OF_LINKS = 8  # A table of more does not fit a screen.
 
 
-def short(number: float) -> str:
-    """A number as text with three digits, or with all digits before the point: ``0.0123``, ``1.23``, ``1234``."""
-    return f"{number:.3g}" if number < 100 else f"{number:.0f}"
+@dataclass(frozen=True)
+class Report:
+    """The report's text, and how many problems it names."""
+
+    text: str
+    problems: int
 
 
-def who_is_where(findings: Findings) -> list[str]:
+def report(findings: Findings, plan: Plan | None = None) -> Report:
+    """What the doctor prints."""
+    found = problems(findings)
+    lines = [
+        f"{counted(findings.world_size, 'rank')} on {counted(len(findings.hosts), 'host')}, {findings.backend}",
+        "",
+        *table_of_ranks(findings),
+        "",
+        *summary(findings),
+        "",
+        *table_of_collectives(findings),
+        *table_of_links(findings),
+        "",
+    ]
+    if plan is not None:
+        lines.append(f"the plan of {plan.title}")
+        for comparison in compare(findings, plan):
+            lines.append(comparison.line)
+            if comparison.problem is not None:
+                found.append(comparison.problem)
+        lines.append("")
+    for problem in found:
+        lines += paragraph("WRONG", problem)
+    for note in notes(findings):
+        lines += paragraph("note", note)
+    if found:
+        lines.append(f"{counted(len(found), 'problem')} found")
+    else:
+        lines.append("Nothing is wrong here.")
+    return Report("\n".join(lines), len(found))
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 rank`` or ``2 ranks``."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}s"
+
+
+def paragraph(label: str, problem: Problem) -> list[str]:
+    """A problem and its remedy as lines."""
+    return [
+        *textwrap.wrap(problem.text, 80, initial_indent=f"{label:7}", subsequent_indent=" " * 7),
+        *textwrap.wrap(problem.remedy, 80, initial_indent="  try: ", subsequent_indent=" " * 7),
+    ]
+
+
+def three_digits(number: float) -> str:
+    """A number with three digits, or with all digits before the point: ``0.0123``, ``1.23``, ``1234``."""
+    if number < 100:
+        return f"{number:.3g}"
+    return f"{number:.0f}"
+
+
+def gigabytes(bandwidth: float) -> str:
+    return three_digits(bandwidth / 1e9)
+
+
+def microseconds(seconds: float) -> str:
+    return f"{1e6 * seconds:.0f}"
+
+
+def table_of_ranks(findings: Findings) -> list[str]:
     """A table of the ranks' hosts, devices and interfaces; neighbouring ranks that share all three share a line."""
 
-    def place(rank: int) -> tuple[str, ...]:
+    def shared_cells(rank: int) -> tuple[str, str, str]:
         facts = findings.facts[rank]
-        return facts.host[:20], facts.model or facts.device, f"{facts.interface} {facts.address or ''}"
+        device = facts.gpu_model or facts.device
+        return facts.host[:20], device[:24], f"{facts.interface} {facts.address or ''}"[:28]
 
     rows = [["rank", "local", "host", "device", "interface"]]
-    for (host, device, interface), group in groupby(sorted(findings.facts), place):
+    for cells, group in groupby(sorted(findings.facts), shared_cells):
         ranks = list(group)
-        local_ranks = span(sorted(findings.facts[rank].local_rank for rank in ranks))
-        rows.append([text[:28] for text in (span(ranks), local_ranks, host, device[:24], interface)])
+        local_ranks = sorted(findings.facts[rank].local_rank for rank in ranks)
+        rows.append([span(ranks)[:28], span(local_ranks)[:28], *cells])
     return aligned(rows, left=range(5))
+
+
+def summary(findings: Findings) -> Iterator[str]:
+    """Yields a line for each thing that was looked at."""
+    all_facts = list(findings.facts.values())
+
+    programs = []
+    for program in ("python", "torch", "NCCL"):
+        versions = sorted({facts.versions[program] for facts in all_facts} - {""})
+        if versions:
+            programs.append(f"{program} {' and '.join(versions)}")
+    yield f"versions  {', '.join(programs)}"
+
+    shared_memory = [facts.shared_memory for facts in all_facts if facts.shared_memory is not None]
+    if shared_memory:
+        yield f"memory    {min(shared_memory) / 1e9:.1f} GB of shared memory free"
+    else:
+        yield "memory    shared memory: not known here"
+
+    yield f"store     {findings.store_address}, reached by {len(all_facts)} of {findings.world_size}"
+
+    with_address = [facts for facts in all_facts if facts.address]
+    connections = len(with_address) * (len(all_facts) - 1)
+    if connections:
+        failed = sum(len(reasons) for reasons in findings.unreachable.values())
+        yield f"tcp       {connections - failed} of {connections} connections between ranks open"
+    else:
+        yield "tcp       one rank: no connections"
+
+    offsets = findings.clock_offsets.values()
+    milliseconds = 1e3 * (max(offsets) - min(offsets))
+    if milliseconds > 1:
+        yield f"clocks    at most {milliseconds:.0f} ms apart"
+    else:
+        yield "clocks    less than 1 ms apart"
+
+    pairs = math.comb(len(findings.members), 2)
+    if pairs:
+        right = [link for link in findings.links.values() if link.right]
+        yield f"links     {len(right)} of {pairs} pairs right"
+    else:
+        yield "links     one rank: no links"
+
+    rank = slowest(findings.compute_speeds)
+    if rank:
+        yield f"slowest   rank {rank.key} computes in {rank.median / rank.speed:.2f} times the median"
+    pair = slowest({ranks: link.speed for ranks, link in findings.links.items()})
+    if pair:
+        first, second = pair.key
+        speeds = f"{gigabytes(pair.speed)} GB/s, the median pair {gigabytes(pair.median)}"
+        yield f"          ranks {first} and {second}: {speeds}"
 
 
 def table_of_collectives(findings: Findings) -> list[str]:
@@ -39,78 +160,55 @@ def table_of_collectives(findings: Findings) -> list[str]:
     if not findings.collectives:
         return ["no process group: no collective was tried"]
     count = len(findings.members)
-    share = (count - 1) / count
-    factors = {"all_reduce": 2 * share, "broadcast": 1, "reduce": 1}  # bus bandwidth / algorithm bandwidth
-    size = "64" if findings.device == "cuda" else "4"
-    rows = [["collective", "right", "us (4 KiB)", f"GB/s busbw ({size} MiB)"]]
+    size = "4 MiB"
+    if findings.device == "cuda":
+        size = "64 MiB"
+    rows = [["collective", "right", "us (4 KiB)", f"GB/s busbw ({size})"]]
     for name, by_rank in findings.collectives.items():
         trials = [trial for trial in by_rank.values() if trial]
-        right = "yes" if len(trials) == len(by_rank) and all(trial.right for trial in trials) else "NO"
-        latency = bandwidth = ""
+        right = "NO"
+        if len(trials) == len(by_rank) and all(trial.right for trial in trials):
+            right = "yes"
+        latency = ""
+        bus_bandwidth = ""
         if trials and count > 1:
-            latency = f"{1e6 * mean(trial.seconds for trial in trials):.0f}"
-            algbw = harmonic_mean([trial.speed for trial in trials])  # as bytes divided by the mean of the ranks' times
-            bandwidth = short(algbw * factors.get(name, share) / 1e9)
-        rows.append([name, right, latency, bandwidth])
+            latency = microseconds(mean(trial.seconds for trial in trials))
+            # The harmonic mean is the bytes divided by the mean of the ranks' times.
+            algorithm_bandwidth = harmonic_mean([trial.speed for trial in trials])
+            bus_bandwidth = gigabytes(algorithm_bandwidth * bus_factor(name, count))
+        rows.append([name, right, latency, bus_bandwidth])
     return aligned(rows, left=[0, 1])
 
 
+def bus_factor(collective: str, ranks: int) -> float:
+    """A collective's bus bandwidth divided by its algorithm bandwidth."""
+    if collective in ("broadcast", "reduce"):
+        return 1.0
+    if collective == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks
+
+
 def table_of_links(findings: Findings) -> list[str]:
-    """A table of every pair's bandwidth and latency; [] for one rank, and for more than a screen has room for."""
+    """A table of every pair's bandwidth and latency; [] for one rank, and for more than fit a screen."""
     members = findings.members
-    if not findings.links or not 1 < len(members) <= 8:
+    if not findings.links or len(members) > MOST_RANKS_WITH_A_TABLE_OF_LINKS:
         return []
 
-    def cell(a: int, b: int) -> str:
-        if a == b:
+    def cell(row: int, column: int) -> str:
+        if row == column:
             return "-"
-        link = findings.links.get((min(a, b), max(a, b)))
-        if not link:
+        link = findings.links.get((min(row, column), max(row, column)))
+        if link is None:
             return "none"
-        return (short(link.speed / 1e9) if a < b else f"{1e6 * link.seconds:.0f}") + ("" if link.right else "!")
+        text = microseconds(link.seconds)
+        if row < column:
+            text = gigabytes(link.speed)
+        if not link.right:
+            text += "!"
+        return text
 
-    rows = [["", *map(str, members)], *([f"rank {a}", *(cell(a, b) for b in members)] for a in members)]
+    rows = [["", *map(str, members)]]
+    for row in members:
+        rows.append([f"rank {row}", *(cell(row, column) for column in members)])
     return ["", "pairs: GB/s above the diagonal, microseconds below", *aligned(rows, left=[0])]
-
-
-def summary(findings: Findings) -> Iterator[tuple[str, str]]:
-    """Yields a line on each thing that was looked at, as (label, text)."""
-    facts = list(findings.facts.values())
-    versions = {name: sorted({getattr(own, name) for own in facts} - {""}) for name in ("python", "torch", "NCCL")}
-    yield "versions", ", ".join(f"{name} {' and '.join(each)}" for name, each in versions.items() if each)
-    free = [own.memory for own in facts if own.memory is not None]
-    yield "memory", f"{min(free) / 1e9:.1f} GB of shared memory free" if free else "shared memory: not known here"
-    yield "store", f"{findings.master}, reached by {len(facts)} of {findings.world_size}"
-    tries = sum(bool(own.address) for own in facts) * (len(facts) - 1)
-    successes = tries - sum(map(len, findings.unreached.values()))
-    yield "tcp", f"{successes} of {tries} connections between ranks open" if tries else "one rank: no connections"
-    apart = 1e3 * (max(findings.clocks.values()) - min(findings.clocks.values()))
-    yield "clocks", f"at most {apart:.0f} ms apart" if apart > 1 else "less than 1 ms apart"
-    pairs, right = math.comb(len(findings.members), 2), sum(link.right for link in findings.links.values())
-    yield "links", f"{right} of {pairs} pairs right" if pairs else "one rank: no links"
-    for rank, speed, middle in slowest(findings.alone):
-        yield "slowest", f"rank {rank} computes in {middle / speed:.2f} times the median"
-    for (a, b), speed, middle in slowest({pair: link.speed for pair, link in findings.links.items()}):
-        yield "", f"ranks {a} and {b}: {short(speed / 1e9)} GB/s, the median pair {short(middle / 1e9)}"
-
-
-def report(findings: Findings, plan: Plan | None = None) -> tuple[str, int]:
-    """(the report's text, the exit status: 0 if nothing is wrong, or 1)."""
-    count, hosts = findings.world_size, len(findings.hosts)
-    lines = [f"{count} rank{'s' * (count > 1)} on {hosts} host{'s' * (hosts > 1)}, {findings.backend}", ""]
-    lines += [*who_is_where(findings), "", *(f"{label:10}{text}" for label, text in summary(findings)), ""]
-    lines += table_of_collectives(findings)
-    lines += [*table_of_links(findings), ""]
-    wrong = problems(findings)
-    if plan:
-        comparison = list(compared(findings, plan))
-        lines.append(f"the plan of {plan.title}")
-        lines += [*(line for line, _ in comparison), ""]
-        wrong += [problem for _, problem in comparison if problem]
-    for label, entries in (("WRONG", wrong), ("note", notes(findings))):
-        for what, remedy in entries:
-            what = "R" + what[1:] if what.startswith("rank") else what
-            lines += textwrap.wrap(what, 80, initial_indent=f"{label:7}", subsequent_indent=" " * 7)
-            lines += textwrap.wrap(remedy, 80, initial_indent="  try: ", subsequent_indent=" " * 7)
-    lines.append(f"{len(wrong)} problem{'s' * (len(wrong) > 1)} found" if wrong else "Nothing is wrong here.")
-    return "\n".join(lines), int(bool(wrong))

@@ -1,6 +1,8 @@
 """What the ranks try and time in their process group: each collective, each pair's link, and a rank's own speed."""
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SMALL, LARGE = 1 << 10, {"cpu": 1 << 20, "cuda": 1 << 24}  # counts of float32: 4 KiB; 4 MiB on CPUs, 64 MiB on GPUs
+COLLECTIVES = (
+    "broadcast",
+    "scatter",
+    "gather",
+    "reduce",
+    "all_gather",
+    "all_reduce",
+    "reduce_scatter",
+    "all_to_all",
+)
+SMALL = 1 << 10  # float32 numbers: 4 KiB
+LARGE = {"cpu": 1 << 20, "cuda": 1 << 24}  # 4 MiB on CPUs, 64 MiB on GPUs
+MATRIX_SIZE = {"cpu": 512, "cuda": 8192}
+MATMUL_DTYPES = ("float64", "float32", "bfloat16", "float16")  # those of torch.mm
 
-Call = Callable[[], Any]  # it starts something, and may return the Work to wait for, or a list of them
-Exchange = tuple[Call, torch.Tensor | None, torch.Tensor]  # (call, the tensor that it fills, its right values)
+Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -34,79 +48,121 @@ class Speeds:
     between: float
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """A communication that can be repeated. ``start`` returns the Work to wait for, or a list of them."""
+
+    start: Call
+    output: torch.Tensor | None  # what it fills; None on a rank that gets no result
+    expected: torch.Tensor
+
+
 def wait(works: Any) -> None:
-    """Wait for what a call has started."""
-    for work in works if isinstance(works, list) else [works]:
+    """Wait for what ``Exchange.start`` has returned."""
+    if not isinstance(works, list):
+        works = [works]
+    for work in works:
         if isinstance(work, dist.Work):
             work.wait()
 
 
-def seconds(call: Call, rounds: int, device: torch.device, align: Call = lambda: None, tries: int = 3) -> float:
-    """Seconds of one call: the best of ``tries`` means over ``rounds`` calls. ``align`` runs before each try."""
+def seconds_of(
+    call: Call, rounds: int, device: torch.device, before_each_try: Call | None = None, tries: int = 3
+) -> float:
+    """Seconds of one call: the best of ``tries`` means over ``rounds`` calls."""
     synchronize = torch.get_device_module(device).synchronize
     times = []
     for _ in range(tries):
-        align()
+        if before_each_try is not None:
+            before_each_try()
         synchronize()
         start = time.perf_counter()
         for _ in range(rounds):
             works = call()
             if device.type == "cpu":
-                wait(works)
+                wait(works)  # A GPU's collectives follow each other on its stream, so the host need not wait.
         synchronize()
         times.append((time.perf_counter() - start) / rounds)
     return min(times)
 
 
-def try_exchange(prepare: Callable[[int], Exchange], device: torch.device, align: Call = lambda: None) -> Trial:
-    """Try an exchange, which ``prepare`` makes for so many numbers, with little data and with much."""
-    right, times = True, []
+def try_exchange(
+    prepare: Callable[[int], Exchange], device: torch.device, before_each_try: Call | None = None
+) -> Trial:
+    """Try an exchange, which ``prepare`` makes for a count of float32 numbers, with little data and with much."""
+    right = True
+    seconds = []
     for numbers, rounds in ((SMALL, 5), (LARGE[device.type], 2)):
-        call, output, expected = prepare(numbers)
-        wait(call())
-        right = right and (output is None or torch.equal(output, expected))
-        times.append(seconds(call, rounds, device, align))
-    return Trial(right, times[0], 4 * numbers / times[1])
+        exchange = prepare(numbers)
+        wait(exchange.start())
+        if exchange.output is not None and not torch.equal(exchange.output, exchange.expected):
+            right = False
+        seconds.append(seconds_of(exchange.start, rounds, device, before_each_try))
+    size = 4 * LARGE[device.type]
+    return Trial(right, seconds=seconds[0], speed=size / seconds[1])
 
 
-def collectives(numbers: int, device: torch.device) -> dict[str, Exchange]:
-    """Every collective by its name, over so many float32 numbers, of which each rank has an equal part.
+# --- collectives ------------------------------------------------------------------------------------------------------
 
-    The tensor that the call fills is [part] or [world_size * part], and None on a rank that gets no result.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    part = -(-numbers // world_size)
-    pattern = torch.arange(world_size * part, device=device).view(world_size, part) % 7 + 1.0  # exact in float32
+
+def try_collective(name: str, device: torch.device) -> Trial:
+    """Try one collective on this rank. All ranks meet before each measurement."""
+    return try_exchange(lambda numbers: collective(name, numbers, device), device, dist.barrier)
+
+
+def collective(name: str, numbers: int, device: torch.device) -> Exchange:
+    """One of COLLECTIVES over so many numbers, of which each rank has an equal part."""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    part = math.ceil(numbers / world_size)
+    # Rank k has the pattern times k + 1. Its row r is the part for rank r. Sums of these numbers are exact in float32.
+    pattern = torch.arange(world_size * part, device=device).view(world_size, part) % 7 + 1.0
     factors = torch.arange(1.0, world_size + 1, device=device)[:, None]
-    mine = (pattern * (rank + 1)).flatten()
-    total, spread = (pattern * factors.sum()).flatten(), (pattern * factors).flatten()
-    swap = (pattern[rank] * factors).flatten()
-    own, own_total = (x.chunk(world_size)[rank].clone() for x in (mine, total))
-    copied, reduced, summed = (mine.clone() for _ in range(3))
-    gathered, everything, swapped = (torch.zeros_like(mine) for _ in range(3))
-    scattered, own_sum = torch.zeros_like(own), torch.zeros_like(own)
-    outbox, inbox = (list(x.chunk(world_size)) if rank == 0 else None for x in (mine, gathered))
+    data = (pattern * (rank + 1)).flatten()
+    total = (pattern * factors.sum()).flatten()
+    rows_of_ranks = (pattern * factors).flatten()
+
+    if name == "broadcast":
+        return Exchange(lambda: dist.broadcast(data, 0, async_op=True), data, pattern.flatten())
+    if name == "reduce":
+        output_on_rank_0 = data if rank == 0 else None
+        return Exchange(lambda: dist.reduce(data, 0, async_op=True), output_on_rank_0, total)
+    if name == "all_reduce":
+        return Exchange(lambda: dist.all_reduce(data, async_op=True), data, total)
+    if name == "all_to_all":
+        output = torch.zeros_like(data)
+        expected = (pattern[rank] * factors).flatten()
+        return Exchange(lambda: dist.all_to_all_single(output, data, async_op=True), output, expected)
+
+    if name == "scatter":
+        output = torch.zeros(part, device=device)
+        parts = list(data.chunk(world_size)) if rank == 0 else None
+        return Exchange(lambda: dist.scatter(output, parts, 0, async_op=True), output, pattern[rank])
+    if name == "gather":
+        output = torch.zeros_like(data)
+        parts = list(output.chunk(world_size)) if rank == 0 else None
+        own_part = data.chunk(world_size)[rank].clone()
+        output_on_rank_0 = output if rank == 0 else None
+        return Exchange(lambda: dist.gather(own_part, parts, 0, async_op=True), output_on_rank_0, rows_of_ranks)
+
     if hasattr(dist, "all_gather_single"):
         all_gather = dist.all_gather_single
         reduce_scatter = dist.reduce_scatter_single
     else:  # A cluster may have an older PyTorch: before 2.13 these two had other names.
         all_gather = dist.all_gather_into_tensor
         reduce_scatter = dist.reduce_scatter_tensor
-    return {
-        "broadcast": (lambda: dist.broadcast(copied, 0, async_op=True), copied, pattern.flatten()),
-        "scatter": (lambda: dist.scatter(scattered, outbox, 0, async_op=True), scattered, pattern[rank]),
-        "gather": (lambda: dist.gather(own, inbox, 0, async_op=True), gathered if rank == 0 else None, spread),
-        "reduce": (lambda: dist.reduce(reduced, 0, async_op=True), reduced if rank == 0 else None, total),
-        "all_gather": (lambda: all_gather(everything, own, async_op=True), everything, spread),
-        "all_reduce": (lambda: dist.all_reduce(summed, async_op=True), summed, total),
-        "reduce_scatter": (lambda: reduce_scatter(own_sum, mine, async_op=True), own_sum, own_total),
-        "all_to_all": (lambda: dist.all_to_all_single(swapped, mine, async_op=True), swapped, swap),
-    }
+    if name == "all_gather":
+        output = torch.zeros_like(data)
+        own_part = data.chunk(world_size)[rank].clone()
+        return Exchange(lambda: all_gather(output, own_part, async_op=True), output, rows_of_ranks)
+    if name == "reduce_scatter":
+        output = torch.zeros(part, device=device)
+        expected = total.chunk(world_size)[rank]
+        return Exchange(lambda: reduce_scatter(output, data, async_op=True), output, expected)
+    raise ValueError(f"{name!r} is none of {', '.join(COLLECTIVES)}.")
 
 
-def try_collective(name: str, device: torch.device) -> Trial:
-    """Try one collective on this rank."""
-    return try_exchange(lambda numbers: collectives(numbers, device)[name], device, dist.barrier)
+# --- links ------------------------------------------------------------------------------------------------------------
 
 
 def rounds_of_pairs(count: int) -> Iterator[list[tuple[int, int]]]:
@@ -114,10 +170,15 @@ def rounds_of_pairs(count: int) -> Iterator[list[tuple[int, int]]]:
 
     It is the circle method, by which round-robin tournaments are planned.
     """
-    seats = list(range(count + count % 2))
+    seats = list(range(count))
+    if count % 2 == 1:
+        seats.append(count)  # Its opponent has nobody to play with in this round.
     for _ in seats[1:]:
-        pairs = [sorted((seats[k], seats[-1 - k])) for k in range(len(seats) // 2)]
-        yield [(a, b) for a, b in pairs if b < count]
+        pairs = []
+        for left, right in zip(seats, reversed(seats), strict=True):
+            if left < right < count:
+                pairs.append((left, right))
+        yield pairs
         seats.insert(1, seats.pop())
 
 
@@ -126,32 +187,37 @@ def try_link(peer: int, device: torch.device) -> Trial:
 
     def prepare(numbers: int) -> Exchange:
         pattern = torch.arange(numbers, device=device) % 7 + 1.0
-        mine, theirs = pattern * (dist.get_rank() + 1), torch.zeros_like(pattern)
-        both = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]
-        return lambda: dist.batch_isend_irecv(both), theirs, pattern * (peer + 1)
+        sent = pattern * (dist.get_rank() + 1)
+        received = torch.zeros_like(pattern)
+        operations = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+        return Exchange(lambda: dist.batch_isend_irecv(operations), received, pattern * (peer + 1))
 
     return try_exchange(prepare, device)
 
 
-def try_matmul(dtype: str, device: torch.device, align: Call = lambda: None) -> float | None:
-    """FLOP/s of a large product of random matrices; None: not a type of torch.mm. ``align`` is as in ``seconds``.
+# --- speeds -----------------------------------------------------------------------------------------------------------
+
+
+def try_matmul(dtype: str, device: torch.device, before_each_try: Call | None = None) -> float | None:
+    """FLOP/s of a large product of random matrices; None for a type that torch.mm does not have.
 
     A matrix of equal numbers would be faster: its bits flip less, so a GPU draws less power and clocks higher.
     """
-    if dtype not in ("float64", "float32", "bfloat16", "float16"):
+    if dtype not in MATMUL_DTYPES:
         return None
-    size = 8192 if device.type == "cuda" else 512
+    size = MATRIX_SIZE[device.type]
     x = torch.randn(size, size, device=device, dtype=getattr(torch, dtype))
-    return 2 * size**3 / seconds(lambda: torch.mm(x, x), 1, device, align, tries=15)
+    return 2 * size**3 / seconds_of(lambda: torch.mm(x, x), 1, device, before_each_try, tries=15)
 
 
 def try_all_reduce(groups: list[list[int]], device: torch.device) -> float:
     """Bus bandwidth in bytes per second of an all-reduce in each of these groups of ranks, all at once; 0: alone."""
     group, _ = dist.new_subgroups_by_enumeration(groups)
     x = torch.zeros(LARGE[device.type], device=device)
-    reduce = partial(dist.all_reduce, x, group=group, async_op=True)
-    wait(reduce())  # connects
-    return 2 * (group.size() - 1) / group.size() * x.nbytes / seconds(reduce, 2, device, dist.barrier)
+    all_reduce = partial(dist.all_reduce, x, group=group, async_op=True)
+    wait(all_reduce())  # The first call connects.
+    seconds = seconds_of(all_reduce, 2, device, dist.barrier)
+    return 2 * (group.size() - 1) / group.size() * x.nbytes / seconds
 
 
 def try_plan(dtype: str, hosts: list[str], device: torch.device) -> Speeds:
@@ -159,7 +225,15 @@ def try_plan(dtype: str, hosts: list[str], device: torch.device) -> Speeds:
 
     Between nodes the first ranks of all hosts form a group, the second ones another, and so on: as gradients travel.
     """
-    nodes = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
-    columns = [[rank for rank in column if rank is not None] for column in zip_longest(*nodes)]
-    matmul = try_matmul(dtype, device, dist.barrier)
-    return Speeds(matmul, try_all_reduce(nodes, device), try_all_reduce(columns, device))
+    ranks_by_host = defaultdict(list)
+    for rank, host in enumerate(hosts):
+        ranks_by_host[host].append(rank)
+    nodes = list(ranks_by_host.values())
+    columns = []
+    for column in zip_longest(*nodes):
+        columns.append([rank for rank in column if rank is not None])
+    return Speeds(
+        matmul=try_matmul(dtype, device, dist.barrier),
+        in_node=try_all_reduce(nodes, device),
+        between=try_all_reduce(columns, device),
+    )

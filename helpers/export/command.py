@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from helpers.command_line import whole
+from helpers.command_line import positive_int
 from helpers.ranks.torchrun import folder_until_a_signal, run
 
 CHAPTER = "its number (4), its name (04_ddp or ddp), or the path of any notebook"
@@ -25,15 +25,15 @@ def add_commands(commands: "argparse._SubParsersAction") -> None:
         "--slurm", action="store_true", help="write what starts it on many nodes too: for Slurm, by hand, on Kubernetes"
     )
     command.add_argument(
-        "--nodes", type=whole, metavar="N", help="of the files of --slurm, which it implies (default: 2)"
+        "--nodes", type=positive_int, metavar="N", help="of the files of --slurm, which it implies (default: 2)"
     )
-    command.add_argument("--gpus-per-node", type=whole, metavar="N", help="of the files of --slurm (default: 8)")
+    command.add_argument("--gpus-per-node", type=positive_int, metavar="N", help="of the files of --slurm (default: 8)")
     command.add_argument("--time", metavar="LIMIT", help="of the files of --slurm (default: 04:00:00)")
 
     command = commands.add_parser("run", help="run a chapter's script on this machine")
     command.set_defaults(main=main)
     command.add_argument("chapter", metavar="CHAPTER", help=CHAPTER)
-    command.add_argument("--nproc", type=whole, default=2, metavar="N", help="how many ranks (default: 2)")
+    command.add_argument("--nproc", type=positive_int, default=2, metavar="N", help="how many ranks (default: 2)")
     command.add_argument("flags", nargs="*", default=[], metavar="-- FLAGS", help="the script's, after two dashes")
 
 

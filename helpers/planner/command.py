@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from helpers.command_line import whole
+from helpers.command_line import positive_int
 from helpers.planner import cluster as clusters
 from helpers.planner import model as models
 from helpers.planner.conventions import Conventions
@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     presets = ", ".join(clusters.PRESETS)
     cluster_help = f"one of {presets}; or a TOML file: {clusters.Cluster.described()}"
     parser.add_argument("cluster", nargs="?", metavar="CLUSTER", help=cluster_help)
-    parser.add_argument("--gpus", type=whole, metavar="N", help="how many GPUs: of a named cluster, or to search for")
+    parser.add_argument(
+        "--gpus", type=positive_int, metavar="N", help="how many GPUs: of a named cluster, or to search for"
+    )
     sizes_help = f"fields of the model that win over the preset's: {models.Model.described()}"
     parser.add_argument("--sizes", default="", metavar="A=1,B=2", help=sizes_help)
     for name, record in RECORDS.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from helpers.command_line import positive, whole
+from helpers.command_line import positive_int, positive_seconds
 from helpers.ranks import processes
 from helpers.ranks.torchrun import folder_until_a_signal, set_defaults
 
@@ -27,9 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", "--module", action="store_true", help="CHAPTER is a module, as in python -m package.train"
     )
-    parser.add_argument("--gpus", type=whole, default=2, metavar="N", help="pretended GPUs of a node (default: 2)")
-    parser.add_argument("--nodes", type=whole, default=1, metavar="N", help="pretended nodes (default: 1)")
-    parser.add_argument("--timeout", type=positive, default=120, metavar="S", help="seconds to run (default: 120)")
+    parser.add_argument(
+        "--gpus", type=positive_int, default=2, metavar="N", help="pretended GPUs of a node (default: 2)"
+    )
+    parser.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="pretended nodes (default: 1)")
+    parser.add_argument(
+        "--timeout", type=positive_seconds, default=120, metavar="S", help="seconds to run (default: 120)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rank 0's counts there too")
     parser.add_argument("flags", nargs="*", default=[], metavar="-- FLAGS", help="the script's, after two dashes")
 

@@ -10,48 +10,56 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from helpers.command_line import positive, whole
-from helpers.export.facts import Script as Facts
+from helpers.command_line import positive_int, positive_seconds
+from helpers.export.facts import Script as ScriptFacts
 from helpers.ranks.torchrun import folder_until_a_signal
 from helpers.verify import steps
 from helpers.verify.archive import keep_logs
 from helpers.verify.machine import Machine, obstacle
 from helpers.verify.measuring import measure
-from helpers.verify.order import DOCTOR, PROBES, SPEED, ordered, probes_of
+from helpers.verify.order import DOCTOR, LAUNCH, PROBES, SPEED, ordered, probes_of
 from helpers.verify.page import page, rounded
 from helpers.verify.predictions import predictions_for
 from helpers.verify.record import Probe, Record, Step, read, write, write_whole
 from helpers.verify.runs import Launcher, OutOfTime
 from helpers.verify.sources import ROOT, commit, facts_of_chapters, scripts_of
 
-SIZES = (8, 4, 2, 1)  # ranks among which the chapters' batches, heads and layers can be divided
+NUMBERS_OF_RANKS = (8, 4, 2, 1)  # The chapters' batches, heads and layers can be divided by these.
 LIBRARY = ROOT / "book" / "measured"
-LONGEST_RUN = 120  # seconds of one run of a script, by default; less where all must end soon
-RUNS_IN_ALL = 10  # so many such runs fit into all the time
-LEAST = 20  # seconds: a step that cannot have so many is not begun
-SAME = ("machine", "ranks of the scripts", "commit", "rehearsed")  # facts that a record must share to be gone on with
+LONGEST_RUN = 120  # seconds of one run of a script, by default
+RUNS_IN_ALL = 10  # If there are few minutes in all, a run gets so small a part of them.
+SHORTEST_STEP = 20  # seconds: a step that cannot have so many is not begun
+MACHINE_SECONDS = 120  # to import torch and to ask for the GPUs
 REHEARSED = "on pretended GPUs: no figure here was measured on a GPU"
+# An earlier record is continued if it has the same of these facts.
+IDENTITY = ("machine", "ranks of the scripts", "commit", "rehearsed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``verify`` to its parser."""
     parser.description = (
         "Run probes, every chapter's script and the doctor on this machine's GPUs, and compare with predictions, gloo "
-        "and the rehearsal. Steps that have ended are kept: the same command goes on. The exit status is 1 where "
-        "something differs or is left."
+        "and the rehearsal. Steps that have ended are kept in the folder: the same command goes on. The exit status "
+        "is 1 where something differs or is left."
     )
-    parser.add_argument("--gpus", type=whole, metavar="N", help="GPUs to use (default: all; in a rehearsal 2)")
+    parser.add_argument("--gpus", type=positive_int, metavar="N", help="GPUs to use (default: all; in a rehearsal 2)")
     parser.add_argument("--chapters", nargs="+", metavar="CHAPTER", help="these alone, or paths of scripts; no probes")
     parser.add_argument(
         "--probes", nargs="+", choices=[*PROBES], metavar="NAME", help=f"these alone: {' '.join(PROBES)}"
     )
     parser.add_argument("--out", type=Path, default=Path("verify"), metavar="DIR", help="folder (default: verify)")
-    parser.add_argument("--again", action="store_true", help="repeat these steps, though they are kept there")
     parser.add_argument(
-        "--timeout", type=positive, metavar="S", help="seconds of a run (default: a tenth of the minutes, at most 120)"
+        "--timeout",
+        type=positive_seconds,
+        metavar="S",
+        help="seconds of a run (default: a tenth of the minutes, at most 120)",
     )
     parser.add_argument(
-        "--minutes", type=positive, default=20, metavar="M", help="for everything; what is left then is left (20)"
+        "--minutes",
+        type=positive_seconds,
+        default=20,
+        metavar="M",
+        help="for everything; what is left then is left (20)",
     )
     parser.add_argument("--rehearsal", action="store_true", help="try the command on pretended GPUs")
     parser.add_argument("--record", action="store_true", help="write the page and results to book/measured, too")
@@ -73,7 +81,10 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
     if args.record and (args.rehearsal or not LIBRARY.is_dir()):
         raise ValueError("--record is for real GPUs, in a copy of the repository.\nLeave it out.")
     out = args.out.absolute()
-    begin(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{args.out} is no folder: {error.strerror}.\nName another one: --out DIR") from None
     logs = folder / "logs"
     logs.mkdir()
     launcher = Launcher(args.gpus or 2, args.rehearsal, logs, end, os.environ.get("OMP_NUM_THREADS", ""))
@@ -81,40 +92,64 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
     if args.chapters or not args.probes:
         scripts = scripts_of(args.chapters or [], folder / "scripts")
     machine = machine_of(launcher)
-    why = obstacle(machine, args.gpus)
-    if why:
-        raise ValueError(why)
-    gpus = args.gpus or len(machine.gpus)
-    launcher = replace(launcher, ranks=next(size for size in SIZES if size <= gpus))
+    reason = obstacle(machine, args.gpus)
+    if reason:
+        raise ValueError(reason)
 
-    of_chapters = facts_of_chapters()
-    facts = {script: of_chapters.get(script.stem, Facts()) for script in scripts}
-    names = args.probes
-    if args.chapters and not names:
-        names = []
-    probes = probes_of(names, gpus)
+    gpus = args.gpus or len(machine.gpus)
+    ranks = next(number for number in NUMBERS_OF_RANKS if number <= gpus)
+    launcher = replace(launcher, ranks=ranks)
+    facts_by_chapter = facts_of_chapters()
+    facts = {script.stem: facts_by_chapter.get(script.stem, ScriptFacts()) for script in scripts}
+    probes = probes_of(args.probes, gpus)
+    if args.chapters and not args.probes:
+        probes = []
+    # Pretended GPUs cannot have ranks of a cell, and only a verification of everything takes the time for their checks.
+    with_launch_checks = steps.LAUNCH_CHECKS.exists() and not args.rehearsal and not args.chapters
     work = Work(
         launcher=launcher,
         gpus=gpus,
         timeout=args.timeout or min(LONGEST_RUN, 60 * args.minutes / RUNS_IN_ALL),
         scripts={script.stem: script for script in scripts},
-        facts={script.stem: own for script, own in facts.items()},
+        facts=facts,
     )
-    record = Record(facts_of(machine, launcher))
-    record.predictions = predictions_for(machine.gpus[0], gpus)
     results = Results(
         out=out,
-        record=record,
-        names=ordered(probes, facts, doctor=bool(scripts), ranks=launcher.ranks),
-        tolerances={name: own.tolerance for name, own in of_chapters.items()},
-        copy=f"{datetime.now(UTC):%Y-%m-%d}-{gpus}-gpus" if args.record else "",
+        record=Record(facts_of(machine, launcher), predictions=predictions_for(machine.gpus[0], gpus)),
+        names=ordered(probes, facts, ranks, with_launch_checks),
+        tolerances={name: chapter.tolerance for name, chapter in facts_by_chapter.items()},
     )
-    say("machine", None, f"{machine}; scripts on {launcher.ranks}")
-    results.take_up(again=args.again)
+    if args.record:
+        results.name_in_library = f"{datetime.now(UTC):%Y-%m-%d}-{gpus}-gpus"
+    say("machine", f"{machine}; scripts on {launcher.ranks}")
+    results.continue_earlier_record()
     results.write()
-    do_all(work, results, args.minutes)
-    say("page", None, str(args.out / "page.md"))
-    return int(bool(results.missing or results.has_trouble))
+    take_all_steps(work, results, args.minutes)
+    say("page", str(args.out / "page.md"))
+    return int(bool(results.missing) or results.has_trouble)
+
+
+def take_all_steps(work: "Work", results: "Results", minutes: float) -> None:
+    """Take all steps that are not in the record, until the time is over, and write the files after each one."""
+    missing = results.missing
+    for name in results.names:
+        if name not in missing:
+            say(name, outcome(results.record, name))
+            continue
+        start = time.monotonic()
+        if work.launcher.end - start < SHORTEST_STEP:
+            break
+        try:
+            work.take_step(name, results.record)
+        except OutOfTime:
+            break
+        finally:
+            keep_logs(work.launcher.folder, results.out)
+        results.write()
+        say(name, outcome(results.record, name), seconds=time.monotonic() - start)
+    if results.missing:
+        count = len(results.missing)
+        say("left", f"{count} steps after {minutes:g} minutes; the same command goes on with them")
 
 
 @dataclass(frozen=True)
@@ -123,17 +158,19 @@ class Work:
 
     launcher: Launcher
     gpus: int
-    timeout: float  # of one run of a script
+    timeout: float  # seconds of one run of a script
     scripts: dict[str, Path]
-    facts: dict[str, Facts]  # of the scripts
+    facts: dict[str, ScriptFacts]
 
-    def do(self, name: str, record: Record) -> None:
+    def take_step(self, name: str, record: Record) -> None:
         """Take a step, and put what it came to into the record. Raises OutOfTime where it had to be stopped."""
         if name in PROBES:
             predictions = record.predictions.get(name, [])
             record.probes[name] = measure(self.launcher, PROBES[name], self.gpus, predictions)
         elif name == DOCTOR:
             record.steps[name] = steps.doctor(self.launcher, self.gpus, self.timeout)
+        elif name == LAUNCH:
+            record.steps[name] = steps.launch_checks(self.launcher)
         elif name.endswith(SPEED):
             script = name.removesuffix(SPEED)
             record.steps[name] = steps.speed(self.launcher, self.scripts[script], self.facts[script], self.timeout)
@@ -143,13 +180,13 @@ class Work:
 
 @dataclass
 class Results:
-    """The record, and its files in the folder ``out``: results.json, page.md, logs.zip."""
+    """The record, and its files in the folder ``out``: results.json and page.md."""
 
     out: Path
     record: Record
     names: list[str]  # of the steps, in order
-    tolerances: dict[str, float]
-    copy: str  # the name of the copies in book/measured; "" for none
+    tolerances: dict[str, float]  # of the chapters' results
+    name_in_library: str = ""  # of the copies in book/measured; "" for none
 
     @property
     def missing(self) -> list[str]:
@@ -159,11 +196,11 @@ class Results:
     @property
     def has_trouble(self) -> bool:
         """Whether a step differed, or a probe did not end well."""
-        differed = any(step.differences for step in self.record.steps.values())
-        return differed or any(probe.trouble for probe in self.record.probes.values())
+        steps_differ = any(step.differences for step in self.record.steps.values())
+        return steps_differ or any(probe.trouble for probe in self.record.probes.values())
 
-    def take_up(self, again: bool) -> None:
-        """Take the steps of an earlier start, with its predictions, if it was of this machine and this commit."""
+    def continue_earlier_record(self) -> None:
+        """Keep the steps and predictions of an earlier start, if it was of this machine and this commit."""
         path = self.out / "results.json"
         if not path.exists():
             return
@@ -171,52 +208,34 @@ class Results:
             earlier = read(path)
         except ValueError as error:
             raise ValueError(f"{error}\nDelete it, or choose another folder: --out DIR") from None
-        if not earlier.steps and not earlier.probes:
-            return
-        if any(earlier.facts.get(name) != self.record.facts.get(name) for name in SAME):
-            say("results", None, f"{path} is of another machine or commit: all steps run again")
+        if any(earlier.facts.get(name) != self.record.facts.get(name) for name in IDENTITY):
+            say("results", f"{path} is of another machine or commit: all steps run again")
             return
         self.record.predictions = earlier.predictions
         self.record.steps = earlier.steps
         self.record.probes = earlier.probes
-        if again:
-            for name in self.names:
-                self.record.steps.pop(name, None)
-                self.record.probes.pop(name, None)
 
     def write(self) -> None:
-        """Write both files, each at once: whoever kills the command leaves whole ones."""
-        self.record.facts |= facts_of_the_run()
-        self.out.mkdir(parents=True, exist_ok=True)
+        """Write both files, each at once: whoever kills the command leaves complete ones."""
+        self.record.facts["command"] = f"`{shlex.join(['python', '-m', 'helpers', *sys.argv[1:]])}`"
+        self.record.facts["date"] = f"{datetime.now(UTC):%Y-%m-%d}"
         text = page(self.record, self.missing, self.tolerances)
         write(self.record, self.out / "results.json")
         write_whole(text, self.out / "page.md")
-        if self.copy:
-            write(self.record, LIBRARY / f"{self.copy}.json")
-            write_whole(text, LIBRARY / f"{self.copy}.md")
+        if self.name_in_library:
+            write(self.record, LIBRARY / f"{self.name_in_library}.json")
+            write_whole(text, LIBRARY / f"{self.name_in_library}.md")
 
 
-def do_all(work: Work, results: Results, minutes: float) -> None:
-    """Take all steps that are not in the record, until the time is over, and write the files after each one."""
-    left = results.missing
-    for name in results.names:
-        if name not in left:
-            say(name, None, outcome(results.record, name))
-            continue
-        start = time.monotonic()
-        if work.launcher.end - start < LEAST:
-            break
-        try:
-            work.do(name, results.record)
-        except OutOfTime:
-            break
-        finally:
-            keep_logs(work.launcher.folder, results.out)
-        results.write()
-        say(name, time.monotonic() - start, outcome(results.record, name))
-    if results.missing:
-        count = len(results.missing)
-        say("left", None, f"{count} steps after {minutes:g} minutes; the same command goes on with them")
+# --- lines of progress ------------------------------------------------------------------------------------------------
+
+
+def say(name: str, text: str, seconds: float | None = None) -> None:
+    """Print a line of progress. A step that is kept from an earlier start has no seconds."""
+    duration = ""
+    if seconds is not None:
+        duration = f"{seconds:.0f} s"
+    print(f"{name:26}{duration:>6}  {text}", flush=True)
 
 
 def outcome(record: Record, name: str) -> str:
@@ -244,26 +263,7 @@ def outcome_of_step(step: Step) -> str:
     return f"DIFFERS {step.differences[0]}{more}"
 
 
-def say(name: str, seconds: float | None, text: str) -> None:
-    """A line of progress; ``seconds`` is None for what is kept from an earlier start."""
-    passed = ""
-    if seconds is not None:
-        passed = f"{seconds:.0f} s"
-    print(f"{name:26}{passed:>6}  {text}", flush=True)
-
-
-def begin(out: Path) -> None:
-    """Write a page and a record that say no more than that the command has begun, unless there are some."""
-    if (out / "results.json").exists():
-        return
-    record = Record({"machine": "not examined yet", "commit": commit()})
-    Results(out, record, names=[], tolerances={}, copy="").write()
-
-
-def facts_of_the_run() -> dict[str, str]:
-    """The command and today's date."""
-    command = shlex.join(["python", "-m", "helpers", *sys.argv[1:]])
-    return {"command": f"`{command}`", "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+# --- the machine ------------------------------------------------------------------------------------------------------
 
 
 def facts_of(machine: Machine, launcher: Launcher) -> dict[str, str]:
@@ -280,12 +280,12 @@ def machine_of(launcher: Launcher) -> Machine:
     if launcher.rehearsal:
         words = ["-m", "helpers", "rehearse", *words, f"--gpus={launcher.ranks}"]
     try:
-        finished = launcher.python(words, "machine", 120)
+        finished = launcher.python(words, "machine", MACHINE_SECONDS)
     except OutOfTime:
         raise ValueError("The time was over before the machine was examined.\nGive more: --minutes 8") from None
-    if finished.status != 0:
-        why = "it hung for 120 s"
-        if finished.status is not None:
-            why = finished.errors.strip().rpartition("\n")[2]
-        raise ValueError(f"PyTorch cannot be asked for its GPUs: {why}\nTry nvidia-smi, and python -c 'import torch'.")
-    return Machine(**json.loads(finished.out))
+    if finished.status == 0:
+        return Machine(**json.loads(finished.out))
+    reason = f"it hung for {MACHINE_SECONDS} s"
+    if finished.status is not None:
+        reason = finished.errors.strip().rpartition("\n")[2]
+    raise ValueError(f"PyTorch cannot be asked for its GPUs: {reason}\nTry nvidia-smi, and python -c 'import torch'.")

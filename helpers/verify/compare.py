@@ -1,7 +1,7 @@
 """What differed between a chapter's runs: on GPUs, on gloo, and as rehearsed. It only computes."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from helpers.counts import COLLECTIVE, NOT_PINNED, UPLOAD, WAIT
@@ -12,55 +12,76 @@ Not compared: copies with `non_blocking=True` from memory that is not pinned, of
 the buckets of DDP and what else C++ does there; collectives on gloo beside NCCL, because a stop request's depend on \
 time; ranks other than rank 0. Calls of `synchronize` and barriers are counted by name, as torch's mode leaves them out.
 """
+BROADCAST_OF_DDP = "broadcast (C++)"
 
 
-def differences(on_gpus: Run, gloo: Run, rehearsed: Run, tolerance: float) -> list[str]:
+@dataclass(frozen=True)
+class Count:
+    """How often an event came in all, and between the first optimizer step and the last."""
+
+    in_all: int = 0
+    in_steps: int = 0
+
+
+def differences(on_gpus: Run, on_gloo: Run, rehearsed: Run, tolerance: float) -> list[str]:
     """A line for each difference between a chapter's runs; ``tolerance`` is that of its result's numbers."""
     lines = []
     if on_gpus.trouble:
-        lines.append(f"on GPUs it {on_gpus.trouble}; the rehearsal {rehearsed.trouble or 'accepted it'}")
+        verdict = rehearsed.trouble or "accepted it"
+        lines.append(f"on GPUs it {on_gpus.trouble}; the rehearsal {verdict}")
     elif rehearsed.trouble:
         lines.append(f"on GPUs it ran, and the rehearsal {rehearsed.trouble}")
     else:
-        lines += against(times(on_gpus.lines), times(rehearsed.lines))
-    if gloo.trouble:
-        lines.append(f"on gloo it {gloo.trouble}")
+        lines += compare_counts(event_counts(on_gpus.lines), event_counts(rehearsed.lines))
+    if on_gloo.trouble:
+        lines.append(f"on gloo it {on_gloo.trouble}")
     elif not on_gpus.trouble:
-        lines += numbers(on_gpus.result, gloo.result, tolerance)
+        lines += numbers(on_gpus.result, on_gloo.result, tolerance)
     return lines
 
 
-def numbers(result: dict[str, float], other: dict[str, float], tolerance: float) -> Iterator[str]:
+def numbers(result: dict[str, float], expected: dict[str, float], tolerance: float) -> Iterator[str]:
     """Yields a line for each number that differs from gloo's, or is missing."""
     if not result:
         yield "it printed no result"
-    for name in sorted(result.keys() | other.keys()):
-        mine, theirs = result.get(name), other.get(name)
-        if mine is None or theirs is None or not abs(mine - theirs) <= tolerance:
-            yield f"{name} is {mine} on GPUs and {theirs} on gloo (tolerance {tolerance:g})"
+    for name in sorted(result.keys() | expected.keys()):
+        number = result.get(name)
+        on_gloo = expected.get(name)
+        # A difference with NaN is NaN, which is not below the tolerance either.
+        if number is not None and on_gloo is not None and abs(number - on_gloo) <= tolerance:
+            continue
+        yield f"{name} is {number} on GPUs and {on_gloo} on gloo (tolerance {tolerance:g})"
 
 
-def event(row: dict[str, Any]) -> str:
-    """What a row of counts counts, with its line: ``x.py:7 waits``, ``x.py:9 allreduce (NCCL)``; "" if uncompared."""
-    kind, what = row["kind"], row["what"]
-    if kind in (WAIT, UPLOAD) and what != NOT_PINNED:
-        return f"{row['line']} waits"
-    compared = kind == COLLECTIVE and "(gloo)" not in what and what != "broadcast (C++)"  # which is DDP's
-    return f"{row['line']} {what}" if compared else ""
-
-
-def times(rows: Iterable[dict[str, Any]]) -> tuple[Counter[str], Counter[str]]:
-    """How often each event came in all, and between the first optimizer step and the last."""
-    totals, in_steps = Counter[str](), Counter[str]()
+def event_counts(rows: Iterable[dict[str, Any]]) -> dict[str, Count]:
+    """{event: its count} of the events that are compared, from rows of ``helpers.counts``."""
+    counts: dict[str, Count] = {}
     for row in rows:
-        totals[event(row)] += row["count"]
-        in_steps[event(row)] += row["in_steps"]
-    return totals, in_steps
+        event = event_of(row)
+        if event:
+            before = counts.get(event, Count())
+            counts[event] = Count(before.in_all + row["count"], before.in_steps + row["in_steps"])
+    return counts
 
 
-def against(seen: tuple[Counter[str], Counter[str]], predicted: tuple[Counter[str], Counter[str]]) -> Iterator[str]:
+def event_of(row: dict[str, Any]) -> str:
+    """What a row counts, with its line: ``x.py:7 waits``, ``x.py:9 allreduce (NCCL)``; "" if it is not compared."""
+    what = row["what"]
+    if row["kind"] in (WAIT, UPLOAD) and what != NOT_PINNED:
+        return f"{row['line']} waits"
+    if row["kind"] == COLLECTIVE and "(gloo)" not in what and what != BROADCAST_OF_DDP:
+        return f"{row['line']} {what}"
+    return ""
+
+
+def compare_counts(seen: Mapping[str, Count], predicted: Mapping[str, Count]) -> Iterator[str]:
     """Yields a line for each event that came more or less often than predicted."""
-    for name in sorted((seen[0] | predicted[0]).keys() - {""}):
-        if any(counts[name] != expected[name] for counts, expected in zip(seen, predicted, strict=True)):
-            where = "in the steps" if seen[1][name] != predicted[1][name] else "outside of the steps"
-            yield f"{name}: {seen[0][name]} times on GPUs, {predicted[0][name]} as rehearsed, {where}"
+    for event in sorted(seen.keys() | predicted.keys()):
+        on_gpus = seen.get(event, Count())
+        rehearsed = predicted.get(event, Count())
+        if on_gpus == rehearsed:
+            continue
+        where = "outside of the steps"
+        if on_gpus.in_steps != rehearsed.in_steps:
+            where = "in the steps"
+        yield f"{event}: {on_gpus.in_all} times on GPUs, {rehearsed.in_all} as rehearsed, {where}"

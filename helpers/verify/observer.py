@@ -32,17 +32,21 @@ from helpers.rehearsal.nccl import COLLECTIVES, GROUP, POINT_TO_POINT, nccl_of
 from helpers.rehearsal.tensor import CudaTensor, tensors_in
 
 
-def line() -> str:
+def current_line() -> str:
     """The script's line on this thread. On a thread of torch, as in a GPU's backward, the main thread's line."""
-    here = script_line()
-    return here if here != "?" else script_line(sys._current_frames()[threading.main_thread().ident or 0])
+    line = script_line()
+    if line != "?":
+        return line
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    return script_line(sys._current_frames()[main_thread])
 
 
-SEEN = Counts(line)
+SEEN = Counts(current_line)
 
 
 def count_calls(owner: Any, name: str, count: Callable[..., None]) -> None:
-    """From now on, ``count`` gets the arguments of each call of a function, before the function."""
+    """Replace a function by one that calls ``count`` with its arguments before it does its work."""
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -54,17 +58,19 @@ def count_calls(owner: Any, name: str, count: Callable[..., None]) -> None:
 
 def count_waits() -> None:
     """Count torch's warnings, and calls of ``synchronize``, of which it does not always warn."""
-    show: Any = warnings.showwarning
+    show_warning: Any = warnings.showwarning
 
-    def see(message: Any, *args: Any, **kwargs: Any) -> None:
+    def count_warning(message: Any, *args: Any, **kwargs: Any) -> None:
         if not str(message).startswith(SYNC):
-            return show(message, *args, **kwargs)
-        place = frame_outside(warnings.__file__, __file__, counts.__file__)
-        if not place or place.f_code.co_name not in ("synchronize", "barrier"):  # which count by their names
-            SEEN.count(WAIT, "torch's warning")
+            show_warning(message, *args, **kwargs)
+            return
+        caller = frame_outside(warnings.__file__, __file__, counts.__file__)
+        if caller is not None and caller.f_code.co_name in ("synchronize", "barrier"):
+            return  # Calls of these are counted by their names.
+        SEEN.count(WAIT, "torch's warning")
 
-    warnings.showwarning = see
-    warnings.filterwarnings("always", message=SYNC)  # by default, a line's first warning alone is shown
+    warnings.showwarning = count_warning
+    warnings.filterwarnings("always", message=SYNC)  # By default only the first warning of a line is shown.
     torch.cuda.set_sync_debug_mode("warn")
     for owner in (torch.cuda, torch.accelerator, torch.cuda.Event, torch.cuda.Stream):
         count_calls(owner, "synchronize", lambda *args, **kwargs: SEEN.count(WAIT, "synchronize"))
@@ -72,11 +78,13 @@ def count_waits() -> None:
 
 def count_collective(name: str, group: Any, *args: Any, **kwargs: Any) -> None:
     """Count a call of a method of ProcessGroup."""
-    on_gpu = any(tensor.is_cuda for tensor in tensors_in((*args, *kwargs.values())))
+    backend = "gloo"
+    if any(tensor.is_cuda for tensor in tensors_in((*args, *kwargs.values()))):
+        backend = "NCCL"
     if name == "barrier" and nccl_of(group):
-        on_gpu = True
+        backend = "NCCL"
         SEEN.count(WAIT, name)
-    SEEN.count(COLLECTIVE, f"{name} ({'NCCL' if on_gpu else 'gloo'})")
+    SEEN.count(COLLECTIVE, f"{name} ({backend})")
 
 
 def count_pass(model: Any, *args: Any, **kwargs: Any) -> None:
@@ -85,54 +93,77 @@ def count_pass(model: Any, *args: Any, **kwargs: Any) -> None:
         SEEN.count(COLLECTIVE, "allreduce by DDP, in backward")
 
 
-class Functional(TorchDispatchMode):
+class CollectivesOfDTensor(TorchDispatchMode):
     """Counts the collectives that DTensor starts, which are operators."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, (DTensor, CudaTensor)) for kind in types):
-            return NotImplemented  # torch makes plain operators of it, which come here, too
+            return NotImplemented  # torch makes plain operators of it, which come here, too.
         name = func.__name__.partition(".")[0]
         if func.namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
             SEEN.count(COLLECTIVE, f"{name.rstrip('_')} (C++)")
-        return func(*args, **(kwargs or {}))
+        if kwargs is None:
+            kwargs = {}
+        return func(*args, **kwargs)
+
+
+class Report:
+    """The file of this rank's record, which is written when the rank ends."""
+
+    def __init__(self, folder: Path, rank: str) -> None:
+        self.path = folder / f"rank{rank}.json"
+        self.part = folder / f"part{rank}"
+        self.start = time.monotonic()
+        self.process = os.getpid()
+
+    def write(self) -> None:
+        """Write the record, whole or not at all. A child that the script has forked writes none."""
+        if os.getpid() != self.process:
+            return
+        peak_memory = 0
+        if torch.cuda.is_available():
+            peak_memory = torch.cuda.max_memory_allocated()
+        record = {
+            "seconds": time.monotonic() - self.start,
+            "memory": peak_memory,
+            "lines": [asdict(row) for row in SEEN.rows()],
+        }
+        self.part.write_text(json.dumps(record))
+        self.part.replace(self.path)
+
+
+def observe_gpu() -> None:
+    """Count from now on what this process does on its GPU."""
+    count_waits()
+    for name in (*COLLECTIVES, *POINT_TO_POINT, "barrier"):
+        if hasattr(GROUP, name):  # PyTorch 2.11 and 2.12 do not have all of them.
+            count_calls(GROUP, name, partial(count_collective, name))
+    count_calls(DistributedDataParallel, "forward", count_pass)
+    optimizer.register_optimizer_step_post_hook(SEEN.count_step)
+    CollectivesOfDTensor().__enter__()
 
 
 def main(folder: str, script: str, *flags: str) -> None:
     """Run the script as ``__main__``, and write this rank's record, however the script ends."""
     rank = os.environ["RANK"]
-    start = time.monotonic()
-    leave = os._exit
-    process = os.getpid()
-    record = Path(folder, f"rank{rank}.json")
-    on_gpu = torch.cuda.is_available()
+    report = Report(Path(folder), rank)
+    exit_at_once = os._exit
 
-    def write() -> None:
-        memory, rows = torch.cuda.max_memory_allocated() if on_gpu else 0, [asdict(row) for row in SEEN.rows()]
-        text = json.dumps({"seconds": time.monotonic() - start, "memory": memory, "lines": rows})
-        Path(folder, f"part{rank}").write_text(text)
-        Path(folder, f"part{rank}").replace(record)  # whole, or not at all
+    def write_and_exit(status: int) -> None:
+        report.write()
+        exit_at_once(status)
 
-    def write_and_leave(status: int) -> None:
-        if os.getpid() == process:  # not a forked child
-            write()
-        leave(status)
-
-    stack = open(Path(folder, f"stack{rank}"), "w")  # open while the rank runs
+    os._exit = write_and_exit  # type: ignore[assignment]
+    stack = open(Path(folder, f"stack{rank}"), "w")  # It stays open while the rank runs.
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)
-    os._exit = write_and_leave  # type: ignore[assignment]
-    sys.argv, sys.path[0] = [script, *flags], os.path.dirname(script)
+    sys.argv = [script, *flags]
+    sys.path[0] = os.path.dirname(script)
     try:
-        if on_gpu:
-            count_waits()
-            for name in (*COLLECTIVES, *POINT_TO_POINT, "barrier"):
-                if hasattr(GROUP, name):  # PyTorch 2.11 and 2.12 do not have all of them.
-                    count_calls(GROUP, name, partial(count_collective, name))
-            count_calls(DistributedDataParallel, "forward", count_pass)
-            optimizer.register_optimizer_step_post_hook(SEEN.count_step)
-            Functional().__enter__()
+        if torch.cuda.is_available():
+            observe_gpu()
         runpy.run_path(script, run_name="__main__")
     finally:
-        write()
+        report.write()
 
 
 if __name__ == "__main__":

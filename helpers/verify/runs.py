@@ -113,45 +113,55 @@ class Launcher:
         )
 
     def run(self, kind: str, script: Path, flags: list[str], timeout: float, at_once: int = 1) -> Run:
-        """Run a script; ``kind`` is GPUs or gloo, with the observer, or speed (on GPUs) or rehearsed, without it.
+        """Run a script in one of four ways: on GPUs or on gloo, both observed; rehearsed; or on GPUs for its speed.
 
-        ``at_once`` says how many such runs share the cores.
+        ``kind`` is "GPUs", "gloo", "rehearsed" or "speed". ``at_once`` says how many such runs share the cores.
         """
         name = f"{script.stem}-{kind}"
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
+        counts = folder / "counts.json"  # A rehearsal writes it; the observer writes a file for each rank.
+        pretended = kind == "rehearsed" or (self.rehearsal and kind != "gloo")
+
         words = [str(script), *flags]
         if kind in ("GPUs", "gloo"):
             words = [str(OBSERVER), str(folder), *words]
-        pretended = kind == "rehearsed" or (self.rehearsal and kind != "gloo")
-        limit = timeout
         if pretended:
-            options = [f"--gpus={self.ranks}", f"--timeout={timeout:g}", f"--json={folder / 'counts.json'}"]
-            line = ["-m", "helpers", "rehearse", words[0], *options, "--", *words[1:]]
-            limit += GRACE
+            options = [f"--gpus={self.ranks}", f"--timeout={timeout:g}", f"--json={counts}"]
+            words = ["-m", "helpers", "rehearse", words[0], *options, "--", *words[1:]]
+            timeout += GRACE
         else:
-            line = ["-m", *TORCHRUN, f"--nproc-per-node={self.ranks}", *words]
+            words = ["-m", *TORCHRUN, f"--nproc-per-node={self.ranks}", *words]
         variables = {"OMP_NUM_THREADS": self.threads or str(threads_of_a_rank(self.ranks, at_once))}
         if pretended or kind == "gloo":
             variables["CUDA_VISIBLE_DEVICES"] = ""
-        finished = self.python(line, name, limit, **variables)
+        finished = self.python(words, name, timeout, **variables)
 
+        seconds = 0.0
+        lines: list[dict[str, Any]] = []
         records = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
-        first: dict[str, Any] = {"lines": [], "seconds": 0.0}
         if records:
-            first = records[0]
-        if kind == "rehearsed" and (folder / "counts.json").exists():
-            first["lines"] = json.loads((folder / "counts.json").read_text())["lines"]
-        results = re.findall(r"^result (\{.*\})$", finished.out, re.MULTILINE)
+            seconds = records[0]["seconds"]
+            lines = records[0]["lines"]
+        if kind == "rehearsed" and counts.exists():
+            lines = json.loads(counts.read_text())["lines"]
         return Run(
             trouble=trouble_of(finished, folder),
             printed=finished.out,
-            result=json.loads(results[-1]) if results else {},
-            seconds=first["seconds"],
+            result=result_in(finished.out),
+            seconds=seconds,
             memory=[record["memory"] for record in records],
-            lines=first["lines"],
+            lines=lines,
         )
+
+
+def result_in(out: str) -> dict[str, float]:
+    """The numbers of a script's last line ``result {…}``; {} where it printed none."""
+    results = re.findall(r"^result (\{.*\})$", out, re.MULTILINE)
+    if not results:
+        return {}
+    return json.loads(results[-1])
 
 
 def threads_of_a_rank(ranks: int, at_once: int) -> int:

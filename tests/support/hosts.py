@@ -12,7 +12,8 @@ from pathlib import Path
 
 ADDRESSES = {"node0": "10.88.0.1", "node1": "10.88.0.2"}
 INTERFACE = "net0"
-SPACES = ["--net", "--uts", "--mount", "--pid"]
+NAMESPACES = ["--net", "--uts", "--mount", "--pid"]
+SET_UP = 'hostname "$0"; mount --bind "$1" /etc/hosts; ip link set lo up; echo ready; exec cat'
 
 
 class Host:
@@ -22,20 +23,20 @@ class Host:
     """
 
     def __init__(self, name, folder, addresses):
-        self.name, self.network = name, None
+        self.name = name
+        self.network = None
         names = Path(folder, f"{name}.hosts")
         names.write_text("".join(f"{address} {name}\n" for name, address in addresses.items()))
-        setup = 'hostname "$0"; mount --bind "$1" /etc/hosts; ip link set lo up; echo ready; exec cat'
-        command = ["unshare", *SPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
-        command += ["sh", "-c", setup, name, names]
+        command = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
+        command += ["sh", "-c", SET_UP, name, str(names)]
         # `cat` ends when its standard input does, so with this process. Then the kernel ends everything on the host.
         self.holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         if self.holder.stdout.readline() != b"ready\n":
             self.end()
-            raise RuntimeError(f"{' '.join(map(str, command))} did not start a host.")
-        children = Path(f"/proc/{self.holder.pid}/task/{self.holder.pid}/children").read_text().split()
-        self.pid = int(children[0])
-        self.network = open(f"/proc/{self.pid}/ns/net")  # while it is open, the cable's other end stays
+            raise RuntimeError(f"{' '.join(command)} did not start a host.")
+        children = Path(f"/proc/{self.holder.pid}/task/{self.holder.pid}/children").read_text()
+        self.pid = int(children.split()[0])
+        self.network = open(f"/proc/{self.pid}/ns/net")  # While it is open, the cable's other end stays.
 
     def ip(self, *words):
         """Run ``ip`` in this host's network, but with the process numbers of this machine."""
@@ -52,7 +53,8 @@ class Host:
 
     def enter(self, command, cwd=None):
         """The command line that runs a command on this host."""
-        return ["nsenter", f"--target={self.pid}", *SPACES, f"--wd={cwd or os.getcwd()}", "--", *map(str, command)]
+        folder = cwd or os.getcwd()
+        return ["nsenter", f"--target={self.pid}", *NAMESPACES, f"--wd={folder}", "--", *map(str, command)]
 
     def start(self, command, cwd=None, **options):
         """Start a command on this host; return its Popen."""
@@ -62,9 +64,9 @@ class Host:
         """Run a command on this host; return what it prints. Fails with its status and output."""
         line = self.enter(command, cwd)
         process = subprocess.run(line, capture_output=True, text=True, timeout=timeout, **options)
-        if check and process.returncode:
-            output = f"{process.stdout}{process.stderr}"
-            raise AssertionError(f"{' '.join(map(str, command))}: status {process.returncode}\n{output}")
+        if check and process.returncode != 0:
+            words = " ".join(map(str, command))
+            raise AssertionError(f"{words}: status {process.returncode}\n{process.stdout}{process.stderr}")
         return process.stdout
 
     def cut(self):
@@ -75,29 +77,33 @@ class Host:
         """Remove this host and all that runs on it."""
         self.holder.kill()
         self.holder.wait()
-        for file in (self.network, self.holder.stdin, self.holder.stdout):
-            if file:
-                file.close()
+        self.holder.stdin.close()
+        self.holder.stdout.close()
+        if self.network:
+            self.network.close()
 
 
 def missing(*programs):
     """The reason why this machine cannot have two hosts on which these programs run, or None."""
-    absent = [program for program in ("unshare", "nsenter", "ip", "mount", *programs) if not shutil.which(program)]
+    needed = ("unshare", "nsenter", "ip", "mount", *programs)
+    absent = [program for program in needed if shutil.which(program) is None]
     if absent:
         return f"no {', '.join(absent)} on this machine"
-    if subprocess.run(["unshare", *SPACES, "--fork", "true"], capture_output=True).returncode:
+    if subprocess.run(["unshare", *NAMESPACES, "--fork", "true"], capture_output=True).returncode != 0:
         return "making network namespaces needs root"
     return None
 
 
 @contextlib.contextmanager
-def two_hosts(*names):
-    """A context with (node0, node1), two hosts that a cable joins. ``names``: more {name: address}, for each."""
+def two_hosts(names_on_node0=None, names_on_node1=None):
+    """A context with (node0, node1), two hosts that a cable joins; each may look up more {name: address}."""
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder, contextlib.ExitStack() as stack:
         hosts = []
-        for name, more in zip(ADDRESSES, names or ({}, {}), strict=True):
-            hosts.append(Host(name, folder, {"localhost": "127.0.0.1", **ADDRESSES, **more}))
-            stack.callback(hosts[-1].end)
-        hosts[1].connect(ADDRESSES["node1"], hosts[0])
-        hosts[0].switch_on(ADDRESSES["node0"])
-        yield tuple(hosts)
+        for name, names in (("node0", names_on_node0), ("node1", names_on_node1)):
+            host = Host(name, folder, {"localhost": "127.0.0.1", **ADDRESSES, **(names or {})})
+            stack.callback(host.end)
+            hosts.append(host)
+        node0, node1 = hosts
+        node1.connect(ADDRESSES["node1"], node0)
+        node0.switch_on(ADDRESSES["node0"])
+        yield node0, node1

@@ -14,6 +14,7 @@ from pathlib import Path
 import hosts
 
 missing = functools.partial(hosts.missing, "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "munged")
+WAIT_SECONDS = 300
 SETTINGS = """\
 ClusterName=book
 SlurmctldHost=head
@@ -70,36 +71,36 @@ class Cluster:
     """
 
     def __init__(self, folder, nodes, stack):
-        ours = ("SLURM_", "SBATCH_", "PYTEST_", "PYTHONUNBUFFERED", "TORCH", "OMP_", "GLOO_")
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-        self.environment["SLURM_CONF"] = str(folder / "slurm.conf")
-        self.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        (folder / "slurm.conf").write_text(SETTINGS.format(folder=folder, nodes=nodes))
-        for number in range(8):
-            (folder / f"gpu{number}").touch()  # stands for /dev/nvidia0, ...
-        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
-        (folder / "munge.key").write_bytes(os.urandom(128))
-        (folder / "munge.key").chmod(0o400)
+        self.environment = environment_of_slurm(folder)
+        write_files(folder, nodes)
 
         # The host of n1 is called compute1. So a node's name in Slurm has no address, as on some clusters.
         names = ["head", *(f"compute{number}" for number in range(1, nodes + 1))]
         addresses = {name: f"10.88.0.{number}" for number, name in enumerate(names, 10)}
         machines = []
-        for name in names:  # whose own names mean the loopback, except for the controller's, as Debian has it
-            own = {} if name == "head" else {name: "127.0.1.1"}
-            machines.append(hosts.Host(name, folder, {"localhost": "127.0.0.1", **addresses, **own}))
-            stack.callback(machines[-1].end)
+        for name in names:
+            known = {"localhost": "127.0.0.1", **addresses}
+            if name != "head":
+                known[name] = "127.0.1.1"  # As Debian has it, a node's own name means the loopback.
+            machine = hosts.Host(name, folder, known)
+            stack.callback(machine.end)
+            machines.append(machine)
         self.head, *computers = machines
         self.nodes = {f"n{number}": computer for number, computer in enumerate(computers, 1)}
         self.head.ip("link", "add", "switch", "type", "bridge")
         self.head.switch_on(addresses["head"], "switch")
         for name, node in self.nodes.items():
-            node.connect(addresses[node.name], self.head, name)
+            node.connect(addresses[node.name], self.head, plug=name)
             self.head.ip("link", "set", name, "master", "switch", "up")
 
-        munge = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munged.pid"}
-        munge |= {"log-file": "munged.log", "seed-file": "munge.seed"}
-        self.run("munged", "--force", *(f"--{option}={folder / name}" for option, name in munge.items()))
+        munge_files = {
+            "socket": "munge.socket",
+            "key-file": "munge.key",
+            "pid-file": "munged.pid",
+            "log-file": "munged.log",
+            "seed-file": "munge.seed",
+        }
+        self.run("munged", "--force", *(f"--{option}={folder / name}" for option, name in munge_files.items()))
         self.run("slurmctld")
         self.start_time = time.monotonic()
         for name, node in self.nodes.items():
@@ -114,26 +115,47 @@ class Cluster:
         """Run sbatch; return the job's number."""
         return int(self.run("sbatch", "--parsable", *command, cwd=cwd))
 
-    def wait(self, condition, output=None):
+    def wait_for(self, condition, output=None):
         """Wait until a condition holds. If it does not, the error shows the queue, and the file with a job's output."""
-        end = time.monotonic() + 300
+        end = time.monotonic() + WAIT_SECONDS
         while not condition():
             if time.monotonic() > end:
-                written = output.read_text() if output and output.exists() else ""
-                raise AssertionError(f"Not within 300 s.\n{self.run('squeue')}{self.run('sinfo')}{written}")
-            time.sleep(0.4)  # each look at the queue starts two processes
+                written = ""
+                if output and output.exists():
+                    written = output.read_text()
+                raise AssertionError(f"Not within {WAIT_SECONDS} s.\n{self.run('squeue')}{self.run('sinfo')}{written}")
+            time.sleep(0.4)  # Each look at the queue starts two processes.
 
-    def until_limits_are_checked(self):
+    def seconds_until_limits_are_checked(self):
         """Seconds until the controller next looks for jobs whose time is up, which it does every 30 s."""
         return 30 - (time.monotonic() - self.start_time) % 30
+
+
+def environment_of_slurm(folder):
+    """Environment variables in which Slurm's programs find this cluster, without those of the tests."""
+    ours = ("SLURM_", "SBATCH_", "PYTEST_", "PYTHONUNBUFFERED", "TORCH", "OMP_", "GLOO_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    environment["SLURM_CONF"] = str(folder / "slurm.conf")
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return environment
+
+
+def write_files(folder, nodes):
+    """Write the cluster's settings, its key, and files that stand for /dev/nvidia0, ..."""
+    (folder / "slurm.conf").write_text(SETTINGS.format(folder=folder, nodes=nodes))
+    for number in range(8):
+        (folder / f"gpu{number}").touch()
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o400)
 
 
 @contextlib.contextmanager
 def slurm(nodes=3):
     """A context with a Cluster whose nodes n1, n2, ... are ready for jobs."""
-    with contextlib.ExitStack() as stack:
-        # Not in TMPDIR: slurm.conf cannot hold a path with a space.
-        cluster = Cluster(Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))), nodes, stack)
+    # Not in TMPDIR: slurm.conf cannot hold a path with a space.
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, contextlib.ExitStack() as stack:
+        cluster = Cluster(Path(folder), nodes, stack)
         idle = ["sinfo", "--noheader", "--partition=main", "--format=%T %D"]
-        cluster.wait(lambda: cluster.run(*idle).split() == ["idle", str(nodes)])
+        cluster.wait_for(lambda: cluster.run(*idle).split() == ["idle", str(nodes)])
         yield cluster

@@ -119,6 +119,15 @@ if dist.is_initialized():
 """
 
 
+@dataclass(frozen=True)
+class RunningRank:
+    """A rank of a mistake, and the file that takes what it prints."""
+
+    mistake: Mistake
+    log: Path
+    process: subprocess.Popen[bytes]
+
+
 def messages(device: torch.device) -> Iterator[Figure | Text]:
     """What each program printed, and whether that is what the book quotes."""
     mistakes: Sequence[Mistake] = MISTAKES
@@ -145,7 +154,7 @@ def run_all(mistakes: Sequence[Mistake], limit: float) -> dict[str, str]:
     """{name: what its ranks printed}, of programs that run at once and are killed after so many seconds."""
     end = time.monotonic() + limit
     with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
-        ranks: list[tuple[Mistake, Path, subprocess.Popen[bytes]]] = []
+        running: list[RunningRank] = []
         for number, mistake in enumerate(mistakes):
             port = held.enter_context(hold_port())
             for rank in range(mistake.ranks):
@@ -158,16 +167,16 @@ def run_all(mistakes: Sequence[Mistake], limit: float) -> dict[str, str]:
                     stdout=log,
                     stderr=log,
                 )
-                ranks.append((mistake, path, process))
+                running.append(RunningRank(mistake, path, process))
         outputs = {mistake.name: "" for mistake in mistakes}
-        for mistake, path, process in ranks:
+        for started in running:
             try:
-                process.wait(max(0.1, end - time.monotonic()))
+                started.process.wait(max(0.1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                outputs[mistake.name] += f"(killed after {limit} s)\n"
-            outputs[mistake.name] += path.read_text("utf-8", "replace")
+                started.process.kill()
+                started.process.wait()
+                outputs[started.mistake.name] += f"(killed after {limit} s)\n"
+            outputs[started.mistake.name] += started.log.read_text("utf-8", "replace")
     return outputs
 
 

@@ -50,11 +50,14 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = self.query_key_value(self.norm1(x)).chunk(3, dim=-1)
-        attended = F.scaled_dot_product_attention(
-            self.split_heads(query), self.split_heads(key), self.split_heads(value), is_causal=True
-        )
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        query = self.split_heads(query)
+        key = self.split_heads(key)
+        value = self.split_heads(value)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = attended.transpose(1, 2).flatten(2)  # to [samples, tokens, width]
+        x = x + self.out(attended)
+        hidden = F.gelu(self.up(self.norm2(x)))
+        return x + self.down(hidden)
 
     def split_heads(self, x: torch.Tensor) -> torch.Tensor:
         """[samples, tokens, width] to [samples, heads, tokens, width of a head]."""

@@ -22,15 +22,15 @@ def precision(device: torch.device) -> Iterator[Figure]:
         width = 64
         batch_size = 64
     start_group(device)
-    for name, (dtype, matmul_precision) in FORMATS.items():
-        torch.set_float32_matmul_precision(matmul_precision)
+    for number_format in FORMATS:
+        torch.set_float32_matmul_precision(number_format.matmul_precision)
         gc.collect()  # frees the model that was timed before this one
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = step_seconds(dtype, width, batch_size, device)
-        yield Figure(f"{name}, width {width}", batch_size / seconds, "samples/s")
+        seconds = step_seconds(number_format.dtype, width, batch_size, device)
+        yield Figure(f"{number_format.name}, width {width}", batch_size / seconds, "samples/s")
         if device.type == "cuda":
-            yield Figure(f"{name}, peak memory", peak_gigabytes(), "GB")
+            yield Figure(f"{number_format.name}, peak memory", peak_gigabytes(), "GB")
 
 
 def step_seconds(dtype: torch.dtype, width: int, batch_size: int, device: torch.device) -> float:

@@ -17,8 +17,8 @@ from helpers.verify.probes.catalog import MATRIX, MEMORY_SPEED, product_name
 from helpers.verify.probes.results import FORMATS, seconds_of
 from helpers.verify.record import Figure
 
-SIZES = (1024, 2048, 4096, MATRIX)
-SMALL = (32, 64)  # on a CPU
+SIZES: tuple[int, ...] = (1024, 2048, 4096, MATRIX)
+SMALL: tuple[int, ...] = (32, 64)  # on a CPU
 IN_A_ROW = 10  # products between two events, so that a small one's launch does not count
 
 
@@ -39,19 +39,20 @@ def product_rate(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def rates(device: torch.device) -> Iterator[Figure]:
     """TFLOP/s by type and size, of random matrices and, for the largest, of ones; GB/s of a copy within the memory."""
-    sizes = SMALL if device.type == "cpu" else SIZES
-    for name, (dtype, matmul_precision) in FORMATS.items():
-        torch.set_float32_matmul_precision(matmul_precision)
-        for size in sizes:
-            a = torch.randn(size, size, device=device, dtype=dtype)
-            b = torch.randn(size, size, device=device, dtype=dtype)
-            yield Figure(product_name(name, size), product_rate(a, b), "TFLOP/s")
-        ones = torch.ones_like(a)
-        yield Figure(product_name(name, sizes[-1], "of ones"), product_rate(ones, ones), "TFLOP/s")
-
+    sizes = SIZES
     count = 1 << 30  # of float32: 4 GiB
     if device.type == "cpu":
+        sizes = SMALL
         count = 1 << 20
+    for number_format in FORMATS:
+        torch.set_float32_matmul_precision(number_format.matmul_precision)
+        for size in sizes:
+            a = torch.randn(size, size, device=device, dtype=number_format.dtype)
+            b = torch.randn(size, size, device=device, dtype=number_format.dtype)
+            yield Figure(product_name(number_format.name, size), product_rate(a, b), "TFLOP/s")
+        ones = torch.ones_like(a)
+        yield Figure(product_name(number_format.name, sizes[-1], "of ones"), product_rate(ones, ones), "TFLOP/s")
+
     source = torch.randn(count, device=device)
     target = torch.empty_like(source)
     seconds = seconds_of(lambda: target.copy_(source), device)
@@ -60,7 +61,9 @@ def rates(device: torch.device) -> Iterator[Figure]:
 
 def float8(device: torch.device) -> Iterator[Figure]:
     """TFLOP/s of products in float8 with one scale a matrix, beside bfloat16; what the conversion costs, apart."""
-    sizes = SMALL if device.type == "cpu" else (*SIZES, 2 * MATRIX)
+    sizes = (*SIZES, 2 * MATRIX)
+    if device.type == "cpu":
+        sizes = SMALL
     scale = torch.ones((), device=device)
     for size in sizes:
         a = torch.randn(size, size, device=device, dtype=torch.bfloat16)

@@ -11,12 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-FORMATS = {  # what is multiplied, and torch.set_float32_matmul_precision
-    "float32": (torch.float32, "highest"),
-    "TF32": (torch.float32, "high"),
-    "bfloat16": (torch.bfloat16, "highest"),
-    "float16": (torch.float16, "highest"),
-}
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """A type of numbers, and the argument of torch.set_float32_matmul_precision with which it is multiplied."""
+
+    name: str
+    dtype: torch.dtype
+    matmul_precision: str = "highest"
+
+
+FORMATS = (
+    NumberFormat("float32", torch.float32),
+    NumberFormat("TF32", torch.float32, matmul_precision="high"),
+    NumberFormat("bfloat16", torch.bfloat16),
+    NumberFormat("float16", torch.float16),
+)
 
 
 @dataclass(frozen=True)

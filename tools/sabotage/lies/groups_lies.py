@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from sabotage.lies.telling_lies import AGENT, C10D, DDP, LAUNCH, give_ranks, instead_of, lie, nothing, replace, swap
+from sabotage.lies.telling_lies import AGENT, C10D, DDP, LAUNCH, give_ranks, instead_of, lie, replace, swap
 
 # --- The first run
 

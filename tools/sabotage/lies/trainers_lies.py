@@ -4,7 +4,18 @@ import re
 from typing import Any
 from unittest import mock
 
-from sabotage.lies.telling_lies import AGENT, C10D, CHECKPOINT, STOP_REQUEST, give_ranks, instead_of, lie, nothing, replace, swap
+from sabotage.lies.telling_lies import (
+    AGENT,
+    C10D,
+    CHECKPOINT,
+    STOP_REQUEST,
+    give_ranks,
+    instead_of,
+    lie,
+    nothing,
+    replace,
+    swap,
+)
 
 # --- Trainer, restarts, nodes
 

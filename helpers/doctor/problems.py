@@ -1,0 +1,282 @@
+"""What is wrong with a cluster according to the findings, and the next thing to try for each problem."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from helpers.doctor.findings import Findings, slowest
+
+CLOCK_TOLERANCE = 1.0  # seconds by which clocks may differ; c10d's rendezvous and every log compare them
+SLOW_RANK = 2  # so many times slower than the median
+SLOW_LINK = 4
+LITTLE_SHARED_MEMORY = 1e9  # bytes
+
+LOOK_AT_GPU = "Look there: nvidia-smi; CUDA_VISIBLE_DEVICES; python -c 'import torch; print(torch.cuda.is_available())'"
+LOOK_AT_BACKEND = {
+    "nccl": "Try --backend gloo: if that works, the fault is NCCL's. NCCL_DEBUG=INFO prints its log.",
+    "gloo": "Name the hosts' common interface in GLOO_SOCKET_IFNAME; TORCH_DISTRIBUTED_DEBUG=DETAIL says more.",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong or slow, and what to try next; each is a sentence."""
+
+    text: str
+    remedy: str
+
+
+def problems(findings: Findings) -> list[Problem]:
+    """What is wrong, in the order in which to look at it."""
+    found = [
+        *missing_ranks(findings),
+        *different_versions(findings),
+        *equal_local_ranks(findings),
+        *broken_gpus(findings),
+        *missing_addresses(findings),
+        *closed_connections(findings),
+        *wrong_clocks(findings),
+        *errors(findings),
+        *wrong_results(findings),
+    ]
+    if findings.backend == "nccl":
+        found += [*scarce_memory(findings), *slow_links(findings)]
+    return found
+
+
+def notes(findings: Findings) -> list[Problem]:
+    """What is not wrong but may explain slowness."""
+    if findings.backend == "nccl":
+        return list(slow_ranks(findings))
+    # On gloo the speed of a link depends on how busy the cores are, so a slow one need not be a fault.
+    return [*scarce_memory(findings), *slow_links(findings), *slow_ranks(findings)]
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def span(numbers: Iterable[int]) -> str:
+    """Sorted numbers as text: ``0-3, 6`` for [0, 1, 2, 3, 6]."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = []
+    for run in runs:
+        if len(run) == 1:
+            texts.append(f"{run[0]}")
+        else:
+            texts.append(f"{run[0]}-{run[-1]}")
+    return ", ".join(texts)
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """``rank 2`` or ``ranks 0-3, 6``."""
+    numbers = sorted(numbers)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    return f"ranks {span(numbers)}"
+
+
+def at_start(text: str) -> str:
+    """A text as the beginning of a sentence."""
+    return text[:1].upper() + text[1:]
+
+
+# --- problems ---------------------------------------------------------------------------------------------------------
+
+
+def missing_ranks(findings: Findings) -> Iterator[Problem]:
+    never_came = [rank for rank, step in findings.lost.items() if step == "roll call"]
+    if never_came:
+        yield Problem(
+            f"{at_start(ranks(never_came))} of {findings.world_size} did not come within {findings.timeout:g} s.",
+            "Did every node start it? Look at the missing rank's own output; where it starts slowly, --timeout 300.",
+        )
+    for rank, step in findings.lost.items():
+        if rank not in never_came:
+            yield Problem(
+                f"Rank {rank} on {findings.host(rank)} stopped answering in the step: {step}.",
+                "It died or it hangs: look at its own output, and for the out-of-memory killer in its host's dmesg.",
+            )
+
+
+def different_versions(findings: Findings) -> Iterator[Problem]:
+    for program in ("python", "torch", "NCCL"):
+        ranks_by_version = defaultdict(list)
+        for rank, facts in findings.facts.items():
+            ranks_by_version[facts.versions[program] or "none"].append(rank)
+        if len(ranks_by_version) > 1:
+            versions = "; ".join(f"{version} on {ranks(group)}" for version, group in ranks_by_version.items())
+            yield Problem(
+                f"The ranks differ in {program}: {versions}.",
+                "Activate one and the same environment on every node.",
+            )
+
+
+def equal_local_ranks(findings: Findings) -> Iterator[Problem]:
+    for host in findings.hosts:
+        local_ranks = sorted(facts.local_rank for facts in findings.facts.values() if facts.host == host)
+        if len(set(local_ranks)) < len(local_ranks):
+            numbers = ", ".join(map(str, local_ranks))
+            yield Problem(
+                f"Ranks on {host} have equal local ranks ({numbers}).",
+                "Set LOCAL_RANK to 0, 1, ... on each host, or let torchrun do it; give hosts different names.",
+            )
+
+
+def broken_gpus(findings: Findings) -> Iterator[Problem]:
+    ranks_by_gpu = defaultdict(list)
+    for rank, facts in findings.facts.items():
+        ranks_by_gpu[facts.gpu_id].append(rank)
+        if facts.gpu_error:
+            yield Problem(
+                f"The GPU of rank {rank} on {facts.host} does not answer: {facts.gpu_error}.",
+                LOOK_AT_GPU,
+            )
+        if facts.unsupported_gpu:
+            yield Problem(
+                f"The PyTorch of rank {rank} on {facts.host} has no code for its GPU, {facts.unsupported_gpu}.",
+                "Install a PyTorch that is built for this GPU: https://pytorch.org/get-started/locally",
+            )
+    without_gpu = ranks_by_gpu.pop("", [])
+    for sharing in ranks_by_gpu.values():
+        if len(sharing) > 1:
+            yield Problem(
+                f"{at_start(ranks(sharing))} share one GPU, so everything was tried on gloo.",
+                "Start one rank for each GPU: torchrun --nproc-per-node=gpu",
+            )
+    if without_gpu and ranks_by_gpu:
+        host = findings.host(without_gpu[0])
+        yield Problem(f"{at_start(ranks(without_gpu))} on {host} found no GPU, and others have one.", LOOK_AT_GPU)
+
+
+def missing_addresses(findings: Findings) -> Iterator[Problem]:
+    ranks_by_interface = defaultdict(list)
+    for rank, facts in findings.facts.items():
+        if not facts.address:
+            ranks_by_interface[facts.interface].append(rank)
+    for interface, group in ranks_by_interface.items():
+        yield Problem(
+            f"{at_start(ranks(group))} should use the network interface {interface}, which has no address.",
+            "Put an interface that `ip -brief address` lists into GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.",
+        )
+    isolated = ranks_on_loopback(findings)
+    if isolated:
+        address = findings.facts[isolated[0]].address
+        yield Problem(
+            f"{at_start(ranks(isolated))} would listen on {address}, which no other host can reach.",
+            "Name the interface between the hosts: export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0",
+        )
+
+
+def ranks_on_loopback(findings: Findings) -> list[int]:
+    """The ranks that only their own host can reach, if there is another host."""
+    if len(findings.hosts) == 1:
+        return []
+    loopback = ("127.", "::1")
+    return [rank for rank, facts in findings.facts.items() if facts.address and facts.address.startswith(loopback)]
+
+
+def closed_connections(findings: Findings) -> Iterator[Problem]:
+    """One problem for all ranks that fail to connect to the same ranks for the same reason."""
+    explained = ranks_on_loopback(findings)
+    refused: defaultdict[tuple[int, str], list[int]] = defaultdict(list)  # {(target, reason): the ranks that fail}
+    for rank, reasons in findings.unreachable.items():
+        for target, reason in reasons.items():
+            if target not in explained:
+                refused[target, reason].append(rank)
+
+    targets: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for (target, reason), failing in refused.items():
+        facts = findings.facts[target]
+        targets[at_start(ranks(failing)), f"on {facts.host} ({facts.interface}): {reason}"].append(target)
+    for (failing_ranks, where_and_why), group in targets.items():
+        yield Problem(
+            f"{failing_ranks} cannot connect to {ranks(group)} {where_and_why}.",
+            "Open all TCP ports between the nodes, or choose another interface in GLOO_SOCKET_IFNAME.",
+        )
+
+
+def wrong_clocks(findings: Findings) -> Iterator[Problem]:
+    for rank, offset in findings.clock_offsets.items():
+        if abs(offset) <= CLOCK_TOLERANCE:
+            continue
+        difference = f"{abs(offset):.1f} s behind"
+        if offset > 0:
+            difference = f"{offset:.1f} s ahead of"
+        yield Problem(
+            f"The clock of rank {rank} on {findings.host(rank)} is {difference} the first rank's.",
+            "Start chrony or another NTP client there: rendezvous and logs compare the hosts' clocks.",
+        )
+
+
+def errors(findings: Findings) -> Iterator[Problem]:
+    for step, error_by_rank in findings.errors.items():
+        if step in findings.lost.values():
+            continue  # The error follows from the loss of a rank, which is a problem already.
+        ranks_by_error = defaultdict(list)
+        for rank, error in error_by_rank.items():
+            ranks_by_error[error].append(rank)
+        failures = "; ".join(f"on {ranks(group)}: {error}" for error, group in ranks_by_error.items())
+        yield Problem(f"{step} failed {failures}.", LOOK_AT_BACKEND[findings.backend])
+
+
+def wrong_results(findings: Findings) -> Iterator[Problem]:
+    for name, trials in findings.collectives.items():
+        wrong = [rank for rank, trial in trials.items() if trial and not trial.right]
+        if wrong:
+            yield Problem(
+                f"{name} gave a wrong result on {ranks(wrong)}.",
+                "Take these hosts out one by one and repeat; then look at their GPUs, links and versions.",
+            )
+    for (first, second), link in findings.links.items():
+        if not link.right:
+            hosts = f"{findings.host(first)}, {findings.host(second)}"
+            yield Problem(
+                f"Data between ranks {first} and {second} arrives changed ({hosts}).",
+                "Take one of the two hosts out and repeat; then look at its GPU and its link.",
+            )
+
+
+# --- notes, or problems on NCCL ---------------------------------------------------------------------------------------
+
+
+def scarce_memory(findings: Findings) -> Iterator[Problem]:
+    shared_memory = {facts.host: facts.shared_memory for facts in findings.facts.values()}
+    for host, free in shared_memory.items():
+        if free is not None and free < LITTLE_SHARED_MEMORY:
+            yield Problem(
+                f"{host} has only {free / 1e6:.0f} MB of shared memory; data loaders and NCCL use it.",
+                "In a container: docker run --shm-size=8g, or --ipc=host",
+            )
+
+
+def slow_ranks(findings: Findings) -> Iterator[Problem]:
+    slow = slowest(findings.compute_speeds)
+    if slow and slow.speed * SLOW_RANK < slow.median:
+        yield Problem(
+            f"Rank {slow.key} on {findings.host(slow.key)} computes far more slowly than the others.",
+            "Look for another process, for heat (nvidia-smi -q -d PERFORMANCE), or for too few cores or threads.",
+        )
+
+
+def slow_links(findings: Findings) -> Iterator[Problem]:
+    """The slowest link within a host and the slowest between hosts, each compared with its own kind."""
+    within_hosts = {}
+    between_hosts = {}
+    for (first, second), link in findings.links.items():
+        if findings.host(first) == findings.host(second):
+            within_hosts[first, second] = link.speed
+        else:
+            between_hosts[first, second] = link.speed
+    for speeds in (within_hosts, between_hosts):
+        slow = slowest(speeds)
+        if slow and slow.speed * SLOW_LINK < slow.median:
+            first, second = slow.key
+            yield Problem(
+                f"The link of ranks {first} and {second} has far less bandwidth than the others.",
+                "Look at the hosts' links. With NCCL_DEBUG=INFO, NET/Socket says that NCCL has fallen back to TCP.",
+            )
