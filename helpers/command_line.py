@@ -1,4 +1,4 @@
-"""What the commands of ``python -m helpers`` share: a parser, types of arguments, names of files, output, and tables."""
+"""What the commands of ``python -m helpers`` share: a parser, arguments, names of files, the output, and tables."""
 
 import argparse
 import errno

@@ -289,8 +289,9 @@ def fullest_moment(
     if conventions.gather == "once":
         # reshard_after_forward=False: all parameters stay, and so do all gradients if several micro-batches add to them
         # (set_requires_gradient_sync).
+        # From PyTorch 2.15 on, one layer is in the buffer of an all-gather at a time, and before it two were.
         kept = size
-        reduced = 2 * size * layer
+        reduced = size * layer
         if accumulates:
             kept += reduced_bytes(conventions)
             reduced = reduced_bytes(conventions) * layer
