@@ -107,11 +107,12 @@ def pretend(monkeypatch):
     return pretended
 
 
+@pytest.mark.parametrize("backend", [None, ""])  # the default of a flag is empty
 @pytest.mark.parametrize("local_rank", [None, 0, 1])
-def test_a_rank_takes_nccl_and_its_own_gpu(pretend, local_rank):
+def test_a_rank_takes_nccl_and_its_own_gpu(pretend, local_rank, backend):
     started = pretend(gpus=2, local_rank=local_rank)
     device = torch.device("cuda", local_rank or 0)
-    assert start_process_group() == device
+    assert start_process_group(backend) == device
     assert (started["backend"], started["device_id"], started["current"]) == ("nccl", device, device)
 
 

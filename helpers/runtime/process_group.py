@@ -19,7 +19,7 @@ def start_process_group(
     if dist.is_initialized():
         return dist.group.WORLD.bound_device_id or torch.device("cpu")
     gpus = torch.cuda.device_count()
-    if backend is None:
+    if not backend:  # None, or the empty default of a flag
         backend = "nccl" if gpus > 0 else "gloo"
     launched = "RANK" in os.environ
     device = None
