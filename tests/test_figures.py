@@ -102,9 +102,8 @@ def test_the_picture_of_the_three_places_has_the_ranks_colors():
 
 
 def every_figure():
-    for world_size, buckets in itertools.product([1, 2, 8], [1, 4, 16]):
+    for world_size, buckets in [(1, 4), (2, 1), (8, 16)]:
         yield ddp_overlap(world_size, buckets)
-    for world_size in [1, 4, 8]:
         yield replicas(world_size)
     yield bucket_map([[("2.weight", 5120), ("2.bias", 40)], [("0.weight", 2**20)]])
     yield drawing.lines({0: [3, 2, 1], 9: [1, 2, 3]}, [1, 2, 3], "step", "loss")
@@ -113,15 +112,15 @@ def every_figure():
     yield drawing.timeline({rank: [("compute", 0, 3, ""), ("network", 2, 4, "")] for rank in (0, 1)}, "time (ms)")
 
 
-def test_a_figure_has_the_same_bytes_every_time_whatever_the_style_around_it():
-    pages = [show(fig, "a", "c").page for fig in every_figure()]
-    with pyplot.style.context("dark_background"), pyplot.rc_context({"font.size": 30, "svg.fonttype": "path"}):
-        assert [show(fig, "a", "c").page for fig in every_figure()] == pages
-
-
 @functools.cache
 def every_drawing():
     return [drawing.svg(fig) for fig in every_figure()]
+
+
+def test_a_figure_has_the_same_bytes_every_time_whatever_the_style_around_it():
+    drawings = every_drawing()
+    with pyplot.style.context("dark_background"), pyplot.rc_context({"font.size": 30, "svg.fonttype": "path"}):
+        assert [drawing.svg(fig) for fig in every_figure()] == drawings
 
 
 def test_a_drawing_is_small_and_has_the_pages_ink_and_font():
@@ -147,7 +146,7 @@ def test_figures_of_one_page_share_no_id():
     fig = drawing.lines({0: [3, 2, 1]}, [1, 2, 3], "step", "loss")
     pages = [show(fig, "a").page, show(fig, "a", "another caption").page, show(fig, "b").page]
     for caption in ("c", "d"):
-        pages.append(explore(ddp_overlap, alt="a", caption=caption, world_size=[1, 2], buckets=[1, 2]).page())
+        pages.append(explore(ddp_overlap, alt="a", caption=caption, buckets=[1, 2]).page())
     all_ids = []
     for page in pages:
         ids = re.findall(r'\bid="([^"]+)"', page)
