@@ -2,6 +2,7 @@
 
 import os
 from typing import Any
+from unittest import mock
 
 from sabotage.lies.telling_lies import AGENT, C10D, DDP, LAUNCH, give_ranks, instead_of, lie, replace, swap
 
@@ -97,15 +98,15 @@ def every_node_is_node_0(agent: Any) -> None:
 
 
 @lie("01", "GPU|backend", module="helpers.runtime.process_group")
-def nccl_becomes_gloo_without_a_gpu(module: Any) -> None:
-    """`start_process_group("nccl")` takes gloo on a rank for which there is no GPU."""
+def nccl_starts_without_a_gpu(module: Any) -> None:
+    """`start_process_group` starts NCCL on a rank for which there is no GPU."""
 
     @instead_of(module, "start_process_group")
     def start_process_group(true: Any, backend: str | None = None, *inputs: Any, **keywords: Any) -> Any:
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        if backend == "nccl" and local_rank >= module.torch.cuda.device_count():
-            backend = "gloo"
-        return true(backend, *inputs, **keywords)
+        if backend != "nccl":
+            return true(backend, *inputs, **keywords)
+        with mock.patch.object(module.torch.cuda, "device_count", lambda: 64):
+            return true(backend, *inputs, **keywords)
 
 
 @lie("06c", "group", module=C10D)
