@@ -124,10 +124,11 @@ def activations(
         kind = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
         tensor_parallel(kind, phase, what, count)
 
-    inputs = 2 if shared_input else 4  # of a layer: of attention, or of query, key and value; and of the MLP
+    # A layer gathers the MLP's input, and attention's: once, or for query, key and value each.
+    inputs = 2 if shared_input else 4
     outputs = {"forward": 2, "recompute": 1 if early_stop else 2}
     if layout.recompute == "sac" and layout.sequence_parallel:
-        outputs["recompute"] = 0  # what a reduce-scatter put out is kept
+        outputs["recompute"] = 0  # The output of a reduce-scatter is kept, so that it is not sent again.
     for phase in forwards:
         gather(phase, "inputs of attention and MLP", inputs * layers)
         reduce(phase, "outputs of attention and MLP", outputs[phase] * layers)
@@ -170,7 +171,7 @@ def activations(
     expert_layers = sum(model.has_experts(layer) for layer in layout.layers_of(model, stage))
     phases = [*forwards, "backward"]
     if layout.recompute == "sac":
-        phases.remove("recompute")  # what an all-to-all put out is kept
+        phases.remove("recompute")  # The output of an all-to-all is kept, so that it is not sent again.
     for phase in phases:
         what = "tokens to experts and back"
         to_experts = hidden * model.active_experts

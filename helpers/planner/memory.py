@@ -94,11 +94,11 @@ def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "r
     shards: "rows": each tensor is cut between its rows, rounded up, as fully_shard does, so that the first rank holds
     most; "even": one flat tensor of all parameters is cut (ZeRO's formula, DeepSpeed, Megatron-LM).
     """
-    total = 0.0
+    total: float = 0
     for unit in units_of(model, layout, stage):
         sharers = max(layout.sharers // unit.expert_ranks, 1)
         for tensor in unit.tensors:
-            rows = tensor.rows / sharers
+            rows: float = tensor.rows / sharers
             if shards == "rows":
                 rows = math.ceil(rows)
             total += unit.times * tensor.copies * tensor.columns * rows
