@@ -167,7 +167,9 @@ LONG_LAUNCH = """
 
 def test_a_long_launch_shows_the_newest_lines_of_its_ranks_until_it_ends(browser, lab):
     """Below the cell a line such as `5 s  [ranks 0-1] step 3` appears. Nothing of it is left, nor would be stored."""
-    notebook = new_notebook(cells=[new_code_cell(textwrap.dedent(LONG_LAUNCH))])
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}  # or JupyterLab asks for one
+    cell = new_code_cell(textwrap.dedent(LONG_LAUNCH))
+    notebook = new_notebook(cells=[cell], metadata={"kernelspec": kernel})
     nbformat.write(notebook, lab.notebooks / "long_launch.ipynb")
     page = open_notebook(browser, lab, "long_launch")
     run_all_cells(page)
