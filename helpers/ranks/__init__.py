@@ -2,8 +2,8 @@
 
 - ``launch`` calls a function on fresh ranks, and ``magic`` runs a cell there (``%%ranks``). ``pickler`` carries the
   function, ``preload`` is imported by the forkserver, and ``rank`` is what each rank does.
-- ``collecting`` finds out what becomes of the ranks, ``messages`` says it, and ``live`` shows the newest lines of a long
-  call.
+- ``collecting`` finds out what becomes of the ranks, ``messages`` says it, and ``live`` shows the newest lines of a
+  long call.
 - ``processes`` starts the processes of a command, waits for them and ends them; ``leash`` lets them end with it.
 - ``torchrun`` runs a script under torchrun, and ends everything at a Ctrl-C.
 
