@@ -11,7 +11,6 @@ import textwrap
 import time
 
 import leftovers
-import nbformat
 import pytest
 from conftest import ROOT
 from launching import nothing_left, warmed_up  # noqa: F401  (fixtures)
@@ -37,6 +36,7 @@ LONG = """
 """
 STEPS = "".join(f"[ranks 0-1] step {step}\n" for step in range(10))
 STORED = f"before {STEPS}[rank 0] rank 0 has finished 火🙂\n[rank 1] rank 1 has finished 火🙂\n"
+JUPYTERLAB = {"deletedCells": [], "recordTiming": False, "cellId": "5f3c"}  # what it sends with a cell
 LIVE = r"\d+ s  \[ranks? [01-]+\] step \d"
 
 # --- the line ---------------------------------------------------------------------------------------------------------
@@ -135,37 +135,21 @@ def test_a_terminal_shows_the_newest_lines_and_then_what_a_pipe_gets(tmp_path):
 # --- notebooks --------------------------------------------------------------------------------------------------------
 
 
-def test_an_executed_notebook_has_no_trace_of_it(tmp_path):
-    """By nbclient, as nbconvert and the book's outputs are made."""
-    sources = ["%load_ext helpers", textwrap.dedent(LONG)]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    nbformat.write(notebook, tmp_path / "long.ipynb")
-    command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--inplace", "long.ipynb"]
-    with leftovers.surroundings() as environment:
-        environment["PYTHONPATH"] = str(ROOT)
-        process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr
-    _, executed = nbformat.read(tmp_path / "long.ipynb", as_version=4).cells
-    # A busy kernel may send one stream as several outputs.
-    assert {(output.output_type, output.name) for output in executed.outputs} == {("stream", "stdout")}
-    assert "".join(output.text for output in executed.outputs) == STORED
-
-
 def jupyterlabs_text(texts):
     """The text that JupyterLab 4.6 keeps of a stream (processText of its packages/outputarea/src/model.ts)."""
-    text, at = "", 0
-    for received in texts:
-        for character in received:
-            if character == "\b":
-                if at > 0 and text[at - 1] != "\n":
-                    text = text[: at - 1] + text[at + 1 :]
-                    at -= 1
-            elif character == "\n":
-                text += "\n"
-                at = len(text)
-            else:
-                text = text[:at] + character + text[at + 1 :]
-                at += 1
+    text = ""
+    cursor = 0
+    for character in "".join(texts):
+        if character == "\b":
+            if cursor > 0 and text[cursor - 1] != "\n":
+                cursor -= 1
+                text = text[:cursor] + text[cursor + 1 :]
+        elif character == "\n":
+            text += "\n"
+            cursor = len(text)
+        else:
+            text = text[:cursor] + character + text[cursor + 1 :]
+            cursor += 1
     return text
 
 
@@ -197,16 +181,19 @@ def run_as(kernel, source, allow_stdin, metadata):
     return texts
 
 
-def test_jupyterlab_shows_the_newest_lines_and_stores_what_nbclient_stores(kernel):
-    jupyterlab = {"deletedCells": [], "recordTiming": False, "cellId": "5f3c"}
-    texts = run_as(kernel, LONG, True, jupyterlab)
+def test_jupyterlab_shows_the_newest_lines_and_stores_none_of_them(kernel):
+    texts = run_as(kernel, LONG, allow_stdin=True, metadata=JUPYTERLAB)
     assert len(re.findall(LIVE, "".join(texts))) >= 2, texts
     assert jupyterlabs_text(texts) == STORED
-    assert "".join(run_as(kernel, LONG, False, {})) == STORED
+
+
+def test_nbclient_and_nbval_get_no_trace_of_it(kernel):
+    """They tell the kernel that nobody can answer a question. A busy kernel may send a stream in several messages."""
+    assert "".join(run_as(kernel, LONG, allow_stdin=False, metadata={})) == STORED
 
 
 def test_what_is_captured_in_jupyterlab_has_no_trace_of_it(kernel):
     capture = "%%capture captured\n" + textwrap.dedent(LONG)
-    jupyterlab = {"deletedCells": [], "recordTiming": False, "cellId": "5f3c"}
-    assert run_as(kernel, capture, True, jupyterlab) == []
-    assert "".join(run_as(kernel, "print(captured.stdout, end='')", True, jupyterlab)) == STORED
+    assert run_as(kernel, capture, allow_stdin=True, metadata=JUPYTERLAB) == []
+    captured = run_as(kernel, "print(captured.stdout, end='')", allow_stdin=True, metadata=JUPYTERLAB)
+    assert "".join(captured) == STORED

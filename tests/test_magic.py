@@ -159,8 +159,8 @@ ERRORS = {  # {what: (cells, a part of the last one's error)}
         "RankError: rank 1 failed first: ValueError: no data\n  at line 3: raise ValueError('no data')",
     ),
     "hangs": (
-        ["%%ranks 2 --timeout 4\nif rank == 0:\n    dist.barrier()"],
-        "RankError: 1 of 2 ranks still ran after timeout=4 s:\n  rank 0: at line 2: dist.barrier()\n  rank 1: finished",
+        ["%%ranks 2 --timeout 6\nif rank == 0:\n    dist.barrier()"],
+        "RankError: 1 of 2 ranks still ran after timeout=6 s:\n  rank 0: at line 2: dist.barrier()\n  rank 1: finished",
     ),
     "a lock": (
         ["import threading\nlock = threading.Lock()", "%%ranks 2\nlock"],

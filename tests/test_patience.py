@@ -38,11 +38,13 @@ LEAVE = "    os._exit(0)\n"  # an agent that forks its ranks, and was signalled,
 SAVES = {path: facts_at(path).script.saves_with for path in CHAPTERS if facts_at(path).script.saves_with}
 
 
-def start(text, name, folder, environment):
+def start(text, slow_function, folder, environment):
     """Two ranks of a script, in which this function is slow."""
     folder.mkdir()
-    path, last = folder / "train.py", 'if __name__ == "__main__":'
-    path.write_text(text.replace(last, SLOW.format(name=name) + "\n\n" + last) + LEAVE)
+    path = folder / "train.py"
+    last_lines = 'if __name__ == "__main__":'
+    slow = SLOW.format(name=slow_function)
+    path.write_text(text.replace(last_lines, f"{slow}\n\n{last_lines}") + LEAVE)
     return Forked(script_on_ranks(path, 2, "--save-every=2", "--checkpoint-dir=kept"), environment)
 
 
@@ -50,15 +52,18 @@ def start(text, name, folder, environment):
 @pytest.mark.parametrize("notebook", SAVES, ids=lambda path: path.stem)
 def test_a_step_or_save_of_12_seconds_is_finished_after_sigterm(notebook, tmp_path):
     (tmp_path / "path").mkdir()
-    alone, text = stand_alone(tmp_path / "path"), export(notebook, tmp_path).read_text()
-    runs = {name: start(text, name, tmp_path / name, alone) for name in ("take_step", SAVES[notebook])}
+    environment = stand_alone(tmp_path / "path")
+    text = export(notebook, tmp_path).read_text()
+    runs = {name: start(text, name, tmp_path / name, environment) for name in ("take_step", SAVES[notebook])}
     for name, run in runs.items():
-        _, out, errors, left = run.end(120)
+        _, out, errors, left = run.end(240)
         stop = re.search(r"^stopped by SIGTERM at step (\d+): ", out, re.MULTILINE)
         assert stop, f"{name}: {out}{errors}"
-        names = sorted(path.name for path in Path(tmp_path, name, "kept").iterdir())
-        assert not left and names[-2].startswith(f"step_{int(stop[1]):08}") and names[-1] == "stopped"
-        assert not [path for path in names if path.startswith(".") or "part" in path]
+        assert not left
+        files = sorted(path.name for path in Path(tmp_path, name, "kept").iterdir())
+        *_, checkpoint, mark = files
+        assert checkpoint.startswith(f"step_{int(stop[1]):08}") and mark == "stopped"
+        assert [file for file in files if file.startswith(".") or "part" in file] == []
 
 
 def times_by_a_slow_clock(path, flags):

@@ -1,4 +1,4 @@
-"""Run a program that ends when its parent does: ``python leash.py PROGRAM ARGUMENT ...``.
+"""Run a program that ends when its parent does: ``python leash.py PARENT PROGRAM ARGUMENT ...``.
 
 A kill of the command with SIGKILL leaves it no moment to stop what it started. So Linux stops that: the kernel sends
 SIGTERM to a process whose parent has died, if the process asked for it (prctl(2), PR_SET_PDEATHSIG). The request
@@ -13,17 +13,18 @@ import sys
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
-def leashed(words: list[str]) -> list[str]:
-    """The command line ``words``, which then ends with this process. It is left as it is on other systems."""
+def leashed(command: list[str]) -> list[str]:
+    """The command, which then ends with this process. It is left as it is on other systems."""
     if not sys.platform.startswith("linux"):
-        return words
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *words]
+        return command
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
-def main(parent: int, words: list[str]) -> None:
+def main(parent: int, command: list[str]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() == parent:  # The parent may have died before the request.
-        os.execv(words[0], words)
+    parent_is_alive = os.getppid() == parent  # it may have died before the request
+    if parent_is_alive:
+        os.execvp(command[0], command)
 
 
 if __name__ == "__main__":

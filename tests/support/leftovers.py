@@ -140,7 +140,7 @@ class Kernel:
         self.disconnect()
         self.client = self.manager.blocking_client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=200)
 
     def disconnect(self):
         if self.client:
