@@ -27,7 +27,7 @@ STATIC = [
 ]
 C10D = ["--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-endpoint=node0:29500"]
 C10D_BY_ADDRESS = ["--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-endpoint=10.88.0.1:29500"]
-START_SECONDS = 200  # for agents and ranks to import torch and to meet, on a busy machine
+START_SECONDS = 400  # for agents and ranks to import torch and to meet, on a machine that is very busy
 
 # A rank that all-reduces for ever, and writes down each sum, which is the number of ranks. Once all have met, it waits
 # for its peers for as many seconds as its argument says.
