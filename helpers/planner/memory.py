@@ -164,7 +164,8 @@ def gathered(model: Model, layout: Layout, stage: int, computed: int, convention
         summed = reduced_bytes(conventions)
         several = layout.micro_batches > 1
         whole = (size + summed * several) * computed
-        return whole, whole + (summed if several else 2 * size) * layer
+        # Of the parameters, one layer is in an all-gather's buffer at a time; before PyTorch 2.15 two were.
+        return whole, whole + (summed if several else size) * layer
     arriving = size * layer * (layers > 2)
     return 2 * size * layer + size * outer, arriving + (2 * size + 4) * layer + 2 * size * outer
 
