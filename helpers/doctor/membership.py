@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 REPORT_SECONDS = 5  # seconds that a rank has, after a collective's timeout, to report that timeout
-SLURM_NAMES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+VARIABLES_UNDER_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 HIGHEST_NUMBER = 65535  # of a port, and more ranks than anybody has
 HOW_TO_START = "Start the ranks with torchrun or srun; for this machine alone, unset RANK, WORLD_SIZE and LOCAL_RANK."
 
@@ -48,11 +48,11 @@ def read_launcher(environment: Mapping[str, str]) -> LaunchedRank | None:
     """
     variables = dict(environment)
     if is_task_of_step(variables) and not variables.get("RANK"):
-        variables |= {name: variables[slurm_name] for name, slurm_name in SLURM_NAMES.items()}
+        variables |= {name: variables[slurm_name] for name, slurm_name in VARIABLES_UNDER_SLURM.items()}
         variables.setdefault("MASTER_ADDR", first_host(variables["SLURM_STEP_NODELIST"]))
         # Each job has its own port, so that two jobs that share a node do not meet.
         variables.setdefault("MASTER_PORT", str(20000 + int(variables["SLURM_JOB_ID"]) % 10000))
-    if not any(variables.get(name) for name in SLURM_NAMES):
+    if not any(variables.get(name) for name in VARIABLES_UNDER_SLURM):
         return None  # People export MASTER_ADDR in their shells, so it alone means nothing.
 
     rank = read_number(variables, "RANK")
