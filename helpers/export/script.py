@@ -73,10 +73,19 @@ def with_arguments(code: str, names: set[str]) -> str | None:
         lines[node.lineno - 1] = line[:column] + b"args." + line[column:]
     try:  # f"{lr=}" prints its own text; and before Python 3.12 some positions inside f-strings are wrong
         new = b"\n".join(lines).decode()
-        argument = r"Attribute\(value=Name\(id='args', ctx=Load\(\)\), attr=('\w+')"
-        return new if re.sub(argument, r"Name(id=\1", ast.dump(ast.parse(new))) == ast.dump(tree) else None
+        return new if ast.dump(NamesOfArguments().visit(ast.parse(new))) == ast.dump(tree) else None
     except (SyntaxError, UnicodeDecodeError):
         return None
+
+
+class NamesOfArguments(ast.NodeTransformer):
+    """Makes NAME of each ``args.NAME``."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name) and node.value.id == "args":
+            return ast.Name(node.attr, node.ctx)
+        return node
 
 
 # ---- The script's text
