@@ -130,6 +130,9 @@ def run(rank: int, call: Call, met: Callable[[], None]) -> bytes:
     dist.set_debug_level_from_env()  # torch read the variable in the forkserver, before it had its value
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # a forked rank has the forkserver's state, so all ranks would draw the same numbers
+    if sys.platform == "linux" and multiprocessing.get_start_method() == "forkserver":
+        # The default from Python 3.14 on. A loader's worker could not import the classes of a notebook's cell.
+        multiprocessing.set_start_method("fork", force=True)
     device = None
     if call.backend == "nccl":
         local_rank = int(os.environ["LOCAL_RANK"])
