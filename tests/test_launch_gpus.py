@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import leftovers
 import pytest
@@ -105,7 +106,9 @@ def test_a_caller_that_has_used_cuda_can_start_ranks():
     """Its own forks could not use CUDA; its ranks are forks of the forkserver, which has not asked CUDA anything."""
     torch.cuda.is_available()
     if torch.version.cuda is not None:  # a build for CPUs has nothing to start
-        child = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads, from Python 3.12 on
+            child = os.fork()
         if child == 0:
             os._exit(int(torch.cuda._is_in_bad_fork()))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
