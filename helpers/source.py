@@ -13,8 +13,8 @@ from types import CodeType
 
 IMPORT = ast.Import | ast.ImportFrom
 DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-# Names that the code of a class or of an annotation reads or binds by itself; the last two from Python 3.14 on.
-IMPLICIT = {"__name__", "__annotations__", "__annotate__", "__conditional_annotations__"}
+OF_ANNOTATIONS = {"__annotate__", "__conditional_annotations__"}  # which Python binds by itself from 3.14 on
+IMPLICIT = {"__name__", "__annotations__"}  # which the code of a class or of an annotation reads by itself
 LOADS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")  # the last: in a class, from Python 3.12 on
 STORES = ("STORE_NAME", "STORE_GLOBAL")
 DELETES = ("DELETE_NAME", "DELETE_GLOBAL")  # they need the name, as a load does, and bind it anew, as a store does
@@ -39,7 +39,7 @@ class Statement:
             self.own.update(scope.co_varnames, scope.co_cellvars)
             of_class = set(IMPLICIT)  # what the body of a class binds, it does not read from outside
             for step in dis.get_instructions(scope):
-                if step.opname in STORES and step.argval in IMPLICIT:
+                if step.argval in OF_ANNOTATIONS:
                     continue
                 if step.opname in STORES + DELETES:
                     is_global = step.opname.endswith("_GLOBAL") or scope.co_name == "<module>"
