@@ -13,6 +13,7 @@ from types import CodeType
 
 IMPORT = ast.Import | ast.ImportFrom
 DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+OF_ANNOTATIONS = {"__annotate__", "__conditional_annotations__"}  # which Python binds by itself from 3.14 on
 IMPLICIT = {"__name__", "__annotations__"}  # which the code of a class or of an annotation reads by itself
 LOADS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")  # the last: in a class, from Python 3.12 on
 STORES = ("STORE_NAME", "STORE_GLOBAL")
@@ -38,6 +39,8 @@ class Statement:
             self.local_names.update(scope.co_varnames, scope.co_cellvars)
             class_names = set(IMPLICIT)  # what the body of a class binds, it does not read from outside
             for step in dis.get_instructions(scope):
+                if step.argval in OF_ANNOTATIONS:
+                    continue
                 if step.opname in STORES + DELETES:
                     is_global = step.opname.endswith("_GLOBAL") or scope.co_name == "<module>"
                     if is_global:

@@ -94,13 +94,22 @@ def with_arguments(code: str, names: set[str]) -> str | None:
     # f-strings are wrong. So the new code has to be the old one but for the replaced names.
     try:
         new = b"\n".join(lines).decode()
-        new_tree = ast.dump(ast.parse(new))
+        old_tree = NamesOfArguments().visit(ast.parse(new))
     except (SyntaxError, UnicodeDecodeError):
         return None
-    argument = r"Attribute\(value=Name\(id='args', ctx=Load\(\)\), attr=('\w+')"
-    if re.sub(argument, r"Name(id=\1", new_tree) != ast.dump(tree):
+    if ast.dump(old_tree) != ast.dump(tree):
         return None
     return new
+
+
+class NamesOfArguments(ast.NodeTransformer):
+    """Makes NAME of each ``args.NAME``."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name) and node.value.id == "args":
+            return ast.Name(node.attr, node.ctx)
+        return node
 
 
 # ---- The script's text

@@ -85,7 +85,11 @@ def rank_main(pipe: connection.Connection, rank: int, call: Call) -> None:
     folder = call.folder
     os.setsid()  # Ctrl-C reaches the launcher alone, and one signal to this group ends all that the rank starts
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    multiprocessing.set_start_method(None, force=True)  # this rank forks a DataLoader's workers, as under torchrun
+    start_method = None  # the default, as under torchrun: on Linux this rank forks a DataLoader's workers
+    if sys.version_info >= (3, 14) and sys.platform == "linux":
+        # Here the default is forkserver, whose workers cannot import the classes of a notebook's cell.
+        start_method = "fork"
+    multiprocessing.set_start_method(start_method, force=True)
     threading.Thread(target=end_with_parent, daemon=True).start()
     (folder / f"pid{rank}").write_text(str(os.getpid()))  # the forkserver reads it if a rank that holds the GIL is left
     alive = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
