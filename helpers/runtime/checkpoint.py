@@ -119,6 +119,7 @@ def new_checkpoint(
 ) -> Iterator[Path]:
     """Gives a folder to write to, on every rank. The block's end makes it a checkpoint.
 
+    The newest ``keep`` checkpoints stay, or all if it is 0.
     If one rank's disk fails, all ranks raise at the block's end. Until then the other
     ranks go on, so a collective in the block has to come before the first file.
     """
@@ -208,7 +209,7 @@ def put_in_place(
         raise CheckpointError(
             f"{final.name} was not saved: {error}\nThose before it are as they were."
         ) from None
-    for old in finished(path.parent)[: -max(keep, 1)]:
+    for old in finished(path.parent)[:-keep]:
         remove(old)
 
 
