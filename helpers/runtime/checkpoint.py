@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from helpers.runtime.process_group import print0
 
 MANIFEST = "manifest.json"  # written last: {file: [bytes, sha256]} of all other files
-# {folder: {file: (bytes, sha256)}} of the checkpoints that this process is writing
+# {folder: {file: (bytes, sha256)}} of the checkpoints that this process is writing. It
+# is global so that any file written to such a folder is found, by whichever function.
 UNFINISHED: dict[Path, dict[str, tuple[int, str]]] = {}
 
 
@@ -170,7 +171,7 @@ def on_rank0(function: Callable, *args: Any, group: ProcessGroup | None = None) 
 def make_temporary(path: Path, step: int) -> None:
     """Make the folder of a new checkpoint, and remove what killed runs left."""
     for leftover in path.parent.glob(".step_*"):
-        # A save in the background may be writing to another temporary folder.
+        # In another unfinished folder a save in the background is still writing.
         if leftover == path or leftover not in UNFINISHED:
             shutil.rmtree(leftover)
     for newer in finished(path.parent):
@@ -286,14 +287,21 @@ def verify(path: str | Path) -> None:
     path = Path(path)
     problem = damage(path)
     if problem is None:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        with ThreadPoolExecutor() as threads:
-            digests = threads.map(sha256, [path / name for name in manifest])
-            for name, digest in zip(manifest, digests, strict=True):
-                if digest != manifest[name][1]:
-                    problem = f"{path.name}/{name} holds other bytes than were saved"
+        problem = changed_bytes(path)
     if problem is not None:
         raise CheckpointError(f"{problem}.\nRemove it, and the one before it is used.")
+
+
+def changed_bytes(path: Path) -> str | None:
+    """Which of a checkpoint's files has another hash than was saved; None if none."""
+    manifest = json.loads((path / MANIFEST).read_bytes())
+    files = [path / name for name in manifest]
+    with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock
+        digests = dict(zip(manifest, threads.map(sha256, files), strict=True))
+    for name, (_, saved_digest) in manifest.items():
+        if digests[name] != saved_digest:
+            return f"{path.name}/{name} holds other bytes than were saved"
+    return None
 
 
 def sha256(path: Path) -> str:
