@@ -174,13 +174,13 @@ def test_groups_keep_the_ratio_of_their_rates(project):
 
 
 @of("regression")
-def test_a_signal_in_a_long_validation_or_save_is_heard_there(project):
-    flags = ["--batch-size=6", "--wait=0.7", "--val-every=4", "--checkpoint-dir=validating"]
+def test_a_signal_in_a_validation_or_save_is_heard_there(project):
+    flags = ["--batch-size=6", "--val-every=4", "--checkpoint-dir=validating"]
     validating = project.start(2, *flags, mischief="stop [false, 1]")
-    saving = project.start(2, "--checkpoint-dir=saving", mischief="stop_in_save 3")
+    saving = project.start(2, "--checkpoint-dir=saving", mischief="stop_in_save")
     validating.end(ok=False)
     saving.end(ok=False)
     assert newest(project.folder / "validating")["step"] == 4
-    assert len(validating.calls(training=False)[0]) in (2, 3)  # of 4 batches
+    assert len(validating.calls(training=False)[0]) == 2  # of 4 batches
     assert [path.name for path in checkpoints(project.folder / "saving")] == ["step_00000003.pt"]
     assert "stopped by SIGTERM at step 3:" in saving.out

@@ -3,7 +3,7 @@
 A workload is a file of ``workloads/``: each of its top-level functions replaces the script's function of that name, and
 what else it defines and imports is added. The probe writes a JSON line for each call of ``loss_sums``, and does what
 the environment variable MISCHIEF asks for: ``poison [true, 4]`` makes the fourth batch of training nan on rank 0,
-``stop [false, 1]`` sends torchrun SIGTERM in the first batch of a validation, ``stop_in_save 3`` in a save of 3 s.
+``stop [false, 1]`` stops the job in the first batch of a validation, ``stop_in_save`` in a save.
 """
 
 import ast
@@ -17,41 +17,49 @@ from forked import Forked, script_on_ranks
 
 WORKLOADS = Path(__file__).parent / "workloads"
 PROBE = '''
-probed_loss_sums, probe_calls, probe_save = loss_sums, {True: 0, False: 0}, torch.save
+loss_sums_of_workload = loss_sums
+torch_save = torch.save
+calls = {True: 0, False: 0}  # of loss_sums, in training and in validations
+mischief, _, moment = os.environ["MISCHIEF"].partition(" ")
+
+
+def stop_the_job():
+    """Send torchrun's agent SIGTERM, and wait until it has passed the signal on to this rank."""
+    stop_request = signal.getsignal(signal.SIGTERM).__self__
+    os.kill(os.getppid(), signal.SIGTERM)
+    while not stop_request.received:
+        time.sleep(0.01)
 
 
 def loss_sums(model, batch, args):
     """The workload's, noted in full precision; then the mischief that the environment asks for."""
-    probe_calls[model.training] += 1
-    kind, _, call = os.environ["MISCHIEF"].partition(" ")
-    now = os.environ["RANK"] == "0" and call == json.dumps([model.training, probe_calls[model.training]])
-    if now and kind == "poison":
+    calls[model.training] += 1
+    now = os.environ["RANK"] == "0" and moment == json.dumps([model.training, calls[model.training]])
+    if now and mischief == "poison":
         batch = tree_map(lambda x: x * math.nan if torch.is_tensor(x) and x.is_floating_point() else x, batch)
-    sums = probed_loss_sums(model, batch, args)
+    sums = loss_sums_of_workload(model, batch, args)
     pairs = {name: [float(torch.as_tensor(x).detach()) for x in pair] for name, pair in sums.items()}
     with open(f"{os.environ['PROBE']}.{os.environ['RANK']}", "a") as file:
         print(json.dumps({"training": model.training, "sums": pairs}), file=file)
-    if now and kind == "poison":
-        sums["loss"] = sums["loss"][0] * math.nan, sums["loss"][1]
-    if now and kind == "stop":
+    if now and mischief == "poison":
+        total, count = sums["loss"]
+        sums["loss"] = (total * math.nan, count)
+    if now and mischief == "stop":
         from psutil import Process
 
-        os.kill(os.getppid(), signal.SIGTERM)
         for worker in Process().children():  # torchrun signals process groups; the agent that forks does not
             worker.terminate()
-        time.sleep(0.5)
+        stop_the_job()
     return sums
 
 
-def probed_save(*arguments, **options):
-    kind, _, seconds = os.environ["MISCHIEF"].partition(" ")
-    if kind == "stop_in_save":
-        os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(float(seconds))
-    probe_save(*arguments, **options)
+def save_with_mischief(*arguments, **options):
+    if mischief == "stop_in_save":
+        stop_the_job()
+    torch_save(*arguments, **options)
 
 
-torch.save = probed_save
+torch.save = save_with_mischief
 
 
 '''
