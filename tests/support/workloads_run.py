@@ -70,32 +70,33 @@ LEAVE = """    if os.environ["MISCHIEF"].startswith("stop"):
 """
 
 
-def functions(tree):
-    return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-
-
-def text_of(node, lines):
-    """The source of a node with its decorators."""
-    return "".join(lines[first_line(node) - 1 : node.end_lineno])
+def with_workload(script, workload):
+    """The text of a script with a workload's functions in place of its own, and with the probe."""
+    script_lines = script.splitlines(keepends=True)
+    workload_lines = workload.splitlines(keepends=True)
+    functions = {node.name: node for node in ast.parse(script).body if isinstance(node, ast.FunctionDef)}
+    first_function = first_line(next(iter(functions.values())))
+    replacements = {}
+    additions = []
+    for node in ast.parse(workload).body:
+        text = "".join(workload_lines[first_line(node) - 1 : node.end_lineno]) + "\n"
+        if isinstance(node, ast.FunctionDef) and node.name in functions:
+            replacements[node.name] = text
+        elif not isinstance(node, ast.Expr):  # the docstring
+            additions.append(text)
+    # The last function is replaced first, because a replacement moves the lines that follow it.
+    for name, node in reversed(functions.items()):
+        if name in replacements:
+            script_lines[first_line(node) - 1 : node.end_lineno] = [replacements[name]]
+    script_lines[first_function - 1 : first_function - 1] = additions
+    last_lines = 'if __name__ == "__main__":'
+    return "".join(script_lines).replace(last_lines, PROBE + last_lines) + LEAVE
 
 
 def first_line(node):
-    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
-
-
-def with_workload(script, workload):
-    """The text of a script with a workload's functions in place of its own, and with the probe."""
-    lines, new = script.splitlines(keepends=True), workload.splitlines(keepends=True)
-    tree, own = ast.parse(script), ast.parse(workload)
-    replacing = {node.name: text_of(node, new) for node in functions(own)}
-    there = {node.name for node in functions(tree)}
-    for node in reversed(functions(tree)):
-        if node.name in replacing:
-            lines[first_line(node) - 1 : node.end_lineno] = [replacing[node.name] + "\n"]
-    added = [node for node in own.body if not isinstance(node, ast.Expr) and getattr(node, "name", "") not in there]
-    place = first_line(next(node for node in tree.body if isinstance(node, ast.FunctionDef))) - 1
-    lines[place:place] = [text_of(node, new) + "\n" for node in added]
-    return "".join(lines).replace('if __name__ == "__main__":', PROBE + 'if __name__ == "__main__":') + LEAVE
+    """The number of a statement's first line, which may be a decorator's."""
+    numbers = [decorator.lineno for decorator in getattr(node, "decorator_list", [])]
+    return min([node.lineno, *numbers])
 
 
 class Run:
