@@ -235,11 +235,13 @@ def test_a_logger_has_one_run(script, alone, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 def test_a_model_that_inductor_compiled_has_the_same_losses(script, alone, tmp_path):
-    flags = ["--max-steps=5", "--log-every=1", "--width=16", "--dtype=bfloat16"]
-    plain = forked(script_on_ranks(script, 2, *flags), alone)
-    flags += ["--compile-with=inductor", "--checkpoint-dir", str(tmp_path / "runs")]
-    compiled = forked(script_on_ranks(script, 2, *flags), {**alone, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, 600)
-    assert plain[0] == compiled[0] == 0, compiled[2]
-    assert result(compiled[1]) == pytest.approx(result(plain[1]), abs=0.02)
+    environment = {**alone, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    flags = ["--max-steps=5", "--width=16", "--dtype=bfloat16"]
+    status, plain, errors, _ = forked(script_on_ranks(script, 2, *flags), environment)
+    assert status == 0, errors
+    flags += ["--compile-with=inductor", f"--checkpoint-dir={tmp_path / 'runs'}"]
+    status, compiled, errors, _ = forked(script_on_ranks(script, 2, *flags), environment, timeout=600)
+    assert status == 0, errors
+    assert result(compiled) == pytest.approx(result(plain), abs=0.02)
     state = torch.load(tmp_path / "runs" / "step_00000005.pt", weights_only=True)
-    assert "0.weight" in state["model"] and state["args"]["compile_with"] == "inductor"  # no prefix of compile or DDP
+    assert "0.weight" in state["model"]  # without a prefix of the compiler or of DDP
