@@ -68,7 +68,9 @@ def test_a_step_or_save_of_12_seconds_is_finished_after_sigterm(notebook, tmp_pa
 
 def times_by_a_slow_clock(path, flags):
     """What a run tells of its steps' seconds if a step takes a second, on a queue, and a save an hour."""
-    capstone, device, seconds = loaded(path), Device(), []
+    capstone = loaded(path)
+    device = Device()
+    seconds = []
 
     def step(*arguments):
         device.step()
@@ -82,12 +84,15 @@ def times_by_a_slow_clock(path, flags):
         return lambda step, values: seconds.append((values["seconds"], values["mfu"]))
 
     capstone.time = device
-    capstone.take_step, capstone.save_run, capstone.mean_loss = step, save, device.wait
+    capstone.take_step = step
+    capstone.save_run = save
+    capstone.mean_loss = device.wait
     with (
         mock.patch("sys.argv", ["capstone", *flags]),
         mock.patch.object(torch, "get_device_module", lambda name: device),
     ):
-        args, cpu = capstone.parse_args(), torch.device("cpu")
+        args = capstone.parse_args()
+        cpu = torch.device("cpu")
         capstone.train(args, capstone.load_data(cpu), cpu, log)
     return seconds, capstone.mfu(1, args)
 
