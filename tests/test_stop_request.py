@@ -1,8 +1,9 @@
-"""A signal to one rank stops all ranks at one step."""
+"""A signal to one rank stops all ranks at one step, and a rank that waits too long for another raises an error."""
 
 import os
 import signal
 import sys
+import threading
 
 import cloudpickle
 import pytest
@@ -15,22 +16,31 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it take
 pytestmark = pytest.mark.ranks
 
 
-def steps_until_stopped(number, signalled_rank, signalled_step):
-    """(after how many of 49 steps this rank stopped, the signal's name). One rank gets the signal, in one step."""
+def steps_until_stopped():
+    """(after how many steps this rank stopped, the signal's name). Rank 1 gets the signal in step 7."""
     stop = StopRequest()
     for step in range(1, 50):
-        if dist.get_rank() == signalled_rank and step == signalled_step:
-            os.kill(os.getpid(), number)
+        if dist.get_rank() == 1 and step == 7:
+            os.kill(os.getpid(), signal.SIGUSR1)
         if stop.agreed():
             break
     return step, stop.signal_name
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_one_rank_stops_all_ranks_one_step_later(number):
-    results = launch(steps_until_stopped, number, 1, 7, nproc=3)
-    assert results == [(8, number.name)] * 3
+def test_a_signal_to_one_rank_stops_all_ranks_one_step_later():
+    assert launch(steps_until_stopped, nproc=3) == [(8, "SIGUSR1")] * 3
 
 
-def test_without_a_signal_nobody_stops():
-    assert launch(steps_until_stopped, signal.SIGTERM, 5, 7, nproc=2) == [(49, None)] * 2
+def error_of_an_impatient_rank():
+    """What rank 0 raises, which waits a second for rank 1, although a signal has asked both to stop."""
+    stop = StopRequest(patience=1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    if dist.get_rank() == 1:
+        threading.Event().wait()  # until launch ends this rank
+    stop.agreed()
+    stop.agreed()
+
+
+def test_patience_is_how_long_a_rank_waits_for_another():
+    with pytest.raises(RuntimeError, match="Timed out waiting 1000ms"):
+        launch(error_of_an_impatient_rank, nproc=2)

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from helpers.runtime.process_group import print0
 
 MANIFEST = "manifest.json"  # written last: {file: [bytes, sha256]} of all other files
-# {folder: {file: (bytes, sha256)}} of the checkpoints that this process is writing
+# {folder: {file: (bytes, sha256)}} of the checkpoints that this process is writing. It
+# is global so that any file written to such a folder is found, by whichever function.
 UNFINISHED: dict[Path, dict[str, tuple[int, str]]] = {}
 
 
@@ -119,6 +120,7 @@ def new_checkpoint(
 ) -> Iterator[Path]:
     """Gives a folder to write to, on every rank. The block's end makes it a checkpoint.
 
+    The newest ``keep`` checkpoints stay, or all if it is 0.
     If one rank's disk fails, all ranks raise at the block's end. Until then the other
     ranks go on, so a collective in the block has to come before the first file.
     """
@@ -169,7 +171,7 @@ def on_rank0(function: Callable, *args: Any, group: ProcessGroup | None = None) 
 def make_temporary(path: Path, step: int) -> None:
     """Make the folder of a new checkpoint, and remove what killed runs left."""
     for leftover in path.parent.glob(".step_*"):
-        # A save in the background may be writing to another temporary folder.
+        # In another unfinished folder a save in the background is still writing.
         if leftover == path or leftover not in UNFINISHED:
             shutil.rmtree(leftover)
     for newer in finished(path.parent):
@@ -208,7 +210,7 @@ def put_in_place(
         raise CheckpointError(
             f"{final.name} was not saved: {error}\nThose before it are as they were."
         ) from None
-    for old in finished(path.parent)[: -max(keep, 1)]:
+    for old in finished(path.parent)[:-keep]:
         remove(old)
 
 
@@ -285,14 +287,21 @@ def verify(path: str | Path) -> None:
     path = Path(path)
     problem = damage(path)
     if problem is None:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        with ThreadPoolExecutor() as threads:
-            digests = threads.map(sha256, [path / name for name in manifest])
-            for name, digest in zip(manifest, digests, strict=True):
-                if digest != manifest[name][1]:
-                    problem = f"{path.name}/{name} holds other bytes than were saved"
+        problem = changed_bytes(path)
     if problem is not None:
         raise CheckpointError(f"{problem}.\nRemove it, and the one before it is used.")
+
+
+def changed_bytes(path: Path) -> str | None:
+    """Which of a checkpoint's files has another hash than was saved; None if none."""
+    manifest = json.loads((path / MANIFEST).read_bytes())
+    files = [path / name for name in manifest]
+    with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock
+        digests = dict(zip(manifest, threads.map(sha256, files), strict=True))
+    for name, (_, saved_digest) in manifest.items():
+        if digests[name] != saved_digest:
+            return f"{path.name}/{name} holds other bytes than were saved"
+    return None
 
 
 def sha256(path: Path) -> str:

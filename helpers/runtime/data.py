@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 
-def digits(train: int = 1440) -> tuple[TensorDataset, TensorDataset]:
+def digits() -> tuple[TensorDataset, TensorDataset]:
     """The shuffled digits: (train set, validation set), of (float32 [64], int64 [])."""
     # The file is read without scikit-learn, whose import takes seconds.
     path = "sklearn/datasets/data/digits.csv.gz"
@@ -17,6 +17,6 @@ def digits(train: int = 1440) -> tuple[TensorDataset, TensorDataset]:
     rows = rows[order]
     images = rows[:, :64].float() / 16
     labels = rows[:, 64].long()
-    train_set = TensorDataset(images[:train], labels[:train])
-    val_set = TensorDataset(images[train:], labels[train:])
+    train_set = TensorDataset(images[:1440], labels[:1440])
+    val_set = TensorDataset(images[1440:], labels[1440:])
     return train_set, val_set

@@ -18,7 +18,8 @@ class Device:
     """A device with a queue, and the host's clock. A step takes a second; the host waits for it only in ``wait``."""
 
     def __init__(self):
-        self.queue, self.now = 0, 0.0
+        self.queue = 0  # seconds of work that wait for the device
+        self.now = 0.0
 
     def perf_counter(self):
         """So this object is also the module ``time`` of a script."""

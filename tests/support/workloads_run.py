@@ -3,7 +3,7 @@
 A workload is a file of ``workloads/``: each of its top-level functions replaces the script's function of that name, and
 what else it defines and imports is added. The probe writes a JSON line for each call of ``loss_sums``, and does what
 the environment variable MISCHIEF asks for: ``poison [true, 4]`` makes the fourth batch of training nan on rank 0,
-``stop [false, 1]`` sends torchrun SIGTERM in the first batch of a validation, ``stop_in_save 3`` in a save of 3 s.
+``stop [false, 1]`` stops the job in the first batch of a validation, ``stop_in_save`` in a save.
 """
 
 import ast
@@ -17,41 +17,49 @@ from forked import Forked, script_on_ranks
 
 WORKLOADS = Path(__file__).parent / "workloads"
 PROBE = '''
-probed_loss_sums, probe_calls, probe_save = loss_sums, {True: 0, False: 0}, torch.save
+loss_sums_of_workload = loss_sums
+torch_save = torch.save
+calls = {True: 0, False: 0}  # of loss_sums, in training and in validations
+mischief, _, moment = os.environ["MISCHIEF"].partition(" ")
+
+
+def stop_the_job():
+    """Send torchrun's agent SIGTERM, and wait until it has passed the signal on to this rank."""
+    stop_request = signal.getsignal(signal.SIGTERM).__self__
+    os.kill(os.getppid(), signal.SIGTERM)
+    while not stop_request.received:
+        time.sleep(0.01)
 
 
 def loss_sums(model, batch, args):
     """The workload's, noted in full precision; then the mischief that the environment asks for."""
-    probe_calls[model.training] += 1
-    kind, _, call = os.environ["MISCHIEF"].partition(" ")
-    now = os.environ["RANK"] == "0" and call == json.dumps([model.training, probe_calls[model.training]])
-    if now and kind == "poison":
+    calls[model.training] += 1
+    now = os.environ["RANK"] == "0" and moment == json.dumps([model.training, calls[model.training]])
+    if now and mischief == "poison":
         batch = tree_map(lambda x: x * math.nan if torch.is_tensor(x) and x.is_floating_point() else x, batch)
-    sums = probed_loss_sums(model, batch, args)
+    sums = loss_sums_of_workload(model, batch, args)
     pairs = {name: [float(torch.as_tensor(x).detach()) for x in pair] for name, pair in sums.items()}
     with open(f"{os.environ['PROBE']}.{os.environ['RANK']}", "a") as file:
         print(json.dumps({"training": model.training, "sums": pairs}), file=file)
-    if now and kind == "poison":
-        sums["loss"] = sums["loss"][0] * math.nan, sums["loss"][1]
-    if now and kind == "stop":
+    if now and mischief == "poison":
+        total, count = sums["loss"]
+        sums["loss"] = (total * math.nan, count)
+    if now and mischief == "stop":
         from psutil import Process
 
-        os.kill(os.getppid(), signal.SIGTERM)
         for worker in Process().children():  # torchrun signals process groups; the agent that forks does not
             worker.terminate()
-        time.sleep(0.5)
+        stop_the_job()
     return sums
 
 
-def probed_save(*arguments, **options):
-    kind, _, seconds = os.environ["MISCHIEF"].partition(" ")
-    if kind == "stop_in_save":
-        os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(float(seconds))
-    probe_save(*arguments, **options)
+def save_with_mischief(*arguments, **options):
+    if mischief == "stop_in_save":
+        stop_the_job()
+    torch_save(*arguments, **options)
 
 
-torch.save = probed_save
+torch.save = save_with_mischief
 
 
 '''
@@ -62,32 +70,33 @@ LEAVE = """    if os.environ["MISCHIEF"].startswith("stop"):
 """
 
 
-def functions(tree):
-    return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-
-
-def text_of(node, lines):
-    """The source of a node with its decorators."""
-    return "".join(lines[first_line(node) - 1 : node.end_lineno])
+def with_workload(script, workload):
+    """The text of a script with a workload's functions in place of its own, and with the probe."""
+    script_lines = script.splitlines(keepends=True)
+    workload_lines = workload.splitlines(keepends=True)
+    functions = {node.name: node for node in ast.parse(script).body if isinstance(node, ast.FunctionDef)}
+    first_function = first_line(next(iter(functions.values())))
+    replacements = {}
+    additions = []
+    for node in ast.parse(workload).body:
+        text = "".join(workload_lines[first_line(node) - 1 : node.end_lineno]) + "\n"
+        if isinstance(node, ast.FunctionDef) and node.name in functions:
+            replacements[node.name] = text
+        elif not isinstance(node, ast.Expr):  # the docstring
+            additions.append(text)
+    # The last function is replaced first, because a replacement moves the lines that follow it.
+    for name, node in reversed(functions.items()):
+        if name in replacements:
+            script_lines[first_line(node) - 1 : node.end_lineno] = [replacements[name]]
+    script_lines[first_function - 1 : first_function - 1] = additions
+    last_lines = 'if __name__ == "__main__":'
+    return "".join(script_lines).replace(last_lines, PROBE + last_lines) + LEAVE
 
 
 def first_line(node):
-    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
-
-
-def with_workload(script, workload):
-    """The text of a script with a workload's functions in place of its own, and with the probe."""
-    lines, new = script.splitlines(keepends=True), workload.splitlines(keepends=True)
-    tree, own = ast.parse(script), ast.parse(workload)
-    replacing = {node.name: text_of(node, new) for node in functions(own)}
-    there = {node.name for node in functions(tree)}
-    for node in reversed(functions(tree)):
-        if node.name in replacing:
-            lines[first_line(node) - 1 : node.end_lineno] = [replacing[node.name] + "\n"]
-    added = [node for node in own.body if not isinstance(node, ast.Expr) and getattr(node, "name", "") not in there]
-    place = first_line(next(node for node in tree.body if isinstance(node, ast.FunctionDef))) - 1
-    lines[place:place] = [text_of(node, new) + "\n" for node in added]
-    return "".join(lines).replace('if __name__ == "__main__":', PROBE + 'if __name__ == "__main__":') + LEAVE
+    """The number of a statement's first line, which may be a decorator's."""
+    numbers = [decorator.lineno for decorator in getattr(node, "decorator_list", [])]
+    return min([node.lineno, *numbers])
 
 
 class Run:
