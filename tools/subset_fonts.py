@@ -5,6 +5,7 @@ It needs npm, and two Python packages that nothing else in this project needs:
     pip install fonttools==4.68.0 brotli==1.2.1 && python tools/subset_fonts.py
 """
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -19,9 +20,10 @@ from fontTools.ttLib import TTFont
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "book" / "_ext"))
 from book_fonts import FACES_OF_DRAWINGS
-from book_icons import ICONS
 
-FONTS = Path(__file__).parents[1] / "book" / "fonts"
+BOOK = Path(__file__).parents[1] / "book"
+FONTS = BOOK / "fonts"
+ICONS = BOOK / "_static"
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,13 @@ def make_fonts_of_drawings() -> None:
 
 
 def make_icons() -> None:
-    """The theme's icons are Font Awesome's."""
+    """The icons of the theme, Font Awesome's, that pages show: those that book/_static/theme.css lists."""
     static = Path(str(files("pydata_sphinx_theme"))) / "theme" / "pydata_sphinx_theme" / "static"
-    for name, icons in ICONS.items():
-        font = static / "vendor" / "fontawesome" / "webfonts" / f"{name}.ttf"
-        subset(font, FONTS / icons.file, f"--unicodes={','.join(icons.codes)}")
+    style_sheet = (ICONS / "theme.css").read_text(encoding="utf-8")
+    for font, ours in {"fa-solid-900": "Icons-Solid", "fa-brands-400": "Icons-Brands"}.items():
+        [codes] = re.findall(rf"url\({ours}\.woff2\).*?unicode-range: ([^;]+);", style_sheet, flags=re.S)
+        theirs = static / "vendor" / "fontawesome" / "webfonts" / f"{font}.ttf"
+        subset(theirs, ICONS / f"{ours}.woff2", f"--unicodes={''.join(codes.split())}")
 
 
 def main() -> None:
