@@ -119,12 +119,6 @@ def test_build_is_quiet_and_has_every_page_of_the_toc(book):
     assert [name for name in toc_files() if not (book.html / f"{name}.html").exists()] == []
 
 
-def test_a_drawing_has_its_fonts(book):
-    drawing = (book.html / "_images" / "three_places.svg").read_text(encoding="utf-8")
-    families = re.findall(r"@font-face { font-family: '(.*?)';.*?url\(data:", drawing)
-    assert families == ["Inter", "Inter", "JetBrains Mono"]
-
-
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_chapter_has_downloads_and_shows_its_script_and_outputs(book, chapter):
     notebook = ROOT / f"{chapter}.ipynb"

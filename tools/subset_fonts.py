@@ -7,7 +7,6 @@ It needs npm, and two Python packages that nothing else in this project needs:
 
 import re
 import subprocess
-import sys
 import tarfile
 import tempfile
 from dataclasses import dataclass
@@ -17,9 +16,6 @@ from pathlib import Path
 from fontTools.pens.transformPen import TransformPen
 from fontTools.pens.ttGlyphPen import TTGlyphPen
 from fontTools.ttLib import TTFont
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "book" / "_ext"))
-from book_fonts import FACES_OF_DRAWINGS
 
 BOOK = Path(__file__).parents[1] / "book"
 FONTS = BOOK / "fonts"
@@ -106,16 +102,6 @@ def add_nabla(path: Path) -> None:
     font.save(path)
 
 
-def make_fonts_of_drawings() -> None:
-    """A drawing that a page shows as an image carries its fonts: only the letters in it."""
-    letters: set[str] = set()
-    for drawing in FONTS.parent.glob("*.svg"):
-        letters.update(drawing.read_text(encoding="utf-8"))
-    for face in FACES_OF_DRAWINGS:
-        text = f"--text={''.join(sorted(letters))}"
-        subset(FONTS / f"{face}.woff2", FONTS / f"Drawn-{face}.woff2", text, FEATURES)
-
-
 def make_icons() -> None:
     """The icons of the theme, Font Awesome's, that pages show: those that book/_static/theme.css lists."""
     static = Path(str(files("pydata_sphinx_theme"))) / "theme" / "pydata_sphinx_theme" / "static"
@@ -130,7 +116,6 @@ def main() -> None:
     for package in PACKAGES:
         make_fonts(package)
     add_nabla(FONTS / "Inter-Regular.woff2")
-    make_fonts_of_drawings()
     make_icons()
 
 

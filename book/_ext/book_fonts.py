@@ -1,7 +1,7 @@
-"""Give the pages fonts of their own: a style sheet that holds the files of book/fonts, and the same in the drawings.
+"""Give the pages fonts of their own: a style sheet that holds the files of book/fonts.
 
 The fonts are there before the first line is drawn, so that no page jumps, and where a browser opens the book from a
-folder too. A drawing that a page shows as an image may load nothing, so it carries those letters that it needs.
+folder too.
 """
 
 import base64
@@ -31,13 +31,12 @@ FACES = {  # name of a file
     "JetBrainsMono-Regular": Face("JetBrains Mono", "normal", "100 500"),
     "JetBrainsMono-Bold": Face("JetBrains Mono", "normal", "501 900"),
 }
-FACES_OF_DRAWINGS = ["Inter-Regular", "Inter-SemiBold", "JetBrainsMono-Regular"]  # tools/subset_fonts.py cuts them
 
 
-def font_face(name: str, file: str) -> str:
+def font_face(name: str) -> str:
     """The ``@font-face`` rule of a face, with the font in it."""
     face = FACES[name]
-    font = base64.b64encode((FONTS / file).read_bytes()).decode()
+    font = base64.b64encode((FONTS / f"{name}.woff2").read_bytes()).decode()
     return (
         f"@font-face {{ font-family: '{face.family}'; font-style: {face.style}; font-weight: {face.weights}; "
         f"font-display: block; src: url(data:font/woff2;base64,{font}) format('woff2'); }}"
@@ -55,21 +54,11 @@ def write_style_sheet(app: Sphinx) -> None:
     names = " and ".join(path.name for path in licences)
     rules = [f"/* The fonts' licences are in {names}. */"]
     for name in FACES:
-        rules.append(font_face(name, f"{name}.woff2"))
+        rules.append(font_face(name))
     (folder / "fonts.css").write_text("\n".join(rules), encoding="utf-8")
-
-
-def put_into_drawings(app: Sphinx, exception: Exception | None) -> None:
-    if exception or app.builder.format != "html":
-        return
-    rules = "".join(font_face(name, f"Drawn-{name}.woff2") for name in FACES_OF_DRAWINGS)
-    for path in Path(app.outdir, "_images").glob("*.svg"):
-        drawing = path.read_text(encoding="utf-8")
-        path.write_text(drawing.replace("<style>", f"<style>{rules}", 1), encoding="utf-8")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_css_file("fonts.css")
     app.connect("builder-inited", write_style_sheet)
-    app.connect("build-finished", put_into_drawings)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
