@@ -4,16 +4,14 @@ import functools
 import html
 import json
 import re
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 from conftest import ROOT
 from matplotlib import pyplot
 from nbval.plugin import get_sanitize_patterns
-from store_outputs import WIDGET_VIEW
 
-from helpers.figures import drawing, sliders
+from helpers.figures import drawing
 from helpers.figures.ddp import bucket_map, ddp_overlap, exposed, overlap_schedule, replicas
 from helpers.figures.drawing import RANK_COLORS, canvas, rank_color, show
 from helpers.figures.sliders import explore
@@ -86,7 +84,7 @@ def test_figures_of_one_page_share_no_id():
     fig = drawing.lines({0: [3, 2, 1]}, [1, 2, 3], "step", "loss")
     pages = [show(fig, "a").page, show(fig, "a", "another caption").page, show(fig, "b").page]
     for caption in ("c", "d"):
-        pages.append(explore(ddp_overlap, alt="a", caption=caption, buckets=[1, 2]).page())
+        pages.append(explore(ddp_overlap, alt="a", caption=caption, buckets=[1, 2]).page)
     all_ids = []
     for page in pages:
         ids = re.findall(r'\bid="([^"]+)"', page)
@@ -153,7 +151,7 @@ def words_of(page):
 
 
 def test_there_is_one_frame_for_each_combination_and_the_last_slider_runs_fastest():
-    page = explore(word, alt="a word", text=["x", "y"], size=[1, 2, 3]).page()
+    page = explore(word, alt="a word", text=["x", "y"], size=[1, 2, 3]).page
     assert words_of(page) == ["x at 1", "x at 2", "x at 3", "y at 1", "y at 2", "y at 3"]
     alts = re.findall(r'aria-label="([^"]*)"', page)
     assert len(alts) == 6
@@ -166,39 +164,19 @@ def test_a_control_names_its_values_and_starts_at_the_functions_default():
     """Up to five values are buttons, more are a slider."""
     explorer = explore(word, alt="a", world_size=[None, "<two>"], size=[0.5, 1], step=range(6))
     assert repr(explorer) == "explore(word, world_size=[None, '<two>'], size=[0.5, 1], step=[0, 1, 2, 3, 4, 5])"
-    page = explorer.page()
+    page = explorer.page
     assert re.findall(r'wso-on" [^>]*aria-label="([^"]*)"', page) == ["a (world size None, size 1, step 0)"]
     labels = [json.loads(html.unescape(label)) for label in re.findall(r'data-labels="([^"]*)"', page)]
     assert labels == [["None", "<two>"], ["0.5", "1"], ["0", "1", "2", "3", "4", "5"]]
     assert re.findall(r"<legend>(.*?)</legend>", page) == ["world size", "size"]
     assert re.findall(r" checked><span>(.*?)</span>", page) == ["None", "1"]
     assert '<button type="button" aria-label="Play the steps"></button><label><span>step</span><input' in page
-    assert [knob.value for knob in explorer.widget.children[:3]] == [0, 1, 0]
 
 
 def test_a_unit_stands_behind_the_number_and_a_short_name_is_said_in_words():
-    page = explore(word, alt="a", save_seconds=[1, 60], restart_minutes=[1, 5], tp=[1, 8]).page()
+    page = explore(word, alt="a", save_seconds=[1, 60], restart_minutes=[1, 5], tp=[1, 8]).page
     assert re.findall(r"<legend>(.*?)</legend>", page) == ["save", "restart", "tensor parallel"]
     assert re.findall(r"<span>(.*?)</span>", page) == ["1 s", "60 s", "1 min", "5 min", "1", "8"]
-
-
-def test_a_live_control_changes_the_drawing():
-    explorer = explore(word, alt="a", caption="c", text=["x", None], size=[1, 2])
-    text, size, html_widget = explorer.widget.children
-    assert (text.description, size.description) == ("text", "size")
-    assert words_of(html_widget.value) == ["x at 1"]
-    text.value = 1
-    size.value = 1
-    assert words_of(html_widget.value) == ["None at 2"]
-    assert html_widget.value == show(word(None, 2), "a (text None, size 2)", "c").page  # what show() would put there
-
-
-def test_the_widget_is_in_the_bundle_only_where_a_kernel_is_live(monkeypatch):
-    explorer = explore(word, alt="a", size=[1, 2])
-    monkeypatch.setattr(sliders, "get_ipython", lambda: None)
-    assert explorer._repr_mimebundle_() == {"text/plain": repr(explorer), "text/html": explorer.page()}
-    monkeypatch.setattr(sliders, "get_ipython", lambda: SimpleNamespace(kernel=object()))
-    assert explorer._repr_mimebundle_()[WIDGET_VIEW]["model_id"] == explorer.widget.model_id
 
 
 @pytest.mark.parametrize(
@@ -220,7 +198,7 @@ def test_what_cannot_be_explored_is_refused(controls, error):
 def two_explorers():
     first = explore(word, alt="first", text=["x", "y"], size=[1, 2, 3])
     second = explore(word, alt="second", caption="c", step=range(6))
-    return f"<!doctype html><title>t</title><main>{first.page()}{second.page()}</main>"
+    return f"<!doctype html><title>t</title><main>{first.page}{second.page}</main>"
 
 
 def visible_frames(page):
@@ -261,7 +239,7 @@ def square(step=0):
 
 def test_steps_are_played_and_shapes_move(browser):
     page = browser.new_page(reduced_motion="no-preference")
-    page.set_content(explore(square, alt="a", step=range(6)).page())
+    page.set_content(explore(square, alt="a", step=range(6)).page)
     page.clock.install()
     button = page.get_by_role("button", name="Play the steps")
     button.click()
