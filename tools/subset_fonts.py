@@ -1,4 +1,4 @@
-"""Make the fonts of book/fonts again: two families from npm, reduced to the characters that a page may need, and icons.
+"""Make the fonts of book/_static/fonts again: two families from npm, with what a page may need, and the theme's icons.
 
 It needs npm, and two Python packages that nothing else in this project needs:
 
@@ -17,9 +17,7 @@ from fontTools.pens.transformPen import TransformPen
 from fontTools.pens.ttGlyphPen import TTGlyphPen
 from fontTools.ttLib import TTFont
 
-BOOK = Path(__file__).parents[1] / "book"
-FONTS = BOOK / "fonts"
-ICONS = BOOK / "_static"
+FONTS = Path(__file__).parents[1] / "book" / "_static" / "fonts"
 
 
 @dataclass(frozen=True)
@@ -103,13 +101,13 @@ def add_nabla(path: Path) -> None:
 
 
 def make_icons() -> None:
-    """The icons of the theme, Font Awesome's, that pages show: those that book/_static/theme.css lists."""
+    """The icons of the theme, Font Awesome's, that pages show: those that fonts.css lists."""
     static = Path(str(files("pydata_sphinx_theme"))) / "theme" / "pydata_sphinx_theme" / "static"
-    style_sheet = (ICONS / "theme.css").read_text(encoding="utf-8")
+    style_sheet = (FONTS / "fonts.css").read_text(encoding="utf-8")
     for font, ours in {"fa-solid-900": "Icons-Solid", "fa-brands-400": "Icons-Brands"}.items():
         [codes] = re.findall(rf"url\({ours}\.woff2\).*?unicode-range: ([^;]+);", style_sheet, flags=re.S)
         theirs = static / "vendor" / "fontawesome" / "webfonts" / f"{font}.ttf"
-        subset(theirs, ICONS / f"{ours}.woff2", f"--unicodes={''.join(codes.split())}")
+        subset(theirs, FONTS / f"{ours}.woff2", f"--unicodes={''.join(codes.split())}")
 
 
 def main() -> None:
