@@ -7,7 +7,7 @@ import os
 
 import nbval.kernel
 import pytest
-from ipc_kernels import BlockingSocketKernelManager
+from ipc_kernels import SocketKernelManager
 
 from helpers.export.facts import facts_at
 
@@ -28,7 +28,7 @@ BOOKS_SECONDS = 900  # for a test of the built book: it may build it, or wait un
 LONGEST = ("test_browser", "test_fault_tolerance", "test_launch_files", "test_scripts", "test_slurm")
 
 
-nbval.kernel.KernelManager = BlockingSocketKernelManager  # a free port may be taken before the kernel takes it
+nbval.kernel.KernelManager = SocketKernelManager  # a free port may be taken before the kernel takes it
 
 
 def pytest_addoption(parser):

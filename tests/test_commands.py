@@ -145,7 +145,7 @@ STATIC = "torchrun --nnodes=2 --node-rank={} --master-addr=HOST "
 C10D = "--rdzv-backend=c10d {}--rdzv-endpoint=HOST:29500"
 TESTS = {  # by which other test a line is run
     "make book": "../.ci/run::make book &&",
-    "make pages": "test_pages.py::test_each_chapter_is_measured_and_has_code_and_a_picture",
+    "make pages": "test_browser.py::test_the_measures_of_a_page_are_those_of_its_blocks",
     "make pdf": "test_pdf.py::test_every_page_of_the_toc_is_there_under_its_title_and_number",
     "make rehearse": "../.ci/run::part make rehearse",
     "make sabotage": "../.ci/run::part make sabotage",

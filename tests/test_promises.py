@@ -128,11 +128,6 @@ def test_chapters_say_something_of_printed_lines_alone():
     assert described <= {(line.chapter, line.flags) for line in LINES}
 
 
-def test_other_flags_on_two_cores_have_a_reason():
-    lines = [line for facts in FACTS.values() for line in facts.script.lines]
-    assert [line.flags for line in lines if line.here and not line.why] == []
-
-
 def test_a_line_of_one_node_has_its_line_of_the_other():
     firsts = {line.text for line in FIRST_OF_TWO}
     seconds = {text.replace("--node-rank=0", "--node-rank=1") for text in firsts}

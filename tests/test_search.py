@@ -1,7 +1,6 @@
 """The book's search: what is in its index, how it ranks and answers readers' questions, how it is used."""
 
 import base64
-import csv
 import gzip
 import json
 import re
@@ -44,7 +43,7 @@ def words_of(html):
 
 
 def test_every_heading_can_be_found(book, entries):
-    """Each result leads to its heading, to its term in the glossary, or to its row in the table of lies."""
+    """Each result leads to its heading, or to its term in the glossary."""
     found = {(entry.page, entry.anchor): words_of(entry.headings[-1]) for entry in entries}
     assert len(found) == len(entries)
     for page in toc_files():
@@ -55,24 +54,7 @@ def test_every_heading_can_be_found(book, entries):
             assert found.pop((page, anchor)) == words_of(heading)
         for entry in entries:
             assert entry.page != page or f'id="{entry.anchor}"' in html, entry.anchor
-    assert {page for page, _ in found} == {"book/glossary", "book/references", "book/sabotage"}  # terms and rows
-
-
-def test_what_is_folded_can_be_found_but_no_script(book, entries):
-    """The listing of a script is not in the index, because the page's cells have the same lines."""
-    for page in CHAPTERS:
-        index = words_in(" ".join(f"{entry.text} {entry.code}" for entry in entries if entry.page == page))
-        html = (book.html / f"{page}.html").read_text(encoding="utf-8")
-        for answer in re.findall(r"<details>(.*?)</details>", html, flags=re.S):
-            for sentence in re.findall(r"<p>([^<.:(]{20,})", answer):
-                assert words_of(sentence) in index, page
-        for cell in json.loads((ROOT / f"{page}.ipynb").read_text(encoding="utf-8"))["cells"]:
-            if "solution" in cell["metadata"].get("tags", []):
-                for function in re.findall(r"^def (\w{4,})", "".join(cell["source"]), flags=re.M):
-                    assert function in index, page
-        script = (book.scripts / f"{page.removeprefix('notebooks/')}.py").read_text(encoding="utf-8")
-        title = words_in(script.splitlines()[0].removeprefix('r"""'))
-        assert title not in index
+    assert {page for page, _ in found} == {"book/glossary", "book/references"}  # terms, and works that pages cite
 
 
 # --- how it ranks -----------------------------------------------------------------------------------------------------
@@ -176,22 +158,6 @@ def test_an_error_message_leads_to_the_section_that_cures_it(search):
             assert place == cure, query
 
 
-def test_a_heading_of_every_chapter_does_not_win_every_query(search):
-    queries = ["GPUs", "how many GPUs", "two GPUs slower than one", "run on all GPUs", "Adam on 8 GPUs"]
-    assert "take-it-to-your-gpus" not in [anchor for _, anchor in first_places(search, queries)]
-
-
-def test_a_lie_is_an_entry_and_comes_after_what_chapters_say(search, entries):
-    with (ROOT / "book" / "recorded" / "sabotage.csv").open(encoding="utf-8", newline="") as file:
-        lies = [row["The lie"] for row in csv.DictReader(file)]
-    rows = [entry for entry in entries if entry.anchor.startswith("lie-")]
-    assert len(rows) == len(lies)
-    assert first_places(search, [f"sabotage: {lies[0]}"]) == [("book/sabotage", "lie-1")]
-    queries = ["all-reduce", "gradient accumulation", "sampler epoch", "checkpoint resume", "hang timeout"]
-    for results in search.evaluate(ANSWER, queries):
-        assert "book/sabotage" not in [result["page"] for result in results[:MAX_RESULTS]]
-
-
 # --- how it is used ---------------------------------------------------------------------------------------------------
 
 
@@ -218,13 +184,12 @@ def wait_until_heading_is_seen(page):
     }""")
 
 
-@pytest.mark.parametrize("place", ["served", "in a folder"])
-def test_search_works_from_the_keyboard(visit, book, book_url, place):
-    """Ctrl+K opens the search, arrows move through the results, Enter opens one, Escape closes the search."""
-    url = book_url
-    if place == "in a folder":
-        url = book.html.as_uri()
-    page = visit(toc_files()[0], url)
+def test_search_works_from_the_keyboard(visit, book):
+    """Ctrl+K opens the search, arrows move through the results, Enter opens one, Escape closes the search.
+
+    The book is opened from a folder, where a page may load scripts and nothing else.
+    """
+    page = visit(toc_files()[0], book.html.as_uri())
     dialog = page.locator("#pst-search-dialog")
     addresses = type_query(page, "gradient accumulation").evaluate_all("links => links.map(link => link.href)")
     choices = [chosen(page)]
@@ -257,17 +222,10 @@ def test_search_loads_little_and_only_when_it_is_used(visit, book):
     assert sum((book.html / "_static" / name).stat().st_size for name in [*loaded, "search.js"]) <= MAX_BYTES
 
 
-@pytest.mark.parametrize("place", ["dialog", "page"])
-def test_results_are_legible_and_named(visit, book_url, place):
-    """Axe finds nothing, light or dark, wide or narrow, and nothing scrolls sideways. A bookmark may have a query."""
-    query = "find_unused_parameters set_model_state_dict"
-    if place == "page":
-        page = visit("search")
-        page.goto(f"{book_url}/search.html?q={query}")
-        page.locator("main [role=option]").first.wait_for()
-    else:
-        page = visit("genindex")
-        type_query(page, query)
+def test_results_are_legible_and_named(visit):
+    """Axe finds nothing, light or dark, wide or narrow, and nothing scrolls sideways."""
+    page = visit("genindex")
+    type_query(page, "find_unused_parameters set_model_state_dict")
     problems = list(too_wide(page))
     for size in (WIDE, NARROW):
         page.set_viewport_size(size)
@@ -275,3 +233,9 @@ def test_results_are_legible_and_named(visit, book_url, place):
     assert not problems, "\n".join(problems)
     wide = "lists => lists.filter(list => list.scrollWidth > list.clientWidth).length"
     assert not page.locator(".search-list:visible").evaluate_all(wide)
+
+
+def test_a_bookmark_may_have_a_query(visit, book_url):
+    page = visit("search")
+    page.goto(f"{book_url}/search.html?q=find_unused_parameters")
+    page.locator("main [role=option]").first.wait_for()

@@ -28,7 +28,6 @@ FOLDED = {
     "hide-input": ["source_hidden"],
     "hide-output": ["outputs_hidden"],
 }
-WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"  # it names a widget of a kernel that has ended
 
 
 def normalised(nb: NotebookNode) -> NotebookNode:
@@ -47,7 +46,6 @@ def normalised(nb: NotebookNode) -> NotebookNode:
         if folded:
             cell.metadata["jupyter"] = folded
         for output in cell.get("outputs", []):
-            output.get("data", {}).pop(WIDGET_VIEW, None)
             if "traceback" in output:  # nbval does not compare tracebacks
                 output.traceback = [without_machine_paths(line) for line in output.traceback]
     return nb

@@ -1,12 +1,12 @@
-"""Make the fonts of book/fonts again: two families from npm, reduced to the characters that a page may need, and icons.
+"""Make the fonts of book/_static/fonts again: two families from npm, with what a page may need, and the theme's icons.
 
 It needs npm, and two Python packages that nothing else in this project needs:
 
     pip install fonttools==4.68.0 brotli==1.2.1 && python tools/subset_fonts.py
 """
 
+import re
 import subprocess
-import sys
 import tarfile
 import tempfile
 from dataclasses import dataclass
@@ -17,11 +17,7 @@ from fontTools.pens.transformPen import TransformPen
 from fontTools.pens.ttGlyphPen import TTGlyphPen
 from fontTools.ttLib import TTFont
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "book" / "_ext"))
-from book_fonts import FACES_OF_DRAWINGS
-from book_icons import ICONS
-
-FONTS = Path(__file__).parents[1] / "book" / "fonts"
+FONTS = Path(__file__).parents[1] / "book" / "_static" / "fonts"
 
 
 @dataclass(frozen=True)
@@ -104,29 +100,20 @@ def add_nabla(path: Path) -> None:
     font.save(path)
 
 
-def make_fonts_of_drawings() -> None:
-    """A drawing that a page shows as an image carries its fonts: only the letters in it."""
-    letters: set[str] = set()
-    for drawing in FONTS.parent.glob("*.svg"):
-        letters.update(drawing.read_text(encoding="utf-8"))
-    for face in FACES_OF_DRAWINGS:
-        text = f"--text={''.join(sorted(letters))}"
-        subset(FONTS / f"{face}.woff2", FONTS / f"Drawn-{face}.woff2", text, FEATURES)
-
-
 def make_icons() -> None:
-    """The theme's icons are Font Awesome's."""
+    """The icons of the theme, Font Awesome's, that pages show: those that fonts.css lists."""
     static = Path(str(files("pydata_sphinx_theme"))) / "theme" / "pydata_sphinx_theme" / "static"
-    for name, icons in ICONS.items():
-        font = static / "vendor" / "fontawesome" / "webfonts" / f"{name}.ttf"
-        subset(font, FONTS / icons.file, f"--unicodes={','.join(icons.codes)}")
+    style_sheet = (FONTS / "fonts.css").read_text(encoding="utf-8")
+    for font, ours in {"fa-solid-900": "Icons-Solid", "fa-brands-400": "Icons-Brands"}.items():
+        [codes] = re.findall(rf"url\({ours}\.woff2\).*?unicode-range: ([^;]+);", style_sheet, flags=re.S)
+        theirs = static / "vendor" / "fontawesome" / "webfonts" / f"{font}.ttf"
+        subset(theirs, FONTS / f"{ours}.woff2", f"--unicodes={''.join(codes.split())}")
 
 
 def main() -> None:
     for package in PACKAGES:
         make_fonts(package)
     add_nabla(FONTS / "Inter-Regular.woff2")
-    make_fonts_of_drawings()
     make_icons()
 
 

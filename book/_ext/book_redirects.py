@@ -9,22 +9,16 @@ from typing import Any
 
 from sphinx.application import Sphinx
 from sphinx.config import Config
-from sphinx.errors import ExtensionError
 
 from helpers.export.facts import facts_at
 
 
 def redirects(notebooks: Path) -> dict[str, str]:
     """{former page: address of today's, relative to it} of a folder of notebooks: ``{"notebooks/old": "new.html"}``."""
-    addresses: dict[str, str] = {}
+    addresses = {}
     for path in sorted(notebooks.glob("*.ipynb")):
         for name in facts_at(path).formerly:
-            page = f"{notebooks.name}/{name}"
-            if path.with_name(f"{name}.ipynb").exists():
-                raise ExtensionError(f"{path.name} was formerly {name}, but {name}.ipynb is a page of today.")
-            if page in addresses:
-                raise ExtensionError(f"{path.name} was formerly {name}, but {addresses[page]} says so too. Keep one.")
-            addresses[page] = f"{path.stem}.html"
+            addresses[f"{notebooks.name}/{name}"] = f"{path.stem}.html"
     return addresses
 
 

@@ -29,7 +29,7 @@ NAMES = re.compile(r"[A-Za-z_]\w{3,}(?=\()|(?<=\.)[A-Za-z_]\w{3,}|\b[A-Z][A-Z_]{
 
 
 class Entry(NamedTuple):
-    """A section, a term, or a row of the table of lies; search_engine.js knows these six by their positions."""
+    """A section or a term. search_engine.js knows these six by their positions."""
 
     page: str
     anchor: str
@@ -53,9 +53,12 @@ class Passages:
 def is_entry(node: nodes.Node) -> bool:
     if isinstance(node, nodes.definition_list_item):  # a term of the glossary; other definitions have no ids
         return bool(node[0]["ids"])
-    if isinstance(node, nodes.row):  # a lie: see name_rows
-        return bool(node["ids"])
     return isinstance(node, (nodes.section, nodes.citation))
+
+
+def is_table_of_lies(node: nodes.Node) -> bool:
+    """Whether a table is that of book/sabotage.md: a page long, and of words that the chapters say better."""
+    return isinstance(node, nodes.table) and "sabotage" in node["classes"]
 
 
 def words_of(node: nodes.Node) -> str:
@@ -87,11 +90,8 @@ def collect_listing(node: nodes.literal_block, scripts: Path, passages: Passages
 
 def collect(node: nodes.Element, scripts: Path, passages: Passages) -> None:
     """Add to ``passages`` what a node says. ``scripts`` is the folder of the chapters' scripts."""
-    children = node.children
-    if isinstance(node, nodes.row):  # its heading is its first cell, and its last one quotes what is on another page
-        children = children[1:-1]
-    for child in children:
-        if is_entry(child):
+    for child in node.children:
+        if is_entry(child) or is_table_of_lies(child):
             continue
         if isinstance(child, nodes.literal_block):
             collect_listing(child, scripts, passages)
@@ -152,15 +152,6 @@ def turn_off_sphinx_search(app: Sphinx) -> None:
         app.builder.search = False  # type: ignore[attr-defined]  # an HTML builder has it
 
 
-def name_rows(app: Sphinx, document: nodes.document) -> None:
-    """Give each row of the table of lies an anchor: the table is a page long, and each lie is about something else."""
-    for table in document.findall(nodes.table):
-        if "sabotage" in table["classes"]:
-            [body] = table.findall(nodes.tbody)
-            for number, row in enumerate(body.children, start=1):
-                row["ids"] = [f"lie-{number}"]
-
-
 def search_weight(app: Sphinx, page: str) -> float:
     """What a notebook says that its scores are multiplied by (``book.search_weight`` in its metadata)."""
     path = Path(app.env.doc2path(page))
@@ -194,6 +185,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_css_file("search.css")
     app.add_js_file("search.js")
     app.connect("builder-inited", turn_off_sphinx_search)
-    app.connect("doctree-read", name_rows)
     app.connect("html-collect-pages", write_entries)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -7,16 +7,16 @@ who asks for less motion, the picture shows where the ranks end; hero.js lets th
 """
 
 import ast
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from html import escape
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from book_chapter import Chapter
 from docutils import nodes
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
@@ -35,33 +35,25 @@ RUNS = {  # place of the mistake: the cell that runs it
     "after the loop": "break-end",
 }
 RANKS = range(4)
+TEMPLATES = Path(__file__).parents[1] / "_templates"
 
-HANG = "hang"
-WRONG = "wrong"
-LOST = "lost"
-RIGHT = "right"
-ENDINGS = {  # how the walk ends: what the picture says
-    HANG: "All four ranks wait, and nothing moves.",
-    WRONG: "Wrong numbers. No error, until the others have ended.",
-    LOST: "The others have ended. Rank 0 loses its connection.",
-    RIGHT: "Repaired: every rank makes the call, and the sums are right.",
-}
-EVIDENCE = {  # how the walk ends: what the stored output must say
-    HANG: "still ran after timeout",
-    WRONG: "lost its connection",
-    LOST: "lost its connection",
-    RIGHT: "[ranks 0-3]",
+ENDINGS = {  # how the walk ends, which hero.css knows too: what the picture says
+    "hang": "All four ranks wait, and nothing moves.",
+    "wrong": "Wrong numbers. No error, until the others have ended.",
+    "lost": "The others have ended. Rank 0 loses its connection.",
+    "right": "Repaired: every rank makes the call, and the sums are right.",
 }
 MISTAKE = re.compile(r'if place == "(.*)" and rank in callers:')
 COLLECTIVE = re.compile(r"dist\.(all_reduce|broadcast)\((\w+)")
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The lines of the loop as the picture shows them. ``marked`` are the numbers of those that the mistake is in."""
+@dataclass
+class Line:
+    """A line of the loop as the picture shows it. The mistake's lines are marked."""
 
-    lines: list[str]
-    marked: set[int]
+    text: str
+    is_marked: bool
+    html: str = ""  # with the colours of its syntax
 
 
 @dataclass
@@ -78,8 +70,8 @@ class Panel:
     """What the picture shows for a place of the mistake, broken or repaired."""
 
     name: str  # in its HTML id
-    repaired: bool
-    listing: Listing
+    is_repaired: bool
+    lines: list[Line]
     frames: list[Frame]
     output: str  # as stored in the chapter
 
@@ -87,11 +79,31 @@ class Panel:
     def ending(self) -> str:
         return self.frames[-1].mood
 
+    @property
+    def last_lines(self) -> list[str]:
+        """The line at which each rank ends, or "" for a rank that has ended."""
+        texts = [*(line.text.strip() for line in self.lines), ""]
+        return [texts[number] for number in self.frames[-1].at]
+
+    @property
+    def seconds(self) -> str:
+        """How long the ranks waited until launch() ended them."""
+        timeout = re.search(r"timeout=(\d+) s", self.output)
+        if timeout is None:
+            return "0"
+        return timeout[1]
+
+    @property
+    def shown_output(self) -> str:
+        """The stored output without line numbers: they are the chapter's, and the picture leaves lines out."""
+        output = re.sub(r": at line \d+ of \w+: ", ": ", self.output)
+        return re.sub(r"connection at line \d+ of \w+: ", "connection at: ", output)
+
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
-def listing_of(source: str, place: str, repaired: bool) -> Listing:
+def lines_of(source: str, place: str, repaired: bool) -> list[Line]:
     """The body of ``train_by_hand`` with the mistake at ``place`` alone, or repaired there.
 
     In the chapter each mistake is ``if place == "…" and rank in callers:``. The picture shows ``if rank == 0:``; where
@@ -101,32 +113,30 @@ def listing_of(source: str, place: str, repaired: bool) -> Listing:
     assert isinstance(function, ast.FunctionDef)
     _, _, *shown, _ = function.body  # without the docstring, the rank and the weight, and the return
     source_lines = source.splitlines()
-    lines: list[str] = []
-    marked: set[int] = set()
+    lines: list[Line] = []
 
-    def add(line: str, indent: int, mark: bool = False) -> None:
-        if mark:
-            marked.add(len(lines))
-        lines.append(" " * indent + line.strip())
-
-    def add_statements(statements: list[ast.stmt], indent: int, mark: bool = False) -> None:
+    def add(statements: list[ast.stmt], indent: str, marked: bool = False) -> None:
         for statement in statements:
-            line = source_lines[statement.lineno - 1]
-            mistake = MISTAKE.match(line.strip())
+            text = source_lines[statement.lineno - 1].strip()
+            mistake = MISTAKE.match(text)
             if mistake is None:
-                add(line, indent, mark)
+                lines.append(Line(indent + text, marked))
                 if isinstance(statement, ast.For):
-                    add_statements(statement.body, indent + 4)
+                    add(statement.body, indent + "    ")
             elif mistake[1] == place:
                 assert isinstance(statement, ast.If)
-                if repaired:
-                    add_statements(statement.body, indent, mark=True)
-                else:
-                    add("if rank == 0:", indent, mark=True)
-                    add_statements(statement.body, indent + 4, mark=True)
+                inner_indent = indent
+                if not repaired:
+                    lines.append(Line(f"{indent}if rank == 0:", is_marked=True))
+                    inner_indent += "    "
+                add(statement.body, inner_indent, marked=True)
 
-    add_statements(shown, indent=0)
-    return Listing(lines, marked)
+    add(shown, indent="")
+    code = "\n".join(line.text for line in lines)
+    highlighted = highlight(code, PythonLexer(stripall=False), HtmlFormatter(nowrap=True)).splitlines()
+    for line, html in zip(lines, highlighted, strict=True):
+        line.html = Markup(html)
+    return lines
 
 
 def executed_lines(statements: list[ast.stmt], rank: int) -> Iterator[int]:
@@ -150,19 +160,18 @@ def walk(lines: list[str], output: str) -> list[Frame]:
     Where different tensors meet, a frame says what rank 0 printed afterwards, which is in ``output``.
     """
     end = len(lines)
+    texts = [*lines, ""]  # at its end a rank calls nothing
     statements = ast.parse("\n".join(lines)).body
     paths = [[*executed_lines(statements, rank), end] for rank in RANKS]
     steps = [0 for _ in RANKS]
-    gradients = [0 for _ in RANKS]  # that a rank has sent
+    gradients = [0 for _ in RANKS]  # how many gradients a rank has sent
     frames: list[Frame] = []
     has_mixed = False  # whether different tensors have met
     while True:
         frame = Frame(at=[paths[rank][steps[rank]] for rank in RANKS])
         frames.append(frame)
-        calls = []
-        for line in frame.at:
-            calls.append(None if line == end else COLLECTIVE.search(lines[line]))
         ended = [line == end for line in frame.at]
+        calls = [COLLECTIVE.search(texts[line]) for line in frame.at]
 
         # A rank waits at a collective until all have come to one, or to their ends.
         moving = [rank for rank in RANKS if calls[rank] is None and not ended[rank]]
@@ -172,14 +181,7 @@ def walk(lines: list[str], output: str) -> list[Frame]:
             continue
 
         collectives = {call[1] for call in calls if call is not None}
-        if all(ended):
-            frame.mood = RIGHT
-        elif any(ended) and has_mixed:
-            frame.mood = WRONG
-        elif any(ended):
-            frame.mood = LOST
-        elif len(collectives) > 1:
-            frame.mood = HANG
+        frame.mood = ending_of(ended, collectives, has_mixed)
         if frame.mood:
             frame.says = ENDINGS[frame.mood]
             return frames
@@ -195,36 +197,30 @@ def walk(lines: list[str], output: str) -> list[Frame]:
         if len(set(tensors)) > 1:
             has_mixed = True
             printed = re.search(rf"\[ranks? 0[^]]*\] {tensors[0]}: (\S+)", output)
-            result = printed[1] if printed else "?"
+            assert printed is not None, f"rank 0 printed nothing of its {tensors[0]}"
             frame.mood = "mixed"
-            frame.says = f"Rank 0's {tensors[0]} meets the others' {tensors[1]}: {result}"
+            frame.says = f"Rank 0's {tensors[0]} meets the others' {tensors[1]}: {printed[1]}"
         else:
             frame.mood = "meet"
             frame.says = f"Four ranks meet in {collectives.pop()}({tensors[0]})."
         steps = [step + 1 for step in steps]
 
 
-def check(place: str, panel: Panel) -> None:
-    """Raise ExtensionError unless the stored output says that the ranks stood where they stand in the picture."""
-    stored = {}
-    reports = re.findall(r"ranks? ([\d-]+)(?::| lost its connection) at line \d+ of \w+: (.*)", panel.output)
-    for ranks, line in reports:
-        first, _, last = ranks.partition("-")
-        for rank in range(int(first), int(last or first) + 1):
-            stored[rank] = line
-    shown = {}
-    for rank, number in enumerate(panel.frames[-1].at):
-        if number < len(panel.listing.lines):
-            shown[rank] = panel.listing.lines[number].strip()
-    ends_right = panel.ending == RIGHT
-    if shown != stored or EVIDENCE[panel.ending] not in panel.output or ends_right != panel.repaired:
-        raise ExtensionError(
-            f"The first page's picture of the mistake {place} ends with {panel.ending!r}, {shown}. "
-            f"The stored output of {CHAPTER} says {stored}:\n{panel.output}"
-        )
+def ending_of(ended: list[bool], collectives: set[str], has_mixed: bool) -> str:
+    """How a walk ends in which no rank moves by itself: one of ENDINGS, or "" if the ranks' collectives can meet."""
+    if all(ended):
+        return "right"
+    if any(ended) and has_mixed:
+        return "wrong"
+    if any(ended):
+        return "lost"
+    if len(collectives) > 1:
+        return "hang"
+    return ""
 
 
 def panel_of(chapter: Chapter, place: str, repaired: bool) -> Panel:
+    """The panel of a place. Raises ExtensionError if the stored output says that the ranks stood at other lines."""
     if repaired:
         repair = chapter.output(REPAIR_CELL)
         after_place = re.search(rf"(?m)^{place}\n((?:\[.*\n?)+)", repair)
@@ -233,101 +229,31 @@ def panel_of(chapter: Chapter, place: str, repaired: bool) -> Panel:
         output = after_place[1].rstrip()
     else:
         output = chapter.output(RUNS[place])
-    listing = listing_of(chapter.source(LOOP_CELL), place, repaired)
+    lines = lines_of(chapter.source(LOOP_CELL), place, repaired)
+    frames = walk([line.text for line in lines], output)
     number = list(RUNS).index(place)
-    panel = Panel(f"{number}-{int(repaired)}", repaired, listing, walk(listing.lines, output), output)
-    check(place, panel)
-    return panel
+    panel = Panel(f"{number}-{int(repaired)}", repaired, lines, frames, output)
 
-
-# --- the picture as HTML ----------------------------------------------------------------------------------------------
-
-
-def panel_html(panel: Panel) -> str:
-    last = panel.frames[-1]
-    positions = []
-    for rank, number in enumerate(last.at):
-        if number < len(panel.listing.lines):
-            positions.append(f"rank {rank} stands at {panel.listing.lines[number].strip()}")
-        else:
-            positions.append(f"rank {rank} has ended")
-    alt = escape(f"{' '.join(panel.listing.lines)}. At the end, {'; '.join(positions)}.")
-    frames = json.dumps([asdict(frame) for frame in panel.frames], separators=(",", ":"))
-    frames = escape(frames, quote=False).replace("'", "&#39;")  # the attribute stands in single quotes
-    timeout = re.search(r"timeout=(\d+) s", panel.output)
-    seconds = timeout[1] if timeout else "0"
-    if panel.repaired:
-        other_choice = "hero-who-0"
-        other = "Break it again: rank 0 alone calls"
-    else:
-        other_choice = "hero-who-1"
-        other = "Repair it: every rank calls"
-    return (
-        f'<div class="hero-panel hero-{panel.ending}" id="hero-{panel.name}" '
-        f"data-frames='{frames}' data-seconds=\"{seconds}\">"
-        f'<div class="hero-stage highlight" role="img" aria-label="{alt}">'
-        f"{lines_html(panel.listing)}{ranks_html(last)}</div>"
-        f'<div class="hero-end"><p class="hero-says" role="status">{last.says}</p>'
-        f'<pre class="hero-output">{escape(without_line_numbers(panel.output))}</pre>'
-        f'<label class="hero-other" for="{other_choice}">{other}</label></div></div>'
-    )
-
-
-def lines_html(listing: Listing) -> str:
-    code = highlight("\n".join(listing.lines), PythonLexer(stripall=False), HtmlFormatter(nowrap=True))
-    html = ""
-    for number, line in enumerate(code.splitlines()):
-        classes = "hero-line"
-        if number in listing.marked:
-            classes = "hero-line hero-marked"
-        html += f'<code class="{classes}">{line}</code>'
-    return html + '<code class="hero-line"><span class="hero-ended">ended</span></code>'
-
-
-def ranks_html(frame: Frame) -> str:
-    """A chip for each rank, which the style sheet places beside the rank's line."""
-    html = ""
-    for rank, line in enumerate(frame.at):
-        style = f"--rank:{rank};--line:{line};--colour:{rank_color(rank)}"
-        html += f'<span class="hero-rank" style="{style}">{rank}</span>'
-    return html
-
-
-def without_line_numbers(output: str) -> str:
-    """The stored output without line numbers: they are the chapter's, and the picture leaves lines out."""
-    output = re.sub(r": at line \d+ of \w+: ", ": ", output)
-    return re.sub(r"connection at line \d+ of \w+: ", "connection at: ", output)
-
-
-def choice(name: str, legend: str, values: list[str], checked: int) -> str:
-    """Radio buttons, of which one is checked."""
-    buttons = ""
-    for number, value in enumerate(values):
-        attribute = ""
-        if number == checked:
-            attribute = " checked"
-        buttons += (
-            f'<label><input type="radio" name="hero-{name}" id="hero-{name}-{number}"{attribute}>'
-            f"<span>{value}</span></label>"
+    stored = ["" for _ in RANKS]
+    reports = re.findall(r"ranks? ([\d-]+)(?::| lost its connection) at line \d+ of \w+: (.*)", output)
+    for ranks, line in reports:
+        first, _, last = ranks.partition("-")
+        for rank in range(int(first), int(last or first) + 1):
+            stored[rank] = line
+    if panel.last_lines != stored:
+        raise ExtensionError(
+            f"The first page's picture of the mistake {place} ends with {panel.ending!r}, {panel.last_lines}. "
+            f"The stored output of {CHAPTER} says {stored}:\n{output}"
         )
-    return f"<fieldset><legend>{legend}</legend><div>{buttons}</div></fieldset>"
+    return panel
 
 
 def picture(chapter: Chapter) -> str:
     """The picture as HTML: for each place a panel with the mistake, and one with the repair."""
-    places = re.findall(r'if place == "(.*?)"', chapter.source(LOOP_CELL))
-    if places != list(RUNS):
-        raise ExtensionError(f"The places in the cell {LOOP_CELL!r} of {CHAPTER} are {places}, not {list(RUNS)}.")
-    panels = ""
-    for place in places:
-        panels += panel_html(panel_of(chapter, place, repaired=False))
-        panels += panel_html(panel_of(chapter, place, repaired=True))
-    return (
-        '<div class="hero"><div class="hero-bar">'
-        f"{choice('place', 'The loss is added up', places, checked=1)}"
-        f"{choice('who', 'by', ['rank 0 alone', 'every rank'], checked=0)}"
-        f'<button type="button" class="hero-run" hidden>Run</button></div>{panels}</div>'
-    )
+    panels = [panel_of(chapter, place, repaired) for place in RUNS for repaired in (False, True)]
+    templates = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
+    templates.policies["json.dumps_kwargs"] = {"default": vars}  # a frame is written as its fields
+    return templates.get_template("hero.html").render(places=list(RUNS), panels=panels, rank_color=rank_color)
 
 
 class Hero(SphinxDirective):

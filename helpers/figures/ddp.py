@@ -12,48 +12,39 @@ from helpers.figures.drawing import INK, Span, boxes, canvas, rank_color, style
 
 # --- one step of DDP, as a model --------------------------------------------------------------------------------------
 
+FORWARD = 10  # milliseconds, as are the other times
+BACKWARD = 20
+OPTIMIZER_STEP = 3
+LATENCY = 1  # of each all-reduce
+MEGABYTES = 100  # of gradients
 
-def overlap_schedule(
-    world_size: int,
-    buckets: int,
-    *,
-    megabytes: float = 100,
-    forward: float = 10,
-    backward: float = 20,
-    step: float = 3,
-    latency: float = 1,
-    gigabytes_per_second: float = 10,
-) -> list[Span]:
+
+def overlap_schedule(world_size: int, buckets: int, gigabytes_per_second: float = 10) -> list[Span]:
     """When each part of one DDP training step runs, on any of the ranks: all do the same at the same time.
 
-    A model, not a measurement. It assumes ``buckets`` buckets of ``megabytes / buckets`` each; backward time spread
-    evenly over them, the last layers' bucket first; one all-reduce at a time, in the buckets' order, that does not
-    slow the computation; and for the all-reduce of n bytes on N ranks ``latency + 2 (N - 1) / N * n / bandwidth``, a
-    ring's cost (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009),
-    nothing when N is 1. ``forward``, ``backward``, ``step`` (the optimizer's) and ``latency`` are in milliseconds.
+    A model, not a measurement. It assumes that the gradients are divided into equal buckets, that backward takes as
+    long for each of them, the last layers' bucket first, and that there is one all-reduce at a time, in the buckets'
+    order, which does not slow the computation down. An all-reduce of n bytes on N ranks takes
+    ``LATENCY + 2 (N - 1) / N * n / bandwidth``, which is a ring's cost (Patarasu and Yuan, "Bandwidth optimal
+    all-reduce algorithms for clusters of workstations", 2009).
 
     Returns spans in milliseconds. Their lane is "compute" or "network", their label "forward", "backward",
-    "all-reduce", "wait" (the communication that nothing hides) or "step". Raises ValueError for no rank or no bucket.
+    "all-reduce", "wait" (the communication that nothing hides) or "step".
     """
-    if world_size < 1 or buckets < 1:
-        raise ValueError(f"overlap_schedule({world_size}, {buckets}): there is at least one rank, and one bucket.")
     sent_share = 2 * (world_size - 1) / world_size
-    all_reduce = latency + sent_share * (megabytes / buckets) / gigabytes_per_second  # MB / (GB/s) = ms
-    schedule = [Span("compute", 0, forward, "forward")]
+    all_reduce = LATENCY + sent_share * (MEGABYTES / buckets) / gigabytes_per_second  # MB / (GB/s) = ms
+    schedule = [Span("compute", 0, FORWARD, "forward")]
     network_is_free: float = 0  # at this time
     for bucket in range(buckets):
-        start = forward + backward * bucket / buckets
-        gradients_are_ready = forward + backward * (bucket + 1) / buckets
+        start = FORWARD + BACKWARD * bucket / buckets
+        gradients_are_ready = FORWARD + BACKWARD * (bucket + 1) / buckets
         schedule.append(Span("compute", start, gradients_are_ready, "backward"))
-        if world_size > 1:
-            start = max(gradients_are_ready, network_is_free)
-            network_is_free = start + all_reduce
-            schedule.append(Span("network", start, network_is_free, "all-reduce"))
-    end = forward + backward
-    if network_is_free > end:
-        schedule.append(Span("compute", end, network_is_free, "wait"))
-        end = network_is_free
-    schedule.append(Span("compute", end, end + step, "step"))
+        all_reduce_starts = max(gradients_are_ready, network_is_free)
+        network_is_free = all_reduce_starts + all_reduce
+        schedule.append(Span("network", all_reduce_starts, network_is_free, "all-reduce"))
+    # The last all-reduce waits for the last gradients, so it ends after backward.
+    schedule.append(Span("compute", FORWARD + BACKWARD, network_is_free, "wait"))
+    schedule.append(Span("compute", network_is_free, network_is_free + OPTIMIZER_STEP, "step"))
     return schedule
 
 
@@ -69,6 +60,7 @@ RIGHT = 650
 TOP = 56
 BOTTOM = 268
 ROW = 21  # height of a row of the bar chart below the timeline
+BUCKET_COUNTS = [1, 2, 4, 8, 16]  # its rows
 PARTS = {  # label of a span: its name in the legend
     "forward": "forward",
     "backward": "backward",
@@ -79,21 +71,21 @@ PARTS = {  # label of a span: its name in the legend
 
 
 @style()
-def ddp_overlap(world_size: int = 4, buckets: int = 4, gigabytes_per_second: float = 10, **model: float) -> Figure:
+def ddp_overlap(world_size: int = 4, buckets: int = 4, gigabytes_per_second: float = 10) -> Figure:
     """A Figure: a timeline of one DDP step on every rank, and how long it waits with each number of buckets.
 
-    All but the first two go to ``overlap_schedule``, whose docstring has the assumptions. The time axis is the same for
-    any ``world_size`` and ``buckets``, so that a reader can compare frames.
+    The time axis is the same for any ``world_size`` and ``buckets``, so that a reader can compare frames.
     """
-    model["gigabytes_per_second"] = gigabytes_per_second
-    counts = sorted({1, 2, 4, 8, 16, buckets})
-    # No number of ranks takes longer than very many.
-    axis_end = max(overlap_schedule(10**6, count, **model)[-1].end for count in counts)
+    very_many_ranks = 10**6  # no number of ranks takes longer
+    slowest = [overlap_schedule(very_many_ranks, count, gigabytes_per_second) for count in BUCKET_COUNTS]
+    axis_end = max(schedule[-1].end for schedule in slowest)
     pixels_per_ms = (RIGHT - LEFT) / axis_end
-    schedule = overlap_schedule(world_size, buckets, **model)
-    waits = {count: exposed(overlap_schedule(world_size, count, **model)) for count in counts}
+    schedule = overlap_schedule(world_size, buckets, gigabytes_per_second)
+    waits = {}
+    for count in BUCKET_COUNTS:
+        waits[count] = exposed(overlap_schedule(world_size, count, gigabytes_per_second))
 
-    fig, ax = canvas(660, 324 + ROW * len(counts))
+    fig, ax = canvas(660, 324 + ROW * len(BUCKET_COUNTS))
     draw_legend(ax)
     draw_phases(ax, schedule, pixels_per_ms)
     for rank in range(world_size):
@@ -128,23 +120,19 @@ def draw_legend(ax: Axes) -> None:
 
 def draw_phases(ax: Axes, schedule: Sequence[Span], pixels_per_ms: float) -> None:
     """Lines across all ranks where forward, backward, the wait and the optimizer's step begin and end."""
-    edges = set()
-    for label in ("forward", "backward", "wait", "step"):
-        spans = [span for span in schedule if span.label == label]
-        if spans:
-            edges |= {spans[0].start, spans[-1].end}
-        if spans and label == "wait":
-            x = min(LEFT + spans[0].start * pixels_per_ms, RIGHT - 112)
-            ax.text(x, TOP - 8, f"waiting {exposed(schedule):.1f} ms", weight="bold")
-    lines = [(LEFT + ms * pixels_per_ms - 0.4, TOP, 0.8, BOTTOM - TOP) for ms in sorted(edges)]
-    boxes(ax, lines, facecolor=(INK, 0.3))
+    wait_starts = FORWARD + BACKWARD
+    step_ends = schedule[-1].end
+    edges = [0, FORWARD, wait_starts, step_ends - OPTIMIZER_STEP, step_ends]
+    boxes(ax, [(LEFT + ms * pixels_per_ms - 0.4, TOP, 0.8, BOTTOM - TOP) for ms in edges], facecolor=(INK, 0.3))
+    x = min(LEFT + wait_starts * pixels_per_ms, RIGHT - 112)
+    ax.text(x, TOP - 8, f"waiting {exposed(schedule):.1f} ms", weight="bold")
 
 
 def draw_rank(ax: Axes, rank: int, world_size: int, schedule: Sequence[Span], pixels_per_ms: float) -> None:
     """What a rank computes, and below it its all-reduces."""
     pitch = min((BOTTOM - TOP) / world_size, 74)
     y = (TOP + BOTTOM) / 2 + (rank - world_size / 2 + 0.08) * pitch
-    ax.text(LEFT - 10, y + pitch / 4 + 5, f"rank {rank}", ha="right", fontsize=min(13, 5 + pitch / 3))
+    ax.text(LEFT - 10, y + pitch / 4 + 5, f"rank {rank}", ha="right")
     labels = dict.fromkeys(span.label for span in schedule)
     for label in labels:
         lane_y = y
@@ -159,8 +147,6 @@ def draw_rank(ax: Axes, rank: int, world_size: int, schedule: Sequence[Span], pi
                 width = LEFT + span.end * pixels_per_ms - start
                 rectangles.append((start, lane_y, max(width - 1.2, 0.6), height))  # a gap parts it from the next
         boxes(ax, rectangles, **look_of(label, rank_color(rank)))
-    if world_size == 1:
-        ax.text(LEFT, y + 0.8 * pitch, "one rank: nothing to average, nothing to send")
 
 
 def draw_time_axis(ax: Axes, axis_end: float, pixels_per_ms: float) -> None:
@@ -197,14 +183,14 @@ def draw_waits(ax: Axes, waits: dict[int, float], buckets: int, pixels_per_ms: f
 
 
 @style()
-def replicas(world_size: int = 4) -> Figure:
+def replicas() -> Figure:
     """A Figure of DDP's idea: each rank has a shard and a gradient, in its colour, and the same model, in ink."""
     fig, ax = canvas(660, 352)
+    world_size = 4
     left = 128
-    right = 650
+    width = 120  # of a rank's column
     gap = 14
-    width = min((right - left + gap) / world_size - gap, 180)
-    first = (left + right + gap - (width + gap) * world_size) / 2
+    right = left + world_size * (width + gap) - gap
 
     ax.text(0, 47, "its shard")
     ax.text(0, 67, "of the batch")
@@ -216,34 +202,26 @@ def replicas(world_size: int = 4) -> Figure:
 
     shared: dict[str, Any] = {"facecolor": (INK, 0.1), "edgecolor": INK, "linewidth": 1}
     for rank in range(world_size):
-        x = first + rank * (width + gap)
+        x = left + rank * (width + gap)
         center = x + width / 2
         color = rank_color(rank)
-        name = f"{rank}"
-        if width > 48:
-            name = f"rank {rank}"
-        ax.text(center, 18, name, ha="center", weight="bold")
-        private: dict[str, Any] = {"facecolor": (color, 0.4), "edgecolor": color}
-        boxes(ax, [(x, 32 + 14 * row, width, 11) for row in range(3)], **private, linewidth=1)
+        private: dict[str, Any] = {"facecolor": (color, 0.4), "edgecolor": color, "linewidth": 1}
+        ax.text(center, 18, f"rank {rank}", ha="center", weight="bold")
+        boxes(ax, [(x, 32 + 14 * row, width, 11) for row in range(3)], **private)
         arrow_down(ax, center, 76, 98)
         layers = []
         for y, share in [(102, 1), (124, 0.8), (146, 0.6)]:
             layers.append((center - share * width / 2, y, share * width, 17))
         boxes(ax, layers, **shared)
         arrow_down(ax, center, 168, 196)
-        boxes(ax, [(x, 200, width, 28)], **private, linewidth=1)
+        boxes(ax, [(x, 200, width, 28)], **private)
         arrow_down(ax, center, 231, 255)
         arrow_down(ax, center, 290, 311)
         boxes(ax, [(x, 314, width, 28)], **shared)
-        if width > 105:
-            ax.text(center, 333, "equal weights", ha="center")
+        ax.text(center, 333, "equal weights", ha="center")
 
-    edge = min(first, 256)  # so that the bar of the all-reduce is wide enough for its words
-    boxes(ax, [(edge, 258, left + right - 2 * edge, 30)], **shared)
-    text = f"the mean of {world_size} gradients, on every rank"
-    if world_size == 1:
-        text = "one gradient is its own mean"
-    ax.text((left + right) / 2, 278, text, ha="center")
+    boxes(ax, [(left, 258, right - left, 30)], **shared)
+    ax.text((left + right) / 2, 278, f"the mean of {world_size} gradients, on every rank", ha="center")
     return fig
 
 

@@ -1,4 +1,4 @@
-"""``explore``, for notebooks: one call makes a figure function interactive, in a live kernel and on a static page."""
+"""``explore``, for notebooks: one call makes a figure function interactive, in JupyterLab and on a static page."""
 
 import functools
 import hashlib
@@ -7,15 +7,14 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from IPython import get_ipython
 from matplotlib.figure import Figure
 
-from helpers.figures.drawing import figure_html, view
+from helpers.figures.drawing import Shown, figure_html, view
 
 MAX_FRAMES = 64
 MAX_BUTTONS = 5  # more values become a slider
@@ -26,17 +25,15 @@ UNITS = {"seconds": "s", "minutes": "min"}  # the argument "save_seconds" is lab
 SCRIPT = f"<script>{Path(__file__).with_name('sliders.js').read_text(encoding='utf-8').strip()}</script>"
 DRAWING_SIZE = re.compile(r'viewBox="0 0 (\S+) (\S+)" width="\S+" height="\S+"')
 
-Positions = tuple[int, ...]  # of all controls, each from 0 on
 
-
-def explore(fn: Callable[..., Figure], *, alt: str, caption: str = "", **sliders: Iterable[Any]) -> "Explorer":
+def explore(fn: Callable[..., Figure], *, alt: str, caption: str = "", **sliders: Iterable[Any]) -> Shown:
     """Show the Figure ``fn(**values)`` with a control for each keyword, as in ``explore(fn, alt="…", rank=[0, 1])``.
 
-    Up to five values become a row of buttons, and more become a slider. A slider named ``step`` can be played. In a
-    live kernel the controls are ipywidgets. On a static page they choose one of the frames that this call draws, one
-    for each combination of values, at most 64. A control starts at the function's default if that is among its values,
-    or else at the first value. ``alt`` and ``caption`` are as in ``drawing.show``; each frame's ``alt`` also names its
-    values. An artist whose gid is "move 0 -42" comes from 42 pixels above when its frame is shown.
+    Up to five values become a row of buttons, and more become a slider. A slider named ``step`` can be played. The
+    controls choose one of the frames that this call draws, one for each combination of values, at most 64. So they
+    work in JupyterLab and on a page without a kernel. A control starts at the function's default if that is among its
+    values, or else at the first value. ``alt`` and ``caption`` are as in ``drawing.show``; each frame's ``alt`` also
+    names its values. An artist whose gid is "move 0 -42" comes from 42 pixels above when its frame is shown.
 
     Raises ValueError for no control, for one without values and for too many frames, and TypeError where ``fn`` does
     not return a Figure.
@@ -54,7 +51,7 @@ def explore(fn: Callable[..., Figure], *, alt: str, caption: str = "", **sliders
         raise ValueError(f"explore() draws at most {MAX_FRAMES} frames, not {len(frames)}. List fewer values.")
 
     start = tuple(control.start for control in controls)
-    views = {}
+    views = []
     for frame in frames:
         arguments = {}
         settings = []
@@ -64,8 +61,9 @@ def explore(fn: Callable[..., Figure], *, alt: str, caption: str = "", **sliders
         frame_alt = alt
         if alt.strip():  # view() refuses an empty text
             frame_alt = f"{alt} ({', '.join(settings)})"
-        views[frame] = view(fn(**arguments), frame_alt, salt=caption, visible=frame == start)
-    return Explorer(name_of(fn), caption, controls, equally_tall(views))
+        views.append(view(fn(**arguments), frame_alt, salt=caption, visible=frame == start))
+    settings = [f"{control.argument}={control.values}" for control in controls]
+    return Shown(page_of(equally_tall(views), controls, caption), f"explore({name_of(fn)}, {', '.join(settings)})")
 
 
 def default_of(fn: Callable[..., Figure], argument: str) -> Any:
@@ -82,15 +80,15 @@ def name_of(fn: Callable[..., Figure]) -> str:
     return fn.__name__
 
 
-def equally_tall(views: dict[Positions, str]) -> dict[Positions, str]:
+def equally_tall(views: list[str]) -> list[str]:
     """The views with all drawings as tall as the tallest one, so that the page below a figure stays in place."""
-    sizes = [DRAWING_SIZE.search(text) for text in views.values()]
+    sizes = [DRAWING_SIZE.search(text) for text in views]
     widths = {size[1] for size in sizes if size}
     if None in sizes or len(widths) > 1:  # drawings of different widths are scaled differently
         return views
     height = max((size[2] for size in sizes if size), key=float)
     attributes = rf'viewBox="0 0 \1 {height}" width="\1" height="{height}"'
-    return {frame: DRAWING_SIZE.sub(attributes, text, count=1) for frame, text in views.items()}
+    return [DRAWING_SIZE.sub(attributes, text, count=1) for text in views]
 
 
 @dataclass(frozen=True)
@@ -107,10 +105,6 @@ class Control:
         if self.default in self.values:
             return self.values.index(self.default)
         return 0
-
-    @property
-    def has_buttons(self) -> bool:
-        return len(self.values) <= MAX_BUTTONS
 
     @property
     def label(self) -> str:
@@ -161,77 +155,18 @@ class Control:
             f'data-lm-suppress-shortcuts></label><output aria-live="off" style="width:{width}ch">{first}</output></div>'
         )
 
-    def widget(self) -> Any:
-        """The control as an ipywidget, whose value is a position."""
-        import ipywidgets
 
-        if self.has_buttons:
-            kind = ipywidgets.ToggleButtons
+def page_of(views: list[str], controls: list[Control], caption: str) -> str:
+    """The controls and all frames as HTML that loads nothing."""
+    frames = "".join(views)
+    # Radio buttons with one name exclude each other, so the name has to be unique on a page.
+    prefix = "f" + hashlib.sha256((caption + frames).encode()).hexdigest()[:8]
+    html_of_controls = ""
+    for number, control in enumerate(controls):
+        if len(control.values) <= MAX_BUTTONS:
+            html_of_controls += control.buttons(group=f"{prefix}-{number}")
         else:
-            kind = ipywidgets.SelectionSlider
-        return kind(
-            options=[(text, position) for position, text in enumerate(self.texts)],
-            value=self.start,
-            description=self.label,
-            style={"description_width": "initial"},
-        )
-
-
-@dataclass(frozen=True)
-class Explorer:
-    """What ``explore`` returns: all frames, shown by widgets or on a static page."""
-
-    name: str  # of the figure function
-    caption: str
-    controls: list[Control]
-    views: dict[Positions, str]
-
-    def frame(self, positions: Sequence[int]) -> str:
-        """The figure for these positions of the controls, as HTML."""
-        visible = self.views[tuple(positions)].replace('"wso-view"', '"wso-view wso-on"', 1)
-        return figure_html(visible, self.caption)
-
-    @functools.cached_property
-    def widget(self) -> Any:
-        """The controls and the figure as an ipywidget."""
-        import ipywidgets
-
-        knobs = [control.widget() for control in self.controls]
-        drawing = ipywidgets.HTML(self.frame([knob.value for knob in knobs]))
-
-        def draw(_: object) -> None:
-            drawing.value = self.frame([knob.value for knob in knobs])
-
-        for knob in knobs:
-            knob.observe(draw, "value")
-        return ipywidgets.VBox([*knobs, drawing])
-
-    def page(self) -> str:
-        """The controls and all frames as HTML that loads nothing."""
-        frames = "".join(self.views.values())
-        # Radio buttons with one name exclude each other, so the name has to be unique on a page.
-        prefix = "f" + hashlib.sha256((self.caption + frames).encode()).hexdigest()[:8]
-        controls = ""
-        for number, control in enumerate(self.controls):
-            if control.has_buttons:
-                controls += control.buttons(group=f"{prefix}-{number}")
-            else:
-                controls += control.slider()
-        # Without JavaScript the controls would do nothing, so it is the script that shows them.
-        controls = f'<div class="wso-controls" hidden="hidden">{controls}</div>'
-        return figure_html(frames, self.caption, controls, SCRIPT)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        bundle: dict[str, Any] = {"text/plain": repr(self), "text/html": self.page()}
-        has_kernel = getattr(get_ipython(), "kernel", None) is not None
-        if has_kernel:
-            bundle["application/vnd.jupyter.widget-view+json"] = {
-                "version_major": 2,
-                "version_minor": 0,
-                "model_id": self.widget.model_id,
-            }
-        return bundle
-
-    def __repr__(self) -> str:
-        settings = ", ".join(f"{control.argument}={control.values}" for control in self.controls)
-        return f"explore({self.name}, {settings})"
+            html_of_controls += control.slider()
+    # Without JavaScript the controls would do nothing, so it is the script that shows them.
+    html_of_controls = f'<div class="wso-controls" hidden="hidden">{html_of_controls}</div>'
+    return figure_html(frames, caption, html_of_controls, SCRIPT)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat.v4 import new_output
-from store_outputs import WIDGET_VIEW, normalised
+from store_outputs import normalised
 
 MAGICS = {"load_ext", "ranks"}  # nbval may pass an unknown magic, so the known ones are listed here
 
@@ -160,11 +160,10 @@ def not_run_in_order(nb):
 
 @rule(
     RULES,
-    "differs from what `make outputs` stores: metadata, widget views, tracebacks",
+    "differs from what `make outputs` stores: metadata, tracebacks",
     lambda nb: nb.metadata.update(widgets={}),
     lambda nb: nb.metadata.kernelspec.update(name="my-env"),
     change(4, metadata={"collapsed": True}),
-    change(4, outputs=[new_output("display_data", {WIDGET_VIEW: {}})]),
 )
 def not_normalised(nb):
     clean = normalised(nb)

@@ -1,4 +1,4 @@
-"""Kernels on sockets in a folder, for nbval (the root conftest.py) and for nbclient (test_figures.py).
+"""Kernels on sockets in a folder, for nbval (the root conftest.py).
 
 jupyter_client looks for five free ports, and the kernel takes them later. Meanwhile the ranks of other tests take ports
 all the time, and a kernel that finds one taken dies.
@@ -9,20 +9,12 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from jupyter_client import AsyncKernelManager, KernelManager
+from jupyter_client import KernelManager
 
 
-class OnSockets:
-    """What makes a manager's kernel listen on sockets in a folder."""
+class SocketKernelManager(KernelManager):
+    """A manager whose kernel listens on sockets in a folder."""
 
     def __init__(self, **options: Any) -> None:
         address = Path(tempfile.gettempdir(), f"kernel-{uuid.uuid4().hex[:12]}")
-        super().__init__(transport="ipc", ip=str(address), **options)  # type: ignore[call-arg]
-
-
-class BlockingSocketKernelManager(OnSockets, KernelManager):
-    """For nbval."""
-
-
-class SocketKernelManager(OnSockets, AsyncKernelManager):
-    """For ``NotebookClient(…, kernel_manager_class=SocketKernelManager)``."""
+        super().__init__(transport="ipc", ip=str(address), **options)
