@@ -140,7 +140,7 @@ def messages(device: torch.device) -> Iterator[Figure | Text]:
         yield Text(mistake.name, shortened(outputs[mistake.name]))
     for mistake in mistakes:
         as_quoted = any(words in outputs[mistake.name] for words in mistake.expected)
-        yield Figure(f"{mistake.name}: printed as the book quotes it", float(as_quoted), "of 1", predicted=1)
+        yield Figure(f"{mistake.name}: printed as the book quotes it", float(as_quoted), "of 1")
 
 
 def shortened(output: str) -> str:
