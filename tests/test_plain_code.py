@@ -1,15 +1,10 @@
 """The code is plain: no exception is added to the list in plain_code_exceptions.txt, and each rule sees what breaks it.
 
-An exported script has the code of its notebook's cells and of helpers/runtime, so the rules are applied to these. That
-the export adds nothing which breaks a rule is tested here too.
+An exported script has the code of its notebook's cells and of helpers/runtime, so the rules are applied to these.
 """
 
 import plain_code
 import pytest
-
-from helpers.export import chapters
-from helpers.export.notebook import read_notebook
-from helpers.export.script import script_from_notebook
 
 PLACE = "helpers/sample.py"
 
@@ -29,20 +24,6 @@ def test_an_exception_goes_when_its_code_is_plain(found):
     gone = plain_code.listed() - plain_code.exceptions_of(found)
     command = "Take them out: python tests/support/plain_code.py --write"
     assert not gone, "\n".join(["The code does not break these rules any more.", command, *gone.elements()])
-
-
-def test_a_script_breaks_a_rule_only_where_a_cell_or_the_runtime_does(found):
-    in_sources = {what(finding) for finding in found if finding.place.startswith(("notebooks/", "helpers/runtime/"))}
-    for path in chapters.chapters():
-        script = script_from_notebook(read_notebook(path), path.stem)
-        in_script = plain_code.findings(plain_code.Source(f"{path.stem}.py", script))
-        messages = [finding.message for finding in in_script if what(finding) not in in_sources]
-        assert not messages, "\n\n".join(messages)
-
-
-def what(finding):
-    """The rule and the code that breaks it. What is `lr` in a cell can be `args.lr` in its script."""
-    return finding.rule.name, finding.code.replace("args.", "")
 
 
 # --- the rules themselves ---------------------------------------------------------------------------------------------
