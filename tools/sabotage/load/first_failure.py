@@ -49,7 +49,7 @@ def describe(item: Any, error: Exception) -> tuple[str, str]:
 def describe_exception(name: str, value: str, traceback: str, source: str) -> tuple[str, str]:
     """As ``describe``, of an exception that a cell with this source raised."""
     text = f"{name}: {value}"
-    lie = os.environ["WORLD_SIZE_ONE_LIE"] or "no lie"
+    lie = os.environ["WORLD_SIZE_ONE_LIE"]
     from_the_lie = "lies.py" in traceback or "lies.py" in value or f"{lie}." in value
     if name in ("ImportError", "NameError") or (from_the_lie and re.search(FAULT, text)):
         return "fault", text
@@ -92,6 +92,4 @@ def difference(stored: list[str], now: list[str]) -> str:
     gone = [line.strip() for line in stored if line not in now]
     if not new and not gone:
         return "another picture"
-    new.append("nothing")
-    gone.append("nothing")
-    return f"{new[0]}; stored is: {gone[0]}"
+    return f"{next(iter(new), 'nothing')}; stored is: {next(iter(gone), 'nothing')}"
