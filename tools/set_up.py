@@ -86,11 +86,15 @@ def choose(wanted: Wanted, configured: list[str], pytorch: list[str], system: st
     configured = sorted(filter(wanted.allows, configured), key=numbers)
     pytorch = sorted(filter(wanted.allows, pytorch), key=numbers)
     plain = [version for version in configured if "+" not in version]
-    cpu_builds = [(version, ()) for version in configured if version.endswith("+cpu")]
-    cpu_builds += [(version, ("--index-url", PYTORCH_INDEX)) for version in pytorch if version.endswith("+cpu")]
-    if cpu_builds and not has_gpu and system == "Linux":
-        version, index_options = max(cpu_builds, key=lambda build: numbers(build[0]))  # of equals, the first
-        source = "from PyTorch's own index" if index_options else "from where pip is configured to look"
+    configured_cpu = [version for version in configured if version.endswith("+cpu")]
+    pytorch_cpu = [version for version in pytorch if version.endswith("+cpu")]
+    if system == "Linux" and not has_gpu and (configured_cpu or pytorch_cpu):
+        version = max([*configured_cpu, *pytorch_cpu], key=numbers)
+        index_options: tuple[str, ...] = ()
+        source = "from where pip is configured to look"
+        if version not in configured_cpu:
+            index_options = ("--index-url", PYTORCH_INDEX)
+            source = "from PyTorch's own index"
         return Build(f"torch=={version}", index_options, f"PyTorch {public_version(version)}, CPU build, {source}")
     if not plain:
         raise SetUpError(
