@@ -36,7 +36,7 @@ def test_25_kills_change_no_bit_and_lose_no_step(flags, capsys):
     ("kind", "true", "false", "says"),
     [
         (soak.Restarts, 'self.optimizer.load_state_dict(state["optimizer"])', "pass", "DIFFERENT"),
-        (soak.Meshes, "load(state,", "load({'model_state_dict': state['model_state_dict']},", "printed|DIFFERENT"),
+        (soak.Meshes, "load(state,", "load({'model_state_dict': state['model_state_dict']},", "printed"),
         (soak.Meshes, "return int(path.name[5:]) if", "return int(path.name[5:]) + 1 if", "the steps that it kept"),
         (soak.Meshes, "checkpoints(folder)[-1:]", "checkpoints(folder)[:1]", "it went on from step|without a result"),
         (soak.Meshes, 'f".step_{step:08}.part"', 'f"step_{step:08}"', "have their names before they are complete"),

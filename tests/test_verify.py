@@ -191,8 +191,7 @@ def test_the_page_has_what_was_predicted_measured_and_printed_what_agreed_and_wh
     assert text.startswith("# The book on GPUs: 8 x H100\n")
     for line in (
         "Not run yet: other.",
-        "| planned: time of a step | 130 | ms | 124.6 (105.6 to 199.3) | 1.04 |",
-        "| rates: bfloat16 | not measured | TFLOP/s | 580 |  |",
+        "| bfloat16 | not measured | TFLOP/s | 580 |  |",
         "| time of a step | 130 | ms | 124.6 (105.6 to 199.3) | 1.04 |",
         "| reserved | 20 | GB |  |  |",
         "| `torchrun one.py` | loss 1 | 1.0, 2.0 | 2, 2 |",

@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 from helpers.verify.compare import UNCOMPARED
+from helpers.verify.order import PROBES
 from helpers.verify.record import Figure, Prediction, Probe, Record, Step
 
 COLUMNS = ("what", "measured", "unit", "predicted", "measured / predicted")
-COLUMNS_WITHOUT_PREDICTIONS = COLUMNS[:3]
+COLUMNS_WITHOUT_PREDICTIONS = 3  # of these
 
 
 def page(record: Record, missing: Sequence[str]) -> str:
@@ -17,9 +18,10 @@ def page(record: Record, missing: Sequence[str]) -> str:
     sections = [f"# The book on GPUs: {title}", table(["what", "value"], record.facts.items())]
     if missing:
         sections.append(f"Not run yet: {', '.join(missing)}.")
+    for name, predictions in record.predictions.items():
+        not_run = Probe(PROBES[name].title)
+        sections += sections_of_probe(record.probes.get(name, not_run), predictions)
     sections += [
-        "## Predicted before the run, and measured",
-        predicted_table(record),
         "## What differed from gloo, the pages' backend, and from the rehearsal",
         differences(record),
         "## What agreed",
@@ -30,7 +32,8 @@ def page(record: Record, missing: Sequence[str]) -> str:
         scripts_table(record.steps.values()),
     ]
     for name, probe in record.probes.items():
-        sections += sections_of_probe(probe, record.predictions.get(name, []))
+        if name not in record.predictions:
+            sections += sections_of_probe(probe, predictions=[])
     return "\n\n".join(sections) + "\n"
 
 
@@ -72,20 +75,22 @@ def rounded(number: float) -> str:
 
 
 def figures_table(figures: Sequence[Figure], predictions: Sequence[Prediction]) -> str:
-    """Figures as a table, which has columns for predictions if there are any."""
-    predicted = {prediction.name: prediction for prediction in predictions}
-    if not predicted:
-        return table(COLUMNS_WITHOUT_PREDICTIONS, [[each.name, rounded(each.value), each.unit] for each in figures])
+    """Predictions, each with what was measured, and the figures for which there is none. All is in one table."""
+    measured = {figure.name: figure.value for figure in figures}
     rows = []
-    for figure in figures:
-        interval = ""
+    for prediction in predictions:
+        value = "not measured"
         ratio = ""
-        prediction = predicted.get(figure.name)
-        if prediction is not None:
-            interval = interval_of(prediction)
-            ratio = f"{figure.value / prediction.value:.2f}"
-        rows.append([figure.name, rounded(figure.value), figure.unit, interval, ratio])
-    return table(COLUMNS, rows)
+        if prediction.name in measured:
+            value = rounded(measured[prediction.name])
+            ratio = f"{measured[prediction.name] / prediction.value:.2f}"
+        rows.append([prediction.name, value, prediction.unit, interval_of(prediction), ratio])
+    predicted = {prediction.name for prediction in predictions}
+    for figure in figures:
+        if figure.name not in predicted:
+            rows.append([figure.name, rounded(figure.value), figure.unit, "", ""])
+    width = len(COLUMNS) if predictions else COLUMNS_WITHOUT_PREDICTIONS
+    return table(COLUMNS[:width], [row[:width] for row in rows])
 
 
 def interval_of(prediction: Prediction) -> str:
@@ -93,25 +98,6 @@ def interval_of(prediction: Prediction) -> str:
     if prediction.low is None or prediction.high is None:
         return rounded(prediction.value)
     return f"{rounded(prediction.value)} ({rounded(prediction.low)} to {rounded(prediction.high)})"
-
-
-def predicted_table(record: Record) -> str:
-    """All predictions, each with what was measured, or with the words "not measured"."""
-    rows = []
-    for name, predictions in record.predictions.items():
-        measured: dict[str, float] = {}
-        if name in record.probes:
-            measured = {figure.name: figure.value for figure in record.probes[name].figures}
-        for prediction in predictions:
-            value = "not measured"
-            ratio = ""
-            if prediction.name in measured:
-                value = rounded(measured[prediction.name])
-                ratio = f"{measured[prediction.name] / prediction.value:.2f}"
-            rows.append([f"{name}: {prediction.name}", value, prediction.unit, interval_of(prediction), ratio])
-    if not rows:
-        return "Nothing: the planner does not know this GPU."
-    return table(COLUMNS, rows)
 
 
 # --- the page's other sections ----------------------------------------------------------------------------------------
@@ -149,7 +135,7 @@ def sections_of_probe(probe: Probe, predictions: Sequence[Prediction]) -> list[s
     sections = [f"## {probe.title}"]
     if probe.trouble:
         sections.append(f"It {probe.trouble}.")
-    if probe.figures:
+    if probe.figures or predictions:
         sections.append(figures_table(probe.figures, predictions))
     for title, text in probe.texts.items():
         sections += [f"### {title}", fenced(text or "(nothing)")]
