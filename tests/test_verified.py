@@ -146,15 +146,6 @@ def test_a_script_is_recorded_by_its_own_test(project):
     assert recorded(project, [TEST_OF_A_SCRIPT.format(script="b")]) == (set(), {"b"})
 
 
-def test_an_interrupted_run_records_nothing(project):
-    verified = VerifiedRun(project)
-    verified.passed.update(CELLS_OF_A)
-    verified.pytest_sessionfinish(pytest.ExitCode.INTERRUPTED)
-    assert not (project / "notebooks" / FILE_NAME).exists()
-    verified.pytest_sessionfinish(pytest.ExitCode.TESTS_FAILED)
-    assert list(read_record(project / "notebooks" / FILE_NAME).pages) == ["notebooks/a"]
-
-
 def test_the_tests_that_stand_for_markdown_pages_and_scripts_exist():
     for name in [*TESTS_OF_THE_BOOK, TEST_OF_A_PAGE, TEST_OF_A_SCRIPT]:
         file, _, function = name.partition("::")
@@ -212,19 +203,7 @@ def test_each_page_and_its_markdown_end_with_the_line(book):
         assert (book.html / f"{name}.md").read_text(encoding="utf-8").splitlines()[-1] == line, name
 
 
-def test_the_link_names_the_page_and_is_there_only_with_a_repository(tmp_path):
-    (tmp_path / "page.md").write_text("# A page")
-
-    def body_with(options, page="page"):
-        environment = SimpleNamespace(found_docs={"page"}, doc2path=lambda page: tmp_path / f"{page}.md")
-        config = SimpleNamespace(html_theme_options=options)
-        context = {"body": "<p>It ends.</p>"}
-        app = SimpleNamespace(env=environment, config=config, srcdir=tmp_path)
-        book_verified.add_last_line(app, page, "page.html", context, None)
-        return context["body"]
-
-    assert body_with({}) == '<p>It ends.</p><p class="last-run">Not yet checked in full.</p>\n'
-    assert body_with({}, "search") == "<p>It ends.</p>"
-    link = BeautifulSoup(body_with({"repository_url": "https://github.com/an-owner/a.name"}), "html.parser").a
+def test_the_link_names_the_page():
+    link = BeautifulSoup(book_verified.issue_link("https://github.com/an-owner/a.name", "page"), "html.parser").a
     assert link["href"] == "https://github.com/an-owner/a.name/issues/new?title=page%3A+"
     assert link.text == "Ask a question or report a mistake"
