@@ -85,7 +85,7 @@ def test_a_box_shows_what_its_record_has_and_whose_it_is(project):
         "On GPUs Bus bandwidth. Measured by this book on 28 November 2026, on 1 x NVIDIA H100 80GB HBM3 "
         "(driver 570.86, PyTorch 2.11.0+cu130, CUDA 13.0, NCCL 2.28.9, Python 3.12.3), at commit 1a2b3c4, "
         "by python -m helpers verify : what measured unit predicted measured / predicted "
-        "1 MiB 74.57 GB/s 1 GiB 482.2 GB/s 450 (370 to 480) 1.07"
+        "1 GiB 482.2 GB/s 450 (370 to 480) 1.07 1 MiB 74.57 GB/s"
     )
     assert "a rank is late Watchdog ``` after 5 s" in messages
     assert "The rest was not measured: failed: no memory" in messages
