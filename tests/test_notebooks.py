@@ -17,10 +17,9 @@ CHAPTERS = [path for path in NOTEBOOKS if re.match(r"\d\d_", path.stem)]
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_follows_every_rule(path):
     nb = nbformat.read(path, as_version=nbformat.NO_CONVERT)
-    rules = list(hygiene.RULES)
+    problems = hygiene.problems_of(nb, hygiene.RULES)
     if path in CHAPTERS or path.stem == "template":
-        rules += hygiene.PATTERN
-    problems = [finding for rule in rules for finding in rule.findings(nb)]
+        problems += hygiene.problems_of(nb, hygiene.PATTERN)
     if path.read_text(encoding="utf-8") != text_of(nb):
         problems.append("the file is not laid out as stored: run `make outputs` for this notebook")
     assert not problems, "\n".join([f"{len(problems)} problems in {path.name}:", *problems])

@@ -3,8 +3,6 @@
 import itertools
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
@@ -25,32 +23,6 @@ MACHINE = re.compile(
     r"|\bpid[ =:]+\d+|\b0x[0-9a-f]{6,}\b"
 )
 PREDICTION = re.compile(r"^[:`]{3,}\{admonition\}.*predict", flags=re.M | re.I)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """``find`` yields where a notebook has the ``problem``."""
-
-    problem: str
-    find: Callable
-
-    def findings(self, nb):
-        for place in self.find(nb):
-            yield f"{place} {self.problem}"
-
-
-RULES: list[Rule] = []  # for every notebook
-PATTERN: list[Rule] = []  # for the chapters and the template
-
-
-def rule(rules, problem):
-    """Makes the decorated function a rule of the list ``rules``."""
-
-    def add(find):
-        rules.append(Rule(problem, find))
-        return find
-
-    return add
 
 
 # --- looking into a notebook ------------------------------------------------------------------------------------------
@@ -95,20 +67,17 @@ def prose(nb):
 # --- for every notebook -----------------------------------------------------------------------------------------------
 
 
-@rule(RULES, "is not valid in format 4.5, which asks for cells' ids")
 def invalid(nb):
     for error in nbformat.validator.iter_validate(nb):
         yield f"{error.message}: the notebook"
 
 
-@rule(RULES, "was not run in order, and nbval does not compare a cell without a count")
 def not_run_in_order(nb):
     for count, (name, cell) in enumerate(code_cells(nb), 1):
         if cell.execution_count != count:
             yield name
 
 
-@rule(RULES, "differs from what `make outputs` stores: metadata, widget views, tracebacks")
 def not_normalised(nb):
     clean = normalised(nb)
     if nb.metadata != clean.metadata:
@@ -118,7 +87,6 @@ def not_normalised(nb):
             yield name
 
 
-@rule(RULES, f"uses a shell line, or a magic other than {sorted(MAGICS)}, whose errors nbval may pass")
 def unknown_magic(nb):
     for name, cell in code_cells(nb):
         calls = MAGIC_CALL.findall(TransformerManager().transform_cell(cell.source))
@@ -126,7 +94,6 @@ def unknown_magic(nb):
             yield name
 
 
-@rule(RULES, "stores an error without the tag raises-exception, or has the tag and stores none")
 def wrong_error_tag(nb):
     for name, cell in code_cells(nb):
         is_tagged = bool(marks(cell) & RAISES)
@@ -135,14 +102,12 @@ def wrong_error_tag(nb):
             yield name
 
 
-@rule(RULES, "is skipped")
 def skipped(nb):
     for name, cell in code_cells(nb):
         if marks(cell) & SKIPS:
             yield name
 
 
-@rule(RULES, "is not compared, and does not say why in a line `# not compared: why`")
 def not_compared_without_reason(nb):
     for name, cell in code_cells(nb):
         has_reason = re.search(r"^# not compared: \w+ \w+", cell.source, flags=re.M)
@@ -150,7 +115,6 @@ def not_compared_without_reason(nb):
             yield name
 
 
-@rule(RULES, "is not compared, and neither it nor the next code cell asserts anything")
 def unchecked(nb):
     cells = code_cells(nb)
     for (name, cell), (_, next_cell) in itertools.pairwise([*cells, cells[-1]]):
@@ -159,7 +123,6 @@ def unchecked(nb):
 
 
 # A warning that is not stored fails under nbval, and that is how it is noticed. So does a magic's UsageError.
-@rule(RULES, "stores a warning, or what was printed to stderr")
 def stores_a_warning(nb):
     for name, cell in code_cells(nb):
         has_warning = re.search(r"\w+Warning: ", "\n".join(output_texts(cell)))
@@ -167,14 +130,12 @@ def stores_a_warning(nb):
             yield name
 
 
-@rule(RULES, "names this machine")
 def names_this_machine(nb):
     for name, cell in all_cells(nb):
         for words in MACHINE.findall("\n".join([cell.source, *output_texts(cell)])):
             yield f"{name}, by {words!r},"
 
 
-@rule(RULES, "has not one title, which begins its first cell")
 def wrong_title(nb):
     titles = re.findall(r"^# ", prose(nb), flags=re.M)
     if len(titles) != 1 or not nb.cells[0].source.startswith("# "):
@@ -184,7 +145,6 @@ def wrong_title(nb):
 # --- for the chapters and the template --------------------------------------------------------------------------------
 
 
-@rule(PATTERN, "is wrong: 'What you will prove' has three to six promises that link to their cells")
 def bad_promises(nb):
     list_of_promises = re.search(r"^(?:#+ |\*\*)What you will prove.*?(?=^#|\Z)", prose(nb), flags=re.M | re.S)
     if list_of_promises is None:
@@ -198,7 +158,6 @@ def bad_promises(nb):
             yield f"no link: {promise[:60]!r}"
 
 
-@rule(PATTERN, "breaks the rule: a single parameters cell has lines `name: type = value  # what it does`")
 def bad_parameters(nb):
     cells = [cell for _, cell in code_cells(nb) if "parameters" in marks(cell)]
     if len(cells) != 1:
@@ -209,10 +168,6 @@ def bad_parameters(nb):
                 yield line
 
 
-@rule(
-    PATTERN,
-    "asks for a prediction, but the next code cell is not tagged hide-output or hide-cell, or no <details> explains it",
-)
 def open_answers(nb):
     cells = all_cells(nb)
     for position, (name, cell) in enumerate(cells):
@@ -228,9 +183,36 @@ def open_answers(nb):
             yield name
 
 
-@rule(PATTERN, "is a solution that is not folded, or asserts nothing")
 def bad_solutions(nb):
     for name, cell in code_cells(nb):
         if "solution" in marks(cell):
             if "assert" not in cell.source or not marks(cell) & {"hide-cell", "hide-input"}:
                 yield name
+
+
+# --- the rules: {a function that yields where a notebook has a problem: the problem} ----------------------------------
+
+RULES = {  # for every notebook
+    invalid: "is not valid in format 4.5, which asks for cells' ids",
+    not_run_in_order: "was not run in order, and nbval does not compare a cell without a count",
+    not_normalised: "differs from what `make outputs` stores: metadata, widget views, tracebacks",
+    unknown_magic: f"uses a shell line, or a magic other than {sorted(MAGICS)}, whose errors nbval may pass",
+    wrong_error_tag: "stores an error without the tag raises-exception, or has the tag and stores none",
+    skipped: "is skipped",
+    not_compared_without_reason: "is not compared, and does not say why in a line `# not compared: why`",
+    unchecked: "is not compared, and neither it nor the next code cell asserts anything",
+    stores_a_warning: "stores a warning, or what was printed to stderr",
+    names_this_machine: "names this machine",
+    wrong_title: "has not one title, which begins its first cell",
+}
+PATTERN = {  # for the chapters and the template
+    bad_promises: "is wrong: 'What you will prove' has three to six promises that link to their cells",
+    bad_parameters: "breaks the rule: a single parameters cell has lines `name: type = value  # what it does`",
+    open_answers: "asks for a prediction, but the next code cell is not hidden, or no <details> explains it",
+    bad_solutions: "is a solution that is not folded, or asserts nothing",
+}
+
+
+def problems_of(nb, rules):
+    """What breaks these rules in a notebook, a line for each place."""
+    return [f"{place} {problem}" for find, problem in rules.items() for place in find(nb)]
