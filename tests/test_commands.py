@@ -197,8 +197,6 @@ NOT_HERE = {  # why a line cannot be run here
     "make bench ARGS=--record": "as make bench",
     "make sabotage ARGS=--jobs=2": "takes hours; .ci/run daily runs it with one job",
     "make sabotage ARGS=no_sync_that_syncs": "test_sabotage.py tells three other lies; .ci/run daily tells this one",
-    "make sabotage ARGS=--clean=04": "each cell of chapter 4 is a test already",
-    "make gpu ARGS=--record": "needs a GPU: a rehearsal is not recorded, see test_verify.py",
     "export NCCL_SOCKET_IFNAME=eth0": "only NCCL reads it, on GPUs",
     "export NCCL_DEBUG=INFO": "only NCCL reads it, on GPUs",
     "py-spy dump --pid PID": "py-spy is not among the project's requirements",

@@ -10,14 +10,10 @@ import importlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from sabotage import run
 from sabotage.lies import LIES
-from sabotage.lies.telling_lies import instead_of
 
 # One lie in the kernel, one in the ranks of launch, one in the processes of a torchrun that a cell starts.
 EXAMPLES = {"autocast_is_off": "05", "all_reduce_sums_where_it_should_average": "02", "local_rank_is_the_rank": "01"}
@@ -66,24 +62,23 @@ def test_the_record_has_a_row_for_every_lie_and_no_other():
     assert len({lie.says for lie in LIES.values()}) == len(LIES)
 
 
-@pytest.mark.parametrize("lie, chapter", run.PAIRS, ids=[f"{lie.name}-{chapter}" for lie, chapter in run.PAIRS])
-def test_a_row_quotes_a_cell_about_the_lie(lie, chapter):
-    row = ROWS[lie.says, run.label(chapter)]
-    cell_id, kind, text = (row[column].strip("`") for column in ("Cell", "By", "What the cell said"))
-    command = f"run: make sabotage ARGS={lie.name}"
-    assert run.verdict_on(lie, chapter, run.Failure(cell_id, kind, text)) == run.Verdict(row, ""), command
-    if text.startswith("assert "):
-        cells = run.read_notebook(run.notebook_of(chapter)).cells
-        [source] = [cell.source for cell in cells if cell.id == cell_id]
-        with contextlib.suppress(SyntaxError):  # a cell that begins with %%
-            source += "\n" + ast.unparse(ast.parse(source))  # a statement of several lines is quoted as one
-        assert text.removesuffix(" …") in run.as_code(source, len(source)), command
+def test_each_row_quotes_a_cell_about_its_lie():
+    problems = []
+    for lie, chapter in run.PAIRS:
+        row = ROWS[lie.says, run.label(chapter)]
+        cell_id, kind, text = (row[column].strip("`") for column in ("Cell", "By", "What the cell said"))
+        is_as_recorded = run.verdict_on(lie, chapter, run.Failure(cell_id, kind, text)) == run.Verdict(row, "")
+        if not is_as_recorded or (text.startswith("assert ") and not quotes_the_cell(text, chapter, cell_id)):
+            problems.append(f"chapter {chapter}: make sabotage ARGS={lie.name}")
+    assert not problems, "\n".join(["These rows no longer agree with their chapters:", *problems])
 
 
-def test_a_lies_own_error_is_known_by_the_name_of_its_file():
-    """first_failure.py looks for this name in what a cell or a rank says."""
-    functions = [instead_of, *(lie.tell for lie in LIES.values())]
-    assert [f.__name__ for f in functions if not Path(f.__code__.co_filename).name.endswith("lies.py")] == []
+def quotes_the_cell(text, chapter, cell_id):
+    """Whether a text is a statement of a cell, or the beginning of a long one. One of several lines is one line."""
+    [source] = [cell.source for cell in run.read_notebook(run.notebook_of(chapter)).cells if cell.id == cell_id]
+    with contextlib.suppress(SyntaxError):  # a cell that begins with %%
+        source += "\n" + ast.unparse(ast.parse(source))
+    return text.removesuffix(" …") in run.as_code(source, len(source))
 
 
 @pytest.mark.daily
@@ -95,25 +90,18 @@ def test_a_lie_is_noticed_as_recorded(name):
     assert run.verdict_on(lie, chapter, run.run(lie, chapter)) == run.Verdict(row, "")
 
 
-UNNOTICED = {
-    "no cell notices it": "import torch",
-    "no process imported torch.amp.autocast_mode": "pass",
-    "neither the cell nor the prose": "import torch\nassert torch.autocast('cpu')._enabled",
-    "the lie does not work: only NameError": "import torch\nif not torch.autocast('cpu')._enabled:\n    a_patch_s_name",
-}
+def test_a_lie_is_a_problem_unless_a_cell_about_it_fails():
+    about_autocast = LIES["autocast_is_off"]
+    about_giraffes = dataclasses.replace(about_autocast, words="giraffes")
 
+    def problem(lie, failure):
+        return run.verdict_on(lie, "05", failure).problem
 
-@pytest.mark.slow
-@pytest.mark.parametrize("problem", UNNOTICED)
-def test_a_lie_that_is_not_noticed_is_a_problem(problem, tmp_path, monkeypatch):
-    project = run.copy_of_the_project(tmp_path / "project")
-    for notebook in (project / "notebooks").glob("*.ipynb"):
-        notebook.unlink()
-    cells = [new_markdown_cell("# Elephants"), new_code_cell(UNNOTICED[problem], id="only", execution_count=1)]
-    nbformat.write(new_notebook(cells=cells), project / "notebooks" / "05_tiny.ipynb")
-    monkeypatch.setattr(run, "ROOT", project)
-    lie = dataclasses.replace(LIES["autocast_is_off"], words="giraffes")
-    assert problem in run.verdict_on(lie, "05", run.run(lie, "05")).problem
+    failed_assert = run.Failure("op-lists", "assert", "assert x")
+    assert problem(about_autocast, failed_assert) == ""
+    assert problem(about_giraffes, failed_assert).startswith("neither the cell nor the prose")
+    assert problem(about_autocast, None) == "no cell notices it"
+    assert problem(about_autocast, run.Failure("op-lists", "fault", "NameError")).startswith("the lie does not work")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The probes of a verification: what is predicted for them, and what becomes of one that fails or hangs."""
+"""The probes of a verification: what is predicted for them, and what becomes of one that fails."""
 
 import ast
-import importlib
 import os
 import random
 import shutil
@@ -11,18 +10,17 @@ import time
 from pathlib import Path
 
 import leftovers
-import psutil
 import pytest
 import torch
 from scripting import ROOT
 
 from helpers.export.chapters import export
-from helpers.verify.measuring import measure, read_results
+from helpers.verify.measuring import measure
 from helpers.verify.order import PROBES
 from helpers.verify.predictions import predictions_for
 from helpers.verify.probes import catalog, messages, products
 from helpers.verify.probes.catalog import Task
-from helpers.verify.record import Figure, Prediction, read
+from helpers.verify.record import Figure, read
 from helpers.verify.runs import Launcher
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -36,10 +34,7 @@ def test_the_predictions_for_an_h100():
     assert [round(number, 1) for number in (step.value, step.low, step.high)] == [124.6, 105.6, 199.3]
     assert round(peak.value, 1) == 17.9
     assert round(states.value, 2) == 4.26
-
-
-def test_a_gpu_that_the_planner_does_not_know_has_no_predictions():
-    assert predictions_for("NVIDIA GeForce RTX 4090", ranks=1) == {}
+    assert predictions_for("NVIDIA GeForce RTX 4090", ranks=1) == {}, "the planner does not know this GPU"
 
 
 @pytest.mark.parametrize("name", ["rates", "float8"])
@@ -60,14 +55,7 @@ def test_bus_bandwidth_is_predicted_for_the_largest_all_reduce_of_several_gpus()
 # --- one probe --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", PROBES.values(), ids=[*PROBES])
-def test_a_probe_is_a_function_of_its_module(task):
-    assert callable(getattr(importlib.import_module(task.module), task.name))
-
-
 PROBE = """\
-import time
-
 from helpers.verify.probes.results import Text
 from helpers.verify.record import Figure
 
@@ -76,42 +64,17 @@ def fails(device):
     yield Figure("before", 1.0, "ms")
     yield Text("said", "a line")
     raise ValueError(f"not on {device}")
-
-
-def hangs(device):
-    yield Figure("before", 1.0, "ms")
-    time.sleep(1000)
 """
 
 
-def test_a_probe_that_fails_or_hangs_keeps_what_it_measured(tmp_path, monkeypatch):
+def test_a_probe_that_fails_keeps_what_it_measured(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text(PROBE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     launcher = Launcher(1, True, tmp_path, time.monotonic() + 600)
-    predictions = [Prediction("before", "ms", 2.0)]
-    measured = [Figure("before", 1.0, "ms", predicted=2.0)]
-
-    failed = measure(launcher, Task("fails", "broken", "A probe", 200), 1, predictions)
+    failed = measure(launcher, Task("fails", "broken", "A probe", 200), gpus=1)
     assert failed.trouble == "failed: ValueError: not on cpu"
-    assert failed.figures == measured
+    assert failed.figures == [Figure("before", 1.0, "ms")]
     assert failed.texts == {"said": "a line"}
-
-    hung = measure(launcher, Task("hangs", "broken", "A probe", 25), 1, predictions)
-    assert hung.trouble == "hung: it still ran after 25 s"
-    assert hung.figures == measured
-
-
-@pytest.mark.ranks
-def test_a_probe_goes_a_gpus_way_on_a_pretended_one(tmp_path):
-    """The other probes have too much to compute for a CPU there."""
-    task = catalog.NCCL_MEMORY
-    words = [task.module, task.name, "cuda", tmp_path / "results"]
-    program = "helpers.verify.probes.process"
-    command = [sys.executable, "-m", "helpers", "rehearse", "-m", program, "--gpus", "1", "--", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    figures, _ = read_results(tmp_path / "results")
-    assert done.returncode == 0, done.stderr
-    assert len(figures) == 3
 
 
 @pytest.mark.ranks
@@ -126,8 +89,7 @@ def test_every_probe_runs_on_the_cpu_with_small_sizes(helpers, tmp_path):
     assert all(probe.figures for probe in record.probes.values()), printed
     text = (out / "page.md").read_text()
     assert all(f"## {task.title}\n" in text for task in PROBES.values())
-    gradient = record.probes["shared_gpu"].figures[0]
-    assert gradient.ratio == 1
+    assert record.probes["shared_gpu"].figures[0].value == 12
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -143,37 +105,7 @@ def test_what_a_mistake_should_print_is_quoted_by_the_book_or_said_by_the_rehear
             assert message in quoted or as_in_source in quoted, message
 
 
-def test_a_long_output_keeps_its_beginning_and_its_end():
-    assert messages.shortened("short") == "short"
-    text = messages.shortened("a" * 5000 + "end")
-    assert text.startswith("a" * messages.BEGINNING + "\n...\n")
-    assert text.endswith("end")
-    assert len(text) < 3100
-
-
 # --- kills ------------------------------------------------------------------------------------------------------------
-
-PARENT = """\
-import subprocess
-import sys
-import time
-
-from helpers.ranks.leash import leashed
-
-print(subprocess.Popen(leashed([sys.executable, "-c", "import time; time.sleep(1000)"])).pid, flush=True)
-time.sleep(1000)
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
-def test_what_a_killed_command_has_started_ends_too():
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    child = psutil.Process(int(parent.stdout.readline()))
-    assert leftovers.wait_until(lambda: child.cmdline()[1:] == ["-c", "import time; time.sleep(1000)"])
-    parent.kill()
-    parent.communicate()
-    child.wait(60)
-
 
 ONE_RANK = """\
 import json
@@ -206,37 +138,28 @@ HEADINGS = (
 @pytest.mark.ranks
 @pytest.mark.daily
 @pytest.mark.timeout(1200)
-def test_kills_leave_a_whole_page_and_record_and_the_command_goes_on(tmp_path):
+def test_kills_leave_a_whole_page_and_record(tmp_path):
     """Each kill comes at a random moment after the command has begun to write. Nothing that it started outlives it."""
     script = tmp_path / "script.py"
     script.write_text(ONE_RANK)
-    out = tmp_path / "out"
-    probes = ["rates", "launch", "copies", "nccl_memory"]
     command = [sys.executable, "-m", "helpers", "verify", "--rehearsal", "--gpus", "1", "--minutes", "60"]
-    command += ["--out", out, "--chapters", script, "--probes", *probes]
+    command += ["--chapters", script, "--probes", "rates", "launch", "copies", "nccl_memory"]
     moments = random.Random(39)
     with leftovers.surroundings() as environment:
         options = {"cwd": ROOT, "env": environment, "text": True, "stdout": subprocess.PIPE}
-        for _ in range(KILLS):
-            process = subprocess.Popen(command, **options)
+        for number in range(KILLS):
+            out = tmp_path / str(number)
+            process = subprocess.Popen([*command, "--out", out], **options)
             assert leftovers.wait_until((out / "results.json").exists, 200)
             time.sleep(moments.uniform(0, 10))
             process.kill()
             process.communicate()
             text = (out / "page.md").read_text()
             assert all(heading in text for heading in HEADINGS)
-            record = read(out / "results.json")
+            read(out / "results.json")
             assert leftovers.wait_until(lambda: not leftovers.processes(environment[leftovers.MARK]), 60)
-        done = subprocess.run(command, **options)
         shutil.rmtree(environment["TMPDIR"])  # A killed command leaves its scripts and logs there.
         Path(environment["TMPDIR"]).mkdir()
-    assert done.returncode == 0, done.stdout
-    lines = {line.split()[0]: line for line in done.stdout.splitlines()}
-    for name in (*record.probes, *record.steps):
-        assert lines[name][26:32].strip() == "", "a step that is kept takes no seconds"
-    record = read(out / "results.json")
-    assert {*record.probes} == {*probes}
-    assert {*record.steps} == {"script", "doctor"}
 
 
 # --- a machine with GPUs has little else ------------------------------------------------------------------------------

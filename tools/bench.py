@@ -23,8 +23,6 @@ from importlib.metadata import version
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
-import psutil
-
 from helpers.command_line import aligned
 from helpers.ranks.ports import hold_port
 
@@ -236,42 +234,28 @@ def table(seconds: Seconds) -> list[dict[str, str]]:
         rows.append(
             {
                 "What": name,
-                "Seconds": three_digits(statistics.median(measured)),
-                "Lowest to highest": f"{three_digits(min(measured))} to {three_digits(max(measured))}",
-                "Ratio": three_digits(statistics.median(measured) / statistics.median(base)),
+                "Seconds": f"{statistics.median(measured):.3g}",
+                "Lowest to highest": f"{min(measured):.3g} to {max(measured):.3g}",
+                "Ratio": f"{statistics.median(measured) / statistics.median(base):.3g}",
                 "Calls": str(len(measured)),
             }
         )
     return rows
 
 
-def three_digits(number: float) -> str:
-    """Without an exponent."""
-    if number >= 100:
-        return f"{number:.0f}"
-    return f"{float(f'{number:.3g}'):f}".rstrip("0").rstrip(".")
-
-
 def machine() -> list[dict[str, str]]:
     """The rows of the machine and the software. Call it before the run, because of the load."""
     cpu = platform.machine()
-    system = "macOS"
     if sys.platform == "linux":
         model = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         cpu = model[1] if model else cpu
-        system = platform.freedesktop_os_release()["PRETTY_NAME"]
     values = {
         "CPU": cpu,
         "cores": str(os.cpu_count()),
-        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "load before the run": f"{os.getloadavg()[0]:.1f}",
-        "system": system,
         "Python": platform.python_version(),
-        "torch": version("torch"),
-        "accelerate": version("accelerate"),
-        "ipyparallel": version("ipyparallel"),
+        **{name: version(name) for name in ("torch", "accelerate", "ipyparallel")},
         "date": datetime.date.today().isoformat(),
-        "rounds": str(ROUNDS),
     }
     return [{"What": name, "Here": value} for name, value in values.items()]
 

@@ -7,7 +7,6 @@ notebook.
 
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import nbformat
@@ -26,27 +25,19 @@ LEFT = """\
 CONTRIBUTING.md has the rest of the list."""
 
 
-class Refused(Exception):
-    """A name that no chapter can have: what is wrong with it, and the next step."""
+def checked(name: str, notebooks: Path) -> tuple[str, str]:
+    """(number, topic) of a new chapter. Raises ValueError, with the next step, for what is not the next chapter's name.
 
-
-def checked(names: Sequence[str], notebooks: Path) -> tuple[str, str]:
-    """(number, topic) of a new chapter. Raises Refused for what is not one name, or not the next chapter's."""
-    taken = {path.name[:2]: path for path in notebooks.glob("[0-9][0-9]_*.ipynb")}
-    following = f"{len(taken):02}"
-    example = f"make chapter NAME={following}_topic"
-    if len(names) != 1:
-        raise Refused(f"A chapter has one name, and {len(names)} were given.\nGive it a number and a topic: {example}")
-    match = NAME.fullmatch(names[0])
-    if match is None:
-        form = "two digits, _, and a topic in small letters"
-        raise Refused(f"{names[0]!r} is not the name of a chapter, which is {form}.\nFor example: {example}")
-    number, topic = match.groups()
-    if number in taken:
-        raise Refused(f"There is a chapter {number}: {taken[number].stem}.\nTake the next free number: {example}")
-    if number != following:
-        raise Refused(f"There is no chapter {following} yet, so {number} would leave a gap.\nFor example: {example}")
-    return number, topic
+    A gap between the chapters' numbers would break the order of the book.
+    """
+    number = f"{len(list(notebooks.glob('[0-9][0-9]_*.ipynb'))):02}"
+    match = NAME.fullmatch(name)
+    if match is None or match[1] != number:
+        raise ValueError(
+            f"{name!r} cannot be the next chapter's name: its number, {number}, and a topic in small letters.\n"
+            f"For example: make chapter NAME={number}_topic"
+        )
+    return number, match[2]
 
 
 def copy_of_template(template: Path, number: str, topic: str) -> nbformat.NotebookNode:
@@ -63,9 +54,9 @@ def copy_of_template(template: Path, number: str, topic: str) -> nbformat.Notebo
     return nb
 
 
-def start(names: Sequence[str], root: Path = ROOT) -> str:
-    """Make the notebook and its line in _toc.yml; return what is left to do. Raises Refused, and then makes nothing."""
-    number, topic = checked(names, root / "notebooks")
+def start(name: str, root: Path = ROOT) -> str:
+    """Make the notebook and its line in _toc.yml; return what is left to do. A refused name changes nothing."""
+    number, topic = checked(name, root / "notebooks")
     path = Path("notebooks", f"{number}_{topic}.ipynb")
     nb = copy_of_template(root / "notebooks" / "template.ipynb", number, topic)
     (root / path).write_text(text_of(nb), encoding="utf-8")
@@ -78,14 +69,8 @@ def start(names: Sequence[str], root: Path = ROOT) -> str:
     return LEFT.format(path=path, number=number)
 
 
-def main(names: Sequence[str]) -> int:
-    try:
-        print(start(names))
-    except Refused as refusal:
-        print(refusal, file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        print(start(" ".join(sys.argv[1:])))
+    except ValueError as refusal:
+        sys.exit(str(refusal))

@@ -22,7 +22,7 @@ from helpers.export.verified import FILE_NAME, add_script, fingerprint, read_rec
 from helpers.verify.compare import numbers
 
 TOLERANCE = 0.002  # as in tests/support/scripting.py
-TIMEOUT = 900  # seconds for one run
+TIMEOUT = 900  # seconds for one run: 16 ranks of a rehearsal may share two cores
 ON_TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -30,20 +30,13 @@ class Failed(Exception):
     """A script did not pass: why, and what it printed."""
 
 
-def result(script: Path, launcher: list[str], flags: list[str]) -> dict[str, float]:
-    """The numbers that a script prints last, as ``result {json}``. Raises Failed if it fails."""
-    command = [sys.executable, *launcher, str(script), *flags]
+def result(folder: Path, *words: object) -> dict[str, float]:
+    """The numbers that ``python words`` prints last in a folder, as ``result {json}``. Raises Failed if it fails."""
+    command = [sys.executable, *map(str, words)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)  # no script may find this project
     try:
-        done = subprocess.run(
-            command,
-            cwd=script.parent,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-        )
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         raise Failed(f"it still ran after {TIMEOUT} seconds: {command}") from None
     if done.returncode != 0:
@@ -53,15 +46,15 @@ def result(script: Path, launcher: list[str], flags: list[str]) -> dict[str, flo
 
 def try_script(script: Path, facts: Script) -> None:
     """Run a chapter's script alone and on two ranks. Raises Failed where it does not pass."""
-    alone = result(script, [], [])
+    alone = result(script.parent, script)
     problems = unmet(facts.result, alone)
     if problems:
         raise Failed("\n".join(problems))
 
     flags = facts.quick_flags.split()
     if flags:  # with which it ends sooner
-        alone = result(script, [], flags)
-    on_two = result(script, ON_TWO_RANKS, flags)
+        alone = result(script.parent, script, *flags)
+    on_two = result(script.parent, *ON_TWO_RANKS, script, *flags)
     world_sizes = (alone.pop("world_size"), on_two.pop("world_size"))
     if world_sizes != (1, 2):
         raise Failed(f"it counted {world_sizes} ranks, and had 1 and 2")

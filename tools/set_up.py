@@ -7,8 +7,6 @@ an old Python gets to the message that it is too old.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import os
 import platform
 import re
@@ -16,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,26 +23,6 @@ PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 SECONDS_BETWEEN_LINES = 10  # while pip works
 LONGEST_LINE = 100  # characters
 STARTED = time.monotonic()
-
-# What pip or venv wrote, as a regular expression, and what to do about it. The first that matches is taken.
-NEXT_STEPS = {
-    r"No space left on device|Disk quota exceeded": (
-        "The disk is full: PyTorch and the rest need 2 GB, and 6 GB if PyTorch is the build with CUDA.\n"
-        "pip unpacks downloads in TMPDIR (usually /tmp). Make room there and here, then run make again."
-    ),
-    r"Read-only file system|Permission denied": (
-        "This folder, or one that pip uses, cannot be written to.\n"
-        "Copy the project to a folder of your own, and run make there."
-    ),
-    r"ensurepip is not available|No module named '?(venv|ensurepip)": (
-        "This Python cannot make virtual environments.\nOn Debian or Ubuntu: sudo apt install python3-venv"
-    ),
-    r"Failed to establish a new connection|NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError"
-    r"|Connection reset|Connection aborted|Temporary failure in name resolution|SSLError|IncompleteRead": (
-        "pip could not reach its package index. Check the network and `pip config list` (index-url, proxy, cert).\n"
-        "Then run make again: what was downloaded completely is kept."
-    ),
-}
 
 
 class SetUpError(Exception):
@@ -72,7 +49,7 @@ class Wanted:
     def allows(self, version: str) -> bool:
         if self.exact is not None:
             return self.exact in (version, public_version(version))
-        return self.lowest <= numbers(public_version(version)) < self.below
+        return self.lowest <= numbers(version) < self.below
 
     def __str__(self) -> str:
         if self.exact is not None:
@@ -88,8 +65,8 @@ def public_version(version: str) -> str:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """A version as numbers that can be compared: ``(2, 15, 0)`` of ``2.15.0``."""
-    return tuple(int(number) for number in re.findall(r"\d+", version))
+    """A version as numbers that can be compared: ``(2, 15, 0)`` of ``2.15.0+cpu``."""
+    return tuple(int(number) for number in re.findall(r"\d+", public_version(version)))
 
 
 def wanted_torch(requirements: str, exact: str | None = None) -> Wanted:
@@ -100,40 +77,37 @@ def wanted_torch(requirements: str, exact: str | None = None) -> Wanted:
     return Wanted(exact, numbers(match[1]), numbers(match[2]))
 
 
-def newest(versions: list[str]) -> str | None:
-    return max(versions, key=lambda version: numbers(public_version(version)), default=None)
-
-
 def choose(wanted: Wanted, configured: list[str], pytorch: list[str], system: str, has_gpu: bool) -> Build:
     """The newest CPU build, or a build with CUDA if a GPU is here or if there is no other.
 
     ``configured`` are the versions where pip is configured to look, usually at PyPI, and ``pytorch`` those of PyTorch's
     own index. On Linux the version of a CPU build ends in ``+cpu``. On macOS every build is one.
     """
-    configured = [version for version in configured if wanted.allows(version)]
-    pytorch = [version for version in pytorch if wanted.allows(version)]
-    plain = newest([version for version in configured if "+" not in version])
-    if system != "Linux" and plain is not None:
-        return Build(f"torch==={plain}", (), f"PyTorch {plain}, which has no CUDA on this system")
-    if has_gpu and plain is not None:
-        return Build(f"torch==={plain}", (), f"PyTorch {plain} with CUDA, because nvidia-smi shows a GPU here")
-
-    configured_cpu = newest([version for version in configured if version.endswith("+cpu")])
-    pytorch_cpu = newest([version for version in pytorch if version.endswith("+cpu")])
-    if pytorch_cpu is not None and (configured_cpu is None or numbers(configured_cpu) < numbers(pytorch_cpu)):
-        description = f"PyTorch {public_version(pytorch_cpu)}, CPU build, from PyTorch's own index"
-        return Build(f"torch=={pytorch_cpu}", ("--index-url", PYTORCH_INDEX), description)
-    if configured_cpu is not None:
-        description = f"PyTorch {public_version(configured_cpu)}, CPU build, from where pip is configured to look"
-        return Build(f"torch=={configured_cpu}", (), description)
-    if plain is not None:
-        why = f"neither {PYTORCH_INDEX} nor pip's own configuration has a CPU build for this Python, or is reached"
-        return Build(f"torch==={plain}", (), f"PyTorch {plain} with CUDA, 6 GB on disk: {why}")
-    python = platform.python_version()
-    raise SetUpError(
-        f"pip finds no {wanted} for Python {python}. Is there a network? Does `pip config list` name an index?\n"
-        "If there is, this Python may be too new: name an older one, as in make PYTHON=python3.13"
-    )
+    configured = sorted(filter(wanted.allows, configured), key=numbers)
+    pytorch = sorted(filter(wanted.allows, pytorch), key=numbers)
+    plain = [version for version in configured if "+" not in version]
+    configured_cpu = [version for version in configured if version.endswith("+cpu")]
+    pytorch_cpu = [version for version in pytorch if version.endswith("+cpu")]
+    if system == "Linux" and not has_gpu and (configured_cpu or pytorch_cpu):
+        version = max([*configured_cpu, *pytorch_cpu], key=numbers)
+        index_options: tuple[str, ...] = ()
+        source = "from where pip is configured to look"
+        if version not in configured_cpu:
+            index_options = ("--index-url", PYTORCH_INDEX)
+            source = "from PyTorch's own index"
+        return Build(f"torch=={version}", index_options, f"PyTorch {public_version(version)}, CPU build, {source}")
+    if not plain:
+        raise SetUpError(
+            f"pip finds no {wanted} for Python {platform.python_version()}. Does `pip config list` name an index?\n"
+            "If it does, this Python may be too new: name an older one, as in make PYTHON=python3.13"
+        )
+    version = plain[-1]
+    why = "with CUDA, 6 GB on disk, because no index that pip reaches has a CPU build for this Python"
+    if system != "Linux":
+        why = "which has no CUDA on this system"
+    elif has_gpu:
+        why = "with CUDA, because nvidia-smi shows a GPU here"
+    return Build(f"torch==={version}", (), f"PyTorch {version}, {why}")
 
 
 class Environment:
@@ -147,36 +121,26 @@ class Environment:
         self.log = folder / "set_up.log"
 
     def create(self) -> None:
-        """Make the environment, anew if what is there was left half-made, is broken, or has another Python."""
-        if self.folder.exists():
-            reason = self.why_anew()
-            if reason:
-                print(f"{self.folder} is made anew: {reason}.", flush=True)
-                shutil.rmtree(self.folder)
+        """Make the environment, anew if what is there cannot be used."""
+        if self.folder.exists() and not self.is_usable():
+            print(f"{self.folder} is made anew: it is unfinished, or has another Python.", flush=True)
+            shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.unfinished.touch()  # before all else, so that whatever ends this program, the next run begins again
         self.ready.unlink(missing_ok=True)
         if self.python.exists():
             return
-        command = [sys.executable, "-m", "venv", str(self.folder)]
-        made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        made = subprocess.run([sys.executable, "-m", "venv", str(self.folder)])
         if made.returncode != 0:
-            raise SetUpError(explained(made.stdout.splitlines(), f"{sys.executable} could not make {self.folder}"))
+            raise SetUpError(f"{sys.executable} could not make {self.folder}, for the reason above.")
 
-    def why_anew(self) -> str:
-        """Why the existing folder cannot be used as it is; empty if it can be."""
-        if self.unfinished.exists():
-            return "an earlier set-up did not finish"
+    def is_usable(self) -> bool:
+        """Whether an earlier set-up finished, and its Python starts, has pip, and is of the version that runs this."""
         command = [str(self.python), "-c", "import platform, pip; print(platform.python_version())"]
-        try:
-            version = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        except OSError:
-            return "it has no Python that starts"
-        if version.returncode != 0:
-            return "its Python has no pip, or does not start"
-        if version.stdout.strip() != platform.python_version():
-            return f"it has Python {version.stdout.strip()}, and {sys.executable} is {platform.python_version()}"
-        return ""
+        if self.unfinished.exists() or not self.python.exists():
+            return False
+        answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        return answer.stdout.strip() == platform.python_version()
 
     def finish(self) -> None:
         self.unfinished.unlink()
@@ -189,7 +153,10 @@ class Environment:
         """The versions of torch that pip finds for this Python and system; none if no index answers."""
         command = self.pip("index", "versions", "torch", *options)
         answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        return listed_versions(answer.stdout)
+        match = re.search(r"^Available versions: (.*)$", answer.stdout, re.MULTILINE)
+        if match is None:
+            return []
+        return match[1].split(", ")
 
     def install(self, *arguments: str) -> None:
         """Run pip install, and say every few seconds what it does. Whatever pip writes goes to the log."""
@@ -204,8 +171,11 @@ class Environment:
                 pip.terminate()  # after Ctrl-C; otherwise it has ended
                 pip.wait()
         if pip.returncode != 0:
-            lines = self.log.read_text().splitlines()
-            raise SetUpError(explained(lines, f"pip could not install everything; its words are in {self.log}"))
+            errors = [line for line in self.log.read_text().splitlines() if line.startswith("ERROR:")]
+            raise SetUpError(
+                "\n".join(errors) + f"\npip could not install everything; its words are in {self.log}. "
+                "What was downloaded completely is kept, so run make again."
+            )
 
 
 def ended_within(process: subprocess.Popen, seconds: float) -> bool:
@@ -220,49 +190,6 @@ def print_last_line(log: Path) -> None:
     """Print how long the set-up has taken, and what pip does now, such as ``Downloading torch-2.15.0…``."""
     lines = log.read_text().splitlines() or ["pip starts"]
     print(f"  {time.monotonic() - STARTED:4.0f} s  {lines[-1].strip()[:LONGEST_LINE]}", flush=True)
-
-
-def listed_versions(answer: str) -> list[str]:
-    """The versions in what ``pip index versions torch`` printed."""
-    match = re.search(r"^Available versions: (.*)$", answer, re.MULTILINE)
-    if match is None:
-        return []
-    return match[1].split(", ")
-
-
-def explained(lines: list[str], otherwise: str) -> str:
-    """What a program's output means, and the next step. Of an error not known here, its first or last line."""
-    text = "\n".join(lines)
-    for pattern, next_step in NEXT_STEPS.items():
-        if re.search(pattern, text):
-            return next_step
-    missing = re.search(r"No matching distribution found for (\S+)", text)
-    if missing is not None:
-        return (
-            f"pip finds no {missing[1]} for Python {platform.python_version()}: no index answers, or it has no wheel.\n"
-            "Look at `pip config list`, or name another Python: make PYTHON=python3.13"
-        )
-    errors = [line for line in lines if line.startswith("ERROR:")]
-    first = (errors or lines[-1:] or [""])[0]
-    return f"{first.strip()}\n{otherwise}."
-
-
-@contextlib.contextmanager
-def only_one(project: Path) -> Iterator[None]:
-    """Hold a lock on the project's folder, so that a second make does not delete what the first one installs."""
-    descriptor = os.open(project, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise SetUpError(
-            "Another make sets up this project at the moment.\nWait until it has ended, then run make again."
-        ) from None
-    except OSError:
-        pass  # some network file systems have no locks
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def gpu_is_here() -> bool:
@@ -315,13 +242,9 @@ def main() -> int:
         print("Name a newer one: make PYTHON=python3.12", file=sys.stderr)
         return 1
     try:
-        with only_one(ROOT):
-            set_up(arguments.folder, arguments.torch)
-    except SetUpError as error:
+        set_up(arguments.folder, arguments.torch)
+    except (SetUpError, OSError) as error:  # OSError: a full disk, or a folder that cannot be written to
         print(error, file=sys.stderr)
-        return 1
-    except OSError as error:  # a file of the environment that cannot be written
-        print(explained([str(error)], "The set-up ended early"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nStopped. The next make begins again, and keeps what was downloaded completely.", file=sys.stderr)

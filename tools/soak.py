@@ -2,9 +2,9 @@
 
     --runs 40      any chapter's script on 2 and on 4 ranks; each run has to end well
     --kills 200    of chapter 13's job, whose last weights must be the undisturbed job's to the last bit
-    --kills 1000   of chapter 16's job, which goes on on another mesh each time
+    --kills 1000   of chapter 16's job, which is started again on another mesh each time
 
-Ranks, torchrun's agent and SIGKILL are real, and any rank may be the victim. No process, no half written file and no
+Ranks, torchrun's agent and SIGKILL are real, and any rank may be the victim. No process, no half-written file and no
 hanging job may be left. Where ranks are killed, they are forked from the agent, which has imported torch: so a start
 takes a tenth of a second, and a thousand kills are possible.
 """
@@ -22,7 +22,6 @@ import tempfile
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +29,11 @@ from typing import Any
 
 import leftovers
 import psutil
-import torch
-from forked import AT_ADDRESS, FORKING, TORCHRUN
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from forked import AT_ADDRESS, FORKING
+from scripting import stand_alone, torchrun
 
 from helpers.export import chapters
 
-CPUS = os.cpu_count() or 1
 LONGEST_WAIT = 180  # seconds: a start, a restart or an end that takes longer counts as a hang
 # What chapter 16's script imports: once in the agent, and not in each rank.
 IMPORTS = [
@@ -51,47 +48,25 @@ IMPORTS = [
 
 
 class Failure(Exception):
-    """A job hangs, fails or leaves something behind; the message says which."""
+    """A job hangs, fails, loses something or leaves something behind; the message says which."""
 
 
 class Agent:
-    """torchrun's agent, one job of ranks after the other, and the lines that the ranks of the last job have printed.
+    """torchrun's agent, which runs one job of ranks after the other, and the lines that the last job has printed."""
 
-    ``forking``: the ranks are forked from the agent, which has imported torch. Else each job has an agent of its own.
-    """
-
-    def __init__(self, folder: Path, forking: bool = True) -> None:
-        self.folder = folder
-        self.forking = forking
+    def __init__(self, folder: Path) -> None:
         self.mark = uuid.uuid4().hex  # in the environment of all its processes
         self.lines: list[str] = []
         self.errors = folder / "errors.txt"
-        self.process: Any = None  # subprocess.Popen, once a job has been started
-
-    def start(self, script: Path, nproc: int, *flags: str, restarts: int = 0) -> None:
-        """Start a job; the one before has ended."""
-        arguments = [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}", "--monitor-interval=0.02"]
-        arguments += [*AT_ADDRESS, str(script), *flags]
-        self.lines.clear()
-        if not self.forking:
-            self.close()
-            self.open([*TORCHRUN, *arguments], own_store=restarts > 0)
-            return
-        if self.process is None:
-            self.open([*FORKING, "--serve", *IMPORTS], own_store=True)
-        print(json.dumps(arguments), file=self.process.stdin, flush=True)
-
-    def open(self, command: list[str], own_store: bool) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        environment |= {"TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1", leftovers.MARK: self.mark}
+        environment |= {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1", leftovers.MARK: self.mark}
         environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-        # Ranks that start again may read dead ranks' addresses from a store that outlives them. But another program may
-        # take the port of a store of their own before it starts.
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(own_store))
+        # Ranks that start again may read dead ranks' addresses from a store that outlives them.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, *command],
-                cwd=self.folder,
+                [sys.executable, *FORKING, "--serve", *IMPORTS],
+                cwd=folder,
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -102,23 +77,27 @@ class Agent:
         self.reader.start()
 
     def read(self) -> None:
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip())
 
-    def printed(self, beginning: str, since: int = 0) -> bool:
-        """Whether a line begins with these words, from line ``since`` on."""
-        return any(line.startswith(beginning) for line in self.lines[since:])
+    def start(self, script: Path, nproc: int, *flags: str, restarts: int = 0) -> None:
+        """Start a job; the one before has ended."""
+        arguments = [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}", "--monitor-interval=0.02"]
+        self.lines.clear()
+        print(json.dumps([*arguments, *AT_ADDRESS, str(script), *flags]), file=self.process.stdin, flush=True)
+
+    def printed(self, beginning: str) -> bool:
+        """Whether a line of the job begins with these words."""
+        return any(line.startswith(beginning) for line in self.lines)
 
     def status(self) -> int | None:
         """The job's exit status; None while it runs."""
-        status = self.process.poll()
-        if not self.forking:
-            return status
         for line in self.lines:
             if line.startswith("ended "):  # the agent prints it, and waits for the next job
                 return int(line.split()[1])
-        if status is not None:
-            raise Failure(f"the agent ended with status {status}")
+        if self.process.poll() is not None:
+            raise Failure(f"the agent ended with status {self.process.returncode}")
         return None
 
     def wait_for(self, condition: Callable[[], object], seconds: float = LONGEST_WAIT, step: float = 0.001) -> bool:
@@ -142,46 +121,35 @@ class Agent:
             return sorted(psutil.Process(self.process.pid).children(), key=lambda child: child.pid)
         return []
 
-    def new_ranks(self, nproc: int, before: list[psutil.Process]) -> list[psutil.Process]:
-        """Wait for ranks that were not there before; [] if the job ends."""
-        ranks: list[psutil.Process] = []
-
-        def all_are_new() -> bool:
-            ranks[:] = self.ranks()
-            return len(ranks) == nproc and not set(ranks) & set(before)
-
-        if self.wait_for(all_are_new, step=0.05):  # psutil reads all processes of the machine each time
-            return ranks
-        return []
-
-    def end(self, seconds: float = LONGEST_WAIT) -> int | None:
+    def end(self) -> int | None:
         """Wait for the job's end: its exit status. Failure where it hangs or leaves a process."""
-        self.wait_for(lambda: self.status() is not None, seconds)
-        may_stay = {self.process.pid}  # the agent that forks
-        if not self.forking:
-            may_stay = set()
-            self.reader.join(5)
-        if not leftovers.wait_until(lambda: not leftovers.processes(self.mark).keys() - may_stay):
+        self.wait_for(lambda: self.status() is not None)
+        if not leftovers.wait_until(lambda: leftovers.processes(self.mark).keys() == {self.process.pid}):
             raise Failure(f"it left {leftovers.processes(self.mark)}")
         return self.status()
 
     def close(self) -> None:
-        if self.process is None:
-            return
-        if self.process.poll() is None:  # after its end, the system may give its number to another process
-            self.process.kill()
+        """End the agent, and the ranks of a job that still runs."""
         for pid in leftovers.processes(self.mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.communicate()
         self.reader.join(5)
-        self.process.stdin.close()
-        self.process.stdout.close()
 
 
 def kill(rank: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
         rank.kill()
+
+
+def doing(folder: Path) -> str:
+    """What a running job does to the checkpoints in its folder: "a write" or "a commit", or else "training"."""
+    hidden = list(folder.glob(".step_*"))
+    if any(path.suffix != ".part" or Path(path, ".metadata").exists() for path in hidden):
+        return "a commit"  # a checkpoint has all of its files but not its name, or an old one is being removed
+    if hidden:
+        return "a write"
+    return "training"
 
 
 # --- chapter 13: the agent restarts the ranks, and no bit changes -----------------------------------------------------
@@ -190,29 +158,28 @@ def kill(rank: psutil.Process) -> None:
 class Restarts:
     """Chapter 13's job. Torchrun restarts its ranks after a kill, and its last weights must not differ in a bit.
 
-    Half of the moments are drawn evenly from the seconds of a start-up, the others from the first second of training.
-    Half of those wait for the next snapshot's write. What a kill leaves, the next save removes: so a kill during the
-    last save may leave its part, and an emergency save, where the next start has nothing to train.
+    The moments of kills are drawn evenly from a start-up and a second of training. Half of the kills then wait a little
+    for the next snapshot's write. What a kill leaves, the next save removes: so a kill during the last save may leave
+    its part, and an emergency save, where the next start has nothing to train.
     """
 
     CHAPTER = "13"
     NPROC = 2
     EPOCHS = 32  # long enough for some twenty kills
     STEPS = 480
-    TRAINING = 1.0  # seconds of training from which half of the moments are drawn
+    TRAINING = 1.0  # seconds
+    WAIT_FOR_A_WRITE = 0.3  # seconds
 
     def __init__(self, agent: Agent, script: Path, scratch: Path, luck: random.Random) -> None:
         self.agent = agent
         self.script = script
         self.luck = luck
-        self.kills: list[str] = []  # where each of them hit
-        self.start(scratch / "undisturbed", 1000)
-        agent.new_ranks(self.NPROC, [])
+        self.kills = 0
         start = time.monotonic()
+        self.start(scratch / "undisturbed", 1000)
         agent.wait_for(lambda: agent.printed("start "))
         self.start_up = time.monotonic() - start
         self.undisturbed = self.outcome()
-        print(f"undisturbed, {self.NPROC} ranks: {self.start_up:.2f} s of start-up", flush=True)
 
     def start(self, folder: Path, save_every: int, *flags: str) -> None:
         flags = ("--epochs", str(self.EPOCHS), "--save-every", str(save_every), "--checkpoint-dir", str(folder), *flags)
@@ -226,15 +193,15 @@ class Restarts:
             raise Failure(f"torchrun ended with status {status}")
         return endings
 
-    def job(self, folder: Path, most_kills: int) -> str:
-        """Kill ranks of one job until it ends, or until there were so many kills. Returns what it came to."""
-        save_every = self.luck.choice([1, 1, 2, 5])
-        emergency = self.luck.choice(["--emergency", "--no-emergency"])
-        self.start(folder, save_every, emergency)
-        ranks = self.agent.new_ranks(self.NPROC, [])
-        while ranks and len(self.kills) < most_kills and self.kill_one(folder, ranks):
-            ranks = self.agent.new_ranks(self.NPROC, ranks)
+    def job(self, folder: Path, most_kills: int) -> None:
+        """Kill ranks of one job until it ends, or until there were so many kills in all. Raises Failure."""
+        self.start(folder, self.luck.choice([1, 1, 2, 5]), self.luck.choice(["--emergency", "--no-emergency"]))
+        ranks = self.new_ranks([])
+        while ranks and self.kills < most_kills and self.kill_one(folder, ranks):
+            ranks = self.new_ranks(ranks)
         outcome = self.outcome()
+        if outcome != self.undisturbed:
+            raise Failure(f"it is DIFFERENT: {outcome}, not {self.undisturbed}")
 
         allowed = r"step_.*"
         if self.agent.printed(f"going on from step {self.STEPS},"):  # this start had nothing to train or save
@@ -242,44 +209,27 @@ class Restarts:
         strange = [path.name for path in folder.iterdir() if not re.fullmatch(allowed, path.name)]
         if strange:
             raise Failure(f"its folder holds {strange}")
-        verdict = "equal"
-        if outcome != self.undisturbed:
-            verdict = f"DIFFERENT: {outcome}, not {self.undisturbed}"
-        return f"{verdict}; {emergency} --save-every {save_every}"
+
+    def new_ranks(self, before: list[psutil.Process]) -> list[psutil.Process]:
+        """Wait for ranks that were not there before; [] if the job ends."""
+
+        def all_are_new() -> bool:
+            ranks = self.agent.ranks()
+            return len(ranks) == self.NPROC and not set(ranks) & set(before)
+
+        if self.agent.wait_for(all_are_new, step=0.05):  # psutil reads all processes of the machine each time
+            return self.agent.ranks()
+        return []
 
     def kill_one(self, folder: Path, ranks: list[psutil.Process]) -> bool:
         """Wait for a moment and kill a rank; False if the job ends before."""
-        agent = self.agent
-        lines_before = len(agent.lines)
-        started = time.time()
-
-        def newer(pattern: str) -> bool:
-            with contextlib.suppress(FileNotFoundError):  # a file was renamed after glob had listed it
-                return any(path.stat().st_mtime > started for path in folder.glob(pattern))
+        if self.agent.ends_within(self.luck.uniform(0, self.start_up + self.TRAINING)):
             return False
-
-        def trains() -> bool:
-            return newer("step_*") or agent.printed("going on", lines_before)
-
-        moment = self.luck.uniform(0, self.start_up)
         if self.luck.random() < 0.5:
-            agent.wait_for(trains)
-            moment = self.luck.uniform(0, self.TRAINING)
-        if agent.ends_within(moment):
-            return False
-        if self.luck.random() < 0.5 and trains():
             with contextlib.suppress(Failure):  # after this time without a write, it is killed all the same
-                agent.wait_for(lambda: newer(".step_*.part"), 0.3)
-
+                self.agent.wait_for(lambda: doing(folder) == "a write", self.WAIT_FOR_A_WRITE)
         kill(self.luck.choice(ranks))
-        if agent.printed("weights ", lines_before):
-            self.kills.append("the end")
-        elif newer(".step_*.part"):
-            self.kills.append("a write")
-        elif trains():
-            self.kills.append("training")
-        else:
-            self.kills.append("start-up")
+        self.kills += 1
         return True
 
 
@@ -309,19 +259,16 @@ class End:
 class Meshes:
     """Chapter 16's job, which is started again after a kill, on a mesh that is drawn.
 
-    A third of the moments is drawn evenly from the seconds of training, saves included; a third from the writing of a
-    checkpoint; a third from its commit, which is its last file, its renaming, and the removal of the oldest. Half of
-    them wait until a start has saved once. A job has passed if
+    A third of the moments is drawn evenly from the time between two saves; a third from the writing of a checkpoint; a
+    third from its commit, which is its last file, its renaming, and the removal of the oldest. A job has passed if
 
-    - its last weights and its optimizer's state are those of an uninterrupted job on one rank, up to TOLERANCE;
-    - each step was trained once in what was kept: it printed the uninterrupted job's loss and norm;
+    - each step was trained once in what was kept: it printed the loss and the norm of an uninterrupted job on one rank,
+      which depend on all weights and moments before it;
     - each start went on from the newest checkpoint that anybody had seen complete, or from a newer one;
     - its folder holds three checkpoints and nothing else. A fourth may be there where the last start had nothing to
       train: then a kill came before the last save removed it.
 
-    Ranks add up in another order on another mesh, so bits differ. The biases of the keys are not compared. They add
-    the same number to all scores of a query, so softmax ignores them, and their gradient is rounding alone. Adam
-    divides it by its own size: noise becomes steps.
+    Ranks add up in another order on another mesh, so bits differ, and what is printed is compared with three digits.
     """
 
     CHAPTER = "16"
@@ -340,38 +287,29 @@ class Meshes:
     SAVE_EVERY = 2
     FLAGS = ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-every", "1", "--backend", "gloo"]
     FLAGS += ["--width", "16", "--layers", "2", "--batch-size", "32", "--warmup", "4"]
-    PLACES = ["training", "a write", "a commit"]
-    COMMIT = 0.005  # seconds from a checkpoint's last file: its renaming and the removal of an old one take as long
-    TOLERANCE = 1e-5  # uninterrupted jobs on these meshes differ by 0.0000005
+    # {what the job does when it is killed: the share of the seconds between two saves in which the kill comes}
+    PLACES = {"training": 1.0, "a write": 0.2, "a commit": 0.02}
 
     def __init__(self, agent: Agent, script: Path, scratch: Path, luck: random.Random, meshes: dict = MESHES) -> None:
-        """Run the uninterrupted job on one rank, and note its weights, its steps and its times."""
+        """Run the uninterrupted job on one rank, and note its steps and the seconds between two saves."""
         self.agent = agent
         self.script = script
-        self.scratch = scratch
         self.luck = luck
         self.meshes = meshes
-        self.kills: list[str] = []  # where each of them hit
+        self.kills = 0
 
         folder = scratch / "uninterrupted"
         folder.mkdir()
         self.start((1, 1, 1), folder)
-        agent.wait_for(lambda: agent.printed("starting anew"))
-        start = time.monotonic()
         if not agent.wait_for(lambda: doing(folder) == "a write"):
             raise Failure("its checkpoints have their names before they are complete")
-        write_start = time.monotonic()
-        agent.wait_for(lambda: doing(folder) != "a write")
-        write = time.monotonic() - write_start
-        agent.wait_for(lambda: agent.printed(f"step {self.SAVE_EVERY + 1}:"))
-        training = time.monotonic() - start
+        start = time.monotonic()
+        agent.wait_for(lambda: agent.printed(f"step {3 * self.SAVE_EVERY}:"))
+        self.seconds = (time.monotonic() - start) / 2
         end = self.end()
         if not end.has_result:
             raise Failure("the uninterrupted job ends without a result")
         self.steps = end.steps
-        self.weights = self.contents(folder)
-        self.seconds = {"training": training, "a write": write, "a commit": self.COMMIT}
-        print(f"uninterrupted: {training:.2f} s until it has saved, {write:.2f} s of a write", flush=True)
 
     def start(self, mesh: tuple[int, int, int], folder: Path) -> None:
         pp, dp, tp = mesh
@@ -390,81 +328,45 @@ class Meshes:
             has_result=self.agent.printed("result "),
         )
 
-    def contents(self, folder: Path) -> dict[str, torch.Tensor]:
-        """{name: tensor} of all that the newest checkpoint holds."""
-        path = self.scratch / f"{uuid.uuid4().hex}.pt"
-        dcp_to_torch_save(folder / f"step_{complete(folder)[-1]:08}", path)
-        tensors = {}
-
-        def walk(name: str, value: object) -> None:
-            if isinstance(value, dict):
-                for key, inner in value.items():
-                    walk(f"{name}.{key}", inner)
-            elif isinstance(value, torch.Tensor) and "key.bias" not in name:
-                tensors[name] = value.float()
-
-        walk("", torch.load(path, weights_only=True))
-        path.unlink()
-        return tensors
-
-    def kill_one(self, folder: Path, newest: int, place: str) -> str | None:
-        """Wait for a moment, then kill a rank: what the job did then, or None if it had ended."""
+    def kill_one(self, folder: Path) -> bool:
+        """Wait for a moment, then kill a rank; False if the job has ended before."""
         agent = self.agent
-        moment = self.seconds[place] * self.luck.random()
-        number = self.luck.random()
-        waits_for_a_save = self.luck.random() < 0.5
-        if place == "a commit" and self.luck.random() < 0.5:
-            number = 0  # rank 0 does it; without the others it ends at its next collective
+        place = self.luck.choice(list(self.PLACES))
+        moment = self.luck.uniform(0, self.PLACES[place] * self.seconds)
         if not agent.wait_for(lambda: agent.printed("starting anew") or agent.printed("going on")):
-            return None
+            return False
         ranks = agent.ranks()
-        if waits_for_a_save:
-            agent.wait_for(lambda: agent.printed(f"step {newest + self.SAVE_EVERY + 1}:"))
         if place != "training":
             agent.wait_for(lambda: doing(folder) == place)
-        moment *= max(1.0, len(ranks) / CPUS)
         if agent.ends_within(moment) or agent.printed("result") or not ranks:
-            return None
-        kill(ranks[int(number * len(ranks))])
-        return doing(folder)
+            return False
+        kill(self.luck.choice(ranks))
+        self.kills += 1
+        return True
 
-    def job(self, folder: Path, most_kills: int) -> str:
-        """Start and kill a job until it ends by itself, with at most so many kills. Returns what it came to."""
+    def job(self, folder: Path, most_kills: int) -> None:
+        """Start and kill a job until it ends by itself, with at most so many kills in all. Raises Failure."""
         history: dict[int, Step] = {}  # the steps whose weights the job goes on with
-        starts = 0
+        end = None
         folder.mkdir()
-        while True:
-            starts += 1
+        while end is None or not end.has_result:
             [mesh] = self.luck.choices(list(self.meshes), list(self.meshes.values()))
-            place = self.luck.choice(self.PLACES)
             before = complete(folder)
             self.start(mesh, folder)
-            hit = None
-            if len(self.kills) < most_kills:
-                hit = self.kill_one(folder, before[-1], place)
-            if hit is not None:
-                self.kills.append(f"{hit} on {'x'.join(str(size) for size in mesh)}")
-            after = complete(folder)
+            was_killed = self.kills < most_kills and self.kill_one(folder)
+            at_the_kill = complete(folder)
             end = self.end()
-            if not end.has_result and hit is None:
+            if not end.has_result and not was_killed:
                 raise Failure("it ended by itself, without a result")
             if end.origin != before[-1]:
                 raise Failure(f"it went on from step {end.origin}, and the checkpoints {before} were complete")
-            if complete(folder)[-1] < after[-1]:
-                raise Failure(f"of the checkpoints {after}, complete at the kill, {complete(folder)} are left")
+            if complete(folder)[-1] < at_the_kill[-1]:
+                raise Failure(f"of the checkpoints {at_the_kill}, complete at the kill, {complete(folder)} are left")
             history = {step: printed for step, printed in history.items() if step <= end.origin}
             history |= end.steps
-            if end.has_result:
-                break
 
         self.check_steps(history)
         self.check_names(folder, trained=bool(end.steps))
-        weights = self.contents(folder)
-        if weights.keys() != self.weights.keys():
-            raise Failure(f"a checkpoint lacks {min(weights.keys() ^ self.weights.keys())}")
-        difference = max((weights[name] - self.weights[name]).abs().max().item() for name in weights)
-        verdict = "equal" if difference < self.TOLERANCE else "DIFFERENT"
-        return f"{verdict}; {starts} starts, {difference:.1e} from one rank"
 
     def check_steps(self, history: dict[int, Step]) -> None:
         """Raise Failure unless each step was kept once, and printed what the uninterrupted job's did."""
@@ -487,58 +389,36 @@ def complete(folder: Path) -> list[int]:
     return [0, *sorted(int(path.name[5:]) for path in folder.glob("step_*"))]
 
 
-def doing(folder: Path) -> str:
-    """What a running job does to the checkpoints in its folder: "a write" or "a commit", or else "training"."""
-    hidden = [Path(folder, name) for name in os.listdir(folder) if name.startswith(".step_")]
-    if any(path.suffix != ".part" or Path(path, ".metadata").exists() for path in hidden):
-        return "a commit"  # a checkpoint has all of its files but not its name, or an old one is being removed
-    if hidden:
-        return "a write"
-    return "training"
-
-
 def kill_many(kind: Any, kills: int, seed: int, agent: Agent, script: Path, scratch: Path, *options: object) -> int:
-    """Run jobs of a kind until ``kills`` ranks have been killed; print a line for each. Returns how many went wrong."""
+    """Run jobs of a kind until so many ranks have been killed. Prints a line for each job; returns 1 if one fails."""
     print(f"seed {seed}: python tools/soak.py --chapter {kind.CHAPTER} --kills {kills} --seed {seed}", flush=True)
-    wrong = 0
-    number = 0
-    places: list[str] = []
     try:
         jobs = kind(agent, script, scratch, random.Random(seed), *options)
-        places = jobs.kills
-        while len(places) < kills:
+        number = 0
+        while jobs.kills < kills:
             number += 1
-            before = len(places)
-            outcome = jobs.job(scratch / f"job{number}", kills)
-            if not outcome.startswith("equal"):
-                wrong += 1
-            print(f"job {number}, {len(places) - before} kills: {outcome}", flush=True)
+            jobs.job(scratch / f"job{number}", kills)
+            print(f"job {number} is as the undisturbed one, after {jobs.kills} kills in all", flush=True)
     except Failure as failure:
-        wrong += 1
         print("\n".join([*agent.lines[-40:], *agent.errors.read_text().splitlines()[-40:]]))
         print(f"FAILED: {failure}", flush=True)
-    counts = ", ".join(f"{count} in {place}" for place, count in Counter(places).most_common())
-    print(f"{len(places)} kills ({counts}) in {number} jobs: {wrong} jobs differ or failed", flush=True)
-    return wrong
+        return 1
+    print(f"{jobs.kills} kills in {number} jobs: nothing was lost", flush=True)
+    return 0
 
 
 # --- runs without a kill ----------------------------------------------------------------------------------------------
 
 
-def run_many(agent: Agent, script: Path, nproc: int, runs: int) -> int:
-    """Run a script so many times. Returns how many runs ended badly."""
+def run_many(script: Path, nproc: int, runs: int, scratch: Path) -> int:
+    """Run a script so many times under torchrun. Returns how many runs ended badly."""
     bad = 0
     start = time.monotonic()
     for _ in range(runs):
-        agent.start(script, nproc)
-        try:
-            status = agent.end()
-            problem = f"ended with status {status}" if status != 0 else ""
-        except Failure as failure:
-            problem = str(failure)
-        if problem:
+        status, out, errors, left = torchrun(script, nproc, stand_alone(scratch), timeout=LONGEST_WAIT)
+        if status != 0 or left:
             bad += 1
-            print(problem, *agent.lines, agent.errors.read_text(), sep="\n", flush=True)
+            print(f"status {status}, processes left: {left}", out, errors, sep="\n", flush=True)
     seconds = (time.monotonic() - start) / runs
     print(f"{script.stem}, {nproc} ranks: {bad} of {runs} runs ended badly ({seconds:.1f} s each)", flush=True)
     return bad
@@ -558,10 +438,10 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         [script] = chapters.export(args.chapter, scratch / "script")
-        with contextlib.closing(Agent(scratch, forking=bool(args.kills))) as agent:
-            if args.kills:
-                return kill_many(kinds[args.chapter], args.kills, args.seed, agent, script, scratch)
-            return sum(run_many(agent, script, nproc, args.runs) for nproc in (2, 4))
+        if not args.kills:
+            return sum(run_many(script, nproc, args.runs, scratch) for nproc in (2, 4))
+        with contextlib.closing(Agent(scratch)) as agent:
+            return kill_many(kinds[args.chapter], args.kills, args.seed, agent, script, scratch)
 
 
 if __name__ == "__main__":

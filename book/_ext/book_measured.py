@@ -13,10 +13,8 @@ The box is an admonition because JupyterLab shows an admonition with its text, a
 an error.
 """
 
-import math
 import re
-import textwrap
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -30,18 +28,12 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
-from helpers.verify.page import fenced, ratio_of
-from helpers.verify.probes import catalog
-from helpers.verify.record import Figure, Record, read
+from helpers.verify.order import PROBES
+from helpers.verify.page import fenced, figures_table
+from helpers.verify.record import Figure, Prediction, Record, read
 
 FOLDER = "book/measured"
 FACTS = ("machine", "date", "commit", "command")  # without these, a reader cannot know whose number it is
-MESSAGES = "messages"  # the probe that records what NCCL and PyTorch print; the others record numbers
-PROBES = [task.name for task in (*catalog.FIRST, *catalog.LATER)]
-NOT_MEASURED = "Not yet measured by this book."
-NOT_SEEN = "No message was seen on a GPU by this book yet."
-MAX_REASON = 160  # letters of the reason why something was not measured; an error of PyTorch has more
-COLUMNS = ("what", "measured", "predicted", "measured / predicted")
 BOX = re.compile(
     r"^(?P<head>:{3,}\{admonition\}[^\n]*\n:class:(?P<classes>[^\n]*)\n)(?P<content>.*?)^(?P<end>:{3,})$",
     flags=re.M | re.S,
@@ -54,10 +46,10 @@ class Finding:
 
     record: Record
     title: str
-    command: str
     figures: list[Figure]
-    texts: dict[str, str]  # {what was done, or by which command, as Markdown: what it printed}
-    trouble: str = ""  # why the rest was not measured
+    predictions: Sequence[Prediction]
+    texts: dict[str, str]  # {what was done: what was printed}
+    trouble: str  # why the rest was not measured, or ""
 
 
 # --- the records ------------------------------------------------------------------------------------------------------
@@ -66,42 +58,18 @@ class Finding:
 def read_records(folder: Path) -> list[Record]:
     """The records in a folder, the oldest first. Raises ValueError for a file that no page may show."""
     records = []
-    for path in sorted(folder.glob("*.json")):
-        file = f"{FOLDER}/{path.name}"
-        try:
-            record = read(path)
-            reason = why_not_shown(record)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{file} is damaged: {error}\nRestore it with git checkout {file}, or remove it and measure again."
-            ) from None
-        if reason:
-            raise ValueError(f"{file} {reason}.\nRemove it, and measure on real GPUs: make gpu ARGS=--record")
+    for path in folder.glob("*.json"):
+        record = read(path)
+        missing = [name for name in FACTS if not record.facts.get(name)]
+        if missing:
+            raise ValueError(f"{path} does not say its {' and '.join(missing)}, so no page can show it. Remove it.")
+        if "rehearsed" in record.facts:
+            raise ValueError(f"{path} was rehearsed on pretended GPUs: its numbers are no measurements. Remove it.")
         records.append(record)
     return sorted(records, key=lambda record: record.facts["date"])
 
 
-def why_not_shown(record: Record) -> str:
-    """Why a record may not be shown, or "". Raises ValueError for what is no date or no number."""
-    if "rehearsed" in record.facts:
-        return "was rehearsed on pretended GPUs, so its numbers are not measurements"
-    missing = [name for name in FACTS if not record.facts.get(name)]
-    if missing:
-        return f"does not say its {' and '.join(missing)}"
-    date.fromisoformat(record.facts["date"])
-    for probe in record.probes.values():
-        for figure in probe.figures:
-            if not math.isfinite(figure.value):
-                raise ValueError(f"{figure.name} is {figure.value}")
-    return ""
-
-
-def gpus_of(record: Record) -> str:
-    """How many GPUs of which model: ``8 x NVIDIA H100 80GB HBM3``."""
-    return record.facts["machine"].partition(";")[0]
-
-
-def findings(records: Iterable[Record], name: str) -> list[Finding]:
+def findings(records: Sequence[Record], name: str) -> list[Finding]:
     """What the newest record of each kind of GPUs has of a probe or a script. The records come oldest first."""
     newest: dict[str, Finding] = {}
     for record in records:
@@ -109,45 +77,41 @@ def findings(records: Iterable[Record], name: str) -> list[Finding]:
             finding = finding_of_probe(record, name)
         else:
             finding = finding_of_script(record, name)
-        if finding.figures or finding.texts:
-            newest[gpus_of(record)] = finding
+        if finding is not None:
+            gpus = record.facts["machine"].partition(";")[0]
+            newest[gpus] = finding
     return [newest[gpus] for gpus in sorted(newest)]
 
 
-def finding_of_probe(record: Record, name: str) -> Finding:
-    command = record.facts["command"]
-    if name not in record.probes:
-        return Finding(record, name, command, figures=[], texts={})
-    probe = record.probes[name]
-    figures = probe.figures
-    if name == MESSAGES:  # its figures say what was printed as quoted, which the page finds in the texts itself
-        figures = []
-    texts = {escaped(what): text for what, text in probe.texts.items()}
-    return Finding(record, probe.title, command, figures, texts, probe.trouble)
+def finding_of_probe(record: Record, name: str) -> Finding | None:
+    """What a probe measured or printed; None if the record has nothing of it."""
+    probe = record.probes.get(name)
+    if probe is None or not (probe.figures or probe.texts):
+        return None
+    return Finding(
+        record,
+        title=probe.title,
+        figures=probe.figures,
+        predictions=record.predictions.get(name, []),
+        texts=probe.texts,
+        trouble=probe.trouble,
+    )
 
 
-def finding_of_script(record: Record, script: str) -> Finding:
-    """Seconds and memory of a script's run, if it came to a result, and what it printed where it measured speed.
+def finding_of_script(record: Record, script: str) -> Finding | None:
+    """Seconds and memory of a script's run; None if it came to no result.
 
     A run on one rank is left out: it says nothing about what the scripts of this book are for.
     """
-    command = record.facts["command"]
-    figures: list[Figure] = []
-    texts: dict[str, str] = {}
-    title = f"The script {script}.py"
-    if record.facts.get("ranks of the scripts") == "1":
-        return Finding(record, title, command, figures, texts)
     step = record.steps.get(script)
-    if step is not None and step.result:
-        command = step.command
-        for where, seconds in zip(("GPUs", "CPUs, with gloo"), step.script_seconds, strict=False):
-            figures.append(Figure(f"the run on {where}", seconds, "s"))
-        for rank, peak in enumerate(step.memory):
-            figures.append(Figure(f"peak memory of rank {rank}", peak / 1e6, "MB"))
-    speed = record.steps.get(f"{script}, speed")
-    if speed is not None and speed.printed.strip():
-        texts[code(speed.command)] = speed.printed
-    return Finding(record, title, command, figures, texts)
+    if step is None or not step.result or record.facts.get("ranks of the scripts") == "1":
+        return None
+    figures = []
+    for where, seconds in zip(("GPUs", "CPUs, with gloo"), step.script_seconds, strict=True):
+        figures.append(Figure(f"the run on {where}", seconds, "s"))
+    for rank, peak in enumerate(step.memory):
+        figures.append(Figure(f"peak memory of rank {rank}", peak / 1e6, "MB"))
+    return Finding(record, step.command, figures, predictions=[], texts={}, trouble="")
 
 
 # --- Markdown, for the page and for its copy beside it ----------------------------------------------------------------
@@ -156,103 +120,33 @@ def finding_of_script(record: Record, script: str) -> Finding:
 def text_of_box(root: Path, name: str, text_without_record: str) -> str:
     """What the box of a probe or a script shows, as Markdown. Raises ValueError as ``read_records`` does."""
     shown = findings(read_records(root / FOLDER), name)
-    if name == MESSAGES:
-        if not shown:
-            return f"{NOT_SEEN} {text_without_record}"
-        return "\n\n".join(map(messages_text, shown))
     if not shown:
-        return f"{NOT_MEASURED} {text_without_record}"
-    return "\n\n".join(map(figures_text, shown))
+        return f"Not yet measured by this book. {text_without_record}"
+    return "\n\n".join(map(text_of_finding, shown))
 
 
-def figures_text(finding: Finding) -> str:
-    """The numbers of a finding as a table, and what was printed with them."""
+def text_of_finding(finding: Finding) -> str:
+    """Whose the figures are, the figures as a table, and what was printed, in a closed box for each situation."""
     parts = [caption(finding)]
     if finding.figures:
-        parts.append(table(COLUMNS, [row(figure) for figure in finding.figures]))
-    for label, text in finding.texts.items():
-        parts += [f"{label}:", fenced(text)]
-    return "\n\n".join(parts + trouble_text(finding))
-
-
-def messages_text(finding: Finding) -> str:
-    """What was printed, in a closed box for each situation."""
-    parts = [caption(finding)]
+        parts.append(figures_table(finding.figures, finding.predictions))
     for situation, text in finding.texts.items():
         parts.append(fenced(fenced(text), head="{dropdown} " + situation))
-    return "\n\n".join(parts + trouble_text(finding))
-
-
-def trouble_text(finding: Finding) -> list[str]:
-    if not finding.trouble:
-        return []
-    reason = textwrap.shorten(finding.trouble, MAX_REASON, placeholder=" …")
-    return [f"The rest was not measured ({escaped(reason)})."]
+    if finding.trouble:
+        parts += ["The rest was not measured:", fenced(finding.trouble)]
+    return "\n\n".join(parts)
 
 
 def caption(finding: Finding) -> str:
-    """What was measured or seen, when and on what, at which commit and by which command."""
-    verb = "Measured"
-    if not finding.figures:
-        verb = "Seen"
+    """What was measured, when and on what, at which commit and by which command."""
     facts = finding.record.facts
     day = date.fromisoformat(facts["date"])
     when = f"{day.day} {MONTHS[day.month - 1]} {day.year}"
     gpus, _, versions = facts["machine"].partition("; ")
     return (
-        f"**{escaped(finding.title)}.** {verb} by this book on {when}, on {escaped(gpus)} ({escaped(versions)}), "
-        f"at commit {escaped(facts['commit'])}, by {code(finding.command)}:"
+        f"**{finding.title}.** Measured by this book on {when}, on {gpus} ({versions}), "
+        f"at commit {facts['commit']}, by {facts['command']}:"
     )
-
-
-def row(figure: Figure) -> list[str]:
-    """A figure's cells, in the order of COLUMNS."""
-    predicted = ""
-    if figure.predicted is not None:
-        predicted = quantity(figure.predicted, figure.unit)
-    if figure.predicted_low is not None and figure.predicted_high is not None:
-        predicted += f" ({number(figure.predicted_low)} to {number(figure.predicted_high)})"
-    return [escaped(figure.name), quantity(figure.value, figure.unit), predicted.strip(), ratio_of(figure)]
-
-
-def table(names: Iterable[str], rows: list[list[str]]) -> str:
-    """A table as Markdown, without the columns in which every row is empty."""
-    head: list[str] = []
-    used = []  # positions of columns
-    for position, name in enumerate(names):
-        if any(row[position] for row in rows):
-            head.append(name)
-            used.append(position)
-    lines = [table_line(head), "|---" * len(head) + "|"]
-    for row in rows:
-        lines.append(table_line([row[position] for position in used]))
-    return "\n".join(lines)
-
-
-def table_line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def number(value: float) -> str:
-    """At least three digits: 0.0123, 74.6, 1,234,568."""
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
-
-
-def quantity(value: float, unit: str) -> str:
-    return f"{number(value)} {escaped(unit)}".strip()
-
-
-def escaped(text: str) -> str:
-    """Words of a record, which Markdown shows as they are."""
-    return re.sub(r"([\\`*$|\[\]<>{}])", r"\\\1", text)
-
-
-def code(text: str) -> str:
-    """A command or a message, as code."""
-    plain = text.replace("`", "")
-    return f"`{plain}`"
 
 
 # --- Sphinx -----------------------------------------------------------------------------------------------------------

@@ -57,7 +57,6 @@ class Script:
     result: dict[str, str] = field(default_factory=dict)  # what its numbers must be: {"val_accuracy": "> 0.95"}
     quick_flags: str = ""  # with which it ends soon on CPUs, and repeats its counts
     rehearsal_flags: str = ""  # which a rehearsal by the tests adds to these
-    speed_flags: str = ""  # with which it measures the speed of GPUs
     gpus: int = 2  # that the tests pretend
     tolerance: float = 0.01  # of a result on GPUs beside gloo's: one of 357 images judged otherwise is 0.003
     tolerance_why: str = ""  # it is another

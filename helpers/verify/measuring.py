@@ -1,24 +1,21 @@
 """Run one probe in a process of its own, and make a record of what it yielded, however it ended."""
 
 import json
-import time
 from pathlib import Path
 
 from helpers.verify.probes.catalog import Task
-from helpers.verify.record import Figure, Prediction, Probe, beside
+from helpers.verify.record import Figure, Probe
 from helpers.verify.runs import TORCHRUN, Launcher, cause, threads_of_a_rank
 
 PROGRAM = "helpers.verify.probes.process"
 
 
-def measure(launcher: Launcher, task: Task, gpus: int, predictions: list[Prediction]) -> Probe:
+def measure(launcher: Launcher, task: Task, gpus: int) -> Probe:
     """Run a probe: on every GPU if it needs several, otherwise on the first; in a rehearsal on the CPU.
 
     What it yielded before it failed or hung is kept. Raises OutOfTime where the end of all steps came first.
     """
-    start = time.monotonic()
     results = launcher.folder / f"{task.name}.jsonl"
-    results.unlink(missing_ok=True)
     device = "cuda"
     ranks = gpus if task.several_gpus else 1
     variables = {"OMP_NUM_THREADS": launcher.threads or str(threads_of_a_rank(ranks, 1))}
@@ -36,13 +33,7 @@ def measure(launcher: Launcher, task: Task, gpus: int, predictions: list[Predict
     elif finished.status != 0:
         trouble = f"failed: {cause(finished.errors)}"
     figures, texts = read_results(results)
-    return Probe(
-        title=task.title,
-        seconds=time.monotonic() - start,
-        figures=[beside(figure, predictions) for figure in figures],
-        texts=texts,
-        trouble=trouble,
-    )
+    return Probe(task.title, figures, texts, trouble)
 
 
 def read_results(path: Path) -> tuple[list[Figure], dict[str, str]]:

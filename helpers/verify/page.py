@@ -1,38 +1,39 @@
-"""The page of a verification, as Markdown: a function of the record, of what is left, and of the tolerances."""
+"""The page of a verification, as Markdown: a function of the record and of what is left."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from helpers.export.facts import Script as ScriptFacts
 from helpers.verify.compare import UNCOMPARED
-from helpers.verify.record import Figure, Probe, Record, Step
+from helpers.verify.order import PROBES
+from helpers.verify.record import Figure, Prediction, Probe, Record, Step
+
+COLUMNS = ("what", "measured", "unit", "predicted", "measured / predicted")
+COLUMNS_WITHOUT_PREDICTIONS = 3  # of these
 
 
-def page(record: Record, missing: Sequence[str], tolerances: Mapping[str, float]) -> str:
-    """The page. ``missing`` are names of steps that have not run; ``tolerances`` has that of each chapter's result."""
+def page(record: Record, missing: Sequence[str]) -> str:
+    """The page. ``missing`` are the names of the steps that have not run."""
     title = record.facts["machine"].partition(";")[0]
     if "rehearsed" in record.facts:
         title = "rehearsed, not run on a GPU"
-    sections = [
-        f"# The book on GPUs: {title}",
-        table(["what", "value"], record.facts.items()),
-        "## Predicted before the run, and measured",
-        predicted_table(record),
+    sections = [f"# The book on GPUs: {title}", table(["what", "value"], record.facts.items())]
+    if missing:
+        sections.append(f"Not run yet: {', '.join(missing)}.")
+    for name, predictions in record.predictions.items():
+        not_run = Probe(PROBES[name].title)
+        sections += sections_of_probe(record.probes.get(name, not_run), predictions)
+    sections += [
         "## What differed from gloo, the pages' backend, and from the rehearsal",
         differences(record),
         "## What agreed",
         agreements(record),
-        f"{tolerance_of_results(tolerances)} {UNCOMPARED.strip()}",
+        UNCOMPARED.strip(),
         "## Scripts",
         "The observer's counting takes some of the seconds.",
-        scripts_table(record.steps),
+        scripts_table(record.steps.values()),
     ]
-    if missing:
-        sections.insert(2, f"Not run yet: {', '.join(missing)}.")
     for name, probe in record.probes.items():
-        sections += sections_of_probe(name, probe)
-    for name, step in record.steps.items():
-        if step.printed:
-            sections += [f"## {name}", f"`{step.command}`", fenced(step.printed)]
+        if name not in record.predictions:
+            sections += sections_of_probe(probe, predictions=[])
     return "\n\n".join(sections) + "\n"
 
 
@@ -49,7 +50,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def bullets(lines: Sequence[str], without: str) -> str:
-    """The lines as a list, or a text that says there are none."""
+    """The lines as a list, or the text ``without`` if there are none."""
     if not lines:
         return without
     return "\n".join(f"- {line}" for line in lines)
@@ -63,51 +64,43 @@ def fenced(text: str, head: str = "text") -> str:
     return f"{fence}{head}\n{text.strip()}\n{fence}"
 
 
-def rounded(number: float | None) -> str:
-    """A number with four digits that say something, as people write it; "" for None."""
-    if number is None:
-        return ""
+def rounded(number: float) -> str:
+    """A number with four significant digits, and with commas from 1,000 on."""
     if abs(number) >= 1000:
         return f"{number:,.0f}"
     return f"{number:.4g}"
 
 
-def ratio_of(figure: Figure) -> str:
-    """Measured over predicted, as ``0.94``; "" without a prediction."""
-    if figure.ratio is None:
-        return ""
-    return f"{figure.ratio:.2f}"
+# --- figures beside their predictions ---------------------------------------------------------------------------------
 
 
-def expected(value: float, low: float | None, high: float | None) -> str:
-    """A prediction, and between which numbers: ``124.6 (105.6 to 199.3)``."""
-    if low is None or high is None:
-        return rounded(value)
-    return f"{rounded(value)} ({rounded(low)} to {rounded(high)})"
-
-
-# --- the page's sections ----------------------------------------------------------------------------------------------
-
-
-def predicted_table(record: Record) -> str:
-    """All predictions, each with what came out, if it has been measured."""
+def figures_table(figures: Sequence[Figure], predictions: Sequence[Prediction]) -> str:
+    """Predictions, each with what was measured, and the figures for which there is none. All is in one table."""
+    measured = {figure.name: figure.value for figure in figures}
     rows = []
-    for name, predictions in record.predictions.items():
-        measured: dict[str, Figure] = {}
-        if name in record.probes:
-            measured = {figure.name: figure for figure in record.probes[name].figures}
-        for prediction in predictions:
-            value = "not measured"
-            ratio = ""
-            figure = measured.get(prediction.name)
-            if figure is not None:
-                value = rounded(figure.value)
-                ratio = ratio_of(figure)
-            interval = expected(prediction.value, prediction.low, prediction.high)
-            rows.append([f"{name}: {prediction.name}", interval, value, prediction.unit, ratio])
-    if not rows:
-        return "Nothing: the planner does not know this GPU."
-    return table(["what", "predicted", "measured", "unit", "measured / predicted"], rows)
+    for prediction in predictions:
+        value = "not measured"
+        ratio = ""
+        if prediction.name in measured:
+            value = rounded(measured[prediction.name])
+            ratio = f"{measured[prediction.name] / prediction.value:.2f}"
+        rows.append([prediction.name, value, prediction.unit, interval_of(prediction), ratio])
+    predicted = {prediction.name for prediction in predictions}
+    for figure in figures:
+        if figure.name not in predicted:
+            rows.append([figure.name, rounded(figure.value), figure.unit, "", ""])
+    width = len(COLUMNS) if predictions else COLUMNS_WITHOUT_PREDICTIONS
+    return table(COLUMNS[:width], [row[:width] for row in rows])
+
+
+def interval_of(prediction: Prediction) -> str:
+    """A prediction, and between which numbers: ``124.6 (105.6 to 199.3)``."""
+    if prediction.low is None or prediction.high is None:
+        return rounded(prediction.value)
+    return f"{rounded(prediction.value)} ({rounded(prediction.low)} to {rounded(prediction.high)})"
+
+
+# --- the page's other sections ----------------------------------------------------------------------------------------
 
 
 def differences(record: Record) -> str:
@@ -125,10 +118,10 @@ def agreements(record: Record) -> str:
     return bullets(lines, without="Nothing yet.")
 
 
-def scripts_table(steps: Mapping[str, Step]) -> str:
+def scripts_table(steps: Iterable[Step]) -> str:
     """What each chapter's script came to, how long it took, and how much memory."""
     rows = []
-    for step in steps.values():
+    for step in steps:
         if step.script_seconds:
             result = ", ".join(f"{name} {number:g}" for name, number in step.result.items())
             seconds = ", ".join(f"{number:.1f}" for number in step.script_seconds)
@@ -137,36 +130,13 @@ def scripts_table(steps: Mapping[str, Step]) -> str:
     return table(["command", "result on GPUs", "seconds on GPUs, on gloo", "peak MB of the ranks"], rows)
 
 
-def sections_of_probe(name: str, probe: Probe) -> list[str]:
+def sections_of_probe(probe: Probe, predictions: Sequence[Prediction]) -> list[str]:
     """A probe's figures and texts, under its title."""
-    sections = [f"## {probe.title}", f"`{name}`, {probe.seconds:.0f} s."]
+    sections = [f"## {probe.title}"]
     if probe.trouble:
         sections.append(f"It {probe.trouble}.")
-    if probe.figures:
-        sections.append(figures_table(probe.figures))
+    if probe.figures or predictions:
+        sections.append(figures_table(probe.figures, predictions))
     for title, text in probe.texts.items():
         sections += [f"### {title}", fenced(text or "(nothing)")]
     return sections
-
-
-def figures_table(figures: Sequence[Figure]) -> str:
-    """Figures as a table. It has columns for predictions if there are any."""
-    head = ["what", "measured", "unit"]
-    rows = [[figure.name, rounded(figure.value), figure.unit] for figure in figures]
-    if any(figure.predicted is not None for figure in figures):
-        head += ["predicted", "measured / predicted"]
-        for row, figure in zip(rows, figures, strict=True):
-            interval = ""
-            if figure.predicted is not None:
-                interval = expected(figure.predicted, figure.predicted_low, figure.predicted_high)
-            row += [interval, ratio_of(figure)]
-    return table(head, rows)
-
-
-def tolerance_of_results(tolerances: Mapping[str, float]) -> str:
-    """A sentence: the tolerance of results, and which chapters have another."""
-    usual = ScriptFacts.tolerance
-    unusual = [f"{tolerance:g} in {name}" for name, tolerance in tolerances.items() if tolerance != usual]
-    if not unusual:
-        return f"The tolerance of results is {usual:g}."
-    return f"The tolerance of results is {usual:g}, and {', '.join(unusual)}."

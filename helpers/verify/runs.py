@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -49,7 +48,6 @@ class Run:
     """What became of a run. ``lines`` are rank 0's counts, ``memory`` is each rank's peak in bytes."""
 
     trouble: str  # "" or ``failed: …`` or ``hung: …``
-    printed: str
     result: dict[str, float]
     seconds: float  # of the script, after torch is imported
     memory: list[int]
@@ -113,19 +111,18 @@ class Launcher:
         )
 
     def run(self, kind: str, script: Path, flags: list[str], timeout: float, at_once: int = 1) -> Run:
-        """Run a script in one of four ways: on GPUs or on gloo, both observed; rehearsed; or on GPUs for its speed.
+        """Run a script in one of three ways: on GPUs or on gloo, both observed, or rehearsed.
 
-        ``kind`` is "GPUs", "gloo", "rehearsed" or "speed". ``at_once`` says how many such runs share the cores.
+        ``kind`` is "GPUs", "gloo" or "rehearsed". ``at_once`` says how many such runs share the cores.
         """
         name = f"{script.stem}-{kind}"
         folder = self.folder / name
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         counts = folder / "counts.json"  # A rehearsal writes it; the observer writes a file for each rank.
         pretended = kind == "rehearsed" or (self.rehearsal and kind != "gloo")
 
         words = [str(script), *flags]
-        if kind in ("GPUs", "gloo"):
+        if kind != "rehearsed":
             words = [str(OBSERVER), str(folder), *words]
         if pretended:
             options = [f"--gpus={self.ranks}", f"--timeout={timeout:g}", f"--json={counts}"]
@@ -148,7 +145,6 @@ class Launcher:
             lines = json.loads(counts.read_text())["lines"]
         return Run(
             trouble=trouble_of(finished, folder),
-            printed=finished.out,
             result=result_in(finished.out),
             seconds=seconds,
             memory=[record["memory"] for record in records],

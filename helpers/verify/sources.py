@@ -67,7 +67,7 @@ def facts_of_chapters() -> dict[str, Facts]:
 
 
 def commit() -> str:
-    """The repository's commit, with ``-dirty`` where files differ from it; or why there is none.
+    """The repository's commit, with ``-dirty`` where files differ from it; or "unknown", as in an installed package.
 
     A copy without .git has it from scripts/COMMIT, which `make scripts` wrote.
     """
@@ -79,6 +79,4 @@ def commit() -> str:
             pass
     if COMMIT.exists():
         return COMMIT.read_text("utf-8").strip()
-    if (ROOT / "notebooks").is_dir():
-        return "unknown"
-    return "an installed package"
+    return "unknown"

@@ -1,8 +1,7 @@
 """Tell the chapters one lie after the other, and see which cell notices it: ``make sabotage``.
 
-    make sabotage                               every chapter without a lie, then every lie
+    make sabotage                               every lie
     make sabotage ARGS=all_reduce_adds_nothing  one lie
-    make sabotage ARGS=--clean=04,05            chapters without a lie, by the same path: no cell may fail
 
 With a lie, the chapters that teach its subject run in a copy of the project, each up to its first failing cell. What
 the cells said goes to book/recorded/sabotage.csv, which the book shows. The exit status is 1 if no cell notices a lie,
@@ -66,12 +65,12 @@ class Section:
 # --- one chapter under one lie ----------------------------------------------------------------------------------------
 
 
-def run(lie: Lie | None, chapter: str) -> Failure | None:
-    """Run a chapter under a lie, or unchanged without one. Returns its first failing cell; None if all cells pass."""
+def run(lie: Lie, chapter: str) -> Failure | None:
+    """Run a chapter under a lie. Returns its first failing cell; None if all cells pass."""
     with tempfile.TemporaryDirectory() as folder:
         project = copy_of_the_project(Path(folder, "book"))
         notebook = project / "notebooks" / notebook_of(chapter).name
-        if lie is not None and lie.changes_notebook:
+        if lie.changes_notebook:
             notebook.write_text(lie.tell(notebook.read_text()))
 
         failure = Path(folder, "failure.json")
@@ -80,7 +79,7 @@ def run(lie: Lie | None, chapter: str) -> Failure | None:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE / "load"), str(project)]),
             "TMPDIR": folder,
-            "WORLD_SIZE_ONE_LIE": "" if lie is None else lie.name,
+            "WORLD_SIZE_ONE_LIE": lie.name,
             "WORLD_SIZE_ONE_TOLD": str(proof),
             "WORLD_SIZE_ONE_FAILURE": str(failure),
         }
@@ -103,7 +102,7 @@ def run(lie: Lie | None, chapter: str) -> Failure | None:
             return Failure(**json.loads(failure.read_text()))
         if pytest.returncode != 0:
             return Failure("", "fault", pytest.stdout[-1000:])
-        if lie is not None and not lie.changes_notebook and not proof.exists():
+        if not lie.changes_notebook and not proof.exists():
             return Failure("", "fault", f"no process imported {lie.module}")
         return None
 
@@ -216,52 +215,33 @@ def record(row: dict[str, str]) -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def run_without_lies(chapters: list[str], pool: ThreadPoolExecutor) -> int:
-    """Run chapters unchanged, and print a line for each. Returns how many of them fail."""
-    failed = 0
-    for chapter, failure in zip(chapters, pool.map(lambda chapter: run(None, chapter), chapters), strict=True):
-        print(f"chapter {chapter} without a lie: {failure or 'every cell passes'}", flush=True)
-        if failure is not None:
-            failed += 1
-    return failed
-
-
-def tell(names: list[str], pool: ThreadPoolExecutor) -> int:
+def tell(names: list[str], jobs: int) -> int:
     """Tell these lies, record what the cells said, and print a line for each. Returns how many have a problem."""
     problems = []
-    pending = {pool.submit(run, lie, chapter): (lie, chapter) for lie, chapter in PAIRS if lie.name in names}
-    for future in as_completed(pending):
-        lie, chapter = pending[future]
-        verdict = verdict_on(lie, chapter, future.result())
-        record(verdict.row)
-        said = [verdict.row[column] for column in ("Cell", "By", "What the cell said")]
-        print(f"{lie.name}, chapter {chapter}: {' '.join(said)}", flush=True)
-        if verdict.problem:
-            print(f"  {verdict.problem}", flush=True)
-            problems.append(lie.name)
+    with ThreadPoolExecutor(jobs) as pool:
+        pending = {pool.submit(run, lie, chapter): (lie, chapter) for lie, chapter in PAIRS if lie.name in names}
+        for future in as_completed(pending):
+            lie, chapter = pending[future]
+            verdict = verdict_on(lie, chapter, future.result())
+            record(verdict.row)
+            said = [verdict.row[column] for column in ("Cell", "By", "What the cell said")]
+            print(f"{lie.name}, chapter {chapter}: {' '.join(said)}", flush=True)
+            if verdict.problem:
+                print(f"  {verdict.problem}", flush=True)
+                problems.append(lie.name)
     print(f"{len(pending)} told, {len(problems)} bad: {', '.join(problems)}")
     return len(problems)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="make sabotage", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="LIE", help="the lies to tell (default: all)")
-    parser.add_argument("--clean", metavar="CHAPTERS", help="run these chapters without a lie, and no other: 04,05")
     parser.add_argument("--jobs", type=int, default=1, help="chapters that run at a time (default: 1)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     for name in options.names:
         if name not in LIES:
             parser.error(f"there is no lie {name}; the lies are {', '.join(LIES)}")
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        if options.clean:
-            bad = run_without_lies(options.clean.split(","), pool)
-        elif options.names:
-            bad = tell(options.names, pool)
-        else:
-            bad = run_without_lies(sorted({chapter for _, chapter in PAIRS}), pool)
-            bad += tell(list(LIES), pool)
-    return 1 if bad > 0 else 0
+    return int(tell(options.names or list(LIES), options.jobs) > 0)
 
 
 if __name__ == "__main__":

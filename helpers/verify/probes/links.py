@@ -1,7 +1,7 @@
-"""Between the GPUs of a machine: bus bandwidth, point to point, overlap, and waiting for another rank."""
+"""Between the GPUs of a machine: bus bandwidth, overlap, and waiting for another rank."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ def slowest(seconds: float, device: torch.device) -> float:
 
 
 def bus_bandwidth(device: torch.device) -> Iterator[Figure]:
-    """GB/s by size, as nccl-tests defines them, and of two GPUs that exchange data.
+    """GB/s by size, as nccl-tests defines them.
 
     An all-reduce of S bytes among N ranks that takes t seconds has the bus bandwidth S/t · 2(N - 1)/N: what each link
     carries, whatever N is (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
@@ -38,29 +38,6 @@ def bus_bandwidth(device: torch.device) -> Iterator[Figure]:
             yield Figure(f"{all_reduce_name(size)}, time", 1e6 * seconds, "us")
         yield Figure(all_reduce_name(size), size / seconds * 2 * (ranks - 1) / ranks / 1e9, "GB/s")
         size *= 4
-
-    if device.type == "cuda":
-        peers = sum(torch.cuda.can_device_access_peer(0, other) for other in range(1, ranks))
-        yield Figure(f"of {ranks - 1} other GPUs, GPU 0 can access the memory of", float(peers), "GPUs")
-    seconds = slowest(seconds_of(exchange(largest // 4, device), device), device)
-    yield Figure("ranks 0 and 1 exchange, in each direction", largest / seconds / 1e9, "GB/s")
-
-
-def exchange(numbers: int, device: torch.device) -> Callable[[], None]:
-    """A function by which ranks 0 and 1 send each other so many float32. The others do nothing."""
-    mine = torch.zeros(numbers, device=device)
-    theirs = torch.empty_like(mine)
-    rank = dist.get_rank()
-
-    def call() -> None:
-        if rank > 1:
-            return
-        peer = 1 - rank
-        operations = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-
-    return call
 
 
 def overlap(device: torch.device) -> Iterator[Figure]:

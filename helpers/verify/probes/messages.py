@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from helpers.ranks.leash import leashed
+from helpers.ranks import processes
 from helpers.ranks.ports import hold_port
 from helpers.verify.probes.results import Text
 from helpers.verify.record import Figure
@@ -119,15 +118,6 @@ if dist.is_initialized():
 """
 
 
-@dataclass(frozen=True)
-class RunningRank:
-    """A rank of a mistake, and the file that takes what it prints."""
-
-    mistake: Mistake
-    log: Path
-    process: subprocess.Popen[bytes]
-
-
 def messages(device: torch.device) -> Iterator[Figure | Text]:
     """What each program printed, and whether that is what the book quotes."""
     mistakes: Sequence[Mistake] = MISTAKES
@@ -140,7 +130,7 @@ def messages(device: torch.device) -> Iterator[Figure | Text]:
         yield Text(mistake.name, shortened(outputs[mistake.name]))
     for mistake in mistakes:
         as_quoted = any(words in outputs[mistake.name] for words in mistake.expected)
-        yield Figure(f"{mistake.name}: printed as the book quotes it", float(as_quoted), "of 1", predicted=1)
+        yield Figure(f"{mistake.name}: printed as the book quotes it", float(as_quoted), "of 1")
 
 
 def shortened(output: str) -> str:
@@ -152,31 +142,28 @@ def shortened(output: str) -> str:
 
 def run_all(mistakes: Sequence[Mistake], limit: float) -> dict[str, str]:
     """{name: what its ranks printed}, of programs that run at once and are killed after so many seconds."""
-    end = time.monotonic() + limit
+    ranks = []
+    logs: list[Path] = []
+    mistake_of_rank = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
-        running: list[RunningRank] = []
-        for number, mistake in enumerate(mistakes):
+        for mistake in mistakes:
             port = held.enter_context(hold_port())
             for rank in range(mistake.ranks):
-                path = Path(folder, f"{number}-{rank}")
-                log = held.enter_context(path.open("w"))
-                process = subprocess.Popen(
-                    leashed([sys.executable, "-c", PROGRAM.format(code=mistake.code)]),
-                    env={**os.environ, **variables(rank, mistake.ranks, port)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
+                logs.append(Path(folder, str(len(logs))))
+                log = held.enter_context(logs[-1].open("w"))
+                command = [sys.executable, "-c", PROGRAM.format(code=mistake.code)]
+                environment = {**os.environ, **variables(rank, mistake.ranks, port)}
+                ranks.append(
+                    processes.start(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
                 )
-                running.append(RunningRank(mistake, path, process))
+                mistake_of_rank.append(mistake)
+        statuses = processes.wait(ranks, limit)
+        processes.end(ranks, grace=0)
         outputs = {mistake.name: "" for mistake in mistakes}
-        for started in running:
-            try:
-                started.process.wait(max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                started.process.kill()
-                started.process.wait()
-                outputs[started.mistake.name] += f"(killed after {limit} s)\n"
-            outputs[started.mistake.name] += started.log.read_text("utf-8", "replace")
+        for number, mistake in enumerate(mistake_of_rank):
+            if number not in statuses:
+                outputs[mistake.name] += f"(killed after {limit} s)\n"
+            outputs[mistake.name] += logs[number].read_text("utf-8", "replace")
     return outputs
 
 

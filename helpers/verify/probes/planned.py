@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from helpers.runtime.models import PixelBlock
 from helpers.verify.probes.catalog import PEAK, STATES, STEP_TIME
 from helpers.verify.probes.results import (
     bytes_outside_the_allocator,
@@ -35,43 +36,17 @@ MEDIUM = Sizes(layers=24, width=1024, heads=16, vocabulary=50257, tokens=1024, s
 SMALL = Sizes(layers=2, width=64, heads=4, vocabulary=97, tokens=32, samples=2)
 
 
-class Block(nn.Module):
-    """A layer of GPT-2 without dropout: [samples, tokens, width] to the same shape."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.heads = sizes.heads
-        self.norm1 = nn.LayerNorm(sizes.width)
-        self.norm2 = nn.LayerNorm(sizes.width)
-        self.query_key_value = nn.Linear(sizes.width, 3 * sizes.width)
-        self.out = nn.Linear(sizes.width, sizes.width)
-        self.up = nn.Linear(sizes.width, 4 * sizes.width)
-        self.down = nn.Linear(4 * sizes.width, sizes.width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.query_key_value(self.norm1(x)).chunk(3, dim=-1)
-        query = self.split_heads(query)
-        key = self.split_heads(key)
-        value = self.split_heads(value)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        attended = attended.transpose(1, 2).flatten(2)  # to [samples, tokens, width]
-        x = x + self.out(attended)
-        hidden = F.gelu(self.up(self.norm2(x)))
-        return x + self.down(hidden)
-
-    def split_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """[samples, tokens, width] to [samples, heads, tokens, width of a head]."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-
 class GPT(nn.Module):
-    """GPT-2 with tied embeddings: int64 [samples, tokens] to logits [samples, tokens, vocabulary]."""
+    """GPT-2 with tied embeddings and no dropout: int64 [samples, tokens] to logits [samples, tokens, vocabulary].
+
+    Its layers are those of the chapters' transformer of pixels, which are GPT-2's.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
         self.positions = nn.Embedding(sizes.tokens, sizes.width)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(PixelBlock(sizes.width, sizes.heads) for _ in range(sizes.layers))
         self.norm = nn.LayerNorm(sizes.width)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -35,10 +35,10 @@ def describe(item: Any, error: Exception) -> tuple[str, str]:
     """(kind: assert, error, hang, output or fault; what the cell said, on one line) of a cell that failed."""
     if str(error).startswith("Timeout"):
         return "fault", str(error)  # launch ends a hang much earlier: here the machine was too busy
-    now = item.test_outputs or []
+    outputs = item.test_outputs or []  # nbval has None for a cell that printed nothing
     if str(error).startswith("Cell outputs differ"):
-        return "output", difference(lines_of(item.cell.outputs), lines_of(now))
-    for output in reversed(now):
+        return "output", difference(lines_of(item.cell.outputs), lines_of(outputs))
+    for output in reversed(outputs):
         if output.output_type == "error":
             traceback = re.sub(r"\x1b\[[\d;]*m", "", str(getattr(error, "inner_traceback", "")))
             value = " ".join(output.evalue.split())
@@ -49,13 +49,15 @@ def describe(item: Any, error: Exception) -> tuple[str, str]:
 def describe_exception(name: str, value: str, traceback: str, source: str) -> tuple[str, str]:
     """As ``describe``, of an exception that a cell with this source raised."""
     text = f"{name}: {value}"
-    lie = os.environ["WORLD_SIZE_ONE_LIE"] or "no lie"
+    lie = os.environ["WORLD_SIZE_ONE_LIE"]
     from_the_lie = "lies.py" in traceback or "lies.py" in value or f"{lie}." in value
     if name in ("ImportError", "NameError") or (from_the_lie and re.search(FAULT, text)):
         return "fault", text
     if name == "AssertionError":
-        lines = re.findall(r"^-+> *\d+ (.*)$", traceback, re.MULTILINE)
-        return "assert", assert_with_line(source, lines[-1].strip()) if lines else value
+        lines = re.findall(r"^-+> *\d+ (.*)$", traceback, re.MULTILINE)  # IPython's arrows
+        if lines:
+            value = assert_with_line(source, lines[-1].strip())
+        return "assert", value
     if name == "RankError" and ": AssertionError" in value:
         return "assert", text
     if name == "RankError" and " still ran after" in value:
@@ -74,16 +76,23 @@ def assert_with_line(source: str, line: str) -> str:
         if isinstance(node, ast.Assert):
             statement = ast.get_source_segment(source, node) or ""
             if code in [part.strip() for part in statement.splitlines()]:
-                return statement if statement in line else ast.unparse(node)
+                if statement in line:
+                    return statement
+                return ast.unparse(node)
     return line
 
 
 def lines_of(outputs: list) -> list[str]:
     """The lines of text in a cell's outputs."""
-    texts = []
+    text = ""
     for output in outputs:
-        texts.append(output.get("text") or output.get("evalue") or output.get("data", {}).get("text/plain", ""))
-    return "".join(texts).splitlines()
+        if output.output_type == "stream":
+            text += output.text
+        elif output.output_type == "error":
+            text += output.evalue
+        else:
+            text += output.data.get("text/plain", "")
+    return text.splitlines()
 
 
 def difference(stored: list[str], now: list[str]) -> str:
@@ -92,6 +101,4 @@ def difference(stored: list[str], now: list[str]) -> str:
     gone = [line.strip() for line in stored if line not in now]
     if not new and not gone:
         return "another picture"
-    new.append("nothing")
-    gone.append("nothing")
-    return f"{new[0]}; stored is: {gone[0]}"
+    return f"{next(iter(new), 'nothing')}; stored is: {next(iter(gone), 'nothing')}"

@@ -34,11 +34,10 @@ class Sabotage(importlib.abc.MetaPathFinder):
         return spec
 
 
-lie_name = os.environ.get("WORLD_SIZE_ONE_LIE", "")
-if lie_name:
-    sys.path.append(str(Path(__file__).parents[2]))
-    from sabotage.lies import LIES
+sys.path.append(str(Path(__file__).parents[2]))
+from sabotage.lies import LIES  # noqa: E402  (after the path)
 
-    sys.path.pop()
-    if not LIES[lie_name].changes_notebook:
-        sys.meta_path.insert(0, Sabotage(LIES[lie_name]))
+sys.path.pop()
+lie = LIES[os.environ["WORLD_SIZE_ONE_LIE"]]
+if not lie.changes_notebook:
+    sys.meta_path.insert(0, Sabotage(lie))
