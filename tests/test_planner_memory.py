@@ -86,12 +86,6 @@ def test_sac_keeps_what_pytorchs_selective_checkpoint_stores():
     assert stored == planned + logarithms
 
 
-def test_sac_stores_more_than_full_recomputation_and_less_than_none():
-    model = model_of("llama3-8b")
-    full, sac, none = (activations_per_layer(model, Layout(recompute=how)) for how in ("full", "sac", "none"))
-    assert full < sac < none
-
-
 def test_sac_repeats_every_second_product():
     model = model_of("llama3-8b")
     repeated = 4096 * 1024 + 4096 * 4096 + 4096 * 14336  # of key, output and up

@@ -218,7 +218,8 @@ def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: 
     size = layout.element_bytes
     tokens = layout.tokens(model)
     computed = stage_parameters(model, layout, stage)
-    shard = shared_parameters(model, layout, stage, conventions.shards if layout.zero == 3 else "even")
+    # ZeRO-3 is planned as fully_shard, which cuts each tensor between its rows; ZeRO-1 and 2 cut one flat tensor.
+    shard = shared_parameters(model, layout, stage, "rows" if layout.zero == 3 else "even")
     kinds = states_per_rank(computed, shard, layout.zero, conventions.state_bytes)
     if layout.offload:
         kinds["gradients"] = 0

@@ -54,14 +54,14 @@ class Search:
     constraints: tuple[str, ...] = ()  # fields of a layout that the caller chose
     fits: list[Fit] = field(default_factory=list)  # the fastest first
     too_large: list[Candidate] = field(default_factory=list)  # the smallest first
-    refusals: Counter[str] = field(default_factory=Counter)  # {rule: layouts that break it}
+    refusals: Counter[str] = field(default_factory=Counter)  # {what is wrong: layouts that are refused for it}
 
     def add(self, fields: dict[str, Any]) -> None:
         """Count a layout among those that are refused, too large or fit."""
         try:
             layout = Layout(**fields).check(self.model, self.cluster)
         except PlanError as error:
-            self.refusals[error.rule] += 1
+            self.refusals[error.problem] += 1
             return
         kinds = fullest_stage(self.model, layout, self.conventions)
         size = kinds.pop("total")
@@ -88,16 +88,10 @@ class Search:
     def tried(self) -> int:
         return len(self.fits) + len(self.too_large) + self.refusals.total()
 
-    def too_large_by_memory(self) -> Counter[str]:
-        """{kind of memory: layouts that do not fit, and of whose bytes it has most}."""
-        return Counter(candidate.largest for candidate in self.too_large)
-
     # --- The search in words ---
 
     def explain(self) -> list[str]:
         """A few lines: the counts, the choice, why not its neighbours, and how close the next ones are."""
-        if not self.fits:
-            return [self.counts, self.advice]
         return [self.counts, self.choice, *self.reasons(), self.margin]
 
     @property
@@ -121,21 +115,16 @@ class Search:
 
     @property
     def advice(self) -> str:
-        """Why no layout fits, and what to try: only what the smallest layout does not do already."""
-        if not self.too_large:
-            rules = "; ".join(rule for rule, _ in self.refusals.most_common(3))
-            return f"None can be: {rules}. Give other sizes or another --gpus, or leave some out."
-        smallest = self.too_large[0]
-        options = ["more GPUs"]
-        if smallest.layout.recompute != "full":
-            options.append("recompute = full")
-        if smallest.largest == "optimizer" and not smallest.layout.offload:
-            options.append("offload = true")
-        chosen = [name for name in self.constraints if name in EXPLAINED and name != "recompute"]
+        """Why no layout fits, and what to try."""
+        chosen = [name for name in self.constraints if name in EXPLAINED]
+        given = ""
         if chosen:
-            options.append(f"leave out what is given: {', '.join(chosen)}")
-        memory = f"{self.cluster.memory / GIB:.1f} GiB"
-        return f"None fits in {memory}. {smallest.need} Give {', or '.join(options)}."
+            given = f", or leave out what is given: {', '.join(chosen)}"
+        if not self.too_large:
+            (problem, _), *_ = self.refusals.most_common(1)
+            return f"None can be: {problem}. Give other sizes or another --gpus{given}."
+        options = "more GPUs, recompute = full or offload = true"
+        return f"None fits in {self.cluster.memory / GIB:.1f} GiB. {self.too_large[0].need} Give {options}{given}."
 
     def reasons(self) -> list[str]:
         """For each field, why not the values next to the best one's."""
@@ -224,7 +213,7 @@ def search(
         try:
             Layout(**sizes, uneven_stages=any(options.get("uneven_stages", ()))).check(model, cluster)
         except PlanError as error:
-            result.refusals[error.rule] += len(possible)
+            result.refusals[error.problem] += len(possible)
             continue
         for setting in possible:
             result.add({"batch": batch, **sizes, **setting})
