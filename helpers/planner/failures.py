@@ -17,7 +17,9 @@ def poisson_interval(count: int) -> tuple[float, float]:
     """
     from scipy.special import gammaincinv  # The import takes a moment, which most plans need not wait.
 
-    lowest = float(gammaincinv(count, TAIL)) if count else 0.0
+    lowest = 0.0
+    if count > 0:
+        lowest = float(gammaincinv(count, TAIL))
     return lowest, float(gammaincinv(count + 1, 1 - TAIL))
 
 

@@ -134,19 +134,23 @@ def ask(given: Mapping[str, str]) -> Question:
         hint = f"a multiple of {ranks} as GPUs, or less of one"
         refuse(f"{gpus} GPUs do not divide by tp x pp x cp = {ranks}", hint)
     layout = {"dp": gpus // ranks, **layout}
-
-    usual = vars(Layout())
-    changed = {name: value for name, value in layout.items() if name == "dp" or value != usual[name]}
-    command = ["python", "-m", "helpers", "plan", values["model"], values["cluster"], f"--gpus={gpus}"]
-    if sizes:
-        command.append(f"--sizes={as_argument(sizes)}")
-    command.append(f"--layout={as_argument(changed)}")
     return Question(
         model=models.model_of({"preset": values["model"], **sizes}),
         cluster=clusters.cluster_of(values["cluster"], gpus),
         layout=layout,
-        command=shlex.join(command),
+        command=command_of(values, sizes, layout),
     )
+
+
+def command_of(values: Mapping[str, str], sizes: dict[str, int], layout: dict[str, Any]) -> str:
+    """The line for a terminal that prints the same plan. Fields of the layout that have their defaults are left out."""
+    usual = vars(Layout())
+    changed = {name: value for name, value in layout.items() if name == "dp" or value != usual[name]}
+    command = ["python", "-m", "helpers", "plan", values["model"], values["cluster"], f"--gpus={values['gpus']}"]
+    if sizes:
+        command.append(f"--sizes={as_argument(sizes)}")
+    command.append(f"--layout={as_argument(changed)}")
+    return shlex.join(command)
 
 
 def parsed(entry: Input, text: str) -> Any:

@@ -147,22 +147,30 @@ class Search:
 
     def why_not(self, name: str, value: Any) -> tuple[Layout, str]:
         """The best layout with this value, or the smallest where none fits, and a line about it."""
-        label = f"Why not {name} = {value}?"
+        question = f"Why not {name} = {value}?"
         best = self.best
-        for fit in self.fits:
+        for fit in self.fits:  # the fastest first
             if getattr(fit.layout, name) == value:
-                slower = f"{fit.seconds / best.seconds - 1:+.1%} with {fit.layout.summary}"
-                return fit.layout, f"{label} {slower}: {differences(fit.step, best.step)}."
-        smallest = next(candidate for candidate in self.too_large if getattr(candidate.layout, name) == value)
-        return smallest.layout, f"{label} {smallest.need}"
+                slower = f"{fit.seconds / best.seconds - 1:+.1%}"
+                parts = differences(fit.step, best.step)
+                return fit.layout, f"{question} {slower} with {fit.layout.summary}: {parts}."
+        with_value = [candidate for candidate in self.too_large if getattr(candidate.layout, name) == value]
+        smallest = with_value[0]
+        return smallest.layout, f"{question} {smallest.need}"
 
 
 def differences(step: StepTime, best: StepTime) -> str:
     """The part of a step that takes longest beside the best one's, and the one that saves most."""
-    more = {part: step.parts[part] - seconds for part, seconds in best.parts.items()}
-    by_size = sorted(more, key=lambda part: more[part])
-    shown = [part for part in (by_size[-1], by_size[0]) if abs(more[part]) >= 0.005]
-    return ", ".join(f"{part} {more[part]:+.2f} s" for part in shown) or "much the same"
+    seconds_more = {part: step.parts[part] - seconds for part, seconds in best.parts.items()}
+    most = max(seconds_more, key=lambda part: seconds_more[part])
+    least = min(seconds_more, key=lambda part: seconds_more[part])
+    shown = []
+    for part in (most, least):
+        if abs(seconds_more[part]) >= 0.005:  # It would be printed as 0.00 s.
+            shown.append(f"{part} {seconds_more[part]:+.2f} s")
+    if not shown:
+        return "much the same"
+    return ", ".join(shown)
 
 
 def fullest_stage(model: Model, layout: Layout, conventions: Conventions) -> dict[str, float]:

@@ -122,9 +122,13 @@ def sharded_stage(model: Model, layout: Layout, stage: int, layers: Iterable[int
     copies = copies_of_model(layout)
     sizes = {"pp": layout.pp, "replicate": copies, "shard": layout.sharers, "tp": layout.tp}
     # A dimension of one rank would cost a group for every rank of the world.
-    sizes = {name: size for name, size in sizes.items() if size > 1} or {"tp": 1}
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    if not sizes:
+        sizes = {"tp": 1}
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    tp = mesh["tp"] if "tp" in sizes else None
+    tp = None
+    if "tp" in sizes:
+        tp = mesh["tp"]
     root = module_of(outer_tensors_of(model, layout, stage), tp, device)
     root.layers = nn.ModuleDict()
     for layer in layers:
