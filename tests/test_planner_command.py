@@ -91,7 +91,7 @@ def test_the_command_line_wins_over_the_file(helpers, job, tmp_path):
         ("text.toml", "layout is 'dp=8'"),
         ("unknown.toml --layout dp=8", "has a table 'clusters'.\nGive these tables: model, cluster"),
         ("broken.toml", "is not TOML"),
-        ("gpt2 h100 --gpus 8 --layout batch=7", "no layout of gpt2 can be.\nNone can be: "),
+        ("gpt2 h100 --gpus 8 --layout batch=8,ep=2", "no layout of gpt2 can be.\nNone can be: "),
         ("llama3-405b h100 --gpus 8 --layout batch=8,zero=3", "most of it optimizer. Give more GPUs, recompute = full"),
     ],
 )
