@@ -8,43 +8,22 @@ import pytest
 from helpers.planner import failures, memory
 from helpers.planner.cluster import cluster_of
 from helpers.planner.conventions import Conventions
-from helpers.planner.description import answer
-from helpers.planner.experiments.published import TARGETS, reproduce, rows_of
+from helpers.planner.experiments import published, steps
 from helpers.planner.layout import Layout
 from helpers.planner.model import model_of
 from helpers.planner.plan import Bottleneck, plan
 from helpers.planner.records import PlanError
+from helpers.planner.report import answer
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_each_published_row_names_its_source():
+@pytest.mark.parametrize("path", [published.ROWS, steps.ROWS], ids=lambda path: path.name)
+def test_each_published_row_names_its_source(path):
     references = (ROOT / "book" / "references.bib").read_text()
-    for row in rows_of():
+    for row in published.rows_of(path):
         source = row["source"].split()[0]
         assert "#" in source or f"{{{source}," in references, row["what"]
-
-
-def test_a_tenth_more_than_was_published_is_noticed():
-    for row in rows_of():
-        digits = len(row["published"].partition(".")[2]) + 2
-        wrong = {**row, "published": f"{float(row['published']) * 1.13:.{digits}f}"}
-        assert reproduce(wrong)[1] > TARGETS[row["target"]], row["what"]
-
-
-@pytest.mark.parametrize(
-    ("inputs", "contradiction"),
-    [
-        ("gpus = 12288, mfu = 0.552, peak = 312e12, aggregate = 2166.3e15", "gpus x mfu x peak and aggregate"),
-        ("gpus = 1000, tp = 2, pp = 1, dp = 499", "tp x pp x cp x dp and gpus are 998 and 1000"),
-        ("model = 'gpt-175b', parameters = 145.6e9", "the model's shape and parameters are 1.74616e+11"),
-    ],
-)
-def test_a_published_row_that_contradicts_itself_is_refused(inputs, contradiction):
-    row = {"quantity": "share of peak", "inputs": inputs, "published": "38", "unit": "%", "target": "formula"}
-    with pytest.raises(PlanError) as refusal:
-        reproduce(row)
-    assert contradiction in str(refusal.value)
 
 
 KNOWN = {  # read off the models' published weights
@@ -81,47 +60,28 @@ REFUSED = [  # what is asked for, and a part of the refusal
     # A layout and a model
     (layout_of(tp=5), "12 heads do not divide by tp = 5.\nGive one of 1, 2, 3, 4, 6, 12 as tp."),
     (layout_of({"preset": "llama3-8b", "heads": 24, "head_width": 128}, tp=3), "8 kv_heads neither divide by tp = 3"),
-    (layout_of({"preset": "gpt2", "ffn": 3073}, tp=2), "an MLP of 3073 does not divide by tp = 2"),
     (layout_of(cp=3), "1024 tokens do not divide into 3 parts"),
     (layout_of(pp=16), "12 layers cannot fill 16 stages"),
     (layout_of(pp=8), "Give a divisor of 12, or uneven_stages = true with interleave = 1."),
     (layout_of("llama3-405b", pp=8, interleave=8, batch=8), "Give a divisor of 126, or outer_layers = true."),
     (layout_of("mixtral-8x7b", dp=16, ep=16), "8 experts do not divide by ep"),
-    (layout_of(dp=2, ep=2), "gpt2 has no experts to divide by ep = 2"),
     # A layout by itself
     (layout_of(dp=2, batch=3), "a batch of 3 does not divide into 2 x 1 (dp x micro_batch)"),
     (layout_of(dp=4, ep=8), "ep = 8 does not divide dp x cp = 4"),
     (layout_of(dp=8, zero=3, shard=3), "shard = 3 does not divide"),
-    (layout_of(dp=8, shard=8), "shares nothing with zero = 0"),
     (layout_of(interleave=2), "interleave = 2 needs stages"),
     # A layout and a cluster
     (layout_of(cluster=EIGHT_A100S, dp=4), "= 4 is not the cluster's 8 GPUs"),
     (layout_of(cluster=EIGHT_A100S, dp=8, dtype="float8"), "'float8' is not a type with a peak on a100"),
     # Fields of any record
     (plan_of(layout={"dp": 8, "depth": 2}), "the layout has no field 'depth'.\nIts fields: dp, tp"),
-    (plan_of(layout=[1]), "the layout is [1]"),
     (layout_of(dp=True), "dp is True"),
-    (layout_of(batch=-8), "batch is -8"),
     (layout_of(zero=7), "zero is 7.\nGive one of 0, 1, 2, 3."),
-    (layout_of(offload="maybe"), "offload is 'maybe'.\nGive true or false."),
     (plan_of(job={"tokens": math.nan}), "tokens is nan"),
-    (plan_of(job={"tokens": math.inf}), "Give at most 1e+24"),
-    (plan_of(job={"save_seconds": 0}), "save_seconds is 0"),
-    (plan_of(job={"step_seconds": 1, "tokens_per_second": 2}), "say the same"),
-    # A model
+    # A model and a cluster
     (plan_of(model="gpt5"), "'gpt5' is not a model that the planner knows.\nGive one of gpt2, "),
-    (plan_of(model=7), "the model is 7"),
     (plan_of(model={"layers": 2, "width": 64, "heads": 65, "vocab": 9}), "64 does not divide among 65 heads"),
-    (plan_of(model={"preset": "llama3-8b", "kv_heads": 5}), "32 heads cannot share 5 kv_heads"),
-    (plan_of(model={"preset": "gpt2", "shared_experts": 1}), "without experts"),
-    (plan_of(model={"preset": "mixtral-8x7b", "active_experts": 9}), "9 of 8 experts cannot be active"),
-    (plan_of(model={"preset": "mixtral-8x7b", "dense_layers": 32}), "leave none for experts"),
-    # A cluster
-    (plan_of(cluster={"preset": "h100", "peaks": {}}), "h100: no peaks"),
-    (plan_of(cluster={"preset": "h100", "peaks": {"bfloat16": 0}}), "the peak of bfloat16 is 0"),
-    (plan_of(cluster={"preset": "h100", "link_in_node": 0}), "8 GPUs in a node, and link_in_node is not known"),
     (plan_of(cluster={"preset": "h100", "nodes": 2, "link_between": 0}), "2 nodes, and link_between is not known"),
-    (plan_of(cluster={"preset": "h100", "power": 0, "power_limit": 500}), "power_limit is 500, and power"),
     (lambda: cluster_of("h100", 12), "12 GPUs are not full nodes of 8"),
 ]
 
@@ -145,46 +105,26 @@ def test_offloading_leaves_the_parameters():
     assert kinds["optimizer"] == kinds["gradients"] == 0 < kinds["parameters"]
 
 
-def test_states_of_all_stages_are_the_model():
-    model, layout = model_of("llama3-70b"), Layout(pp=8, tp=8, dp=2, batch=16)
-    on_a_rank_of_each_stage = sum(memory.stage_parameters(model, layout, stage) for stage in range(8))
-    norms = (2 * model.layers + 1) * model.width  # Every tensor-parallel rank holds all of these.
-    assert on_a_rank_of_each_stage == (model.parameters() - norms) / 8 + norms
-
-
-def test_intervals_of_failures():
-    assert failures.poisson_interval(3) == pytest.approx((0.619, 8.767), abs=1e-3)  # Garwood's table
-    assert failures.poisson_interval(0)[0] == 0
-    for mean in (100, 1e10):
-        low, high = failures.poisson_counts(mean)
-        assert low < mean < high
-        assert high - low == pytest.approx(2 * 1.96 * math.sqrt(mean), rel=0.1)
-
-
 def test_the_checkpoint_interval_is_the_best_one():
     save, nodes, rate = 60, 2048, 6.5e-3
     best = failures.checkpoint_interval(save, nodes, rate)
     goodput = failures.goodput(nodes, rate, 300, best, save)
-    assert goodput > failures.goodput(nodes, rate, 300, best / 3, save)
-    assert goodput > failures.goodput(nodes, rate, 300, best * 3, save)
-    assert goodput > failures.goodput(nodes, rate, 600, best, save)  # A restart takes twice as long.
+    for other in (best / 3, best * 3):
+        assert failures.goodput(nodes, rate, 300, other, save) < goodput
     assert failures.goodput(100_000, rate, 7200, best, save) == 0  # Restarts take all of the time.
 
 
 SWITCHED = {  # a convention: another setting, and a number of the plan that this changes
     "flops": ("6N", lambda plan: plan.utilization.mfu),
-    "achieved": ("hardware", lambda plan: plan.utilization.achieved),
     "peak": (200e12, lambda plan: plan.utilization.mfu),
     "bubble": ("total", lambda plan: plan.bubble),
     "states": ("zero", lambda plan: plan.stages[0]["parameters"]),
     "gather": ("once", lambda plan: sum(group.sent for group in plan.collectives)),
     "in_flight": ("one", lambda plan: plan.stages[0]["activations"]),
-    "days": ("8TP", lambda plan: plan.run.days),
     "causal": ("half", lambda plan: plan.step.seconds),
     "sequence_inputs": ("again", lambda plan: plan.stages[0]["activations"]),
     "logits": ("stored", lambda plan: plan.stages[-1]["output"]),
     "overlap": ("backward", lambda plan: plan.step.seconds),
-    "shards": ("even", lambda plan: plan.stages[0]["optimizer"]),
     "memory": ("GB", lambda plan: answer(plan).rows[0].value),
 }
 
@@ -196,20 +136,11 @@ def test_each_convention_changes_a_number(name):
     settings = {"recompute": "selective", "attention": "scores", "sequence_parallel": True}
     layout = Layout(dp=48, tp=8, pp=2, zero=zero, batch=96, **settings)
     cluster = cluster_of("h100", layout.gpus)
-    before = plan("llama2-7b", cluster, layout, {}, {"tokens": 1e12})
-    after = plan("llama2-7b", cluster, layout, {name: setting}, {"tokens": 1e12})
+    before = plan("llama2-7b", cluster, layout)
+    after = plan("llama2-7b", cluster, layout, {name: setting})
     assert number(before) != number(after)
 
 
 def test_a_job_that_does_not_fit_is_limited_by_memory():
     tight = plan("llama3-70b", "h100", {"dp": 64, "zero": 3, "batch": 64})
     assert tight.bottleneck == Bottleneck("memory", "activations")
-
-
-def test_the_next_layout_to_try_is_the_fastest_one_step_away():
-    slow = plan("llama3-70b", "h100", {"batch": 64, "zero": 3, "dp": 32, "tp": 2, "recompute": "full"})
-    seconds = {other.layout: other.step.seconds for _, other in slow.neighbours() if other.fits}
-    assert slow.next.seconds == min(seconds.values()) == seconds[slow.next.layout] < slow.step.seconds
-
-    best = plan("llama3-70b", "h100", {"batch": 64, "zero": 3, "dp": 64, "recompute": "full"})
-    assert best.fits and best.next.words.startswith("stay: none of")

@@ -1,9 +1,8 @@
-"""The planner's form: by Python, by its widget, and in the page, where Pyodide must give the same numbers."""
+"""The planner's form: by Python, and in the page, where Pyodide must give the same answers."""
 
-import json
-import math
 import shlex
 import sys
+from dataclasses import asdict
 
 import pytest
 
@@ -11,15 +10,13 @@ from helpers.planner import form
 
 PAGE = "book/planner"
 SEVENTY = {"model": "llama3-70b", "gpus": "128"}
-# Together they set each input of the form, and each kind of model, GPU, precision and recomputation.
+# Together they set each input of the form.
 PLANNED = [
-    {},
     {**SEVENTY, "tp": "8", "pp": "4", "zero": "1", "interleave": "2", "sequence_parallel": "true"},
     {"model": "mixtral-8x7b", "ep": "8", "experts": "16", "active_experts": "4", "recompute": "full"},
     {"model": "llama3-8b", "seq": "32768", "cp": "4", "recompute": "sac", "dtype": "float8"},
-    {"model": "gpt2-xl", "cluster": "a100-40gb", "gpus": "8", "micro_batch": "4", "zero": "2", "dtype": "float16"},
     {"model": "palm-8b", "cluster": "tpu-v4", "shard": "4", "layers": "24", "recompute": "selective"},
-    {"width": "2048", "heads": "16", "kv_heads": "4", "ffn": "5504", "vocab": "50000", "batch": "64"},
+    {"width": "2048", "heads": "16", "kv_heads": "4", "ffn": "5504", "vocab": "50000", "micro_batch": "4"},
     {"model": "pixels", "gpus": "1", "batch": "48", "zero": "0", "dtype": "float32"},
 ]
 REFUSED = [
@@ -27,39 +24,19 @@ REFUSED = [
     ({"gpus": "7", "tp": "2"}, "7 GPUs do not divide by tp x pp x cp = 2.</strong> Give a multiple of 2"),
     ({"model": "<b>"}, "&#x27;&lt;b&gt;&#x27; is not a model that the planner knows.</strong> Give one of gpt2,"),
     ({"cluster": "a100", "dtype": "float8"}, "Give one of bfloat16, float16, tf32, float32"),
-    ({"batch": "9" * 30}, "at most 1e+24"),
 ]
 
 
 @pytest.mark.parametrize("values", PLANNED, ids=str)
-def test_the_command_under_a_plan_prints_the_same_numbers(values, helpers):
-    status, out, _ = helpers(*shlex.split(form.ask(values).command)[3:], "--json")
-    assert status == 0 and json.loads(out) == through_json(form.answer(values))["numbers"]
+def test_the_command_under_a_plan_prints_the_same_plan(values, helpers):
+    status, out, _ = helpers(*shlex.split(form.ask(values).command)[3:])
+    seconds, unit = out.partition("a step")[2].split()[:2]
+    assert status == 0 and f"a step: {seconds} {unit}" in form.answer(values).html
 
 
 @pytest.mark.parametrize(("values", "words"), REFUSED)
 def test_what_is_wrong_is_named_with_the_next_step(values, words):
-    answer = form.answer(values)
-    assert words in answer.html and not answer.numbers
-
-
-def test_the_fastest_layouts_can_be_taken_over():
-    best = form.best(SEVENTY)
-    first = best.html.partition('data-layout="')[2].partition('"')[0]
-    values = SEVENTY | dict(field.split("=") for field in first.split(","))
-    assert form.answer(values).numbers["step"]["seconds"] == best.numbers["ranked"][0]["seconds"]
-    assert "no layout of llama3-405b fits." in form.best({"model": "llama3-405b", "gpus": "8"}).html
-
-
-def test_a_widget_answers_as_the_page():
-    from helpers.planner.widget import planner
-
-    groups, answer, best = planner().children
-    boxes = {box.description: box for group in groups.children for box in group.children[1:]}
-    assert answer.value == form.answer({}).html
-    boxes["preset"].value = SEVENTY["model"]
-    boxes["GPUs"].value = SEVENTY["gpus"]
-    assert answer.value == form.answer(SEVENTY).html and best.value == form.best(SEVENTY).html
+    assert words in form.answer(values).html
 
 
 # --- In the browser ---------------------------------------------------------------------------------------------------
@@ -77,45 +54,12 @@ ASK = """async questions => {
 }"""
 
 
-def test_the_page_computes_the_same_numbers(visit):
+def test_the_page_answers_as_python_does(visit):
     questions = [{"kind": "answer", "values": values} for values in PLANNED]
     questions += [{"kind": "answer", "values": values} for values, _ in REFUSED]
     questions.append({"kind": "best", "values": {"model": "gpt2", "gpus": "8", "batch": "64"}})
-    answers = visit(PAGE).evaluate(ASK, questions)
-    for question, answer in zip(questions, answers, strict=True):
-        expected = through_json(getattr(form, question["kind"])(question["values"]))
-        assert different_numbers(answer["numbers"], expected["numbers"]) == {}, question
-        assert (answer["html"], answer["sizes"]) == (expected["html"], expected["sizes"])
-
-
-def through_json(answer):
-    return json.loads(json.dumps({"html": answer.html, "numbers": answer.numbers, "sizes": answer.sizes}))
-
-
-def different_numbers(numbers, expected):
-    """{path: (value, expected)} of what is not equal in nested tables; floats may differ in their last digits."""
-    values = dict(leaves(numbers))
-    others = dict(leaves(expected))
-    different = {}
-    for path in values.keys() | others.keys():
-        pair = (values.get(path, "missing"), others.get(path, "missing"))
-        both_numbers = all(type(value) in (int, float) for value in pair)
-        # JavaScript's JSON has no .0, so a whole float comes back as an int.
-        equal = math.isclose(*pair, rel_tol=1e-12) if both_numbers else pair[0] == pair[1]
-        if not equal:
-            different[path] = pair
-    return different
-
-
-def leaves(table, path=""):
-    """(path, number or word) of each entry of nested dicts and lists."""
-    if isinstance(table, list):
-        table = dict(enumerate(table))
-    if not isinstance(table, dict):
-        yield path, table
-        return
-    for name, inner in table.items():
-        yield from leaves(inner, f"{path}/{name}")
+    expected = [asdict(getattr(form, question["kind"])(question["values"])) for question in questions]
+    assert visit(PAGE).evaluate(ASK, questions) == expected
 
 
 def answered(page, words):
@@ -135,9 +79,9 @@ def test_the_page_answers_keeps_its_state_and_takes_a_layout_over(visit, book_ur
     assert page.url.endswith("#model=gpt2-xl&gpus=8")
 
     page.click(".planner-best button[data-layout]")
-    fastest = form.best(small).numbers["ranked"][0]["layout"]
-    answered(page, f"micro_batch={fastest['micro_batch']}")
-    assert page.input_value("[name=micro_batch]") == str(fastest["micro_batch"]) != "1"
+    micro_batch = page.input_value("[name=micro_batch]")
+    assert micro_batch != "1"
+    answered(page, f"micro_batch={micro_batch}")
 
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.click(".planner-answer .planner-copy")
@@ -169,9 +113,5 @@ def test_only_the_pyodide_that_was_tried_is_fetched(tmp_path, monkeypatch):
     npm.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with pytest.raises(OSError, match="is not the file that was tried"):
-        book_planner.fetch(store)
-    npm.unlink()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FileNotFoundError):
         book_planner.fetch(store)
     assert not store.exists()

@@ -86,31 +86,6 @@ def test_sac_keeps_what_pytorchs_selective_checkpoint_stores():
     assert stored == planned + logarithms
 
 
-def test_sac_stores_more_than_full_recomputation_and_less_than_none():
-    model = model_of("llama3-8b")
-    full, sac, none = (activations_per_layer(model, Layout(recompute=how)) for how in ("full", "sac", "none"))
-    assert full < sac < none
-
-
-def test_sac_repeats_every_second_product():
-    model = model_of("llama3-8b")
-    repeated = 4096 * 1024 + 4096 * 4096 + 4096 * 14336  # of key, output and up
-    share = repeated / (model.gemm_weights() / model.layers)
-    assert model.recomputed_share("sac") == pytest.approx(share)
-    more = model.flops_per_token("gemm", "sac") - model.flops_per_token("gemm")
-    assert more == pytest.approx(2 * share * model.gemm_weights())
-
-
-def test_sac_keeps_what_reduce_scatters_put_out():
-    model = model_of("llama3-8b")
-    whole = Layout(tp=8, recompute="sac")
-    divided = whole.with_(sequence_parallel=True)
-    less = activations_per_layer(model, whole) - activations_per_layer(model, divided)
-    layer_input = 4096 * 7 / 8
-    outputs = 2 * 4096 / 8
-    assert less == 2 * 8192 * (layer_input - outputs)
-
-
 def test_copies_of_the_logits():
     def output(logits, tp=1):
         return memory(model_of("gpt2"), Layout(tp=tp), Conventions(logits=logits))[0]["output"]

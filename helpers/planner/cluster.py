@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from helpers.planner.records import LARGEST, SMALLEST, Record, correction, look_up, refuse, with_preset
+from helpers.planner.records import Record, look_up, refuse, with_preset
 
 
 @dataclass(frozen=True)
@@ -28,33 +28,22 @@ class Cluster(Record):
     failures_per_node_day: float = 0
     reaches: float = 1.0  # the share of their peak that matrix products reach, beside an A100's
     attention_reaches: float = 0  # the share that attention's kernel reaches; 0 for that of matrix products
-    power: float = 0  # watts for which the peaks are given
+    power: float = 0  # watts for which the peaks are given; a limit needs it
     power_limit: float = 0  # watts that one GPU may draw; 0 for no limit
     measured: bool = False  # the speeds were reached, not read off a data sheet: nothing is taken off
 
-    LIMITS: ClassVar[dict[str, tuple[float, float]]] = {
-        **dict.fromkeys(("gpus_per_node", "nodes"), (1, LARGEST)),
-        "memory": (SMALLEST, LARGEST),
-        "reaches": (SMALLEST, 1),
-        "attention_reaches": (0, 1),
-    }
+    POSITIVE: ClassVar[tuple[str, ...]] = ("gpus_per_node", "nodes", "memory", "reaches")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.peaks:
             refuse(f"{self.gpu}: no peaks", "FLOP/s of each type, such as peaks = {bfloat16 = 312e12}")
-        for dtype, peak in self.peaks.items():
-            hint = correction(peak, float, SMALLEST, LARGEST)
-            if hint:
-                refuse(f"{self.gpu}: the peak of {dtype} is {peak!r}", f"{hint}, in FLOP/s")
         if self.gpus_per_node > 1 and not self.link_in_node:
             problem = f"{self.gpu}: there are {self.gpus_per_node} GPUs in a node, and link_in_node is not known"
             refuse(problem, "link_in_node, in bytes a second")
         if self.nodes > 1 and not self.link_between:
             problem = f"{self.gpu}: there are {self.nodes} nodes, and link_between is not known"
             refuse(problem, "link_between, in bytes a second")
-        if self.power_limit and not self.power:
-            refuse(f"{self.gpu}: power_limit is {self.power_limit:g}, and power is not known", "power, in watts, too")
 
     @property
     def gpus(self) -> int:

@@ -109,7 +109,9 @@ def activations(
     tokens = layout.tokens(model)
     size = layout.element_bytes
     hidden = tokens * model.width * size  # bytes of the hidden states of a micro-batch
-    forwards = ["forward", "recompute"] if layout.recomputes_layers else ["forward"]
+    forwards = ["forward"]
+    if layout.recomputes_layers:
+        forwards.append("recompute")
 
     def tensor_parallel(kind: str, phase: str, what: str, count: int, size: int = hidden) -> None:
         result.append(Collective("tp", kind, phase, what, layout.tp, 1, count * m, size))
@@ -126,6 +128,7 @@ def activations(
 
     # A layer gathers the MLP's input, and attention's: once, or for query, key and value each.
     inputs = 2 if shared_input else 4
+    # A layer sums attention's output and the MLP's. The MLP's is the last one, which recomputation may leave out.
     outputs = {"forward": 2, "recompute": 1 if early_stop else 2}
     if layout.recompute == "sac" and layout.sequence_parallel:
         outputs["recompute"] = 0  # The output of a reduce-scatter is kept, so that it is not sent again.
@@ -178,7 +181,9 @@ def activations(
         count = 2 * m * expert_layers
         result.append(Collective("ep", "all_to_all", phase, what, layout.ep, layout.tp, count, to_experts))
 
-    parts = layout.tp if split_sends or layout.sequence_parallel else 1
+    parts = 1
+    if split_sends or layout.sequence_parallel:
+        parts = layout.tp
     stride = layout.tp * layout.data_ranks
 
     def pipeline(phase: str, what: str, sends: int, receives: int) -> None:
@@ -220,9 +225,13 @@ def unit_collectives(unit: Unit, layout: Layout, conventions: Conventions) -> li
     stride = layout.tp * unit.expert_ranks
     sharers = min(layout.sharers, ranks)
     gathers_each = conventions.gather == "each"
-    repeated = layout.micro_batches if layout.zero >= 2 and gathers_each else 1
+    repeated = 1
+    if layout.zero >= 2 and gathers_each:
+        repeated = layout.micro_batches
     # fully_shard pads each tensor's rows, so that all ranks send equal parts.
-    parts = sharers if layout.zero == 3 else 1
+    parts = 1
+    if layout.zero == 3:
+        parts = sharers
     padded = 0
     for tensor in unit.tensors:
         padded += math.ceil(tensor.rows / parts) * parts * tensor.columns * tensor.copies

@@ -44,20 +44,17 @@ class Conventions(Record):
     """Defaults: what most papers of the day use; PyTorch's FSDP for states."""
 
     flops: Flops = "6N+A"  # which count of FLOPs for each token
-    achieved: Literal["model", "hardware"] = "model"  # FLOPs of a published TFLOP/s; hardware: with recomputation
     peak: float = 0  # FLOP/s of a GPU; 0 for the cluster's
     bubble: Literal["ideal", "total"] = "ideal"  # (p-1)/(vm), of the ideal time; of the total: (p-1)/(vm+p-1)
     memory: Literal["GB", "GiB"] = "GiB"  # 1e9 or 2^30 bytes
     states: States = "float32"  # which bytes for each parameter
     gather: Literal["each", "once"] = "each"  # ZeRO-3 gathers and reduces for each micro-batch; or once, and keeps all
     in_flight: Literal["schedule", "one"] = "schedule"  # the first stage holds p micro-batches; one: p divided them
-    days: Literal["count", "8TP"] = "count"  # from the count of FLOPs; or by Narayanan et al. 2021, equation 4
     causal: Literal["full", "half"] = "full"  # seconds count all pairs of tokens; half: a kernel skips later tokens
     sequence_inputs: Literal["kept", "again"] = "kept"  # gathered once (PyTorch), or again in backward (Megatron)
     # Float32 copies at once: four, as PyTorch's cross_entropy makes; three where the caller frees its own; or one.
     logits: Literal["eager", "freed", "stored"] = "eager"
     overlap: Literal["none", "backward"] = "none"  # without FSDP, gradients follow the backward; or hide behind it
-    shards: Literal["rows", "even"] = "rows"  # ZeRO-3 cuts each tensor between rows (fully_shard), or all evenly
 
     @property
     def state_bytes(self) -> StateBytes:

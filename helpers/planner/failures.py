@@ -17,21 +17,10 @@ def poisson_interval(count: int) -> tuple[float, float]:
     """
     from scipy.special import gammaincinv  # The import takes a moment, which most plans need not wait.
 
-    lowest = float(gammaincinv(count, TAIL)) if count else 0.0
+    lowest = 0.0
+    if count > 0:
+        lowest = float(gammaincinv(count, TAIL))
     return lowest, float(gammaincinv(count + 1, 1 - TAIL))
-
-
-def poisson_counts(mean: float) -> tuple[int, int]:
-    """(lowest, highest) count that happens in 95 % where this many failures are expected."""
-    from scipy.special import ndtri, pdtrik
-
-    if mean > 1e9:
-        # pdtrik finds nothing for the largest means, for which a normal distribution is as good.
-        quantiles = [mean + float(ndtri(share)) * math.sqrt(mean) for share in (TAIL, 1 - TAIL)]
-    else:
-        quantiles = [max(float(pdtrik(share, mean)), 0) for share in (TAIL, 1 - TAIL)]
-    lowest, highest = map(math.ceil, quantiles)
-    return lowest, highest
 
 
 def checkpoint_interval(save_seconds: float, nodes: int, failures_per_node_day: float) -> float:

@@ -1,6 +1,6 @@
-"""The planner as a form: its inputs, and an answer as HTML and as numbers.
+"""The planner as a form: its inputs, and an answer as HTML. Pure.
 
-The book's page (in the browser, by Pyodide), the widget and the tests call the same functions. Pure.
+The book's page calls it when it is built, and again in the browser, by Pyodide.
 """
 
 import json
@@ -13,13 +13,11 @@ from typing import Any, get_args
 from helpers.planner import cluster as clusters
 from helpers.planner import model as models
 from helpers.planner.cluster import Cluster
-from helpers.planner.description import as_argument
-from helpers.planner.html_report import error_html, plan_html, search_html
 from helpers.planner.layout import Layout
 from helpers.planner.model import Model
 from helpers.planner.plan import plan
 from helpers.planner.records import PlanError, refuse
-from helpers.planner.report import search_tables, tables
+from helpers.planner.report import as_argument, error_html, plan_html, search_html
 from helpers.planner.search import search
 
 
@@ -90,10 +88,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """``html`` for a reader, ``numbers`` for a test, ``sizes`` of the model; the last two are empty for an error."""
+    """``html`` for a reader, and the sizes of the model, which the page shows in inputs that are left empty."""
 
     html: str
-    numbers: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
 
 
@@ -103,7 +100,7 @@ def answer(values: Mapping[str, str]) -> Answer:
         question = ask(values)
         result = plan(question.model, question.cluster, question.layout)
         sizes = {name: getattr(result.model, name) for name in MODEL_SIZES}
-        return Answer(plan_html(result, question.command), tables(result), sizes)
+        return Answer(plan_html(result, question.command), sizes)
     except (PlanError, ArithmeticError) as error:
         return Answer(error_html(error))
 
@@ -112,15 +109,15 @@ def best(values: Mapping[str, str]) -> Answer:
     """The fastest layouts for a model, its GPUs and its batch, whatever the layout's inputs are."""
     try:
         question = ask({**values, **{name: DEFAULTS[name] for name in OF_LAYOUT}})
-        return ranked(question.model, question.cluster, question.layout["batch"], question.layout["dtype"])
+        layout = question.layout
+        return Answer(ranked(question.model, question.cluster, layout["batch"], layout["dtype"]))
     except (PlanError, ArithmeticError) as error:
         return Answer(error_html(error))
 
 
 @lru_cache(8)  # The page asks again after each change, also of the layout, which changes nothing here.
-def ranked(model: Model, cluster: Cluster, batch: int, dtype: str) -> Answer:
-    result = search(model, cluster, batch, dtype=dtype)
-    return Answer(search_html(result), search_tables(result))
+def ranked(model: Model, cluster: Cluster, batch: int, dtype: str) -> str:
+    return search_html(search(model, cluster, batch, dtype=dtype))
 
 
 def ask(given: Mapping[str, str]) -> Question:
@@ -137,19 +134,23 @@ def ask(given: Mapping[str, str]) -> Question:
         hint = f"a multiple of {ranks} as GPUs, or less of one"
         refuse(f"{gpus} GPUs do not divide by tp x pp x cp = {ranks}", hint)
     layout = {"dp": gpus // ranks, **layout}
-
-    usual = vars(Layout())
-    changed = {name: value for name, value in layout.items() if name == "dp" or value != usual[name]}
-    command = ["python", "-m", "helpers", "plan", values["model"], values["cluster"], f"--gpus={gpus}"]
-    if sizes:
-        command.append(f"--sizes={as_argument(sizes)}")
-    command.append(f"--layout={as_argument(changed)}")
     return Question(
         model=models.model_of({"preset": values["model"], **sizes}),
         cluster=clusters.cluster_of(values["cluster"], gpus),
         layout=layout,
-        command=shlex.join(command),
+        command=command_of(values, sizes, layout),
     )
+
+
+def command_of(values: Mapping[str, str], sizes: dict[str, int], layout: dict[str, Any]) -> str:
+    """The line for a terminal that prints the same plan. Fields of the layout that have their defaults are left out."""
+    usual = vars(Layout())
+    changed = {name: value for name, value in layout.items() if name == "dp" or value != usual[name]}
+    command = ["python", "-m", "helpers", "plan", values["model"], values["cluster"], f"--gpus={values['gpus']}"]
+    if sizes:
+        command.append(f"--sizes={as_argument(sizes)}")
+    command.append(f"--layout={as_argument(changed)}")
+    return shlex.join(command)
 
 
 def parsed(entry: Input, text: str) -> Any:

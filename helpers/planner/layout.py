@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 
 from helpers.planner.cluster import Cluster
 from helpers.planner.model import Model
-from helpers.planner.records import LARGEST, Record, refuse
+from helpers.planner.records import Record, refuse
 
 ENDS = 2  # the embedding and the head, where stages count each of them as a layer
 
@@ -33,9 +33,7 @@ class Layout(Record):
     uneven_stages: bool = False  # layers need not divide by stages
     outer_layers: bool = False  # stages count the embedding and the head as a layer each
 
-    LIMITS: ClassVar[dict[str, tuple[float, float]]] = dict.fromkeys(
-        ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"), (1, LARGEST)
-    )
+    POSITIVE: ClassVar[tuple[str, ...]] = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,33 +44,20 @@ class Layout(Record):
             refuse(
                 f"a batch of {self.batch} does not divide into {self.dp} x {self.micro_batch} (dp x micro_batch)",
                 f"a multiple of {samples} as batch",
-                "a batch does not divide into (dp x micro_batch)",
             )
         ranks = self.data_ranks
         if self.shard and ranks % self.shard != 0:
-            refuse(
-                f"shard = {self.shard} does not divide dp x cp = {ranks}",
-                f"a divisor of {ranks}, or 0 for all",
-                "shard does not divide dp x cp",
-            )
+            refuse(f"shard = {self.shard} does not divide dp x cp = {ranks}", f"a divisor of {ranks}, or 0 for all")
         if self.shard and self.zero == 0:
-            refuse(
-                f"shard = {self.shard} shares nothing with zero = 0",
-                "zero = 3 for HSDP, or no shard",
-                "shard shares nothing with zero",
-            )
+            refuse(f"shard = {self.shard} shares nothing with zero = 0", "zero = 3 for HSDP, or no shard")
         if ranks % self.ep != 0:
-            refuse(
-                f"ep = {self.ep} does not divide dp x cp = {ranks}: experts are shared among these",
-                f"a divisor of {ranks} as ep",
-                "ep does not divide dp x cp: experts are shared among these",
-            )
+            problem = f"ep = {self.ep} does not divide dp x cp = {ranks}: experts are shared among these"
+            refuse(problem, f"a divisor of {ranks} as ep")
         if self.interleave > 1 and (self.pp == 1 or self.micro_batches % self.pp != 0):
             refuse(
                 f"interleave = {self.interleave} needs stages, and micro-batches ({self.micro_batches}) "
                 f"that divide by pp = {self.pp}",
                 "interleave = 1, or another batch",
-                "interleave needs stages, and micro-batches that divide by pp",
             )
 
     @property
@@ -176,67 +161,40 @@ class Layout(Record):
     def check_tensors(self, model: Model) -> None:
         tp = self.tp
         if model.heads % tp != 0:
-            refuse(
-                f"{model.heads} heads do not divide by tp = {tp}",
-                f"one of {divisors(model.heads)} as tp",
-                "heads do not divide by tp",
-            )
+            refuse(f"{model.heads} heads do not divide by tp = {tp}", f"one of {divisors(model.heads)} as tp")
         if model.kv_heads % tp != 0 and tp % model.kv_heads != 0:
-            refuse(
-                f"{model.kv_heads} kv_heads neither divide by tp = {tp} nor divide it",
-                f"one of {divisors(model.kv_heads)} as tp",
-                "kv_heads neither divide by tp nor divide it",
-            )
+            problem = f"{model.kv_heads} kv_heads neither divide by tp = {tp} nor divide it"
+            refuse(problem, f"one of {divisors(model.kv_heads)} as tp")
         if model.ffn % tp != 0:
-            refuse(
-                f"an MLP of {model.ffn} does not divide by tp = {tp}",
-                "a divisor of ffn as tp",
-                "an MLP does not divide by tp",
-            )
+            refuse(f"an MLP of {model.ffn} does not divide by tp = {tp}", "a divisor of ffn as tp")
 
     def check_stages(self, model: Model) -> None:
         stages = self.pp * self.interleave
         counted = model.layers  # with the ends, where stages count these
-        most_stages = model.layers
         if self.outer_layers:
             counted += ENDS
-            most_stages -= ENDS
         if stages > model.layers or 0 in self.stage_layers(model):
-            refuse(
-                f"{model.layers} layers cannot fill {stages} stages (pp x interleave)",
-                f"at most {most_stages} as pp x interleave",
-                "layers cannot fill stages (pp x interleave)",
-            )
+            refuse(f"{model.layers} layers cannot fill {stages} stages (pp x interleave)", "fewer stages")
         may_be_uneven = self.uneven_stages and self.interleave == 1
         if counted % stages != 0 and not may_be_uneven:
             option = "uneven_stages = true with interleave = 1"
             if (model.layers + ENDS) % stages == 0:
                 option = "outer_layers = true"
-            refuse(
-                f"{counted} layers do not divide into {stages} stages (pp x interleave)",
-                f"a divisor of {counted}, or {option}",
-                "layers do not divide into stages (pp x interleave)",
-            )
+            problem = f"{counted} layers do not divide into {stages} stages (pp x interleave)"
+            refuse(problem, f"a divisor of {counted}, or {option}")
 
     def check_sequence(self, model: Model) -> None:
-        sequence_parts = self.cp * self.norm_sharers
-        if model.seq % sequence_parts != 0:
-            refuse(
-                f"{model.seq} tokens do not divide into {sequence_parts} parts",
-                f"a divisor of {model.seq} as cp, or a multiple of {sequence_parts} as the model's seq",
-                "tokens do not divide into parts",
-            )
+        parts = self.cp * self.norm_sharers
+        if model.seq % parts != 0:
+            hint = f"a divisor of {model.seq} as cp, or a multiple of {parts} as the model's seq"
+            refuse(f"{model.seq} tokens do not divide into {parts} parts", hint)
 
     def check_experts(self, model: Model) -> None:
         ep = self.ep
         if ep > 1 and model.experts == 0:
-            refuse(f"{model.name} has no experts to divide by ep = {ep}", "ep = 1", "no experts to divide by ep")
+            refuse(f"{model.name} has no experts to divide by ep = {ep}", "ep = 1")
         if model.experts % ep != 0:
-            refuse(
-                f"{model.experts} experts do not divide by ep = {ep}",
-                f"one of {divisors(model.experts)} as ep",
-                "experts do not divide by ep",
-            )
+            refuse(f"{model.experts} experts do not divide by ep = {ep}", f"one of {divisors(model.experts)} as ep")
 
 
 def divisors(number: int) -> str:

@@ -158,7 +158,9 @@ def activations_per_layer(
     inputs: float = 2 * model.width
     if sequence_inputs == "again":
         inputs /= layout.norm_sharers
-    masks = 2 * model.width if model.dropout else 0  # of one byte for each number
+    masks = 0
+    if model.dropout:
+        masks = 2 * model.width  # of one byte for each number
 
     size = layout.element_bytes
     stored = divided * size / layout.tp + inputs * size + (undivided * size + masks) / layout.norm_sharers
@@ -218,7 +220,8 @@ def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: 
     size = layout.element_bytes
     tokens = layout.tokens(model)
     computed = stage_parameters(model, layout, stage)
-    shard = shared_parameters(model, layout, stage, conventions.shards if layout.zero == 3 else "even")
+    # ZeRO-3 is planned as fully_shard, which cuts each tensor between its rows; ZeRO-1 and 2 cut one flat tensor.
+    shard = shared_parameters(model, layout, stage, "rows" if layout.zero == 3 else "even")
     kinds = states_per_rank(computed, shard, layout.zero, conventions.state_bytes)
     if layout.offload:
         kinds["gradients"] = 0
@@ -230,7 +233,8 @@ def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: 
     stored = [activations_per_layer(model, layout, layer, sequence_inputs=inputs) for layer in layers]
     kinds["activations"] = sum(stored) * micro_batches
     # As a layer's backward runs: the gradients of its MLP's inner width, and of its output.
-    inner = (model.mlp_matrices - 1) * model.ffn * max(model.active_experts, 1)
+    experts_at_work = max(model.active_experts, 1)
+    inner = (model.mlp_matrices - 1) * model.ffn * experts_at_work
     kinds["working"] = tokens * size * (inner / layout.tp + model.width)
     if layout.recomputes_layers:
         kinds["recomputed layer"] = activations_per_layer(model, layout, layers[-1], "none", inputs)

@@ -1,10 +1,8 @@
-"""One plan: what a job needs, before it runs. Numbers in base units; description.py puts them into words."""
+"""One plan: what a job needs, before it runs. Numbers in base units; report.py puts them into words."""
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from helpers.planner import failures, rates
 from helpers.planner.cluster import Cluster, cluster_of
@@ -13,47 +11,29 @@ from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
 from helpers.planner.memory import memory
 from helpers.planner.model import Model, model_of
-from helpers.planner.records import LARGEST, SMALLEST, PlanError, Record, refuse
+from helpers.planner.records import Record
 from helpers.planner.step_time import StepTime, step_time
 
 STATES = ("parameters", "gradients", "optimizer")
-MESH = ("dp", "tp", "pp", "cp")
 
 
 @dataclass(frozen=True)
 class Job(Record):
-    """What the run is: its tokens, what a checkpoint costs, and what was measured, if anything."""
+    """What the run is: its tokens, and what a checkpoint and a failure cost."""
 
     tokens: float = 0  # of the whole run; 0 for not known
     save_seconds: float = 60  # of a checkpoint for which training stops: w
     restart_seconds: float = 300  # from a failure to the first new step: u0
-    step_seconds: float = 0  # measured
-    tokens_per_second: float = 0  # measured, of all GPUs
 
-    LIMITS: ClassVar[dict[str, tuple[float, float]]] = {"save_seconds": (SMALLEST, LARGEST)}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.step_seconds and self.tokens_per_second:
-            refuse("step_seconds and tokens_per_second say the same", "one of them")
+    POSITIVE: ClassVar[tuple[str, ...]] = ("save_seconds",)
 
 
 @dataclass(frozen=True)
 class Utilization:
-    """How well a step uses a GPU."""
+    """Shares of a GPU's peak in a step: of the model's FLOPs, and of those with recomputation."""
 
     mfu: float
     hfu: float
-    achieved: float  # FLOP/s, of the model or of the hardware, by the convention
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The step that the job has measured, beside the prediction."""
-
-    seconds: float
-    error: float  # predicted / measured - 1
-    utilization: Utilization
 
 
 @dataclass(frozen=True)
@@ -68,7 +48,6 @@ class Run:
     days: float | None = None  # without failures
     days_with_failures: float | None = None
     failures: float | None = None
-    failures_between: tuple[int, int] | None = None  # in 95 %
     cost: float | None = None  # in the price's currency
 
 
@@ -78,15 +57,6 @@ class Bottleneck:
 
     limit: str
     largest: str
-
-
-@dataclass(frozen=True)
-class Next:
-    """What to try: in words, and as a layout with its seconds where that helps."""
-
-    words: str
-    layout: Layout | None = None
-    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +84,11 @@ class Plan:
         """The stage that needs most."""
         totals = [stage["total"] for stage in self.stages]
         return totals.index(max(totals))
+
+    @property
+    def kinds(self) -> dict[str, float]:
+        """{kind: bytes} of a rank of that stage, without the total."""
+        return {kind: size for kind, size in self.stages[self.fullest].items() if kind != "total"}
 
     @property
     def bytes(self) -> float:
@@ -148,36 +123,22 @@ class Plan:
     def bottleneck(self) -> Bottleneck:
         if self.fits:
             return Bottleneck("time", largest(self.step.parts))
-        kinds = dict(self.stages[self.fullest])
-        del kinds["total"]
+        kinds = self.kinds
         kinds["states"] = sum(kinds.pop(state) for state in STATES)
         return Bottleneck("memory", largest(kinds))
 
-    def utilization_in(self, seconds: float) -> Utilization:
-        """That of a step which takes so long."""
-        speed = self.tokens / seconds
+    @property
+    def utilization(self) -> Utilization:
+        """Of the predicted step."""
+        speed = self.tokens / self.step.seconds
         flops = self.conventions.flops
         model = rates.achieved(self.model, speed, self.layout.gpus, flops)
         hardware = rates.achieved(self.model, speed, self.layout.gpus, flops, self.layout.recompute)
-        achieved = model if self.conventions.achieved == "model" else hardware
-        return Utilization(mfu=model / self.peak, hfu=hardware / self.peak, achieved=achieved)
-
-    @property
-    def utilization(self) -> Utilization:
-        return self.utilization_in(self.step.seconds)
-
-    @property
-    def measured(self) -> Measured | None:
-        seconds = self.job.step_seconds
-        if self.job.tokens_per_second:
-            seconds = self.tokens / self.job.tokens_per_second
-        if seconds == 0:
-            return None
-        return Measured(seconds, self.step.seconds / seconds - 1, self.utilization_in(seconds))
+        return Utilization(mfu=model / self.peak, hfu=hardware / self.peak)
 
     @cached_property
     def run(self) -> Run:
-        """Days, failures, checkpoints, goodput and cost; from the measured seconds of a step where they are known."""
+        """Days, failures, checkpoints, goodput and cost."""
         job = self.job
         nodes = self.cluster.nodes
         failure_rate = self.cluster.failures_per_node_day
@@ -192,55 +153,17 @@ class Plan:
         if job.tokens == 0:
             return run
 
-        days = self.days_without_failures
-        run = replace(run, tokens=job.tokens, steps=job.tokens / self.tokens, days=days)
+        steps = job.tokens / self.tokens
+        days = steps * self.step.seconds / 86400
+        run = replace(run, tokens=job.tokens, steps=steps, days=days)
         if run.goodput == 0:
             return run  # Failures leave no progress, so the run never ends and has no price.
         if run.goodput and run.mttf_hours:
             days /= run.goodput
-            count = days * 24 / run.mttf_hours
-            between = failures.poisson_counts(count)
-            run = replace(run, days_with_failures=days, failures=count, failures_between=between)
+            run = replace(run, days_with_failures=days, failures=days * 24 / run.mttf_hours)
         if self.cluster.price_per_gpu_hour:
             run = replace(run, cost=self.cluster.gpus * 24 * days * self.cluster.price_per_gpu_hour)
         return run
-
-    @property
-    def days_without_failures(self) -> float:
-        """Days of the job's tokens."""
-        seconds = self.measured.seconds if self.measured else self.step.seconds
-        if self.conventions.days == "8TP":
-            speed = min(self.utilization_in(seconds).hfu, 1) * self.peak
-            flops = rates.training_flops(self.model.parameters(), self.job.tokens, self.layout.recompute)
-            return rates.training_days(flops, self.layout.gpus, speed)
-        return self.job.tokens / self.tokens * seconds / 86400
-
-    def neighbours(self) -> Iterator[tuple[str, "Plan"]]:
-        """(what changes, Plan) of each possible layout one step away."""
-        for changes in changes_of(self.layout, self.cluster):
-            try:
-                layout = self.layout.with_(**changes).check(self.model, self.cluster)
-            except PlanError:
-                continue
-            if layout != self.layout:
-                words = ", ".join(f"{name} = {str(value).lower()}" for name, value in changes.items())
-                yield words, replace(self, layout=layout)
-
-    @cached_property
-    def next(self) -> Next:
-        """The layout one step away that fits and is fastest, if it is faster; if none fits, what needs least memory."""
-        neighbours = list(self.neighbours())
-        fitting = [(words, plan) for words, plan in neighbours if plan.fits]
-        if fitting:
-            words, fastest = min(fitting, key=lambda neighbour: neighbour[1].step.rounded)
-            if self.fits and fastest.step.rounded >= self.step.rounded:
-                return Next(f"stay: none of {len(fitting)} layouts one step away is faster")
-            return Next(words, fastest.layout, fastest.step.seconds)
-        if neighbours:
-            words, smallest = min(neighbours, key=lambda neighbour: neighbour[1].bytes)
-            if smallest.bytes < self.bytes:
-                return Next(f"{words}: it does not fit either, but needs less", smallest.layout)
-        return Next("more GPUs, or a smaller model: no layout one step away needs less memory")
 
 
 def plan(
@@ -257,27 +180,6 @@ def plan(
     cluster = cluster_of(cluster, gpus)
     layout.check(model, cluster)
     return Plan(model, cluster, layout, Conventions.of(conventions or {}), Job.of(job or {}))
-
-
-def changes_of(layout: Layout, cluster: Cluster) -> Iterator[dict[str, Any]]:
-    """{field: value} of each change that is one step away; not all of them are possible."""
-    for grown, shrunk in itertools.permutations(MESH, 2):
-        if getattr(layout, shrunk) % 2 == 0:
-            yield {grown: 2 * getattr(layout, grown), shrunk: getattr(layout, shrunk) // 2}
-    yield {"micro_batch": 2 * layout.micro_batch}
-    yield {"micro_batch": layout.micro_batch // 2}
-    for name in ("recompute", "zero"):
-        for value in get_args(Layout.__annotations__[name]):
-            yield {name: value}
-    if layout.tp > 1:
-        yield {"sequence_parallel": True}
-        yield {"sequence_parallel": False}
-    for parts in (1, 2, 4):
-        yield {"interleave": parts}
-    if layout.shard:
-        yield {"shard": 0}
-    elif layout.zero and layout.data_ranks > cluster.gpus_per_node:
-        yield {"shard": cluster.gpus_per_node}
 
 
 def largest(sizes: dict[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""Between seconds, FLOP/s and shares of a peak: MFU, HFU, days, the bubble."""
+"""Between seconds, FLOP/s and shares of a time: MFU, HFU, the bubble."""
 
 from helpers.planner.model import Model
 
@@ -22,14 +22,3 @@ def bubble(stages: int, micro_batches: int, interleave: int = 1, relative_to: st
     if relative_to == "total":
         time += stages - 1
     return (stages - 1) / time
-
-
-def training_days(flops: float, gpus: int, flops_per_gpu: float) -> float:
-    """Days in which GPUs do so many FLOPs at so many FLOP/s each. Both count what is recomputed, or neither does."""
-    return flops / (gpus * flops_per_gpu) / 86400
-
-
-def training_flops(parameters: float, tokens: float, recompute: str = "none") -> float:
-    """8TP with full recomputation, 6TP without (Narayanan et al. 2021, equation 4)."""
-    per_parameter = 8 if recompute == "full" else 6
-    return per_parameter * parameters * tokens

@@ -6,25 +6,21 @@ from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args, ge
 
 Value = TypeVar("Value")
 
-LARGEST = 1e24  # With larger numbers the planner's arithmetic would overflow.
-SMALLEST = 1e-24  # The least that a number which must not be 0 may be.
 TYPE_NAMES = {int: "a whole number", float: "a number", str: "a word", bool: "true or false", dict: "a table"}
 
 
 class PlanError(ValueError):
-    """What was asked for is not possible: two lines, the second of which says what to do next.
+    """What was asked for is not possible: two lines, the second of which says what to do next."""
 
-    rule: the broken rule without this case's numbers, by which a search counts the layouts that are refused.
-    """
-
-    def __init__(self, message: str, rule: str = "") -> None:
-        super().__init__(message)
-        self.rule = rule or message.splitlines()[0]
+    @property
+    def problem(self) -> str:
+        """The first line, without its full stop."""
+        return str(self).partition(".\n")[0]
 
 
-def refuse(problem: str, hint: str, rule: str = "") -> NoReturn:
+def refuse(problem: str, hint: str) -> NoReturn:
     """Raise a PlanError of two lines."""
-    raise PlanError(f"{problem}.\nGive {hint}.", rule)
+    raise PlanError(f"{problem}.\nGive {hint}.")
 
 
 def look_up(table: Mapping[str, Value], name: object, what: str) -> Value:
@@ -47,9 +43,9 @@ def with_preset(table: Any, presets: Mapping[str, dict[str, Any]], what: str) ->
 
 @dataclass(frozen=True)
 class Record:
-    """Fields that are checked. LIMITS is {field: (smallest, largest)} for the numbers that have other limits."""
+    """Fields that are checked: each has its type, and no number is below 0. POSITIVE names those that may not be 0."""
 
-    LIMITS: ClassVar[dict[str, tuple[float, float]]] = {}
+    POSITIVE: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         self.check_fields(vars(self))
@@ -71,32 +67,26 @@ class Record:
         types = {field.name: field.type for field in fields(cls)}
         for name, value in values.items():
             if name not in types:
-                raise PlanError(f"{record} has no field {name!r}.\nIts fields: {', '.join(types)}.")
-            smallest, largest = cls.LIMITS.get(name, (0, LARGEST))
-            hint = correction(value, types[name], smallest, largest)
+                raise PlanError(f"{record} has no field {name!r}.\nIts fields: {cls.described()}.")
+            hint = correction(value, types[name], positive=name in cls.POSITIVE)
             if hint:
                 refuse(f"{record}: {name} is {value!r}", hint)
 
     @classmethod
     def described(cls) -> str:
-        """The names of the fields, for a command's help: a=x|y where only some values are possible."""
-        names = []
-        for field in fields(cls):
-            name = field.name
-            if get_origin(field.type) is Literal:
-                name += "=" + "|".join(map(str, get_args(field.type)))
-            names.append(name)
-        return ", ".join(names)
+        """The names of the fields, for a command's help and for errors."""
+        return ", ".join(field.name for field in fields(cls))
 
     def with_(self, **changes: Any) -> Self:
         """This record with other values."""
         return replace(self, **changes)
 
 
-def correction(value: object, field_type: Any, smallest: float, largest: float) -> str:
+def correction(value: object, field_type: Any, positive: bool) -> str:
     """What to give in place of a value that a field cannot have; empty if it can.
 
     field_type: int, float, str, bool, dict[...] or Literal[...]. Types are compared exactly, because True is an int.
+    positive: whether a number must be above 0.
     """
     if get_origin(field_type) is Literal:
         choices = get_args(field_type)
@@ -107,10 +97,7 @@ def correction(value: object, field_type: Any, smallest: float, largest: float) 
     if kind not in (int, float):
         return "" if type(value) is kind else TYPE_NAMES[kind]
     if type(value) is int or (kind is float and type(value) is float):
-        if smallest <= value <= largest:
+        # Comparisons with NaN are false, so that it is refused, too.
+        if value > 0 or (value == 0 and not positive):
             return ""
-        if value > largest:
-            return f"at most {largest:g}"
-    if smallest > 0:
-        return f"{TYPE_NAMES[kind]} above 0"
-    return f"{TYPE_NAMES[kind]} above 0, or leave it out"
+    return f"{TYPE_NAMES[kind]} above 0"

@@ -54,14 +54,14 @@ class Search:
     constraints: tuple[str, ...] = ()  # fields of a layout that the caller chose
     fits: list[Fit] = field(default_factory=list)  # the fastest first
     too_large: list[Candidate] = field(default_factory=list)  # the smallest first
-    refusals: Counter[str] = field(default_factory=Counter)  # {rule: layouts that break it}
+    refusals: Counter[str] = field(default_factory=Counter)  # {what is wrong: layouts that are refused for it}
 
     def add(self, fields: dict[str, Any]) -> None:
         """Count a layout among those that are refused, too large or fit."""
         try:
             layout = Layout(**fields).check(self.model, self.cluster)
         except PlanError as error:
-            self.refusals[error.rule] += 1
+            self.refusals[error.problem] += 1
             return
         kinds = fullest_stage(self.model, layout, self.conventions)
         size = kinds.pop("total")
@@ -88,16 +88,10 @@ class Search:
     def tried(self) -> int:
         return len(self.fits) + len(self.too_large) + self.refusals.total()
 
-    def too_large_by_memory(self) -> Counter[str]:
-        """{kind of memory: layouts that do not fit, and of whose bytes it has most}."""
-        return Counter(candidate.largest for candidate in self.too_large)
-
     # --- The search in words ---
 
     def explain(self) -> list[str]:
         """A few lines: the counts, the choice, why not its neighbours, and how close the next ones are."""
-        if not self.fits:
-            return [self.counts, self.advice]
         return [self.counts, self.choice, *self.reasons(), self.margin]
 
     @property
@@ -121,21 +115,16 @@ class Search:
 
     @property
     def advice(self) -> str:
-        """Why no layout fits, and what to try: only what the smallest layout does not do already."""
-        if not self.too_large:
-            rules = "; ".join(rule for rule, _ in self.refusals.most_common(3))
-            return f"None can be: {rules}. Give other sizes or another --gpus, or leave some out."
-        smallest = self.too_large[0]
-        options = ["more GPUs"]
-        if smallest.layout.recompute != "full":
-            options.append("recompute = full")
-        if smallest.largest == "optimizer" and not smallest.layout.offload:
-            options.append("offload = true")
-        chosen = [name for name in self.constraints if name in EXPLAINED and name != "recompute"]
+        """Why no layout fits, and what to try."""
+        chosen = [name for name in self.constraints if name in EXPLAINED]
+        given = ""
         if chosen:
-            options.append(f"leave out what is given: {', '.join(chosen)}")
-        memory = f"{self.cluster.memory / GIB:.1f} GiB"
-        return f"None fits in {memory}. {smallest.need} Give {', or '.join(options)}."
+            given = f", or leave out what is given: {', '.join(chosen)}"
+        if not self.too_large:
+            (problem, _), *_ = self.refusals.most_common(1)
+            return f"None can be: {problem}. Give other sizes or another --gpus{given}."
+        options = "more GPUs, recompute = full or offload = true"
+        return f"None fits in {self.cluster.memory / GIB:.1f} GiB. {self.too_large[0].need} Give {options}{given}."
 
     def reasons(self) -> list[str]:
         """For each field, why not the values next to the best one's."""
@@ -158,22 +147,30 @@ class Search:
 
     def why_not(self, name: str, value: Any) -> tuple[Layout, str]:
         """The best layout with this value, or the smallest where none fits, and a line about it."""
-        label = f"Why not {name} = {value}?"
+        question = f"Why not {name} = {value}?"
         best = self.best
-        for fit in self.fits:
+        for fit in self.fits:  # the fastest first
             if getattr(fit.layout, name) == value:
-                slower = f"{fit.seconds / best.seconds - 1:+.1%} with {fit.layout.summary}"
-                return fit.layout, f"{label} {slower}: {differences(fit.step, best.step)}."
-        smallest = next(candidate for candidate in self.too_large if getattr(candidate.layout, name) == value)
-        return smallest.layout, f"{label} {smallest.need}"
+                slower = f"{fit.seconds / best.seconds - 1:+.1%}"
+                parts = differences(fit.step, best.step)
+                return fit.layout, f"{question} {slower} with {fit.layout.summary}: {parts}."
+        with_value = [candidate for candidate in self.too_large if getattr(candidate.layout, name) == value]
+        smallest = with_value[0]
+        return smallest.layout, f"{question} {smallest.need}"
 
 
 def differences(step: StepTime, best: StepTime) -> str:
     """The part of a step that takes longest beside the best one's, and the one that saves most."""
-    more = {part: step.parts[part] - seconds for part, seconds in best.parts.items()}
-    by_size = sorted(more, key=lambda part: more[part])
-    shown = [part for part in (by_size[-1], by_size[0]) if abs(more[part]) >= 0.005]
-    return ", ".join(f"{part} {more[part]:+.2f} s" for part in shown) or "much the same"
+    seconds_more = {part: step.parts[part] - seconds for part, seconds in best.parts.items()}
+    most = max(seconds_more, key=lambda part: seconds_more[part])
+    least = min(seconds_more, key=lambda part: seconds_more[part])
+    shown = []
+    for part in (most, least):
+        if abs(seconds_more[part]) >= 0.005:  # It would be printed as 0.00 s.
+            shown.append(f"{part} {seconds_more[part]:+.2f} s")
+    if not shown:
+        return "much the same"
+    return ", ".join(shown)
 
 
 def fullest_stage(model: Model, layout: Layout, conventions: Conventions) -> dict[str, float]:
@@ -224,7 +221,7 @@ def search(
         try:
             Layout(**sizes, uneven_stages=any(options.get("uneven_stages", ()))).check(model, cluster)
         except PlanError as error:
-            result.refusals[error.rule] += len(possible)
+            result.refusals[error.problem] += len(possible)
             continue
         for setting in possible:
             result.add({"batch": batch, **sizes, **setting})

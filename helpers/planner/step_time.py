@@ -29,9 +29,11 @@ class Constants:
 
 # What vtrain.fit(vtrain.measured()) gives, rounded. A test compares them, and FACTOR with vtrain.interval_factor().
 FITTED = Constants(matmul=0.733, memory=0.829, in_node=0.806, between=0.799, launch=0.00147)
-COVERAGE = 0.9  # of the measured steps lie between prediction / FACTOR and prediction · FACTOR
+# This share of the measured steps took between prediction / FACTOR and prediction · FACTOR seconds.
+COVERAGE = 0.9
 FACTOR = 1.18
-# Above a prediction that is extrapolated: of 15 published steps (experiments/steps.py) one took longer, of 256k tokens.
+# The upper end of a prediction that is extrapolated is prediction · FACTOR_ELSEWHERE. One of the 15 published steps in
+# experiments/steps.py took longer than that: the one with samples of 256k tokens.
 FACTOR_ELSEWHERE = 1.6
 # For a cluster whose speeds were measured: nothing is taken off them.
 REACHED = replace(FITTED, matmul=1.0, in_node=1.0, between=1.0)
@@ -59,10 +61,11 @@ class StepTime:
 
 
 def step_time(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions | None = None) -> StepTime:
-    """The StepTime of a layout; by REACHED for a measured cluster, else by FITTED.
+    """The StepTime of a layout: with the constants REACHED for a cluster whose speeds were measured, else with FITTED.
 
-    low and high: of measured steps of a model size that no fit saw, 89 % lay between (vtrain.coverage). Where something
-    is extrapolated, high is wider, by what a few published steps were off; it has no coverage.
+    low and high are the seconds between which a measured step is expected. Each model size was left out of the fit in
+    turn, and 89 % of its measured steps lay between them (vtrain.coverage). Where something is extrapolated, high is
+    further away, by what a few published steps took longer; nobody has counted how many steps that interval covers.
     """
     work = count_work(model, layout, cluster, conventions or Conventions())
     constants = replace(FITTED, matmul=FITTED.matmul * cluster.reaches)

@@ -20,6 +20,8 @@ from helpers.planner.model import Model, Tensor, layer_tensors
 from helpers.planner.records import refuse
 from helpers.ranks.launch import launch
 
+LAYERS_BUILT = 2  # of each kind; the second one stands for all that are not built
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -28,7 +30,6 @@ class Rank:
     rank: int
     stage: int
     numbers: int  # of parameters
-    outside: int  # of these, outside the layers
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ class Trace:
     """
 
     ranks: tuple[Rank, ...]
-    world: int  # ranks among which one copy of the model is divided
-    parameters: int  # of the whole model
+    divided: float  # parameters of the model for each of the ranks that share a copy of it, without rounding
 
     @property
     def first(self) -> Rank:
@@ -48,40 +48,20 @@ class Trace:
         return self.ranks[0]
 
     @property
-    def largest(self) -> Rank:
-        return max(self.ranks, key=lambda rank: rank.numbers)
-
-    @property
-    def smallest(self) -> Rank:
-        return min(self.ranks, key=lambda rank: rank.numbers)
-
-    @property
-    def divided(self) -> float:
-        """Parameters that one copy of the model would put on each of the ranks which share it, without rounding."""
-        return self.parameters / self.world
-
-    @property
     def excess(self) -> float:
-        """What the fullest rank holds beyond that, as a share."""
-        return self.largest.numbers / self.divided - 1
+        """What the fullest rank holds beyond ``divided``, as a share."""
+        return max(rank.numbers for rank in self.ranks) / self.divided - 1
 
 
-def trace(model: Model, layout: Layout, every_layer: bool = False) -> Trace:
+def trace(model: Model, layout: Layout) -> Trace:
     """The Trace of a model under fully_shard, HSDP (layout.shard) and tensor parallelism; layout.zero must be 3.
 
-    Two layers of each kind are traced, and the second counts for all others. every_layer traces all, which takes a
-    minute for 80 layers on 16,384 ranks. It runs in a process of its own, so that the caller's group stays.
+    It runs in a process of its own, so that the caller's process group stays.
     """
     layout.check(model)
-    if layout.zero != 3:
-        refuse(f"only FSDP's sharding is traced, and zero is {layout.zero}", "zero = 3")
-    if layout.ep > 1:
-        refuse(f"experts on ranks of their own (ep = {layout.ep}) are not traced", "ep = 1")
-    if model.kv_heads % layout.tp != 0:
-        refuse(
-            f"{model.kv_heads} kv_heads would be copied to tp = {layout.tp} ranks, which is not traced",
-            f"at most {model.kv_heads} as tp",
-        )
+    if layout.zero != 3 or layout.ep > 1 or model.kv_heads % layout.tp != 0:
+        problem = "only FSDP and tensor parallelism are traced, without expert parallelism and without copied kv_heads"
+        refuse(problem, f"zero = 3, ep = 1, and a divisor of {model.kv_heads} as tp")
     ranks_per_stage = layout.gpus // layout.pp
     traced = []
     for stage in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
@@ -89,8 +69,9 @@ def trace(model: Model, layout: Layout, every_layer: bool = False) -> Trace:
         last = first + ranks_per_stage - 1
         for rank in sorted({first, last}):
             traced.append((stage, rank))
-    ranks = launch(pretend, model, layout, traced, every_layer, nproc=1, timeout=600)[0]
-    return Trace(tuple(ranks), world=layout.gpus // copies_of_model(layout), parameters=model.parameters())
+    [ranks] = launch(pretend, model, layout, traced, nproc=1, timeout=600)
+    ranks_of_copy = layout.gpus // copies_of_model(layout)
+    return Trace(tuple(ranks), divided=model.parameters() / ranks_of_copy)
 
 
 def copies_of_model(layout: Layout) -> int:
@@ -98,33 +79,33 @@ def copies_of_model(layout: Layout) -> int:
     return layout.data_ranks // layout.sharers
 
 
-def pretend(model: Model, layout: Layout, traced: list[tuple[int, int]], every_layer: bool) -> list[Rank]:
+def pretend(model: Model, layout: Layout, traced: list[tuple[int, int]]) -> list[Rank]:
     """A Rank for each (stage, rank): in this process, as each of these ranks in turn. Ends the process group."""
     ranks = []
     for stage, rank in traced:
         dist.destroy_process_group()
         dist.init_process_group("fake", rank=rank, world_size=layout.gpus)
-        ranks.append(count_rank(model, layout, rank, stage, every_layer))
+        ranks.append(count_rank(model, layout, rank, stage))
     return ranks
 
 
-def count_rank(model: Model, layout: Layout, rank: int, stage: int, every_layer: bool, device: str = "meta") -> Rank:
+def count_rank(model: Model, layout: Layout, rank: int, stage: int, device: str = "meta") -> Rank:
     """The Rank of this process, on whatever group it is in: it builds the stage, shards it and counts."""
     layers = layout.layers_of(model, stage)
     built = []
     for has_experts in (False, True):
         of_this_kind = [layer for layer in layers if model.has_experts(layer) == has_experts]
-        built += of_this_kind if every_layer else of_this_kind[:2]
+        built += of_this_kind[:LAYERS_BUILT]
     root = sharded_stage(model, layout, stage, built, device)
 
-    counts = {layer: local_numbers(root.get_submodule(f"layers.{layer}")) for layer in built}
-    # The last layer of each kind that was built stands for those that were not.
-    of_kind = {model.has_experts(layer): counts[layer] for layer in built}
-    outside = local_numbers(root) - sum(counts.values())
-    total = outside
+    numbers_of_kind = {}
+    total = local_numbers(root)
+    for layer in built:
+        numbers_of_kind[model.has_experts(layer)] = local_numbers(root.get_submodule(f"layers.{layer}"))
     for layer in layers:
-        total += counts.get(layer, of_kind[model.has_experts(layer)])
-    return Rank(rank, stage, total, outside)
+        if layer not in built:
+            total += numbers_of_kind[model.has_experts(layer)]
+    return Rank(rank, stage, total)
 
 
 def local_numbers(module: nn.Module) -> int:
@@ -141,9 +122,13 @@ def sharded_stage(model: Model, layout: Layout, stage: int, layers: Iterable[int
     copies = copies_of_model(layout)
     sizes = {"pp": layout.pp, "replicate": copies, "shard": layout.sharers, "tp": layout.tp}
     # A dimension of one rank would cost a group for every rank of the world.
-    sizes = {name: size for name, size in sizes.items() if size > 1} or {"tp": 1}
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    if not sizes:
+        sizes = {"tp": 1}
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    tp = mesh["tp"] if "tp" in sizes else None
+    tp = None
+    if "tp" in sizes:
+        tp = mesh["tp"]
     root = module_of(outer_tensors_of(model, layout, stage), tp, device)
     root.layers = nn.ModuleDict()
     for layer in layers:

@@ -1,4 +1,4 @@
-// Python beside the page: helpers/planner of this book, unchanged, answers {kind, values} with {html, numbers, sizes}.
+// Python beside the page: helpers/planner of this book, unchanged, answers {kind, values} with {html, sizes}.
 import { loadPyodide } from "./pyodide.mjs";
 
 const ready = (async () => {
@@ -14,7 +14,7 @@ from helpers.planner import form
 
 def call(kind, values):
     answer = getattr(form, kind)(json.loads(values))
-    return json.dumps({"html": answer.html, "numbers": answer.numbers, "sizes": answer.sizes})
+    return json.dumps({"html": answer.html, "sizes": answer.sizes})
 call
 `);
 })();

@@ -20,7 +20,7 @@ from helpers.planner.failures import mttf_hours
 from helpers.planner.layout import Layout
 from helpers.planner.memory import activations_per_layer, stage_memory, states_per_rank
 from helpers.planner.model import Model, model_of
-from helpers.planner.rates import achieved, bubble, training_days, training_flops
+from helpers.planner.rates import achieved, bubble
 from helpers.planner.records import PlanError, look_up
 
 ROWS = Path(__file__).parents[3] / "book" / "recorded" / "published.csv"
@@ -66,12 +66,16 @@ def utilization(
 def days(
     tokens: float, gpus: int, tflops: float, model: Model | None = None, parameters: float = 0, recompute: str = "none"
 ) -> float:
-    """By the model's count of FLOPs, or without a model by the number of parameters."""
+    """Days of training: by the model's count of FLOPs, or without a model by the number of parameters.
+
+    8TP with full recomputation, 6TP without (Narayanan et al. 2021, equation 4).
+    """
     if model:
         flops = model.flops_per_token("gemm", recompute) * tokens
     else:
-        flops = training_flops(parameters, tokens, recompute)
-    return training_days(flops, gpus, tflops)
+        per_parameter = 8 if recompute == "full" else 6
+        flops = per_parameter * parameters * tokens
+    return flops / (gpus * tflops) / 86400
 
 
 def busbw(collective: str, ranks: int, bytes: float, seconds: float) -> float:
