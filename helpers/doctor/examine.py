@@ -34,6 +34,7 @@ from helpers.ranks.torchrun import set_defaults
 
 Result = TypeVar("Result")
 
+REPORT_IS_PRINTED = "the report is printed"  # the last step, after which no rank needs another one
 CLOCK_READINGS = 5  # Some ranks read their clock late, so the smallest difference counts.
 
 
@@ -46,13 +47,16 @@ def run_rank(launched: LaunchedRank, backend: str | None = None, timeout: float 
         try:
             findings = examine(membership, launched, backend, plan)
             result = report(findings, plan)
-            if launched.rank == findings.members[0]:
-                print(result.text, flush=True)
-            membership.gather("goodbye", None)
+            try:
+                if launched.rank == findings.members[0]:
+                    print(result.text, flush=True)
+            finally:
+                membership.gather(REPORT_IS_PRINTED, None)
         finally:
             store.set(f"gone/{launched.rank}", "")
             if serves_store(launched):
-                membership.wait_for(["goodbye/all"], 5 * timeout)
+                # This rank may have been too slow for the others, which still need its store for their examination.
+                membership.wait_for([f"{REPORT_IS_PRINTED}/all"], 5 * timeout)
                 wait_until_all_are_gone(membership)
     except MembershipError as error:
         return refuse(launched, str(error))
@@ -90,14 +94,13 @@ def examine(membership: Membership, launched: LaunchedRank, backend: str | None,
         clock_offsets = compare_clocks(membership)
         unreachable = try_connections(membership, facts)
 
-    membership.members = mutually_reachable(facts, unreachable)
-    if membership.rank not in membership.members:
-        raise MembershipError("This rank cannot connect to some others, which go on without it. See their report.")
     if each_has_a_gpu(facts):
         membership.backend = "nccl"
         membership.device = torch.device(own_facts.device)
         torch.cuda.set_device(membership.device)
     backend_at_start = membership.backend
+    if any(unreachable.values()):
+        membership.backend = ""  # A process group would wait for these connections until its timeout.
     membership.start_group()
 
     collectives = try_collectives(membership)
@@ -185,18 +188,6 @@ def refusals(addresses: Mapping[int, tuple[str, int]]) -> dict[int, str]:
     with ThreadPoolExecutor(32) as pool:
         reasons = dict(zip(addresses, pool.map(refusal, addresses.values()), strict=True))
     return {rank: reason for rank, reason in reasons.items() if reason}
-
-
-def mutually_reachable(facts: Mapping[int, Facts], unreachable: Mapping[int, Mapping[int, str]]) -> list[int]:
-    """The ranks that all reach each other, taken in order: a group with an unreachable rank would hang at its start."""
-    group: list[int] = []
-    for rank in unreachable:
-        cut_off = [peer for peer in group if rank in unreachable[peer] or peer in unreachable[rank]]
-        if facts[rank].address and not cut_off:
-            group.append(rank)
-    if not group:
-        return list(unreachable)
-    return group
 
 
 # --- trials -----------------------------------------------------------------------------------------------------------

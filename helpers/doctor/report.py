@@ -10,7 +10,7 @@ from statistics import harmonic_mean, mean
 from helpers.command_line import aligned
 from helpers.doctor.findings import Findings, slowest
 from helpers.doctor.plan import Plan, compare
-from helpers.doctor.problems import Problem, notes, problems, span
+from helpers.doctor.problems import Problem, notes, problems, span, three_digits
 
 MOST_RANKS_WITH_A_TABLE_OF_LINKS = 8  # A table of more does not fit a screen.
 
@@ -68,13 +68,6 @@ def paragraph(label: str, problem: Problem) -> list[str]:
         *textwrap.wrap(problem.text, 80, initial_indent=f"{label:7}", subsequent_indent=" " * 7),
         *textwrap.wrap(problem.remedy, 80, initial_indent="  try: ", subsequent_indent=" " * 7),
     ]
-
-
-def three_digits(number: float) -> str:
-    """A number with three digits, or with all digits before the point: ``0.0123``, ``1.23``, ``1234``."""
-    if number < 100:
-        return f"{number:.3g}"
-    return f"{number:.0f}"
 
 
 def gigabytes(bandwidth: float) -> str:
@@ -136,7 +129,9 @@ def summary(findings: Findings) -> Iterator[str]:
         yield "clocks    less than 1 ms apart"
 
     pairs = math.comb(len(findings.members), 2)
-    if pairs:
+    if pairs and not findings.collectives:
+        yield "links     none was tried"
+    elif pairs:
         right = [link for link in findings.links.values() if link.right]
         yield f"links     {len(right)} of {pairs} pairs right"
     else:
