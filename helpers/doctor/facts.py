@@ -15,7 +15,7 @@ from helpers.doctor.membership import LaunchedRank, plain
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank knows about itself. It travels to the other ranks as JSON."""
+    """What a rank knows about itself. It travels to the other ranks."""
 
     host: str
     port: int  # where the rank listens

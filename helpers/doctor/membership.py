@@ -5,12 +5,12 @@ They agree through a store, never through the process group that they examine. t
 
 import contextlib
 import faulthandler
-import json
 import os
+import pickle
 import re
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -159,23 +159,22 @@ class Membership:
         return True
 
     def gather(self, step: str, answer: Any, patience: float | None = None) -> dict[int, Any]:
-        """{rank: answer} of all members, the same on every rank. Answers travel as JSON, and a dataclass as a dict.
+        """{rank: answer} of all members, the same on every rank.
 
         The last rank to answer closes the step, or the first that loses patience, in seconds: it writes down the
         answers that are there. Whoever is not among them is lost; on that rank this raises MembershipError.
         """
         if patience is None:
             patience = self.timeout + REPORT_SECONDS
-        self.store.set(f"{step}/{self.rank}", json.dumps(answer, default=asdict))
+        self.store.set(f"{step}/{self.rank}", pickle.dumps(answer))
         is_last = self.store.add(f"{step}/count", 1) == len(self.members)
         if is_last or not self.wait_for([f"{step}/all"], patience):
             answered = [rank for rank in self.members if self.store.check([f"{step}/{rank}"])]
-            answers = {rank: json.loads(self.store.get(f"{step}/{rank}")) for rank in answered}
+            answers = {rank: pickle.loads(self.store.get(f"{step}/{rank}")) for rank in answered}
             # The first rank that writes the key decides for all, so the ranks cannot disagree about who is lost.
-            self.store.compare_set(f"{step}/all", "", json.dumps(answers))
+            self.store.compare_set(f"{step}/all", "", pickle.dumps(answers))
 
-        agreed = json.loads(self.store.get(f"{step}/all"))
-        answers = {int(rank): answer for rank, answer in agreed.items()}
+        answers = pickle.loads(self.store.get(f"{step}/all"))
         if self.rank not in answers:
             raise MembershipError("The others went on without this rank: it was too slow. Try a longer --timeout.")
         for rank in self.members:
