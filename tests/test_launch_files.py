@@ -240,7 +240,7 @@ def test_a_pod_has_more_time_to_stop_than_its_ranks():
 
 
 def test_what_a_cluster_may_need_is_valid_without_its_comment_sign():
-    text = re.sub(r"^( +)# ", r"\1", files()[".k8s.yaml"], flags=re.MULTILINE)
+    text = re.sub(r"^( +)# (?=[\w/]+: )", r"\1", files()[".k8s.yaml"], flags=re.MULTILINE)
     _, job, pod, container = documents(text)
     assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "QUEUE"}
     assert pod["schedulerName"] == "volcano"
