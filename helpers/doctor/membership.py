@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-REPORT_SECONDS = 5  # seconds that a rank has, after a collective's timeout, to report that timeout
+REPORT_SECONDS = 5  # A rank whose collective has timed out has so many seconds to tell the others.
 VARIABLES_UNDER_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 HIGHEST_PORT = 65535
 HOW_TO_START = "Start the ranks with torchrun or srun; for this machine alone, unset RANK, WORLD_SIZE and LOCAL_RANK."

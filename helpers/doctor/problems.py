@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from helpers.doctor.findings import Findings, slowest
 
 CLOCK_TOLERANCE = 1.0  # seconds by which clocks may differ; c10d's rendezvous and every log compare them
-SLOW_RANK = 2  # so many times slower than the median
-SLOW_LINK = 4
+SLOW_RANK = 2  # A rank that computes so many times slower than the median is called slow.
+SLOW_LINK = 4  # A link that has so many times less bandwidth than the median is called slow.
 LITTLE_SHARED_MEMORY = 1e9  # bytes
 
 LOOK_AT_GPU = "Look there: nvidia-smi; CUDA_VISIBLE_DEVICES; python -c 'import torch; print(torch.cuda.is_available())'"
