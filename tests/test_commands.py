@@ -47,7 +47,6 @@ def exports(*names, folder="scripts"):
     return Way(writes=tuple(f"{folder}/{name}" for name in names))
 
 
-WITHOUT_A_GPU = Way(("error: .*GPU.*\n.+",), status=1, never_prints=("Traceback",))
 FIRST, GROUPS, DDP, FSDP, TRAINER, CAPSTONE = (
     find_notebook(number).stem for number in ("00", "01", "04", "06", "11", "16")
 )
@@ -94,7 +93,9 @@ WAYS = {
     "make run CHAPTER=04 NPROC=4": Way(('result .*"world_size": 4',), daily=True),
     "make soak CHAPTER=NN": Way(("2 ranks", "4 ranks"), typed="{} ARGS='--runs 1'", daily=True),
     "make scripts": exports(*(f"{path.stem}.py" for path in CHAPTERS)),
-    "python -m helpers verify --minutes 8 --out results": WITHOUT_A_GPU,
+    "python -m helpers verify --minutes 8 --out results": Way(  # There is no GPU here.
+        ("error: .*GPU.*\n.+",), status=1, never_prints=("Traceback",)
+    ),
     "python -m helpers verify --probes planned rates": Way(
         ("planned .*time of a step", "rates .*TFLOP/s"), ("verify/page.md",), "{} --rehearsal"
     ),
