@@ -108,18 +108,13 @@ def summary(findings: Findings) -> Iterator[str]:
     shared_memory = [facts.shared_memory for facts in all_facts if facts.shared_memory is not None]
     if shared_memory:
         yield f"memory    {min(shared_memory) / 1e9:.1f} GB of shared memory free"
-    else:
-        yield "memory    shared memory: not known here"
 
     yield f"store     {findings.store_address}, reached by {len(all_facts)} of {findings.world_size}"
 
     with_address = [facts for facts in all_facts if facts.address]
     connections = len(with_address) * (len(all_facts) - 1)
-    if connections:
-        failed = sum(len(reasons) for reasons in findings.unreachable.values())
-        yield f"tcp       {connections - failed} of {connections} connections between ranks open"
-    else:
-        yield "tcp       one rank: no connections"
+    failed = sum(len(reasons) for reasons in findings.unreachable.values())
+    yield f"tcp       {connections - failed} of {connections} connections between ranks open"
 
     offsets = findings.clock_offsets.values()
     milliseconds = 1e3 * (max(offsets) - min(offsets))
@@ -129,13 +124,8 @@ def summary(findings: Findings) -> Iterator[str]:
         yield "clocks    less than 1 ms apart"
 
     pairs = math.comb(len(findings.members), 2)
-    if pairs and not findings.collectives:
-        yield "links     none was tried"
-    elif pairs:
-        right = [link for link in findings.links.values() if link.right]
-        yield f"links     {len(right)} of {pairs} pairs right"
-    else:
-        yield "links     one rank: no links"
+    right = [link for link in findings.links.values() if link.right]
+    yield f"links     {len(right)} of {pairs} pairs right"
 
     rank = slowest(findings.compute_speeds)
     if rank:
