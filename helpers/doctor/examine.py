@@ -264,6 +264,8 @@ def start_local(nproc: int | None, flags: list[str]) -> int:
     command = [sys.executable, "-m", "helpers", "doctor", *flags]
     ranks = [processes.start(command, env={**variables, **rank_variables(rank, nproc)}) for rank in range(nproc)]
     statuses = processes.wait(ranks)
+    if any(statuses.values()):
+        return 1  # That rank has said why.
     print("\nThat was this machine alone. On a cluster, start it in every rank:")
     print("  torchrun ... -m helpers doctor    or    srun python -m helpers doctor")
-    return int(any(statuses.values()))
+    return 0
