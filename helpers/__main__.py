@@ -1,9 +1,11 @@
 """The command line, ``python -m helpers``. What a command takes and does is in its folder's ``command`` module."""
 
 import argparse
+import os
 import sys
+import traceback
 
-from helpers.command_line import Parser, open_closed_streams, status_of_failed_output
+from helpers.command_line import Parser, is_failed_output, open_closed_streams, status_of_failed_output
 
 try:
     from helpers.doctor import command as doctor
@@ -61,21 +63,46 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command line, without the program's name; return its exit status. Wrong usage raises SystemExit(2)."""
+    """Run a command line, without the program's name; return its exit status. Wrong usage raises SystemExit(2).
+
+    A command lets an OSError of its output, or of a file that it names, come here: it is a line for all commands.
+    """
     open_closed_streams()
-    status = 0
     try:
         args, flags = parse(arguments)
         status = args.main(args, flags)
-        sys.stdout.flush()
     except OSError as error:
-        # A command that has failed has said so already.
-        status = status_of_failed_output(error, say_why=status == 0)
+        if is_failed_output(error):
+            return status_of_failed_output(error)
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
-        status = 130
+        return 130
+    try:
+        sys.stdout.flush()  # What a command has printed may be written only now, to a file or a pipe.
+    except OSError as error:
+        if status == 0:
+            return status_of_failed_output(error)
+        # The command has failed, and has said so already.
     return status
 
 
+def main_and_exit() -> None:
+    """Run this process's command line, and leave without Python's own end.
+
+    That end waits for threads, and those of a process group that has failed may never finish.
+    """
+    try:
+        status = main(sys.argv[1:])
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main_and_exit()

@@ -9,7 +9,8 @@ from collections.abc import Container, Sequence
 from typing import NoReturn
 
 READER_HAS_LEFT = 141  # the exit status that a shell gives for SIGPIPE
-FAILED_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+FAILED_WRITES = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+LARGEST_NUMBER = 1_000_000  # of ranks, nodes, GPUs or seconds: more than any job has
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,9 +21,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive_int(text: str) -> int:
-    """An argument as a number. Raises ArgumentTypeError for anything but a whole number above 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0; give 1, 2, 3, …")
+    """An argument as a number. Raises ArgumentTypeError for anything but a whole number from 1 to LARGEST_NUMBER."""
+    if not text.isdecimal() or not 1 <= int(text) <= LARGEST_NUMBER:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {LARGEST_NUMBER}")
     return int(text)
 
 
@@ -32,7 +33,7 @@ def positive_seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < 1_000_000:
+    if not 0 < seconds <= LARGEST_NUMBER:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0; give 60, say")
     return seconds
 
@@ -58,17 +59,18 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(number, mode, closefd=False))
 
 
-def status_of_failed_output(error: OSError, say_why: bool = True) -> int:
-    """The exit status where standard output takes no more. Raises the error again if it is another one."""
-    reader_has_left = isinstance(error, BrokenPipeError)  # as in ``list | head``
-    if not reader_has_left and error.errno not in FAILED_WRITES:
-        raise error
+def is_failed_output(error: OSError) -> bool:
+    """Whether the error says that standard output takes no more. An error of a file that was opened names the file."""
+    return error.filename is None and error.errno in FAILED_WRITES
+
+
+def status_of_failed_output(error: OSError) -> int:
+    """Give up standard output, and return the exit status for that. A reader who has left needs no message."""
     # Python flushes the stream once more at its end. What is still in it goes to /dev/null then.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if reader_has_left:
+    if error.errno == errno.EPIPE:  # as in ``list | head``
         return READER_HAS_LEFT
-    if say_why:
-        print(f"error: the output cannot be written: {error.strerror}. Send it elsewhere.", file=sys.stderr)
+    print(f"error: the output cannot be written: {error.strerror}. Send it elsewhere.", file=sys.stderr)
     return 1
 
 

@@ -7,33 +7,49 @@ import sys
 import pytest
 from scripting import ROOT
 
-LIST = [sys.executable, "-m", "helpers", "list"]
+LIST = ["list"]
+PLAN = ["plan", "gpt2", "h100", "--layout", "dp=8"]
+DOCTOR = ["doctor", "--nproc", "1", "--backend", "gloo"]
+COMMANDS = [LIST, PLAN, pytest.param(DOCTOR, marks=pytest.mark.ranks)]
 
 
-@pytest.mark.parametrize("redirection", [">&-", "2>&- >&-"])
-def test_a_closed_output_is_quiet(redirection):
-    done = subprocess.run(["bash", "-c", f'"$@" {redirection}', "bash", *LIST], cwd=ROOT, capture_output=True)
+def run(words, output):
+    """The finished process of a command that prints to a file."""
+    command = [sys.executable, "-m", "helpers", *words]
+    return subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True)
+
+
+def test_closed_streams_are_quiet():
+    command = [sys.executable, "-m", "helpers", *LIST]
+    done = subprocess.run(["bash", "-c", '"$@" 2>&- >&-', "bash", *command], cwd=ROOT, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
-def test_a_pipe_whose_reader_has_left_is_quiet():
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_pipe_whose_reader_has_left_is_quiet(words):
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(LIST, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
+    done = run(words, writer)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (141, b"")
+    assert done.stderr == ""
+    assert done.returncode in (1, 141)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is Linux's")
-def test_a_full_output_is_a_line():
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_full_output_is_a_line(words):
     with open("/dev/full", "w") as full:
-        done = subprocess.run(LIST, cwd=ROOT, stdout=full, stderr=subprocess.PIPE)
-    message = b"error: the output cannot be written: No space left on device. Send it elsewhere.\n"
-    assert (done.returncode, done.stderr) == (1, message)
+        done = run(words, full)
+    assert done.stderr == "error: the output cannot be written: No space left on device. Send it elsewhere.\n"
+    assert done.returncode == 1
 
 
-def test_a_timeout_that_cannot_be_is_two_lines(helpers):
-    status, _, errors = helpers("doctor", "--timeout", "soon")
-    assert status == 2
-    assert "'soon' is not a number of seconds above 0" in errors
-    assert errors.count("\n") == 2
+def test_an_argument_that_cannot_be_is_two_lines(helpers):
+    for words, message in (
+        (["doctor", "--timeout", "soon"], "'soon' is not a number of seconds above 0"),
+        (["export", "04", "--nodes", "9" * 20], f"'{'9' * 20}' is not a whole number from 1 to 1000000"),
+    ):
+        status, _, errors = helpers(*words)
+        assert status == 2
+        assert message in errors
+        assert errors.count("\n") == 2

@@ -47,7 +47,6 @@ def exports(*names, folder="scripts"):
     return Way(writes=tuple(f"{folder}/{name}" for name in names))
 
 
-WITHOUT_A_GPU = Way(("error: .*GPU.*\n.+",), status=1, never_prints=("Traceback",))
 FIRST, GROUPS, DDP, FSDP, TRAINER, CAPSTONE = (
     find_notebook(number).stem for number in ("00", "01", "04", "06", "11", "16")
 )
@@ -91,11 +90,12 @@ WAYS = {
         typed=f"cp notebooks/{FIRST}.ipynb before && {{}} && cmp before notebooks/{FIRST}.ipynb",
         daily=True,
     ),
-    "make run CHAPTER=04 NPROC=4": Way(('result .*"world_size": 4',)),
+    "make run CHAPTER=04 NPROC=4": Way(('result .*"world_size": 4',), daily=True),
     "make soak CHAPTER=NN": Way(("2 ranks", "4 ranks"), typed="{} ARGS='--runs 1'", daily=True),
     "make scripts": exports(*(f"{path.stem}.py" for path in CHAPTERS)),
-    "make gpu": dataclasses.replace(WITHOUT_A_GPU, status=2),
-    "python -m helpers verify --minutes 8 --out results": WITHOUT_A_GPU,
+    "python -m helpers verify --minutes 8 --out results": Way(  # There is no GPU here.
+        ("error: .*GPU.*\n.+",), status=1, never_prints=("Traceback",)
+    ),
     "python -m helpers verify --probes planned rates": Way(
         ("planned .*time of a step", "rates .*TFLOP/s"), ("verify/page.md",), "{} --rehearsal"
     ),
@@ -103,7 +103,7 @@ WAYS = {
         (f"{DDP} .*result as on gloo", f"{FSDP} .*result as on gloo"), ("verify/page.md",), "{} --rehearsal", daily=True
     ),
     "python -m helpers verify --rehearsal": Way(
-        (f"{GROUPS} .*result as on gloo",), ("verify/page.md",), "{} --chapters 01"
+        (f"{GROUPS} .*result as on gloo",), ("verify/page.md",), "{} --chapters 01", daily=True
     ),
     "python -m helpers list": Way((FIRST, CAPSTONE)),
     "python -m helpers export 04 --out DIR": exports(f"{DDP}.py", folder="DIR"),
@@ -111,16 +111,15 @@ WAYS = {
     "python -m helpers export 11 --slurm --nodes 2 --gpus-per-node 8 --time 04:00:00": exports(
         *(TRAINER + ending for ending in (".py", ".sbatch", ".nodes.sh", ".k8s.yaml"))
     ),
-    "python -m helpers doctor": Way(("2 ranks on 1 host", "Nothing is wrong here|note|WRONG")),
     "python -m helpers rehearse 11 --gpus 8": Way(
-        (REHEARSED, "the host waits for the GPU"), never_prints=("Traceback",)
+        (REHEARSED, "the host waits for the GPU"), never_prints=("Traceback",), daily=True
     ),
     "python -m helpers rehearse 08 --gpus 8 --nodes 2": Way(
         ("on 16 pretended GPUs|2 nodes",), typed="{} --timeout 300 -- --layers 16 --micro-batches 16", daily=True
     ),
     "python -m helpers rehearse my_script.py --gpus 4 -- --lr 1": Way(("on 4 pretended GPUs",)),
-    "python -m helpers rehearse -m package.train --gpus 4": Way(("on 4 pretended GPUs",)),
-    "python -m helpers rehearse train.py --gpus 8": Way((REHEARSED,)),
+    "python -m helpers rehearse -m package.train --gpus 4": Way(("on 4 pretended GPUs",), daily=True),
+    "python -m helpers rehearse train.py --gpus 8": Way((REHEARSED,), daily=True),
     "python -m helpers plan llama3-70b h100 --gpus 512 --layout batch=1024": Way(
         ("layouts of .* 512 x h100", "ranked")
     ),
@@ -130,8 +129,8 @@ WAYS = {
     "mkdir -p runs/a": Way(writes=("runs/a",)),
     "ip -br addr": Way(("lo .*127.0.0.1",)),
     "torchrun --nproc-per-node=gpu train.py": Way(('"world_size": 2',)),
-    "TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun ...": Way(('"world_size": 2',)),
-    "TORCH_CPP_LOG_LEVEL=INFO NCCL_DEBUG=INFO torchrun ...": Way((r"\[I.*TCPStore", '"world_size": 2')),
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun ...": Way(('"world_size": 2',), daily=True),
+    "TORCH_CPP_LOG_LEVEL=INFO NCCL_DEBUG=INFO torchrun ...": Way((r"\[I.*TCPStore", '"world_size": 2'), daily=True),
     "PYTHONWARNINGS=error::FutureWarning torchrun --nproc-per-node=2 train.py": Way(
         ("FutureWarning.*: an old call", "old.py.*line 2"),  # two ranks print at once
         typed="""printf 'import warnings\nwarnings.warn("an old call", FutureWarning)\n' >old.py
@@ -147,10 +146,12 @@ TESTS = {  # by which other test a line is run
     "make book": "../.ci/run::make book &&",
     "make pages": "test_browser.py::test_the_measures_of_a_page_are_those_of_its_blocks",
     "make pdf": "test_pdf.py::test_every_page_of_the_toc_is_there_under_its_title_and_number",
+    "make gpu": "../Makefile::python -m helpers verify $(ARGS)",
     "make rehearse": "../.ci/run::part make rehearse",
     "make sabotage": "../.ci/run::part make sabotage",
     "make run CHAPTER=NN NPROC=4": "test_commands.py::make run CHAPTER=04 NPROC=4",
     "python -m helpers run 04 --nproc 4": "../Makefile::python -m helpers run $(or $(CHAPTER),04) --nproc $(NPROC)",
+    "python -m helpers doctor": "test_doctor.py::test_without_a_launcher_it_starts_two_ranks_here",
     "python -m helpers verify": "../Makefile::python -m helpers verify $(ARGS)",
     "python -m helpers export 04 --out jobs": "test_commands.py::python -m helpers export 04 --out DIR",
     "python -m helpers export 12": "test_commands.py::python -m helpers export 00",

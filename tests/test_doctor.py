@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -22,8 +21,8 @@ from slurm_cluster import STEP
 
 from helpers.doctor import examine, membership
 from helpers.doctor.membership import LaunchedRank
-from helpers.doctor.plan import Plan
-from helpers.doctor.trials import COLLECTIVES, Speeds
+from helpers.doctor.plan import Need, Plan
+from helpers.doctor.trials import COLLECTIVES
 from helpers.ranks.launch import RankError, launch, warm
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +84,7 @@ def test_without_a_launcher_it_starts_two_ranks_here_and_compares_them_with_a_pl
     assert (done.returncode, done.stderr) == (0, "")
     check_healthy_report(done.stdout, ranks=2)
     compared = re.findall(r"(?m)^(.{10})has .*, the plan counts on \S+$", done.stdout)
-    assert [label.rstrip() for label in compared] == ["ranks", "nodes", "memory", "matmul", "in a node"]
+    assert [name.rstrip() for name in compared] == ["ranks", "nodes", "memory", "matmul", "in a node"]
 
 
 @pytest.mark.ranks
@@ -97,20 +96,8 @@ def test_under_torchrun_one_rank_of_a_host_fails_where_a_problem_is_found(enviro
     assert f"Ranks 0-1 should use the network interface {NO_INTERFACE}, which has no address." in text
     assert re.search(rf"starting a group on gloo failed on ranks 0-1: .*{NO_INTERFACE}", text)
     assert "\nno process group: no collective was tried\n" in done.stdout
-    assert "2 problems found" in text
     assert done.returncode == 1
     assert len(re.findall(r"(?m)^ +exitcode", done.stderr)) == 1
-
-
-@pytest.mark.ranks
-def test_ctrl_c_ends_the_command_with_its_ranks(environment):
-    command = [sys.executable, "-m", "helpers", "doctor", "--nproc", "2"]
-    with subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0, **PIPES) as process:
-        mark = environment[leftovers.MARK]
-        assert leftovers.wait_until(lambda: len(leftovers.processes(mark)) == 3)
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, "Interrupted; all ranks are stopped.\n")
 
 
 @pytest.mark.ranks
@@ -167,10 +154,6 @@ class Result:
     def failed_collectives(self):
         return re.findall(r"(?m)^(\w+) +NO\b", self.out)
 
-    @property
-    def right_collectives(self):
-        return re.findall(r"(?m)^(\w+) +yes\b", self.out)
-
 
 @pytest.fixture
 def run_doctor(capsys):
@@ -216,35 +199,26 @@ def raises(error):
 
 
 @pytest.mark.ranks
-def test_a_rank_that_comes_too_late_is_named_and_the_others_are_examined(run_doctor):
+def test_ranks_that_come_too_late_or_die_are_named_and_the_others_go_on(run_doctor):
     def sabotage(rank):
         if rank == 0:
-            time.sleep(20)
-
-    result = run_doctor(4, sabotage, timeout=10)
-    assert result.statuses == [1, 1, 1, 1]
-    assert "Rank 0 of 4 did not come within 10 s." in result.text
-    assert "reached by 3 of 4" in result.text
-    assert "3 of 3 pairs right" in result.text
-    assert result.right_collectives == [*COLLECTIVES]
-    assert "The others went on without this rank: it was too slow." in result.text
-
-
-@pytest.mark.ranks
-def test_a_rank_that_dies_on_the_way_is_named_with_the_step(run_doctor):
-    def sabotage(rank):
+            time.sleep(12)
         if rank == 1:
             dist.all_reduce = raises(SystemExit())
 
-    result = run_doctor(3, sabotage, timeout=5)
-    assert result.statuses == [1, "gone", 1]
+    result = run_doctor(4, sabotage, timeout=6)
+    assert result.statuses == [1, "gone", 1, 1]
+    assert "Rank 0 of 4 did not come within 6 s." in result.text
+    assert "The others went on without this rank: it was too slow." in result.text
+    assert "reached by 3 of 4" in result.text
     assert re.search(r"Rank 1 on \S+ stopped answering in the step: all_reduce\.", result.text)
     assert result.failed_collectives == ["all_reduce"]
-    assert result.problems == 1
+    assert "1 of 1 pairs right" in result.text
+    assert result.problems == 2
 
 
 @pytest.mark.ranks
-def test_a_rank_that_takes_no_connection_is_left_out(run_doctor):
+def test_where_a_rank_takes_no_connection_no_group_is_started(run_doctor):
     def sabotage(rank):
         if rank == 1:
             facts_of_rank = examine.facts_of_rank
@@ -253,45 +227,25 @@ def test_a_rank_that_takes_no_connection_is_left_out(run_doctor):
             port = silent.getsockname()[1]
             examine.facts_of_rank = lambda *args: replace(facts_of_rank(*args), port=port)
 
-    result = run_doctor(3, sabotage)
-    assert result.statuses == [1, 1, 1]
-    assert "4 of 6 connections between ranks open" in result.text
-    assert re.search(r"Ranks 0, 2 cannot connect to rank 1 on \S+ \(\S+\): Connection refused\.", result.text)
-    assert "1 of 1 pairs right" in result.text
-    assert "This rank cannot connect to some others, which go on without it." in result.text
+    result = run_doctor(2, sabotage)
+    assert result.statuses == [1, 1]
+    assert "1 of 2 connections between ranks open" in result.text
+    assert re.search(r"Rank 0 cannot connect to rank 1 on \S+ \(\S+\): Connection refused\.", result.text)
+    assert "no process group: no collective was tried" in result.text
+    assert result.problems == 1
 
 
 @pytest.mark.ranks
-def test_collectives_that_raise_or_are_wrong_are_named_with_their_ranks(run_doctor):
+def test_what_raises_or_is_wrong_is_named_with_its_ranks_and_what_a_plan_counts_on_is_compared(run_doctor):
     def sabotage(rank):
         right_all_reduce = dist.all_reduce
+        exchange = dist.batch_isend_irecv
 
         def wrong_all_reduce(tensor, *args, **options):
             work = right_all_reduce(tensor, *args, **options)
             work.wait()
             tensor[len(tensor) // 2] += 1
             return work
-
-        dist.scatter = raises(RuntimeError("[/build/gloo/pair.cc:42] out of order\nand more"))
-        if rank == 1:
-            dist.gather = dist.scatter
-        if rank == 2:
-            dist.all_reduce = wrong_all_reduce
-
-    result = run_doctor(3, sabotage, timeout=5)
-    assert result.statuses == [1, 1, 1]
-    assert "scatter failed on ranks 0-2: out of order." in result.text
-    assert re.search(r"gather failed on .*rank 1: out of order", result.text)
-    assert "all_reduce gave a wrong result on rank 2." in result.text
-    assert result.failed_collectives == ["scatter", "gather", "all_reduce"]
-    assert "3 of 3 pairs right" in result.text
-    assert result.problems == 3
-
-
-@pytest.mark.ranks
-def test_links_that_raise_or_are_wrong_are_named_with_both_ranks(run_doctor):
-    def sabotage(rank):
-        exchange = dist.batch_isend_irecv
 
         def broken_exchange(operations):
             send, receive = operations
@@ -303,29 +257,32 @@ def test_links_that_raise_or_are_wrong_are_named_with_both_ranks(run_doctor):
                 receive.tensor[-1] += 1
             return []
 
+        examine.socket.gethostname = lambda: f"node{rank // 2}"
+        dist.scatter = raises(RuntimeError("[/build/gloo/pair.cc:42] out of order\nand more"))
+        if rank == 1:
+            dist.gather = dist.scatter
+        if rank == 2:
+            dist.all_reduce = wrong_all_reduce
         dist.batch_isend_irecv = broken_exchange
 
-    result = run_doctor(4, sabotage)
+    plan = Plan("tiny on 4 x cpu", "float32", (Need("nodes", 2), Need("in a node", 1e3), Need("between", 1e3)))
+    result = run_doctor(4, sabotage, timeout=8, plan=plan)
     assert result.statuses == [1, 1, 1, 1]
+    assert "scatter failed on ranks 0-3: out of order." in result.text
+    assert re.search(r"gather failed on .*rank 1: out of order", result.text)
+    assert "all_reduce gave a wrong result on rank 2." in result.text
+    assert result.failed_collectives == ["scatter", "gather", "all_reduce"]
+
     assert "4 of 6 pairs right" in result.text
     assert "failed on rank 0: with rank 1: cable cut; on rank 1: with rank 0: cable cut." in result.text
     assert "rank 0 - none" in result.text
     assert "Data between ranks 2 and 3 arrives changed" in result.text
-    assert result.problems == 2
 
-
-@pytest.mark.ranks
-def test_two_hosts_of_two_ranks_are_compared_with_a_plan(run_doctor):
-    def sabotage(rank):
-        examine.socket.gethostname = lambda: f"node{rank // 2}"
-
-    plan = Plan("tiny on 4 x cpu", ranks=4, nodes=2, memory=1e6, dtype="float32", speeds=Speeds(1e6, 1e3, 1e3))
-    result = run_doctor(4, sabotage, plan=plan)
-    assert "nodes has 2, the plan counts on 2" in result.text
-    assert re.search(r"in a node has \S+ GB/s on rank \d, the plan counts on 1e-06", result.text)
-    assert re.search(r"between has \S+ GB/s on rank \d, the plan counts on 1e-06", result.text)
     assert "Ranks 0-3 would listen on 127.0.0.1, which no other host can reach." in result.text
-    assert result.problems == 1
+    assert result.problems == 6
+    assert "nodes has 2 here, the plan counts on 2" in result.text
+    assert re.search(r"in a node has \d+ on rank \d, the plan counts on 1000", result.text)
+    assert re.search(r"between has \d+ on rank \d, the plan counts on 1000", result.text)
 
 
 @pytest.mark.ranks

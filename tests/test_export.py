@@ -326,7 +326,7 @@ def test_chapters_are_found_by_number_and_name(helpers, tmp_path, monkeypatch):
         (["export", "nothing-like-it"], 1, "no chapter or notebook 'nothing-like-it'.\nChapters: "),
         (["export", ""], 1, "no chapter or notebook"),
         (["rehearse", "99"], 1, "no chapter or notebook '99'"),
-        (["run", "04", "--nproc", "0"], 2, "'0' is not a whole number above 0"),
+        (["run", "04", "--nproc", "0"], 2, "'0' is not a whole number from 1 to 1000000"),
         (["run", "04", "stray"], 2, "put two dashes before the script's flags: -- stray\nSee python -m helpers run"),
         (["rehearse", "04", "--epochs", "1"], 2, "put two dashes before the script's flags: -- --epochs 1"),
         (["export", "04", "--epochs", "1"], 2, "unrecognized arguments: --epochs 1\nSee python -m helpers export"),

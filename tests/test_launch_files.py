@@ -2,10 +2,8 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import hosts
@@ -32,34 +30,27 @@ def files(script=STOPS, name=NAME, **sizes):
     return {file.removeprefix(name): text for file, text in texts.items()}
 
 
-# ---- The command line
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_writes_four_files(helpers, tmp_path):
-    line = ["export", "11", "--nodes=3", "--gpus-per-node=4", "--time=1-00:00:00", "--out", tmp_path]
-    status, out, _ = helpers(*line)
-    names = [f"{NAME}.py", f"{NAME}.sbatch", f"{NAME}.nodes.sh", f"{NAME}.k8s.yaml"]
+def test_the_command_writes_what_the_flags_ask_for(helpers, tmp_path):
+    status, _, _ = helpers("export", "11", "--nodes=3", "--gpus-per-node=4", "--time=1-00:00:00", "--out", tmp_path)
     assert status == 0
-    assert out.splitlines() == [str(tmp_path / name) for name in names]
     text = (tmp_path / f"{NAME}.sbatch").read_text()
     assert text == files(BACKEND + STOPS, nodes=3, gpus_per_node=4, time="1-00:00:00")[".sbatch"]
     for option in ("--nodes=3", "--gpus-per-node=4", "--cpus-per-task=16", "--time=1-00:00:00"):
         assert f"#SBATCH {option}\n" in text
 
 
-def test_all_chapters(helpers, tmp_path):
+def test_the_files_of_every_chapter_can_be_read(helpers, tmp_path):
     assert helpers("export", "--all", "--slurm", "--out", tmp_path)[0] == 0
-    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    scripts = [name.removesuffix(".py") for name in texts if name.endswith(".py")]
-    suffixes = (".py", ".sbatch", ".nodes.sh", ".k8s.yaml")
+    scripts = [path.stem for path in tmp_path.glob("*.py")]
     assert len(scripts) > 5
-    assert texts.keys() == {name + suffix for name in scripts for suffix in suffixes}
-    for name, text in texts.items():
-        if name.endswith((".sbatch", ".sh")):
-            subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-        if name.endswith(".yaml"):
-            assert len(list(yaml.safe_load_all(text))) == 2
-        assert name.endswith(".py") or max(map(len, text.splitlines())) <= 120
+    for name in scripts:
+        for suffix in (".sbatch", ".nodes.sh"):
+            subprocess.run(["bash", "-n", tmp_path / f"{name}{suffix}"], check=True)
+        service, job = yaml.safe_load_all((tmp_path / f"{name}.k8s.yaml").read_text())
+        assert (service["kind"], job["kind"]) == ("Service", "Job")
 
 
 def test_a_name_that_a_shell_would_split_is_refused():
@@ -77,43 +68,41 @@ def test_a_name_that_begins_with_a_dash_is_no_option(tmp_path):
     assert re.search(r"^torchrun .* \./-rf\.py --checkpoint-dir rf-2 ", text, re.MULTILINE)
 
 
-# ---- For Slurm
-
-
-def test_what_a_script_can_do_decides_what_slurm_does():
-    for script, stops, resumes in ((STOPS, True, True), (RESUMES, False, True), (PLAIN, False, False)):
-        text = files(script)[".sbatch"]
-        for part in ("--signal=", 'trap "" USR1', "--signals-to-handle=", '-e "$JOB_FOLDER/stopped"'):
-            assert (part in text) == stops
-        for part in ("#SBATCH --requeue", "scontrol requeue", '--checkpoint-dir "$JOB_FOLDER" --resume'):
-            assert (part in text) == resumes
-        assert ("#SBATCH --no-requeue" in text) == (not resumes)
-
-
 def test_a_script_that_can_is_told_to_take_the_gpus():
     """So a node without GPUs fails and does not train on its CPU. A reader's own flag comes later, and wins."""
+    texts = files(STOPS + BACKEND)
     for suffix, times in ((".sbatch", 1), (".nodes.sh", 2), (".k8s.yaml", 1)):
-        text = files(STOPS + BACKEND)[suffix]
-        assert text.count(f"{NAME}.py --backend nccl") == times
-        assert suffix == ".k8s.yaml" or len(re.findall(r' --backend nccl.*"\$@"', text)) == times
+        assert texts[suffix].count(f"{NAME}.py --backend nccl") == times
         assert "--backend" not in files(STOPS)[suffix]
 
 
+# --- for Slurm --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "stops", "resumes"), [(STOPS, True, True), (RESUMES, False, True), (PLAIN, False, False)]
+)
+def test_what_a_script_can_do_decides_what_slurm_does(script, stops, resumes):
+    text = files(script)[".sbatch"]
+    for part in ("--signal=", 'trap "" USR1', "--signals-to-handle=", '-e "$JOB_FOLDER/stopped"'):
+        assert (part in text) == stops
+    for part in ("#SBATCH --requeue", "scontrol requeue", '--checkpoint-dir "$JOB_FOLDER" --resume'):
+        assert (part in text) == resumes
+    assert ("#SBATCH --no-requeue" in text) == (not resumes)
+
+
 def test_the_lines_for_a_cluster_work_without_their_comment_sign():
-    """Slurm's options among them still stand before the first command."""
-    text = files()[".sbatch"]
-    before, block, after = re.split(r"^# ----.*\n", text, maxsplit=2, flags=re.MULTILINE)
-    assert all(line.startswith("# ") for line in block.splitlines())
+    """Slurm reads its options only before the first command."""
+    before, block, after = re.split(r"^# ----.*\n", files()[".sbatch"], maxsplit=2, flags=re.MULTILINE)
     uncommented = re.sub("^# ", "", block, flags=re.MULTILINE)
-    for word in "--account= --partition= --mem= --mail-type= module pyxis Apptainer --numa-binding doctor".split():
-        assert word in block
     assert subprocess.run(["bash", "-n"], input=before + uncommented + after, text=True).returncode == 0
-    assert "#SBATCH" not in after
-    assert re.search(r"^(?!#SBATCH)", uncommented.split("#SBATCH")[-1], re.MULTILINE)
-    assert "PREFLIGHT" not in files(name=PREFLIGHT)[".sbatch"], "it is the preflight"
+    options, commands = re.split(r"^(?!#SBATCH)", uncommented, maxsplit=1, flags=re.MULTILINE)
+    assert "--account=" in options
+    assert "#SBATCH" not in commands + after
 
 
 # Stand-ins for Slurm's commands, and for torchrun, which runs the file `script` with the real script's name and flags.
+# `ip` and `getent` say that the interface ib7 leads to the other node.
 STAND_INS = {
     "scontrol": """case "$1" in
         requeue) echo requeued ;;
@@ -123,6 +112,8 @@ STAND_INS = {
     "srun": 'while [ "$1" != bash ] && [ "$1" != apptainer ]; do shift; done; exec "$@"',
     "squeue": 'echo "n7"',  # is excluded already
     "apptainer": 'echo "in a container"; while [ "$1" != bash ]; do shift; done; exec "$@"',
+    "getent": '[ "$2" = 10.0.0.1 ] && echo 10.0.0.1 STREAM',
+    "ip": 'echo "$3 via 10.0.0.9 dev ib7 src 10.0.0.2"',
     "torchrun": 'echo "torchrun $*"; until [[ $1 = *.py || $1 = -m ]]; do shift; done; . ./script',
 }
 
@@ -142,79 +133,72 @@ def run_batch(folder, script, text=None, **variables):
 
 
 @pytest.mark.parametrize(
-    ("script", "start", "again"),
+    ("script", "start", "status", "again"),
     [
-        ("touch work/stopped", 0, True),
-        ("touch work/stopped", 100, False),  # the limit
-        ("exit 1", 0, True),
-        ("exit 1", 100, False),
-        ("exit 0", 0, False),
+        ("touch work/stopped", 0, 0, True),
+        ("touch work/stopped", 100, 0, False),  # the limit
+        ("exit 1", 0, 1, True),
+        ("exit 0", 0, 0, False),
     ],
 )
-def test_a_job_starts_again_after_a_stop_and_after_a_failure(tmp_path, script, start, again):
-    status, text = run_batch(tmp_path, script, SLURM_RESTART_COUNT=str(start))
-    assert status == (script == "exit 1")
+def test_a_job_starts_again_after_a_stop_and_after_a_failure(tmp_path, script, start, status, again):
+    ended, text = run_batch(tmp_path, script, SLURM_RESTART_COUNT=str(start))
+    assert ended == status
     assert ("requeued" in text) == again, text
 
 
 def test_a_third_failure_at_the_same_checkpoint_ends_the_job(tmp_path):
     """A bug would fail for ever. A failure after a newer checkpoint is another one."""
 
-    def fails(*written):
-        """Whether the job starts again after a start that writes these names and fails."""
-        _, text = run_batch(tmp_path, f"(cd work; touch {' '.join(written)}); exit 1")
+    def fails(written):
+        """Whether the job starts again after a start that writes a file and fails."""
+        _, text = run_batch(tmp_path, f"touch work/{written}; exit 1")
         return "requeued" in text
 
     assert [fails("x"), fails("x"), fails("x")] == [True, True, False], "there is no checkpoint"
     assert [fails("step_00000010.pt"), fails("x"), fails("step_00000020.pt"), fails("x")] == [True] * 4
     assert not fails("step_30.tmp"), "half a checkpoint"
-    assert fails("step_100000000")
 
 
 def test_a_node_that_was_the_first_to_fail_twice_is_excluded(tmp_path):
-    excludes = "update JobId=2 ExcNodeList=n7,n2\n"
     _, first = run_batch(tmp_path, "exit 1")
     assert "ExcNodeList" not in first
     _, second = run_batch(tmp_path, "exit 1")
-    assert excludes in second
+    assert "update JobId=2 ExcNodeList=n7,n2\n" in second
     assert "n2 failed twice, and is excluded." in second
-    _, third = run_batch(tmp_path, "touch work/stopped work/step_1.pt")
-    assert "ExcNodeList" not in third, "it is excluded already"
 
-
-def test_two_nodes_that_fail_once_are_not_excluded(tmp_path):
-    run_batch(tmp_path, "exit 1")
-    status, text = run_batch(tmp_path, "exit 1", SLURMD_NODENAME="n1")
-    assert "requeued" in text
-    assert "ExcNodeList" not in text
+    for node in ("n1", "n2"):
+        _, text = run_batch(tmp_path, "exit 1", SLURMD_NODENAME=node, JOB_FOLDER="another")
+        assert "requeued" in text
+        assert "ExcNodeList" not in text, "each of the two nodes failed once"
 
 
 def test_without_the_nodes_addresses_the_job_ends(tmp_path, capfd):
     status, text = run_batch(tmp_path, "", files()[".sbatch"].replace("scontrol --oneliner", "false"))
     assert status == 1
     assert "torchrun" not in text
-    assert "requeued" not in text
     assert capfd.readouterr().err == "scontrol gives no addresses. Write the nodes' into ADDRESSES, one a line.\n"
 
 
 def test_after_a_preflight_that_fails_nothing_is_trained(tmp_path):
-    status, text = run_batch(tmp_path, 'exit "$PREFLIGHT_STATUS"', PREFLIGHT="check.py", PREFLIGHT_STATUS="3")
+    status, text = run_batch(tmp_path, "exit 3", PREFLIGHT="check.py")
     assert status == 3
     assert text.count("\ntorchrun ") == 1
     assert "requeued" in text, "on other nodes it may pass"
 
 
-def test_gloo_takes_the_network_that_leads_to_another_node(tmp_path):
-    lines = {
-        "getent": '[ "$2" = 10.0.0.1 ] && echo 10.0.0.1 STREAM',
-        "ip": 'echo "$3 via 10.0.0.9 dev ib7 src 10.0.0.2"',
-    }
-    for name, line in lines.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
+def test_each_node_has_its_address_and_its_network_and_the_preflight_runs_first(tmp_path):
     report = 'echo "gloo takes ($GLOO_SOCKET_IFNAME)"'
-    assert "gloo takes (ib7)\n" in run_batch(tmp_path, report)[1]
-    assert "gloo takes (eth0)\n" in run_batch(tmp_path, report, GLOO_SOCKET_IFNAME="eth0")[1], "as the reader says"
+    _, text = run_batch(tmp_path, report, PREFLIGHT="-m helpers doctor")
+    first, second = re.findall(r"^torchrun .*", text, re.MULTILINE)
+    assert "--max-restarts=0 --rdzv-id=preflight.2.0 " in first
+    assert first.endswith(" -m helpers doctor")
+    assert f" {NAME}.py " in second
+    for words in ("--rdzv-endpoint=10.0.0.1:20002 ", "--local-addr=10.0.0.2 ", " --rdzv-conf=is_host=0,"):
+        assert words in first
+        assert words in second
+    assert text.count("gloo takes (ib7)") == 2
+    assert "gloo takes (eth0)" in run_batch(tmp_path, report, GLOO_SOCKET_IFNAME="eth0")[1], "as the reader says"
 
 
 def test_a_container_and_a_binding(tmp_path):
@@ -224,94 +208,45 @@ def test_a_container_and_a_binding(tmp_path):
     assert re.search(rf"^in a container\ntorchrun .* --numa-binding=node {NAME}.py ", out, re.MULTILINE), out
 
 
-def test_each_node_has_its_address_and_time_and_the_doctor_runs_first(tmp_path):
-    _, text = run_batch(tmp_path, "", PREFLIGHT="-m helpers doctor")
-    first, second = re.findall(r"^torchrun .*", text, re.MULTILINE)
-    assert "--max-restarts=0 --rdzv-id=preflight.2.0 " in first
-    assert first.endswith(" -m helpers doctor")
-    assert f" {NAME}.py " in second
-    assert "preflight" not in second
-    of_the_second_node = ("--rdzv-endpoint=10.0.0.1:20002 ", "--local-addr=10.0.0.2 ")
-    for words in (*of_the_second_node, " --rdzv-conf=is_host=0,read_timeout=900,join_timeout=900 "):
-        assert words in first
-        assert words in second
+# --- for Kubernetes ---------------------------------------------------------------------------------------------------
 
 
-# ---- For Kubernetes
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """A file for Kubernetes: the Service, the Job, and what is in the Job."""
-
-    service: dict
-    job: dict
-
-    @property
-    def name(self) -> str:
-        return self.job["metadata"]["name"]
-
-    @property
-    def pod(self) -> dict:
-        return self.job["spec"]["template"]["spec"]
-
-    @property
-    def container(self) -> dict:
-        return self.pod["containers"][0]
-
-    @property
-    def script(self) -> str:
-        return self.container["command"][2]
-
-
-def manifest_of(text) -> Manifest:
-    return Manifest(*yaml.safe_load_all(text))
+def documents(text):
+    """(the Service, the Job, the Job's pod, the pod's container) of a file for Kubernetes."""
+    service, job = yaml.safe_load_all(text)
+    pod = job["spec"]["template"]["spec"]
+    return service, job, pod, pod["containers"][0]
 
 
 def test_pods_are_found_by_their_number_before_they_are_ready():
     """A pod is reached as JOB-INDEX.SUBDOMAIN where a headless Service with the subdomain's name selects it."""
-    manifest = manifest_of(files()[".k8s.yaml"])
-    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", manifest.name), "DNS (RFC 1035) allows no other name"
-    assert manifest.pod["subdomain"] == manifest.name
-    assert manifest.job["spec"]["completionMode"] == "Indexed"
-    assert manifest.service["metadata"]["name"] == manifest.name
-    assert manifest.service["spec"] == {
+    service, job, pod, container = documents(files(nodes=3)[".k8s.yaml"])
+    name = job["metadata"]["name"]
+    assert pod["subdomain"] == service["metadata"]["name"] == name
+    assert service["spec"] == {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
-        "selector": {"job-name": manifest.name},
+        "selector": {"job-name": name},
     }
-
-
-def test_a_job_has_a_pod_for_each_node_that_starts_again():
-    manifest = manifest_of(files()[".k8s.yaml"])
-    spec = manifest.job["spec"]
-    assert (manifest.job["apiVersion"], manifest.job["kind"]) == ("batch/v1", "Job")
-    assert spec["completions"] == spec["parallelism"] == 2
-    assert spec["backoffLimit"] > 0
-    assert manifest.pod["restartPolicy"] == "OnFailure"
-    assert manifest.container["resources"] == {"limits": {"nvidia.com/gpu": 8}, "requests": {"cpu": 32}}
-    assert all(isinstance(variable["value"], str) for variable in manifest.container["env"])
-    volumes = [volume["name"] for volume in manifest.pod["volumes"]]
-    assert volumes == [mount["name"] for mount in manifest.container["volumeMounts"]]
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 3
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}, "requests": {"cpu": 32}}
 
 
 def test_a_pod_has_more_time_to_stop_than_its_ranks():
-    manifest = manifest_of(files()[".k8s.yaml"])
-    shutdown_timeout = int(re.search(r"--shutdown-timeout=(\d+)", manifest.script)[1])
-    assert shutdown_timeout < manifest.pod["terminationGracePeriodSeconds"]
-    plain = manifest_of(files(PLAIN)[".k8s.yaml"])
-    assert "kill -TERM " in plain.script
-    assert "--shutdown-timeout" not in plain.script
+    _, _, pod, container = documents(files()[".k8s.yaml"])
+    shutdown_timeout = int(re.search(r"--shutdown-timeout=(\d+)", container["command"][2])[1])
+    assert shutdown_timeout < pod["terminationGracePeriodSeconds"]
 
 
 def test_what_a_cluster_may_need_is_valid_without_its_comment_sign():
-    text = re.sub(r"^( +)# ", r"\1", files()[".k8s.yaml"], flags=re.MULTILINE)
-    manifest = manifest_of(text)
-    assert manifest.job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "QUEUE"}
-    assert manifest.pod["schedulerName"] == "volcano"
-    assert manifest.container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
-    assert manifest.container["resources"]["limits"]["rdma/NAME"] == 1
-    assert manifest.container["resources"]["requests"]["memory"] == "512Gi"
+    text = re.sub(r"^( +)# (?=[\w/]+: )", r"\1", files()[".k8s.yaml"], flags=re.MULTILINE)
+    _, job, pod, container = documents(text)
+    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "QUEUE"}
+    assert pod["schedulerName"] == "volcano"
+    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert container["resources"]["limits"]["rdma/NAME"] == 1
+    assert container["resources"]["requests"]["memory"] == "512Gi"
 
 
 def test_names_for_kubernetes():
@@ -319,28 +254,7 @@ def test_names_for_kubernetes():
         assert kubernetes_name(name) == expected
 
 
-# ---- Run here
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("seconds", "tenths"), [(1, 300), (30, 1)])
-def test_after_a_signal_to_torchrun_its_shutdown_timeout_is_what_a_save_gets(tmp_path, seconds, tenths):
-    save = f"for _ in $(seq {tenths}); do sleep 0.1; done; touch saved; exit"
-    rank = ["bash", "-c", f"trap '{save}' USR1; touch ready; while :; do sleep 0.1; done"]
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--signals-to-handle=SIGUSR1"]
-    agent += ["--standalone", "--local-addr=127.0.0.1", f"--shutdown-timeout={seconds}", "--no-python", *rank]
-    errors = tmp_path / "errors"
-    with errors.open("w") as file, subprocess.Popen(agent, cwd=tmp_path, stderr=file) as running:
-        try:
-            assert wait_until((tmp_path / "ready").exists, 180), errors.read_text()
-            running.send_signal(signal.SIGUSR1)
-            assert running.wait(60) == 1
-        finally:
-            running.kill()
-    assert (tmp_path / "saved").exists() == (tenths == 1)
-
-
-# ---- Run on two hosts
+# --- on two hosts -----------------------------------------------------------------------------------------------------
 
 REPORT = """\
 import os, sys
@@ -409,14 +323,15 @@ def test_the_pods_command_on_two_hosts(tmp_path):
     work = tmp_path / "work"
     work.mkdir()
     assert main(["export", "11", "--slurm", "--gpus-per-node=1", f"--out={script}"]) == 0
-    manifest = manifest_of((script / f"{NAME}.k8s.yaml").read_text())
-    *shell, text = manifest.container["command"]
+    _, job, _, container = documents((script / f"{NAME}.k8s.yaml").read_text())
+    *shell, text = container["command"]
     command = [*shell, text.replace("--backend nccl", "--backend gloo")]
-    variables = {variable["name"]: variable["value"] for variable in manifest.container["env"]}
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    job_name = job["metadata"]["name"]
     names = {}
     for index, address in enumerate(hosts.ADDRESSES.values()):
-        names[f"{manifest.name}-{index}"] = address
-        names[f"{manifest.name}-{index}.{manifest.name}"] = address
+        names[f"{job_name}-{index}"] = address
+        names[f"{job_name}-{index}.{job_name}"] = address
 
     def stop_pods(processes):
         assert wait_until(lambda: len(list(work.glob("ready*"))) == 2)

@@ -112,13 +112,13 @@ class Job:
         self.wait_for_state("PENDING")
         self.update("StartTime=now+2")
 
-    def preempt(self, *options):
-        """Submit a short job to the partition that may take this job's nodes."""
-        urgent = ["--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
-        self.cluster.submit(*urgent, *options, cwd=self.folder)
+    def preempt(self):
+        """Submit a short job for all nodes to the partition that may take this job's nodes."""
+        urgent = ["--partition=urgent", "--exclusive", "--nodes=3", "--output=/dev/null", "--wrap=sleep 1"]
+        self.cluster.submit(*urgent, cwd=self.folder)
 
-    def cancel(self, *options):
-        self.cluster.run("scancel", *options, str(self.number))
+    def cancel(self):
+        self.cluster.run("scancel", str(self.number))
 
     def ranks(self):
         """The script's processes on all nodes, without torchrun. They have other process numbers there."""
@@ -185,7 +185,7 @@ def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had
 
     # A job in a partition that may take this job's nodes.
     job.wait_for_training(1)
-    job.preempt("--nodes=3")
+    job.preempt()
     job.requeue_soon()
 
     # A node loses its power.
@@ -234,52 +234,19 @@ def stop(number, frame):
     sys.exit()
 
 folder = pathlib.Path(sys.argv[sys.argv.index("--checkpoint-dir") + 1])
-for name in {handled}:
-    signal.signal(getattr(signal, name), stop)
-(folder / "step_1.pt").touch()
+signal.signal(signal.SIGTERM, stop)
 print("epoch 1: ready", flush=True)
 time.sleep(1000)
 """
 
 
 def test_a_job_that_its_user_ends_does_not_come_back(cluster, submit):
-    job = submit(WAITING.format(handled=["SIGTERM"]), "--nodes=1")
+    job = submit(WAITING, "--nodes=1")
     job.wait_for_training(0)
     job.cancel()
     assert "JobState=CANCELLED" in job.wait_for_end()
     assert (job.work / "stopped").exists()
     assert len(job.starts()) == 1
-
-
-@pytest.mark.daily
-def test_a_rank_that_does_not_train_yet_outlives_the_signal_and_the_job_comes_back(cluster, submit):
-    job = submit(WAITING.format(handled=[]), "--nodes=1", "--nodelist=n1")
-    job.wait_for_training(0)
-    job.cancel("--signal=TERM")
-    time.sleep(1)
-    assert len(job.ranks()) == 1
-    cluster.run("scontrol", "update", "PartitionName=main", "GraceTime=1")
-    job.preempt("--nodelist=n1")
-    job.wait_for_state("PENDING")  # Slurm kills the rank after the grace time.
-    assert not (job.work / "stopped").exists()
-    job.cancel()
-    assert "Restarts=1 " in job.wait_for_end()
-
-
-@pytest.mark.daily
-def test_a_job_whose_first_node_comes_too_late_starts_again(submit, tmp_path):
-    """At its first start node 0 is later than the agents wait, here for some seconds: no rank begins."""
-    batch = tmp_path / f"{TRAINER}.sbatch"
-    late = '[ "$SLURM_NODEID" != 0 ] || sleep $((START == 0 ? 40 : 2))\n    torchrun --nnodes'
-    batch.write_text(batch.read_text().replace("torchrun --nnodes", late).replace("read_timeout=900", "read_timeout=4"))
-    job = submit("print('epoch 1: trained')")
-    job.wait_for_start(0)
-    job.requeue_soon()
-    job.wait_for_end()
-    first, second = job.starts()
-    assert "RendezvousConnectionError" in first
-    assert "trained" not in first
-    assert "epoch 1: trained" in second
 
 
 # --- before a job -----------------------------------------------------------------------------------------------------
@@ -288,7 +255,7 @@ def test_a_job_whose_first_node_comes_too_late_starts_again(submit, tmp_path):
 @pytest.mark.daily
 def test_the_preflight_of_chapter_12(submit, tmp_path):
     """It checks every link before the script begins. If a check fails, the script does not begin."""
-    [check] = chapters.export("12", tmp_path)
+    chapters.export("12", tmp_path)
     job = submit("print('epoch 1: trained')")
     job.wait_for_end()
     preflight, training = job.output.read_text().split("epoch 1: trained", 1)
@@ -300,13 +267,6 @@ def test_the_preflight_of_chapter_12(submit, tmp_path):
     [start] = job.starts()
     assert "Below 1000 GB/s: between nodes, all ranks. Run again" in start and "trained" not in start, start
 
-    check.write_text(check.read_text().replace("pattern * total", "pattern * total + 1"))
-    job = submit("print('epoch 1: trained')")
-    job.wait_for_state("PENDING")
-    job.cancel()
-    [start] = job.starts()
-    assert "Wrong sums: node 0, node 1, between nodes, all ranks" in start and "trained" not in start, start
-
 
 FAILS_ON_N1 = """\
 import os, sys
@@ -317,6 +277,7 @@ print("epoch 1: trained")
 """
 
 
+@pytest.mark.daily
 def test_a_node_that_was_the_first_to_fail_twice_is_excluded(cluster, submit):
     job = submit(FAILS_ON_N1, "--nodes=1")
     for start in range(2):

@@ -226,6 +226,7 @@ def test_a_name_that_means_the_loopback(environment):
     recorded.compare("two_hosts_own_name", text, f"{RECORD} -k loopback")
 
 
+@pytest.mark.daily
 def test_both_hosts_are_node_0(environment):
     """Each gets its port; then both stand in the same wait, until the time of rendezvous is over."""
     common = ["--nnodes=2", "--master-addr=node0", "--node-rank=0", "--rdzv-conf=timeout=6"]

@@ -4,9 +4,8 @@ import argparse
 import os
 import signal
 import sys
-import traceback
 
-from helpers.command_line import positive_int, positive_seconds, status_of_failed_output
+from helpers.command_line import positive_int, positive_seconds
 from helpers.ranks.torchrun import folder_until_a_signal
 
 
@@ -54,12 +53,4 @@ def main(args: argparse.Namespace) -> int:
         with folder_until_a_signal():
             return start_local(args.nproc, [f"{name}={value}" for name, value in options.items() if value])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # So Ctrl-C ends this rank in torch's waits, too.
-    try:
-        try:
-            status = run_rank(launched, args.backend, args.timeout, plan)
-        except OSError as error:
-            status = status_of_failed_output(error)
-    except Exception:
-        traceback.print_exc()
-        status = 1
-    os._exit(status)  # A normal exit could hang: it waits for the threads of a broken process group.
+    return run_rank(launched, args.backend, args.timeout, plan)

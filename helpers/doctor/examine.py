@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,8 +31,7 @@ from helpers.ranks import processes
 from helpers.ranks.rank import rank_variables
 from helpers.ranks.torchrun import set_defaults
 
-Result = TypeVar("Result")
-
+REPORT_IS_PRINTED = "the report is printed"  # the last step, after which no rank needs another one
 CLOCK_READINGS = 5  # Some ranks read their clock late, so the smallest difference counts.
 
 
@@ -46,13 +44,16 @@ def run_rank(launched: LaunchedRank, backend: str | None = None, timeout: float 
         try:
             findings = examine(membership, launched, backend, plan)
             result = report(findings, plan)
-            if launched.rank == findings.members[0]:
-                print(result.text, flush=True)
-            membership.gather("goodbye", None)
+            try:
+                if launched.rank == findings.members[0]:
+                    print(result.text, flush=True)
+            finally:
+                membership.gather(REPORT_IS_PRINTED, None)
         finally:
             store.set(f"gone/{launched.rank}", "")
             if serves_store(launched):
-                membership.wait_for(["goodbye/all"], 5 * timeout)
+                # This rank may have been too slow for the others, which still need its store for their examination.
+                membership.wait_for([f"{REPORT_IS_PRINTED}/all"], 5 * timeout)
                 wait_until_all_are_gone(membership)
     except MembershipError as error:
         return refuse(launched, str(error))
@@ -85,19 +86,17 @@ def examine(membership: Membership, launched: LaunchedRank, backend: str | None,
     """Try everything with the other ranks, and with a plan also what it counts on. Every rank has the same findings."""
     with listening_port() as port:
         own_facts = facts_of_rank(launched, port, backend)
-        answers = membership.gather("roll call", own_facts, patience=membership.timeout)
-        facts = {rank: Facts(**answer) for rank, answer in answers.items()}
+        facts = membership.gather("roll call", own_facts, patience=membership.timeout)
         clock_offsets = compare_clocks(membership)
         unreachable = try_connections(membership, facts)
 
-    membership.members = mutually_reachable(facts, unreachable)
-    if membership.rank not in membership.members:
-        raise MembershipError("This rank cannot connect to some others, which go on without it. See their report.")
     if each_has_a_gpu(facts):
         membership.backend = "nccl"
         membership.device = torch.device(own_facts.device)
         torch.cuda.set_device(membership.device)
     backend_at_start = membership.backend
+    if any(unreachable.values()):
+        membership.backend = ""  # A process group would wait for these connections until its timeout.
     membership.start_group()
 
     collectives = try_collectives(membership)
@@ -165,11 +164,7 @@ def try_connections(membership: Membership, facts: Mapping[int, Facts]) -> dict[
         if rank != membership.rank and rank_facts.address:
             addresses[rank] = (rank_facts.address, rank_facts.port)
     answers = membership.attempt("connecting by TCP", lambda: refusals(addresses))
-    unreachable = {}
-    for rank, reasons in answers.items():
-        # JSON has made texts of the numbers; None is the answer of a rank on which the attempt itself failed.
-        unreachable[rank] = {int(peer): reason for peer, reason in (reasons or {}).items()}
-    return unreachable
+    return {rank: reasons or {} for rank, reasons in answers.items()}
 
 
 def refusals(addresses: Mapping[int, tuple[str, int]]) -> dict[int, str]:
@@ -187,18 +182,6 @@ def refusals(addresses: Mapping[int, tuple[str, int]]) -> dict[int, str]:
     return {rank: reason for rank, reason in reasons.items() if reason}
 
 
-def mutually_reachable(facts: Mapping[int, Facts], unreachable: Mapping[int, Mapping[int, str]]) -> list[int]:
-    """The ranks that all reach each other, taken in order: a group with an unreachable rank would hang at its start."""
-    group: list[int] = []
-    for rank in unreachable:
-        cut_off = [peer for peer in group if rank in unreachable[peer] or peer in unreachable[rank]]
-        if facts[rank].address and not cut_off:
-            group.append(rank)
-    if not group:
-        return list(unreachable)
-    return group
-
-
 # --- trials -----------------------------------------------------------------------------------------------------------
 
 
@@ -208,8 +191,7 @@ def try_collectives(membership: Membership) -> dict[str, dict[int, Trial | None]
     for name in trials.COLLECTIVES:
         if not membership.backend:
             break
-        answers = membership.attempt(name, partial(trials.try_collective, name, membership.device))
-        by_name[name] = parsed(Trial, answers)
+        by_name[name] = membership.attempt(name, partial(trials.try_collective, name, membership.device))
     return by_name
 
 
@@ -218,13 +200,14 @@ def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
     links: dict[tuple[int, int], Trial] = {}
     members = membership.members
     for number, pairs in enumerate(trials.rounds_of_pairs(len(members)), 1):
+        if not membership.backend:
+            break
         still_there = []
         for first, second in pairs:
             pair = members[first], members[second]
             if set(pair) <= set(membership.members):
                 still_there.append(pair)
-        if membership.backend:
-            links |= try_pairs(membership, f"round {number} of the links", still_there)
+        links |= try_pairs(membership, f"round {number} of the links", still_there)
     return links
 
 
@@ -246,9 +229,9 @@ def try_pairs(membership: Membership, step: str, pairs: list[tuple[int, int]]) -
         membership.errors[step][rank] = f"with rank {peers[rank]}: {error}"
     links = {}
     for first, second in pairs:
-        if answers.get(first) is not None and answers.get(second) is not None:
-            a = Trial(**answers[first])
-            b = Trial(**answers[second])
+        a = answers.get(first)
+        b = answers.get(second)
+        if a is not None and b is not None:
             # A link is as good as the slower of its two ends sees it.
             links[first, second] = Trial(a.right and b.right, max(a.seconds, b.seconds), min(a.speed, b.speed))
     return links
@@ -258,20 +241,7 @@ def try_plan(membership: Membership, plan: Plan, hosts: list[str]) -> dict[int, 
     """{rank: what it has of what the plan counts on}, from the members' hosts in order."""
     if not membership.backend:
         return {}
-    answers = membership.attempt(
-        "what the plan counts on", lambda: trials.try_plan(plan.dtype, hosts, membership.device)
-    )
-    return parsed(Speeds, answers)
-
-
-def parsed(record: type[Result], answers: Mapping[int, dict[str, Any] | None]) -> dict[int, Result | None]:
-    """The answers as records again, of which JSON has made dicts; None stays None."""
-    results: dict[int, Result | None] = {}
-    for rank, answer in answers.items():
-        results[rank] = None
-        if answer is not None:
-            results[rank] = record(**answer)
-    return results
+    return membership.attempt("what the plan counts on", lambda: trials.try_plan(plan.dtype, hosts, membership.device))
 
 
 # --- without a launcher -----------------------------------------------------------------------------------------------
@@ -279,7 +249,10 @@ def parsed(record: type[Result], answers: Mapping[int, dict[str, Any] | None]) -
 
 def start_local(nproc: int | None, flags: list[str]) -> int:
     """Start the doctor on ``nproc`` ranks of this machine, as torchrun would; return 0, or 1 where one failed."""
-    nproc = nproc or torch.cuda.device_count() or 2
+    if nproc is None:
+        nproc = torch.cuda.device_count()
+    if nproc == 0:
+        nproc = 2  # There are no GPUs.
     set_defaults(nproc)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     variables = {
@@ -291,6 +264,8 @@ def start_local(nproc: int | None, flags: list[str]) -> int:
     command = [sys.executable, "-m", "helpers", "doctor", *flags]
     ranks = [processes.start(command, env={**variables, **rank_variables(rank, nproc)}) for rank in range(nproc)]
     statuses = processes.wait(ranks)
+    if any(statuses.values()):
+        return 1  # That rank has said why.
     print("\nThat was this machine alone. On a cluster, start it in every rank:")
     print("  torchrun ... -m helpers doctor    or    srun python -m helpers doctor")
-    return int(any(statuses.values()))
+    return 0

@@ -15,7 +15,7 @@ from helpers.doctor.membership import LaunchedRank, plain
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank knows about itself. It travels to the other ranks as JSON."""
+    """What a rank knows about itself. It travels to the other ranks."""
 
     host: str
     port: int  # where the rank listens
@@ -54,34 +54,21 @@ def choose_interface(device: torch.device, master_host: str) -> Interface:
     Users name it in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME. If they do not, gloo takes the address of the host's own
     name. NCCL ranks the interfaces by their kind; this function guesses that it takes the one that leads to the master.
     """
+    variable = "GLOO_SOCKET_IFNAME"
     if device.type == "cuda":
-        requested = first_name(os.environ.get("NCCL_SOCKET_IFNAME", ""))
-        if requested:
-            return interface_with_prefix(requested)
-        return interface_of(address_towards(master_host))
-
-    requested = first_name(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        variable = "NCCL_SOCKET_IFNAME"
+    requested = os.environ.get(variable, "").split(",")[0].strip("=")  # NCCL reads also "=eth0,eth1".
+    addresses = addresses_by_interface()
     if requested:
-        return Interface(requested, addresses_by_interface().get(requested))
-    return interface_of(address_of_own_name())
+        for name in sorted(addresses):
+            if name.startswith(requested):  # For NCCL the beginning of a name is enough.
+                return Interface(name, addresses[name])
+        return Interface(requested, None)
 
-
-def first_name(names: str) -> str:
-    """The first of the interfaces that a variable names, such as "eth0" of "=eth0,eth1"."""
-    return names.split(",")[0].strip("=")
-
-
-def interface_with_prefix(prefix: str) -> Interface:
-    """The first interface whose name begins so: that is how NCCL reads its variable."""
-    for name, address in sorted(addresses_by_interface().items()):
-        if name.startswith(prefix):
-            return Interface(name, address)
-    return Interface(prefix, None)
-
-
-def interface_of(address: str) -> Interface:
-    """The interface that has this address."""
-    for name, known_address in addresses_by_interface().items():
+    address = address_of_own_name()
+    if device.type == "cuda":
+        address = address_towards(master_host)
+    for name, known_address in addresses.items():
         if known_address == address:
             return Interface(name, address)
     if address.startswith("127."):  # such as Debian's 127.0.1.1, which no interface lists

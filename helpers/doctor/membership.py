@@ -5,21 +5,21 @@ They agree through a store, never through the process group that they examine. t
 
 import contextlib
 import faulthandler
-import json
 import os
+import pickle
 import re
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-REPORT_SECONDS = 5  # seconds that a rank has, after a collective's timeout, to report that timeout
+REPORT_SECONDS = 5  # A rank whose collective has timed out has so many seconds to tell the others.
 VARIABLES_UNDER_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-HIGHEST_NUMBER = 65535  # of a port, and more ranks than anybody has
+HIGHEST_PORT = 65535
 HOW_TO_START = "Start the ranks with torchrun or srun; for this machine alone, unset RANK, WORLD_SIZE and LOCAL_RANK."
 
 
@@ -55,14 +55,21 @@ def read_launcher(environment: Mapping[str, str]) -> LaunchedRank | None:
     if not any(variables.get(name) for name in VARIABLES_UNDER_SLURM):
         return None  # People export MASTER_ADDR in their shells, so it alone means nothing.
 
-    rank = read_number(variables, "RANK")
-    world_size = read_number(variables, "WORLD_SIZE")
-    local_rank = read_number(variables, "LOCAL_RANK")
-    host = read_variable(variables, "MASTER_ADDR")
-    port = read_number(variables, "MASTER_PORT")
-    if rank >= world_size:
-        raise ValueError(f"RANK is {rank} and WORLD_SIZE is {world_size}: ranks count from 0.\n{HOW_TO_START}")
-    return LaunchedRank(rank, world_size, local_rank, host, port)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    given = ", ".join(f"{name}={variables.get(name, '')}" for name in names)
+    try:
+        launched = LaunchedRank(
+            rank=int(variables["RANK"]),
+            world_size=int(variables["WORLD_SIZE"]),
+            local_rank=int(variables["LOCAL_RANK"]),
+            host=variables["MASTER_ADDR"],
+            port=int(variables["MASTER_PORT"]),
+        )
+    except (KeyError, ValueError):
+        raise ValueError(f"A launcher's variable is missing, or is no number: {given}.\n{HOW_TO_START}") from None
+    if not 0 <= launched.rank < launched.world_size or not 0 <= launched.port <= HIGHEST_PORT:
+        raise ValueError(f"RANK is not below WORLD_SIZE, or there is no such port: {given}.\n{HOW_TO_START}")
+    return launched
 
 
 def is_task_of_step(variables: Mapping[str, str]) -> bool:
@@ -74,20 +81,6 @@ def first_host(nodes: str) -> str:
     """The first host of a Slurm node list: gpu03 for ``gpu[03-05,9]``, rack1-node3 for ``rack[1-2]-node[3-4]``."""
     first_entry = re.split(r",(?![^\[]*\])", nodes)[0]  # A comma within brackets is part of the entry.
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first_entry)
-
-
-def read_variable(variables: Mapping[str, str], name: str) -> str:
-    text = variables.get(name)
-    if not text:
-        raise ValueError(f"Of a launcher's variables, {name} is missing.\n{HOW_TO_START}")
-    return text
-
-
-def read_number(variables: Mapping[str, str], name: str) -> int:
-    text = read_variable(variables, name)
-    if not text.isdecimal() or int(text) > HIGHEST_NUMBER:
-        raise ValueError(f"{name} is {text!r}, which is not a number from 0 to {HIGHEST_NUMBER}.\n{HOW_TO_START}")
-    return int(text)
 
 
 # --- the store --------------------------------------------------------------------------------------------------------
@@ -166,23 +159,22 @@ class Membership:
         return True
 
     def gather(self, step: str, answer: Any, patience: float | None = None) -> dict[int, Any]:
-        """{rank: answer} of all members, the same on every rank. Answers travel as JSON, and a dataclass as a dict.
+        """{rank: answer} of all members, the same on every rank.
 
         The last rank to answer closes the step, or the first that loses patience, in seconds: it writes down the
         answers that are there. Whoever is not among them is lost; on that rank this raises MembershipError.
         """
         if patience is None:
             patience = self.timeout + REPORT_SECONDS
-        self.store.set(f"{step}/{self.rank}", json.dumps(answer, default=asdict))
+        self.store.set(f"{step}/{self.rank}", pickle.dumps(answer))
         is_last = self.store.add(f"{step}/count", 1) == len(self.members)
         if is_last or not self.wait_for([f"{step}/all"], patience):
             answered = [rank for rank in self.members if self.store.check([f"{step}/{rank}"])]
-            answers = {rank: json.loads(self.store.get(f"{step}/{rank}")) for rank in answered}
+            answers = {rank: pickle.loads(self.store.get(f"{step}/{rank}")) for rank in answered}
             # The first rank that writes the key decides for all, so the ranks cannot disagree about who is lost.
-            self.store.compare_set(f"{step}/all", "", json.dumps(answers))
+            self.store.compare_set(f"{step}/all", "", pickle.dumps(answers))
 
-        agreed = json.loads(self.store.get(f"{step}/all"))
-        answers = {int(rank): answer for rank, answer in agreed.items()}
+        answers = pickle.loads(self.store.get(f"{step}/all"))
         if self.rank not in answers:
             raise MembershipError("The others went on without this rank: it was too slow. Try a longer --timeout.")
         for rank in self.members:

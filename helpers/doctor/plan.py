@@ -2,13 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from helpers.doctor.findings import Findings
-from helpers.doctor.problems import Problem
-from helpers.doctor.trials import Speeds
+from helpers.doctor.problems import Problem, three_digits
 
 # A data sheet's speed is not reached: large matrix products and all-reduces get some 0.75 of it, those of the doctor's
 # sizes less. Below half of it, something other than the size is behind it.
@@ -16,15 +15,23 @@ ENOUGH_OF_A_SPEED = 0.5
 
 
 @dataclass(frozen=True)
+class Need:
+    """A number that a plan counts on."""
+
+    name: str  # a key of ``numbers_of``
+    planned: float  # in base units
+    unit: str = ""
+    unit_size: float = 1.0  # in base units
+    enough: float = 1.0  # the share of the planned number that will do
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What a plan counts on, in base units."""
+    """What a plan counts on."""
 
     title: str
-    ranks: int
-    nodes: int
-    memory: float  # bytes of each rank
-    dtype: str  # of the matrix product in ``speeds``
-    speeds: Speeds
+    dtype: str  # of the matrix product that is tried
+    needs: tuple[Need, ...]
 
 
 @dataclass(frozen=True)
@@ -35,36 +42,27 @@ class Comparison:
     problem: Problem | None = None
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """Something of which every rank should have enough for the plan."""
-
-    label: str
-    unit: str
-    unit_size: float  # in base units
-    planned: float  # in base units
-    field: str  # of the plan's table [cluster]
-    enough: float = ENOUGH_OF_A_SPEED  # the share of the planned number that a rank should have
-
-
 def read_plan(path: str) -> Plan:
     """What the plan in this file counts on; ValueError for a file that holds no plan."""
     try:
         tables = json.loads(Path(path).read_text())
         cluster = tables["cluster"]
         layout = tables["layout"]
-        return Plan(
-            title=f"{tables['model']['name']} on {cluster['gpus']} x {cluster['gpu']}",
-            ranks=math.prod(int(layout.get(dimension, 1)) for dimension in ("dp", "tp", "pp", "cp")),
-            nodes=int(cluster["nodes"]),
-            memory=float(tables["memory"]["limit"]),
-            dtype=str(layout.get("dtype", "bfloat16")),
-            speeds=Speeds(
-                matmul=float(cluster["peak"]),
-                in_node=float(cluster.get("link_in_node", 0)),
-                between=float(cluster.get("link_between", 0)),
-            ),
-        )
+        title = f"{tables['model']['name']} on {cluster['gpus']} x {cluster['gpu']}"
+        dtype = str(layout.get("dtype", "bfloat16"))
+        ranks = math.prod(int(layout.get(dimension, 1)) for dimension in ("dp", "tp", "pp", "cp"))
+        nodes = int(cluster["nodes"])
+        needs = [
+            Need("ranks", ranks),
+            Need("nodes", nodes),
+            Need("memory", float(tables["memory"]["limit"]), "GB", 1e9),
+            Need("matmul", float(cluster["peak"]), f"TFLOP/s in {dtype}", 1e12, ENOUGH_OF_A_SPEED),
+        ]
+        if ranks > nodes:
+            needs.append(Need("in a node", float(cluster["link_in_node"]), "GB/s", 1e9, ENOUGH_OF_A_SPEED))
+        if nodes > 1:
+            needs.append(Need("between", float(cluster["link_between"]), "GB/s", 1e9, ENOUGH_OF_A_SPEED))
+        return Plan(title, dtype, tuple(needs))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} holds no plan ({type(error).__name__}: {error}).\n"
@@ -74,67 +72,59 @@ def read_plan(path: str) -> Plan:
 
 def compare(findings: Findings, plan: Plan) -> Iterator[Comparison]:
     """Yields a comparison for each number that the plan counts on."""
-    yield compare_count("ranks", findings.world_size, plan.ranks)
-    yield compare_count("nodes", len(findings.hosts), plan.nodes)
-
-    memory = Quantity("memory", "GB", 1e9, plan.memory, field="memory", enough=1.0)
-    yield compare_least(memory, memory_by_rank(findings))
-
-    speeds = {rank: speeds for rank, speeds in findings.plan_speeds.items() if speeds is not None}
-    peak = plan.speeds.matmul or 0.0
-    matmul = Quantity("matmul", f"TFLOP/s in {plan.dtype}", 1e12, peak, field=f"peaks.{plan.dtype}")
-    yield compare_least(matmul, {rank: speed.matmul for rank, speed in speeds.items()})
-    if plan.ranks > plan.nodes:
-        in_node = Quantity("in a node", "GB/s", 1e9, plan.speeds.in_node, field="link_in_node")
-        yield compare_least(in_node, {rank: speed.in_node for rank, speed in speeds.items()})
-    if plan.nodes > 1:
-        between = Quantity("between", "GB/s", 1e9, plan.speeds.between, field="link_between")
-        yield compare_least(between, {rank: speed.between for rank, speed in speeds.items()})
+    numbers = numbers_of(findings)
+    for need in plan.needs:
+        yield compare_least(need, numbers[need.name])
 
 
-def memory_by_rank(findings: Findings) -> dict[int, float]:
-    """{rank: bytes of its GPU, or its part of the host's memory}."""
+def numbers_of(findings: Findings) -> dict[str, dict[int | None, float]]:
+    """{name of a need: {rank: what it has of it, in base units}}. The key None stands for the whole cluster."""
     hosts = [facts.host for facts in findings.facts.values()]
-    memory = {}
+    memory: dict[int | None, float] = {}
     for rank, facts in findings.facts.items():
         if facts.gpu_id:
             memory[rank] = float(facts.device_memory)
-        else:
+        else:  # The ranks of a host share its memory.
             memory[rank] = facts.device_memory / hosts.count(facts.host)
-    return memory
+
+    matmul: dict[int | None, float] = {}
+    in_node: dict[int | None, float] = {}
+    between: dict[int | None, float] = {}
+    for rank, speeds in findings.plan_speeds.items():
+        if speeds is not None:
+            matmul[rank] = speeds.matmul or 0.0
+            in_node[rank] = speeds.in_node
+            between[rank] = speeds.between
+    return {
+        "ranks": {None: findings.world_size},
+        "nodes": {None: len(findings.hosts)},
+        "memory": memory,
+        "matmul": matmul,
+        "in a node": in_node,
+        "between": between,
+    }
 
 
-def compare_count(label: str, count: int, planned: int) -> Comparison:
-    line = f"{label:10}has {count}, the plan counts on {planned}"
-    if count == planned:
+def compare_least(need: Need, by_rank: dict[int | None, float]) -> Comparison:
+    """Compare the rank that has least of something with the plan. A rank on which it was not tried has 0."""
+    planned = three_digits(need.planned / need.unit_size)
+    tried = {rank: number for rank, number in by_rank.items() if number > 0}
+    if not tried:
+        return Comparison(f"{need.name:10}was not tried, the plan counts on {planned}")
+
+    rank = min(tried, key=lambda rank: tried[rank])
+    has = f"{three_digits(tried[rank] / need.unit_size)} {need.unit}".rstrip()
+    where = "here"
+    remedy = "Start as many (--nnodes, --nproc-per-node), or plan for what is here."
+    if rank is not None:
+        where = f"on rank {rank}"
+        remedy = "Look at that rank's host, or write what it has into the plan's [cluster]."
+    line = f"{need.name:10}has {has} {where}, the plan counts on {planned}"
+    if tried[rank] >= need.enough * need.planned:
         return Comparison(line)
-    problem = Problem(
-        f"The plan counts on {planned} {label}, and here are {count}.",
-        "Start as many (--nnodes, --nproc-per-node), or plan for what is here.",
-    )
-    return Comparison(line, problem)
 
-
-def compare_least(quantity: Quantity, by_rank: Mapping[int, float | None]) -> Comparison:
-    """Compare the rank that has least of a quantity with the plan."""
-    planned = f"{quantity.planned / quantity.unit_size:.3g}"
-    measured = {rank: number for rank, number in by_rank.items() if number}
-    if not measured:
-        return Comparison(f"{quantity.label:10}was not tried, the plan counts on {planned}")
-
-    rank = min(measured, key=lambda rank: measured[rank])
-    number = measured[rank]
-    line = (
-        f"{quantity.label:10}has {number / quantity.unit_size:.3g} {quantity.unit} on rank {rank}, "
-        f"the plan counts on {planned}"
-    )
-    if number >= quantity.enough * quantity.planned:
-        return Comparison(line)
-    shortage = "less"
-    if quantity.enough < 1:
-        shortage = f"less than {quantity.enough:.0%}"
-    problem = Problem(
-        f"The plan counts on {planned} {quantity.unit} {quantity.label}, and rank {rank} has {shortage} of it.",
-        f"Look at that rank's host; or plan again with [cluster] {quantity.field} = {number:.3g}",
-    )
-    return Comparison(line, problem)
+    shortage = ""
+    if need.enough < 1:
+        shortage = f", less than {need.enough:.0%} of it"
+    text = f"The plan counts on {planned} ({need.name}), and {where} is {has}{shortage}."
+    return Comparison(line, Problem(text, remedy))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from helpers.doctor.findings import Findings, slowest
 
 CLOCK_TOLERANCE = 1.0  # seconds by which clocks may differ; c10d's rendezvous and every log compare them
-SLOW_RANK = 2  # so many times slower than the median
-SLOW_LINK = 4
+SLOW_RANK = 2  # A rank that computes so many times slower than the median is called slow.
+SLOW_LINK = 4  # A link that has so many times less bandwidth than the median is called slow.
 LITTLE_SHARED_MEMORY = 1e9  # bytes
 
 LOOK_AT_GPU = "Look there: nvidia-smi; CUDA_VISIBLE_DEVICES; python -c 'import torch; print(torch.cuda.is_available())'"
@@ -31,7 +31,6 @@ def problems(findings: Findings) -> list[Problem]:
     found = [
         *missing_ranks(findings),
         *different_versions(findings),
-        *equal_local_ranks(findings),
         *broken_gpus(findings),
         *missing_addresses(findings),
         *closed_connections(findings),
@@ -80,6 +79,13 @@ def ranks(numbers: Iterable[int]) -> str:
     return f"ranks {span(numbers)}"
 
 
+def three_digits(number: float) -> str:
+    """A number with three digits, or with all digits before the point: ``0.0123``, ``1.23``, ``1234``."""
+    if number < 100:
+        return f"{number:.3g}"
+    return f"{number:.0f}"
+
+
 def at_start(text: str) -> str:
     """A text as the beginning of a sentence."""
     return text[:1].upper() + text[1:]
@@ -113,17 +119,6 @@ def different_versions(findings: Findings) -> Iterator[Problem]:
             yield Problem(
                 f"The ranks differ in {program}: {versions}.",
                 "Activate one and the same environment on every node.",
-            )
-
-
-def equal_local_ranks(findings: Findings) -> Iterator[Problem]:
-    for host in findings.hosts:
-        local_ranks = sorted(facts.local_rank for facts in findings.facts.values() if facts.host == host)
-        if len(set(local_ranks)) < len(local_ranks):
-            numbers = ", ".join(map(str, local_ranks))
-            yield Problem(
-                f"Ranks on {host} have equal local ranks ({numbers}).",
-                "Set LOCAL_RANK to 0, 1, ... on each host, or let torchrun do it; give hosts different names.",
             )
 
 
@@ -181,21 +176,19 @@ def ranks_on_loopback(findings: Findings) -> list[int]:
 
 
 def closed_connections(findings: Findings) -> Iterator[Problem]:
-    """One problem for all ranks that fail to connect to the same ranks for the same reason."""
+    """One problem for all ranks that fail to connect to the same host for the same reason."""
     explained = ranks_on_loopback(findings)
-    refused: defaultdict[tuple[int, str], list[int]] = defaultdict(list)  # {(target, reason): the ranks that fail}
+    failures = defaultdict(list)  # {(host of the target, reason): [(rank, target)]}
     for rank, reasons in findings.unreachable.items():
         for target, reason in reasons.items():
             if target not in explained:
-                refused[target, reason].append(rank)
-
-    targets: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    for (target, reason), failing in refused.items():
-        facts = findings.facts[target]
-        targets[at_start(ranks(failing)), f"on {facts.host} ({facts.interface}): {reason}"].append(target)
-    for (failing_ranks, where_and_why), group in targets.items():
+                failures[findings.host(target), reason].append((rank, target))
+    for (host, reason), pairs in failures.items():
+        failing = {rank for rank, _ in pairs}
+        targets = {target for _, target in pairs}
+        interface = findings.facts[min(targets)].interface
         yield Problem(
-            f"{failing_ranks} cannot connect to {ranks(group)} {where_and_why}.",
+            f"{at_start(ranks(failing))} cannot connect to {ranks(targets)} on {host} ({interface}): {reason}.",
             "Open all TCP ports between the nodes, or choose another interface in GLOO_SOCKET_IFNAME.",
         )
 

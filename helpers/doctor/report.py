@@ -10,7 +10,7 @@ from statistics import harmonic_mean, mean
 from helpers.command_line import aligned
 from helpers.doctor.findings import Findings, slowest
 from helpers.doctor.plan import Plan, compare
-from helpers.doctor.problems import Problem, notes, problems, span
+from helpers.doctor.problems import Problem, notes, problems, span, three_digits
 
 MOST_RANKS_WITH_A_TABLE_OF_LINKS = 8  # A table of more does not fit a screen.
 
@@ -70,13 +70,6 @@ def paragraph(label: str, problem: Problem) -> list[str]:
     ]
 
 
-def three_digits(number: float) -> str:
-    """A number with three digits, or with all digits before the point: ``0.0123``, ``1.23``, ``1234``."""
-    if number < 100:
-        return f"{number:.3g}"
-    return f"{number:.0f}"
-
-
 def gigabytes(bandwidth: float) -> str:
     return three_digits(bandwidth / 1e9)
 
@@ -115,18 +108,13 @@ def summary(findings: Findings) -> Iterator[str]:
     shared_memory = [facts.shared_memory for facts in all_facts if facts.shared_memory is not None]
     if shared_memory:
         yield f"memory    {min(shared_memory) / 1e9:.1f} GB of shared memory free"
-    else:
-        yield "memory    shared memory: not known here"
 
     yield f"store     {findings.store_address}, reached by {len(all_facts)} of {findings.world_size}"
 
     with_address = [facts for facts in all_facts if facts.address]
     connections = len(with_address) * (len(all_facts) - 1)
-    if connections:
-        failed = sum(len(reasons) for reasons in findings.unreachable.values())
-        yield f"tcp       {connections - failed} of {connections} connections between ranks open"
-    else:
-        yield "tcp       one rank: no connections"
+    failed = sum(len(reasons) for reasons in findings.unreachable.values())
+    yield f"tcp       {connections - failed} of {connections} connections between ranks open"
 
     offsets = findings.clock_offsets.values()
     milliseconds = 1e3 * (max(offsets) - min(offsets))
@@ -136,11 +124,8 @@ def summary(findings: Findings) -> Iterator[str]:
         yield "clocks    less than 1 ms apart"
 
     pairs = math.comb(len(findings.members), 2)
-    if pairs:
-        right = [link for link in findings.links.values() if link.right]
-        yield f"links     {len(right)} of {pairs} pairs right"
-    else:
-        yield "links     one rank: no links"
+    right = [link for link in findings.links.values() if link.right]
+    yield f"links     {len(right)} of {pairs} pairs right"
 
     rank = slowest(findings.compute_speeds)
     if rank:

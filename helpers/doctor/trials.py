@@ -32,29 +32,29 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Trial:
-    """One collective on one rank, or one link, as its slower rank has it."""
+    """What one rank measured of a collective, or the slower of two ranks of the link between them."""
 
-    right: bool  # whether the data were
-    seconds: float  # with 4 KiB
+    right: bool  # whether the data that arrived were the expected ones
+    seconds: float  # of one call with 4 KiB
     speed: float  # bytes per second with 4 MiB, or 64 MiB on GPUs; of a link, in each direction
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one rank has of what a plan counts on; None or 0 where that cannot be tried."""
+    """The speeds of one rank that a plan counts on; None or 0 where a speed cannot be tried."""
 
-    matmul: float | None  # FLOP/s
-    in_node: float  # bus bandwidth in bytes per second
-    between: float
+    matmul: float | None  # FLOP/s of a matrix product in the plan's type of numbers
+    in_node: float  # bus bandwidth of an all-reduce within the rank's node, in bytes per second
+    between: float  # the same of an all-reduce between nodes
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A communication that can be repeated. ``start`` returns the Work to wait for, or a list of them."""
+    """A communication that can be repeated, and what it should bring."""
 
-    start: Call
-    output: torch.Tensor | None  # what it fills; None on a rank that gets no result
-    expected: torch.Tensor
+    start: Call  # It starts the communication, and returns the Work to wait for, or a list of them.
+    output: torch.Tensor | None  # The communication writes here; None on a rank that gets no result.
+    expected: torch.Tensor  # what should then be in ``output``
 
 
 def wait(works: Any) -> None:
@@ -69,7 +69,7 @@ def wait(works: Any) -> None:
 def seconds_of(
     call: Call, rounds: int, device: torch.device, before_each_try: Call | None = None, tries: int = 3
 ) -> float:
-    """Seconds of one call: the best of ``tries`` means over ``rounds`` calls."""
+    """Seconds of one call. Each try takes the mean over ``rounds`` calls, and the fastest of ``tries`` counts."""
     synchronize = torch.get_device_module(device).synchronize
     times = []
     for _ in range(tries):
@@ -211,7 +211,10 @@ def try_matmul(dtype: str, device: torch.device, before_each_try: Call | None = 
 
 
 def try_all_reduce(groups: list[list[int]], device: torch.device) -> float:
-    """Bus bandwidth in bytes per second of an all-reduce in each of these groups of ranks, all at once; 0: alone."""
+    """Bus bandwidth in bytes per second of an all-reduce in this rank's group, while all groups do the same.
+
+    It is 0 for a rank that is alone in its group.
+    """
     group, _ = dist.new_subgroups_by_enumeration(groups)
     x = torch.zeros(LARGE[device.type], device=device)
     all_reduce = partial(dist.all_reduce, x, group=group, async_op=True)
@@ -223,7 +226,8 @@ def try_all_reduce(groups: list[list[int]], device: torch.device) -> float:
 def try_plan(dtype: str, hosts: list[str], device: torch.device) -> Speeds:
     """Try what a plan counts on. ``dtype`` is its type of numbers; ``hosts`` has each rank's host, in order.
 
-    Between nodes the first ranks of all hosts form a group, the second ones another, and so on: as gradients travel.
+    Between nodes the first ranks of all hosts form a group, the second ranks another group, and so on. Gradients are
+    averaged in such groups where the ranks of a node share a model.
     """
     ranks_by_host = defaultdict(list)
     for rank, host in enumerate(hosts):

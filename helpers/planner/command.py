@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
         else:
             show_search(request, arguments)
         return 0
-    except (PlanError, OSError) as error:
+    except PlanError as error:
         print(f"error: {error}", file=sys.stderr)
     except ArithmeticError:
         print("error: a number is too large or too small to plan with.\nGive a real job's numbers.", file=sys.stderr)

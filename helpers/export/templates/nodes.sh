@@ -1,5 +1,5 @@
 #!/bin/bash
-# Without a scheduler: on every node, with the name or address of node 0 and the number of this node, 0 to {{ last }}:
+# Without a scheduler: type one of these lines on every node. HOST is node 0, NUMBER is this node's number, 0 to {{ last }}.
 #   bash {{ nodes_file }} static HOST NUMBER [flags of the script]
 #   bash {{ nodes_file }} c10d HOST NUMBER [flags of the script]
 if [ $# -lt 3 ]; then
@@ -16,7 +16,7 @@ export OMP_NUM_THREADS=1
 # A machine's own name may mean its loopback on the machine itself, where no other node could reach it.
 address=($(getent ahosts "$host"))
 case $host/$address in
-127.*|localhost/*) ;;  # all nodes are this machine
+127.*|localhost/*) ;;  # All nodes are this machine.
 */127.*|*/::1|*/)
   echo "$host means ${address:-nothing} on this node. Give the address of node 0." >&2
   exit 2 ;;
