@@ -98,7 +98,7 @@ stop_process_group()
 
 @pytest.mark.parametrize(
     ("end", "status", "errors"),
-    [("", 0, "^$"), ("exit 3", 3, "^$"), ("raise", 1, "^Traceback (.*\n)*ValueError: no data\n$")],
+    [("exit 3", 3, "^$"), ("raise", 1, "^Traceback (.*\n)*ValueError: no data\n$")],
 )
 def test_a_scripts_status_is_its_own_its_handlers_run_and_it_leaves_nothing(end, status, errors, alone, tmp_path):
     script = export(write_notebook(tmp_path, ENDING, parameters='end: str = ""'), tmp_path / "empty")
@@ -196,11 +196,6 @@ def test_a_run_that_gets_sigterm_leaves_nothing(running):
     running.send_signal(signal.SIGTERM)
 
 
-def test_a_run_is_interrupted_before_it_has_ranks(running, tmp_path):
-    assert leftovers.wait_until(lambda: list(tmp_path.glob("tmp*/*.py")))  # the script, for which torchrun then starts
-    running.send_signal(signal.SIGINT)
-
-
 def test_what_ignores_sigterm_is_killed(tmp_path):
     shell = "trap '' TERM; echo ready; while :; do sleep 0.1; done"
     source = f"""
@@ -217,20 +212,6 @@ def test_what_ignores_sigterm_is_killed(tmp_path):
         assert process.wait(timeout=60) == 130
     assert not list(tmp_path.iterdir())
     assert leftovers.wait_until(lambda: not leftovers.processes(environment[leftovers.MARK]))
-
-
-def test_a_command_gives_the_signals_back(helpers):
-    def mine(number, frame):
-        pass
-
-    before = {number: signal.signal(number, mine) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        for command in ("run", "rehearse"):
-            assert helpers(command, "99")[0] == 1
-            assert [signal.getsignal(number) for number in before] == [mine] * 2
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
