@@ -277,9 +277,7 @@ def test_an_interrupted_rehearsal_leaves_nothing(tmp_path):
         process = subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0, **pipes)
         assert [process.stdout.readline() for _ in range(2)] == ["training\n"] * 2
         assert len(psutil.Process(process.pid).children(recursive=True)) == 2
-        assert leftovers.wait_until(lambda: len(list(Path(environment["TMPDIR"]).glob("*/stack[01]"))) == 2)
         os.killpg(process.pid, signal.SIGINT)
         errors = process.communicate(timeout=60)[1]
         assert not leftovers.processes(environment[leftovers.MARK]) and not leftovers.listing(environment["TMPDIR"])
-    stood = "ranks 0-1: at line 4 in endless.py: time.sleep(1)\n"
-    assert process.returncode == 130 and errors == f"{stood}Interrupted; all ranks are stopped.\n"
+    assert (process.returncode, errors) == (130, "Interrupted; all ranks are stopped.\n")
