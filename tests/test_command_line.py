@@ -10,9 +10,8 @@ from scripting import ROOT
 LIST = [sys.executable, "-m", "helpers", "list"]
 
 
-@pytest.mark.parametrize("redirection", [">&-", "2>&- >&-"])
-def test_a_closed_output_is_quiet(redirection):
-    done = subprocess.run(["bash", "-c", f'"$@" {redirection}', "bash", *LIST], cwd=ROOT, capture_output=True)
+def test_a_closed_output_is_quiet():
+    done = subprocess.run(["bash", "-c", '"$@" >&-', "bash", *LIST], cwd=ROOT, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
