@@ -73,10 +73,14 @@ def test_rank_that_raises_is_named_with_its_own_line():
     ("how", "text"),
     [
         ("os._exit(0)", "ended by itself with exit code 0"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL (the system reports no out-of-memory kill)"),
+        (
+            "os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '1000'); os.kill(os.getpid(), signal.SIGKILL)",
+            "killed by SIGKILL (the system reports no out-of-memory kill)",
+        ),
     ],
 )
 def test_rank_that_dies_is_named_and_not_its_peers_that_lose_it(how, text):
+    """What the rank has started ends with it: the fixture nothing_left looks for processes."""
     error = failure(failing(how), nproc=4)
     assert (error.rank, str(error)) == (1, f"rank 1 died first: {text}")
 

@@ -12,6 +12,7 @@ import textwrap
 
 import leftovers
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import ROOT
 from launching import nothing_left, warmed_up  # noqa: F401  (fixtures)
@@ -53,6 +54,17 @@ def test_fewer_gpus_than_ranks_are_refused_with_what_to_do(nproc, gpus, what, ad
 
 
 # --- who may ask CUDA -------------------------------------------------------------------------------------------------
+
+
+def test_a_process_of_its_own_counts_the_gpus(monkeypatch):
+    """Where NVML does not answer, a count starts CUDA, and no fork of the process that counted can use it."""
+
+    def refuse(*_):
+        raise AssertionError("the kernel has asked CUDA")
+
+    for name in ("device_count", "is_available", "init", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    assert launch(dist.get_backend, nproc=1, backend="auto") == ["gloo"]  # conftest.py hides this machine's GPUs
 
 
 def test_a_count_without_an_answer_is_refused(monkeypatch):
