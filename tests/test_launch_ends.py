@@ -75,11 +75,11 @@ def test_interrupt_that_another_thread_takes():
     assert time.monotonic() - start < 60
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_interrupt_in_the_middle_of_a_call():
     """A Ctrl-C ends a call at any moment, and nothing is left.
 
-    It may come between an open and its with, also in the standard library. Then the file's end closes it, and warns.
+    It may come between the making of a file or a socket and its with. Then the object's end closes it, and warns.
     """
     for delay in np.linspace(0.001, 0.25, 6):
         timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
