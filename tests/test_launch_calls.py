@@ -3,14 +3,10 @@
 import functools
 import json
 import os
-import re
-import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from concurrent import futures
 from multiprocessing import forkserver
 
 import cloudpickle
@@ -20,10 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import AT_ADDRESS, TORCHRUN
-from launching import Trap, cell, failure, linux, nothing_left, warmed_up  # noqa: F401  (fixtures)
+from launching import cell, failure, linux, nothing_left, warmed_up  # noqa: F401  (fixtures)
 
 from helpers.ranks.launch import MAX_SECONDS, LaunchError, added_arguments, launch
-from helpers.ranks.ports import hold_port
 from helpers.ranks.rank import usable_cores
 
 pytestmark = pytest.mark.ranks
@@ -36,14 +31,13 @@ def test_ranks_form_one_gloo_group_and_results_come_in_rank_order():
     def late_first(x):
         dist.all_reduce(x)
         time.sleep(0.1 * (3 - dist.get_rank()))
-        return x.item(), dist.get_backend(), dist.get_rank(), dist.get_world_size()
+        return x.item(), dist.get_backend(), dist.get_rank(), dist.get_world_size(), np.random.rand()
 
-    expected = [(8.0, "gloo", rank, 4) for rank in range(4)]
-    assert launch(late_first, torch.tensor(2.0), timeout=MAX_SECONDS) == expected
-
-
-def test_one_rank_is_a_fresh_child_too():
-    assert len({os.getpid(), *launch(os.getpid, nproc=1), *launch(os.getpid, nproc=1)}) == 3
+    results = launch(late_first, torch.tensor(2.0), timeout=MAX_SECONDS)
+    assert [result[:4] for result in results] == [(8.0, "gloo", rank, 4) for rank in range(4)]
+    assert (
+        len({result[4] for result in results}) == 4
+    )  # a fork has its parent's state: NumPy would draw the same on all
 
 
 def test_values_arrive_and_return_as_they_were():
@@ -79,12 +73,11 @@ def test_functions_that_name_what_cloudpickle_cannot_send():
 
 def test_ranks_have_the_callers_folder_and_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert launch(os.getcwd, nproc=1) == [str(tmp_path)]
-    (tmp_path / "mine_only.py").write_text("def answer():\n    return 42\n")
+    (tmp_path / "mine_only.py").write_text("import os\n\n\ndef answer():\n    return 42, os.getcwd()\n")
     monkeypatch.syspath_prepend(tmp_path)
     import mine_only
 
-    assert launch(mine_only.answer, nproc=2) == [42, 42]
+    assert launch(mine_only.answer, nproc=2) == [(42, str(tmp_path))] * 2
 
 
 def test_a_function_that_starts_and_ends_a_group_itself_shares_the_one_that_runs():
@@ -124,11 +117,7 @@ def test_a_group_that_the_function_cannot_have_is_refused_with_advice():
     ]
 
 
-def test_a_second_start_is_refused_and_a_real_end_ends_the_group():
-    def start_twice():
-        dist.init_process_group()
-        dist.init_process_group()
-
+def test_a_real_end_ends_the_group():
     def start_anew():  # at MASTER_ADDR, in which torchrun's ranks would find a store
         dist.destroy_process_group()
         before = dist.is_initialized()
@@ -139,14 +128,6 @@ def test_a_second_start_is_refused_and_a_real_end_ends_the_group():
         dist.destroy_process_group(pair)
         return before, total.item(), dist.is_initialized()
 
-    def leave_early():  # its peer loses the connection, and does not wait
-        if dist.get_rank() == 1:
-            dist.destroy_process_group()
-        else:
-            dist.all_reduce(torch.ones(1))
-
-    assert re.search("by peer|Broken pipe", str(failure(leave_early, nproc=2)))
-    assert "trying to initialize the default process group twice!" in str(failure(start_twice, nproc=1))
     assert launch(start_anew, nproc=2) == [(False, 2.0, True)] * 2
 
 
@@ -154,7 +135,6 @@ def test_a_function_for_spawn_gets_the_rank_and_the_world_size_that_it_lacks():
     def train(rank, world_size, epochs=1):
         return rank, world_size, epochs
 
-    assert launch(train, nproc=2) == [(0, 2, 1), (1, 2, 1)]
     assert launch(train, 2, nproc=2) == [(0, 2, 1), (1, 2, 1)]  # as in mp.spawn(train, args=(2,), nprocs=2)
 
 
@@ -162,12 +142,9 @@ def test_a_function_for_spawn_gets_the_rank_and_the_world_size_that_it_lacks():
     ("fn", "args", "added"),
     [
         (lambda rank, size: 0, (), ["RANK", "WORLD_SIZE"]),  # the names of several tutorials
-        (lambda gpu, args: 0, ("args",), ["LOCAL_RANK"]),
         (lambda gpu, ngpus_per_node, args: 0, ("args",), ["LOCAL_RANK", "LOCAL_WORLD_SIZE"]),
-        (lambda local_rank, *args: 0, (), ["LOCAL_RANK"]),
         (functools.partial(lambda rank, epochs, lr: 0, lr=0.2), (3,), ["RANK"]),
         (lambda rank, world_size: 0, (5, 6), []),
-        (lambda size, rank: 0, (7, 8), []),
     ],
 )
 def test_the_parameters_of_tutorials_are_filled(fn, args, added):
@@ -224,43 +201,16 @@ def test_the_environment_is_torchruns(tmp_path, monkeypatch):
 def test_changes_of_the_kernels_environment_reach_the_ranks(monkeypatch):
     monkeypatch.setenv("PAGE", "old")
     monkeypatch.delenv("HOME")  # which the forkserver has had since its start
-    assert launch(lambda: [*map(os.environ.get, ("PAGE", "HOME"))], nproc=1) == [["old", None]]
     assert launch(lambda: [*map(os.environ.get, ("PAGE", "HOME"))], nproc=1, env={"PAGE": "new"}) == [["new", None]]
     assert os.environ["PAGE"] == "old"
 
 
 def test_threads_share_the_cores_and_follow_a_lower_limit():
-    def threads(nproc, limit):
-        return launch(torch.get_num_threads, nproc=nproc, env={"OMP_NUM_THREADS": limit})
+    def threads(limit):
+        return launch(torch.get_num_threads, nproc=2, env={"OMP_NUM_THREADS": limit})
 
-    cores = usable_cores()
-    assert threads(1, limit="") == [cores]
-    assert threads(2, limit="64") == [max(1, cores // 2)] * 2
-    assert threads(1, limit="1,1") == [1]  # a number for each nested level
-
-
-def test_random_numbers_differ_between_ranks_and_calls_but_torchs_do_not():
-    def draw():
-        import random
-
-        return np.random.rand(), random.random(), torch.rand(1).item()
-
-    numpys, pythons, torchs = zip(*launch(draw, nproc=2), *launch(draw, nproc=2), strict=True)
-    assert len({*numpys, *pythons}) == 8 and len(set(torchs)) == 1
-
-
-def test_two_calls_at_once_from_threads_do_not_meet():
-    main = sys.modules["__main__"]
-
-    def total(x):
-        time.sleep(0.1)
-        x = torch.tensor([x])
-        dist.all_reduce(x)
-        return x.item()
-
-    with futures.ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(lambda x: launch(total, x, nproc=2), [1, 10])) == [[2, 2], [20, 20]]
-    assert sys.modules["__main__"] is main
+    assert threads(limit="64") == [max(1, usable_cores() // 2)] * 2
+    assert threads(limit="1,1") == [1, 1]  # a number for each nested level
 
 
 def test_every_socket_of_the_ranks_is_on_loopback(monkeypatch):
@@ -276,20 +226,6 @@ def test_every_socket_of_the_ranks_is_on_loopback(monkeypatch):
     assert psutil.Process(forkserver._forkserver._forkserver_pid).net_connections(kind="inet") == []
 
 
-def test_a_held_port_is_for_a_store_alone_and_is_given_back():
-    def hold():  # in a rank, where a store's sockets and threads end with it
-        with hold_port() as port, hold_port() as other, socket.socket() as stranger:
-            with pytest.raises(OSError, match="Address already in use"):
-                stranger.bind(("127.0.0.1", port))
-            store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-            store.set("key", "value")
-            assert dist.TCPStore("127.0.0.1", port).get("key") == b"value" and store.port == port != other
-        with socket.socket() as stranger:
-            stranger.bind(("127.0.0.1", other))
-
-    launch(hold, nproc=1)
-
-
 @linux
 def test_data_loader_workers_end_with_their_rank():
     def read():
@@ -297,21 +233,7 @@ def test_data_loader_workers_end_with_their_rank():
         loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=2, persistent_workers=True)
         return sum(batch.sum().item() for (batch,) in loader), len(psutil.Process().children(recursive=True))
 
-    processes = 2
-    if sys.version_info >= (3, 14):  # its workers are not forked by the rank, but by a forkserver of the rank
-        processes = 3
-    assert launch(read, nproc=2) == [(2016.0, processes)] * 2
-
-
-@linux
-def test_subprocesses_end_with_their_rank():
-    def start():
-        subprocess.Popen(["sleep", "1000"])
-        if dist.get_rank() == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        dist.barrier()
-
-    failure(start, nproc=2)  # the fixture nothing_left looks for processes
+    assert launch(read, nproc=2) == [(2016.0, 2)] * 2
 
 
 # --- what cannot travel ----------------------------------------------------------------------------------------------
@@ -325,29 +247,12 @@ def test_subprocesses_end_with_their_rank():
             (),
             "rank 1 failed first: TypeError: the result, a lock, cannot be sent back (cannot pickle '_thread.lock' obj",
         ),
-        (print, (Trap(exec, "raise ValueError(1)"),), "ranks 0-1 failed: ValueError: 1"),
         (lambda: launch(print), (), "ranks 0-1 failed: helpers.ranks.launch.LaunchError: launch was called inside a"),
     ],
-    ids=["result", "argument that raises", "launch inside a rank"],
+    ids=["result", "launch inside a rank"],
 )
 def test_what_cannot_travel_is_named(fn, args, message):
     assert str(failure(fn, *args, nproc=2)).startswith(message)
-
-
-def test_a_rank_that_is_killed_while_it_writes_its_result_is_named():
-    """The file has 1000 of 2000 bytes, and a child of the rank keeps the rank's end of the pipe open."""
-
-    def step():
-        import resource
-
-        if dist.get_rank() == 1:
-            if os.fork() == 0:
-                time.sleep(1000)
-            signal.signal(signal.SIGXFSZ, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-            return bytes(2000)
-
-    assert str(failure(step, nproc=2)).startswith("rank 1 died first: killed by SIGKILL")
 
 
 @pytest.mark.parametrize(
@@ -357,11 +262,8 @@ def test_a_rank_that_is_killed_while_it_writes_its_result_is_named():
         ((print, 1, threading.Lock()), {}, "argument 1, a lock, cannot be sent"),
         ((3,), {}, "launch needs a function, and got 3"),
         ((lambda x, args: 0, 1), {}, "missing a required argument: 'args'.\nPass them: launch(fn, x, args, nproc=4)"),
-        ((lambda gpu, args: 0,), {}, "missing a required argument: 'args'.\nPass them: launch(fn, args, nproc=4)"),
         ((print,), {"backend": "mpi"}, "backend='mpi' is not a backend of launch.\nUse 'gloo'"),
         ((print,), {"nproc": 0}, "nproc=0 is not a number of ranks between 1 and 64"),
-        ((print,), {"nproc": 65}, "torchrun"),
-        ((print,), {"nproc": "4"}, "nproc='4' is not a number of ranks"),
         ((print,), {"timeout": float("nan")}, "timeout is a number of seconds above 0; it was nan"),
     ],
 )

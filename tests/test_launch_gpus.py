@@ -18,7 +18,6 @@ from conftest import ROOT
 from launching import nothing_left, warmed_up  # noqa: F401  (fixtures)
 
 from helpers.ranks import launch as launching_module
-from helpers.ranks.collecting import innermost
 from helpers.ranks.gpus import choose_backend
 from helpers.ranks.launch import LaunchError, launch
 
@@ -52,20 +51,6 @@ def test_fewer_gpus_than_ranks_are_refused_with_what_to_do(nproc, gpus, what, ad
         choose_backend("nccl", nproc, gpus)
     first, second = str(refusal.value).splitlines()
     assert what in first and advice in second
-
-
-def test_gpus_are_counted_only_for_nccl_and_with_the_ranks_variables(monkeypatch):
-    counted = []
-
-    def count(environment):
-        counted.append(environment["CUDA_VISIBLE_DEVICES"])
-        return 0
-
-    monkeypatch.setattr(launching_module, "count_gpus", count)
-    assert launch(dist.get_backend, nproc=2, env={"CUDA_VISIBLE_DEVICES": "1"}) == ["gloo"] * 2
-    assert counted == []
-    assert launch(dist.get_backend, nproc=1, env={"CUDA_VISIBLE_DEVICES": "1"}, backend="auto") == ["gloo"]
-    assert counted == ["1"]
 
 
 # --- who may ask CUDA -------------------------------------------------------------------------------------------------
@@ -205,12 +190,3 @@ def test_failures_on_gpus_end_as_on_gloo(answers):
     hang = "1 of 2 ranks still ran after timeout=8 s:\n  rank 0: finished\n  rank 1: at its end, waiting"
     assert answers["hang at the end"].startswith(hang)
     assert answers["afterwards"] == [0, 1]
-
-
-def test_a_wait_for_the_gpu_is_told_from_a_line_of_the_readers():
-    ours = f'  File "{launching_module.__file__}", line 9 in '
-    assert innermost(f"{ours}wait_for_gpu\n{ours}run\n").startswith("its end, waiting for its GPU")
-    theirs = '  File "/x/mine.py", line 3 in wait_for_gpu\n'
-    assert innermost(theirs).startswith("line 3 of wait_for_gpu in mine.py")
-    forkservers = '  File "<string>", line 1 in <module>\n'
-    assert innermost(f"{ours}run\n{ours}rank_main\n{forkservers}") == "no line of its own code"

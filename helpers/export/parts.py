@@ -8,7 +8,7 @@ import builtins
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,9 @@ PLUMBING = "process_group"  # the module of helpers/runtime that stands below ma
 OWN = {("main", ""), ("parse_args", ""), ("argparse", "import argparse")}  # the script's own names, and meanings
 HARMLESS = {"field", "auto"}  # calls in a class's body that do above main what they do in its cell
 STOPS = re.compile(r"\b(stop|destroy)_process_group\(")
-SETTING = re.compile(r"environ\.(update|setdefault|pop)\(|\b(putenv|chdir|addsitedir)\(|sys\.path\b")
+SETTING = re.compile(
+    r"environ\.(update|setdefault|pop)\(|environ\[[^]]*\] *=(?!=)|\b(putenv|chdir|addsitedir)\(|sys\.path\b"
+)
 BUILTINS = {*dir(builtins), "__name__", "__file__", "__doc__"}
 BUILTINS -= {"globals", "locals", "exec", "eval"}  # they look names up where main's are not
 STARTS = re.compile(r"(?<!def )\b(?:start|init)_process_group\(")
@@ -72,7 +74,6 @@ def sort_statements(cells: Cells) -> Parts:
     copies = copied(from_runtime | {"stop_process_group"})
     below_main = from_runtime & names_bound_by(statement for statement in copies if statement.where == PLUMBING)
     ambiguous = names_with_two_meanings([*cells.parameters, *exported, *copies])
-    changing = {text for statement in exported for text in changes(statement)}
 
     imports = [statement for statement in cells.parameters if isinstance(statement.node, IMPORT)]
     constants: list[Statement] = []
@@ -85,7 +86,7 @@ def sort_statements(cells: Cells) -> Parts:
         elif isinstance(node, IMPORT):
             check_order(statement, body, imports)
             imports.append(statement)
-        elif isinstance(node, DEFINITION) and may_go_up(node, changing) and not statement.needs & below_main:
+        elif isinstance(node, DEFINITION) and may_go_up(node) and not statement.needs & below_main:
             definitions.append(statement)
         elif is_constant(statement):
             constants.append(statement)
@@ -148,38 +149,27 @@ def meaning_of(statement: Statement, name: str) -> str:
 
 
 def check_order(late: Statement, before: list[Statement], imports: list[Statement]) -> None:
-    """Raise ExportError for an import that may depend on a statement of main: in the script it stands above main."""
+    """Raise ExportError for an import behind a setting such as os.environ: in the script it stands above main."""
     if any(ast.unparse(late.node) == ast.unparse(early.node) for early in imports):
         return
-    modules = names_bound_by(imports)
     for statement in before:
-        changes_a_module = any(re.split(r"\W", text)[0] in modules for text in changes(statement))
-        if changes_a_module or SETTING.search(statement.code):
+        if SETTING.search(statement.code):
             what = f"{label(late)} goes to the script's top, above `{first_line(statement.code)}`"
             raise ExportError(f"{what}. Put imports first; what they depend on, into the shell.")
 
 
-def may_go_up(node: ast.AST, changing: set[str]) -> bool:
+def may_go_up(node: ast.AST) -> bool:
     """Whether a definition does above main what it does in its cell.
 
-    What it executes at once (defaults, bases, a class's body) may call nothing, and read nothing that is ``changing``.
+    What Python executes when it reads the definition (defaults, bases, a class's body) may call nothing.
     """
-    if ast.unparse(node) in changing:
-        return False
     if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] not in HARMLESS:
         return False
     executed: ast.AST = node
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         executed = node.args
     decorators = getattr(node, "decorator_list", [])
-    return all(may_go_up(part, changing) for part in ast.iter_child_nodes(executed) if part not in decorators)
-
-
-def changes(statement: Statement) -> Iterator[str]:
-    """Yields the attributes and items that a statement assigns or deletes."""
-    for node in ast.walk(statement.node):
-        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            yield ast.unparse(node)
+    return all(may_go_up(part) for part in ast.iter_child_nodes(executed) if part not in decorators)
 
 
 # ---- What is copied

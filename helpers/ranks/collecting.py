@@ -47,9 +47,8 @@ class Outcome:
     met: set[int] = field(default_factory=set)
     returned: set[int] = field(default_factory=set)
     failures: dict[int, Failure] = field(default_factory=dict)
-    closed: set[int] = field(
-        default_factory=set
-    )  # their pipes have ended: they are dead, and the forkserver says it late
+    # The pipes of these ranks have ended, so they are dead. The forkserver gives their exit statuses a moment later.
+    closed: set[int] = field(default_factory=set)
 
 
 def collect(folder: Path, ranks: list[Rank], timeout: float, watch: Callable[[], None] = lambda: None) -> Outcome:

@@ -5,8 +5,6 @@ where what was written can be taken back: in a terminal, and in JupyterLab. nbcl
 get nothing of it.
 """
 
-import contextlib
-import importlib.metadata
 import math
 import os
 import re
@@ -26,7 +24,6 @@ EVERY = 1  # seconds between two versions of the line
 WIDTH = 100  # characters of the line in a notebook
 TAIL = 4096  # bytes at the end of a rank's output in which its newest line is looked for
 SHORTEST_GROUP = 20  # characters of a rank's line, however many ranks print different ones
-JUPYTERLAB = (4, 4)  # before 4.3 it did not take all characters back (jupyterlab#16515, #16999)
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and movements of the cursor
 
 
@@ -101,18 +98,13 @@ def executed_request() -> Mapping[str, Any]:
 
 
 def is_jupyterlab(request: Mapping[str, Any]) -> bool:
-    """Whether a person asked for this execution in a JupyterLab that handles backspaces.
+    """Whether a person asked for this execution in JupyterLab, which handles backspaces.
 
     nbclient and nbval tell the kernel that nobody can answer a question, and only JupyterLab's notebooks send the
     cells that were deleted.
     """
-    somebody_can_answer = request.get("content", {}).get("allow_stdin", False)
-    if not somebody_can_answer or "deletedCells" not in request.get("metadata", {}):
-        return False
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
-        major, minor = importlib.metadata.version("jupyterlab").split(".")[:2]
-        return (int(major), int(minor)) >= JUPYTERLAB
-    return False
+    somebody_can_answer: bool = request.get("content", {}).get("allow_stdin", False)
+    return somebody_can_answer and "deletedCells" in request.get("metadata", {})
 
 
 class LiveLine:

@@ -225,7 +225,12 @@ def wait_for_gpu(device: Any) -> None:
 
 
 def share_group() -> None:
-    """Let the function's own ``init_process_group`` share the group that runs: the call only compares."""
+    """Let the function start and end a process group itself, as a script does, although launch has started one.
+
+    The function's first ``init_process_group`` makes no group: it raises ValueError unless the function asks for the
+    group that runs. The ``destroy_process_group`` after it leaves this group running. Every other start and end is
+    torch's own: a second start raises torch's error, and an end without a start before it ends the group of launch.
+    """
     import torch.distributed as dist
 
     init = dist.init_process_group
@@ -237,7 +242,7 @@ def share_group() -> None:
     @functools.wraps(init)
     def init_process_group(*args: Any, **options: Any) -> None:
         nonlocal state
-        if state != "running":  # a second start, or one after a real end: as torch has it
+        if state != "running":
             init(*args, **options)
             return
         check_group(inspect.signature(init).bind(*args, **options).arguments, actual)

@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -22,10 +22,9 @@ INTERRUPTED = 130  # the exit status of a command that a signal ended
 
 
 @contextlib.contextmanager
-def folder_until_a_signal(last_words: Callable[[str], str] = lambda folder: "") -> Iterator[str]:
+def folder_until_a_signal() -> Iterator[str]:
     """A temporary folder; meanwhile Ctrl-C, SIGTERM and SIGHUP end all that this process started, and this with 130.
 
-    ``last_words`` gives what is then printed, from the path of the folder.
     The handler does not raise: in some places of torchrun an exception would be lost, or a rank that has just started.
     """
     # nohup lets a command ignore SIGHUP, and it goes on ignoring it.
@@ -36,10 +35,9 @@ def folder_until_a_signal(last_words: Callable[[str], str] = lambda folder: "") 
             signal.signal(other, signal.SIG_IGN)  # so that a second Ctrl-C does not interrupt this handler
         try:
             processes.end(psutil.Process().children())
-            words = last_words(folder)
             shutil.rmtree(folder, ignore_errors=True)
             # The signal may have interrupted a print, so this does not print.
-            os.write(2, f"{words}Interrupted; all ranks are stopped.\n".encode())
+            os.write(2, b"Interrupted; all ranks are stopped.\n")
         finally:
             os._exit(INTERRUPTED)
 

@@ -40,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace, flags: list[str]) -> int:
     """Rehearse a chapter, a notebook or a script; leave with the exit status 0 or 1, or return 1 without a script."""
-    refusal = check(args)
-    if refusal:
-        print(f"error: {refusal}", file=sys.stderr)
+    package = args.chapter.partition(".")[0]  # to look for a module in it would import it
+    if args.module and not PathFinder.find_spec(package, [os.getcwd(), *sys.path]):
+        print(f"error: there is no module {args.chapter} here.\nStart in the folder that holds it.", file=sys.stderr)
         return 1
     if args.json:
         args.json = args.json.absolute()  # the script may change its folder
-    with folder_until_a_signal(last_words) as name:
+    with folder_until_a_signal() as name:
         folder = Path(name)
         script = args.chapter
         if not args.module and not is_script(Path(script)):
@@ -65,17 +65,6 @@ def main(args: argparse.Namespace, flags: list[str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # without the interpreter's end, which takes half a second when torch is loaded
-
-
-def check(args: argparse.Namespace) -> str:
-    """Why the arguments cannot work, in two lines, or ""."""
-    if args.json and not args.json.absolute().parent.is_dir():
-        return f"{args.json}: there is no such folder.\nMake it, or name another file."
-    if args.module:
-        package = args.chapter.partition(".")[0]  # to look for a module in it would import it
-        if not PathFinder.find_spec(package, [os.getcwd(), *sys.path]):
-            return f"there is no module {args.chapter} here.\nStart in the folder that holds it."
-    return ""
 
 
 def is_script(path: Path) -> bool:
@@ -156,16 +145,6 @@ def end(ranks: Sequence[psutil.Process]) -> None:
     while time.monotonic() < latest and any(busy(rank.pid) for rank in ranks if rank.is_running()):
         processes.wait(ranks, processes.NOTICE_WITHIN)
     processes.end(ranks)
-
-
-def last_words(folder: str) -> str:
-    """What a rehearsal that is interrupted says: where the ranks were that had not finished."""
-    from helpers.ranks.collecting import where
-    from helpers.ranks.messages import by_line
-
-    ranks = sorted(int(path.name.removeprefix("stack")) for path in Path(folder).glob("stack*[0-9]"))
-    lines = {rank: f"at {line}" for rank, line in where(folder, ranks).items()}
-    return "".join(f"{line}\n" for line in by_line(lines))
 
 
 def refusals(folder: Path) -> list[str]:

@@ -1,7 +1,6 @@
 """A script without a mistake, for test_rehearsal: what GPUs allow, and waits that the report must count by line."""
 
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 torch.cuda.set_device(device)
 store, rank, world_size = next(dist.rendezvous("env://"))
-backend = sys.argv[1]
+backend = "cpu:gloo,cuda:nccl"
 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device)
 assert dist.get_backend() == backend and dist.is_nccl_available()
 assert dist.group.WORLD.bound_device_id == device
@@ -32,8 +31,7 @@ beside = dist.new_group(backend="gloo")
 total_rank = torch.tensor([float(rank)])
 dist.all_reduce(total_rank, group=beside)
 assert dist.get_backend(beside) == "gloo" and total_rank.item() == sum(range(world_size))
-if backend == "cpu:gloo,cuda:nccl":
-    dist.all_reduce(total_rank)
+dist.all_reduce(total_rank)
 
 mesh = init_device_mesh("cuda", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
 first = torch.full((1,), float(rank), device=device)
@@ -63,4 +61,4 @@ dist.destroy_process_group()
 if rank == 0:
     print(sorted(names), flush=True)
 os.chdir(os.path.dirname(__file__))  # the report's path was relative to the folder before
-{"os._exit": os._exit, "sys.exit": sys.exit}[sys.argv[2]](0)
+os._exit(0)
