@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from helpers.planner import form
+from helpers.planner.widget import planner
 
 PAGE = "book/planner"
 SEVENTY = {"model": "llama3-70b", "gpus": "128"}
@@ -37,6 +38,15 @@ def test_the_command_under_a_plan_prints_the_same_plan(values, helpers):
 @pytest.mark.parametrize(("values", "words"), REFUSED)
 def test_what_is_wrong_is_named_with_the_next_step(values, words):
     assert words in form.answer(values).html
+
+
+def test_in_a_notebook_the_answer_follows_each_input():
+    groups, answer, best = planner().children
+    [gpus] = [box for group in groups.children for box in group.children if box.description == "GPUs"]
+    gpus.value = "16"
+    values = {entry.name: entry.value for entries in form.GROUPS.values() for entry in entries} | {"gpus": "16"}
+    assert answer.value == form.answer(values).html
+    assert best.value == form.best(values).html
 
 
 # --- In the browser ---------------------------------------------------------------------------------------------------
