@@ -11,6 +11,7 @@ from scripting import ROOT
 
 from helpers.verify import sources, steps
 from helpers.verify.archive import LARGEST, keep_logs
+from helpers.verify.command import keep_earlier
 from helpers.verify.compare import differences
 from helpers.verify.machine import Machine, obstacle
 from helpers.verify.order import ordered, probes_of
@@ -234,6 +235,15 @@ def test_logs_are_one_archive_with_the_ends_of_long_ones(tmp_path):
     with zipfile.ZipFile(tmp_path / "logs.zip") as archive:
         assert sorted(archive.namelist()) == ["long.out", "one/rank0.json"]
         assert archive.read("long.out") == b"x" * LARGEST
+
+
+def test_a_second_run_keeps_the_files_of_the_first(tmp_path):
+    (tmp_path / "results-1.json").write_text("first")
+    (tmp_path / "results.json").write_text("second")
+    (tmp_path / "page.md").write_text("second")
+    keep_earlier(tmp_path)
+    files = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert files == {"results-1.json": "first", "results-2.json": "second", "page-2.md": "second"}
 
 
 def test_scripts_that_were_made_elsewhere(tmp_path):

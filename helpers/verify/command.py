@@ -83,6 +83,7 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{args.out} is no folder: {error.strerror}.\nName another one: --out DIR") from None
+    keep_earlier(args.out)
     logs = folder / "logs"
     logs.mkdir()
     scripts: list[Path] = []
@@ -152,6 +153,19 @@ def take_all(planned_steps: Mapping[str, TakeStep], record: Record, launcher: La
         write_files(record, missing, out)
         say(name, line, seconds=time.monotonic() - start)
     return missing
+
+
+def keep_earlier(out: Path) -> None:
+    """Give the files of an earlier run other names, so that this run does not replace what a lent GPU measured."""
+    if not (out / "results.json").exists():
+        return
+    number = 1
+    while (out / f"results-{number}.json").exists():
+        number += 1
+    for name in ("results.json", "page.md", "logs.zip"):
+        path = out / name
+        if path.exists():
+            path.rename(out / f"{path.stem}-{number}{path.suffix}")
 
 
 def write_files(record: Record, missing: list[str], out: Path) -> None:
