@@ -297,6 +297,7 @@ class Epoch:
     sampler_epoch: int
     padded_length: int  # with what the sampler added, or 0
     indices: list[int] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)  # that got its batches, with gradients
     steps: int = 0  # of an optimizer, after a batch of this loader
     evaluated: int = 0  # batches that a model got without gradients
 
@@ -668,13 +669,15 @@ class LoaderObserver:
         if epoch.padded_length >= 8 and epoch.evaluated > 0 and epoch.steps == 0:
             self.evaluated = epoch
 
-    def model_called(self, with_gradients: bool) -> None:
+    def model_called(self, model: str, with_gradients: bool) -> None:
         """Note what the last batch was for. A model's first call after the batch shows it."""
         if self.drawn is None:
             return
         if with_gradients:
             self.trained = self.drawn
             self.evaluated = None
+            if model not in self.drawn.models:
+                self.drawn.models.append(model)
         else:
             self.drawn.evaluated += 1
         self.drawn = None
@@ -1177,7 +1180,7 @@ class TrainingObserver:
             return None
         self.use(model)
         gradients = torch.is_grad_enabled()
-        self.loaders.model_called(gradients)
+        self.loaders.model_called(model.name, gradients)
         self.count_call(model, gradients)
         inputs = list(tensors_in([args, kwargs]))
         if gradients:
@@ -1366,7 +1369,7 @@ class TrainingObserver:
             if parameter.requires_grad
         }
         stepped = {id(parameter) for observed in self.optimizers.values() for parameter in observed.parameters()}
-        orphans = [parameter for number, parameter in called.items() if number not in stepped]
+        orphans = [parameter for number, (_, parameter) in called.items() if number not in stepped]
         for observed in self.optimizers.values():
             idle = [parameter for parameter in observed.parameters() if id(parameter) not in observed.with_gradient]
             stale = [parameter for parameter in idle if id(parameter) not in called]
@@ -1491,7 +1494,8 @@ class ObservedOptimizer:
             partial = isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements)
             if record.parameters[key].kind == "DTensor" and gradient is not None and not partial:
                 part = local_part(gradient).detach()
-                means[key] = float(part.float().abs().sum().tolist()) / max(1, part.numel())
+                total: Any = part.float().abs().sum().tolist()
+                means[key] = total / max(1, part.numel())
         return means
 
     def check_sharded_gradients(self, model: ObservedModel, place: Place, observer: TrainingObserver) -> None:
@@ -1840,7 +1844,7 @@ def find_same_samples(records: Sequence[Record]) -> list[Finding]:
                 sentence = f"{listed(ranks).capitalize()} train on the same {len(batches)} batches."
                 findings.append(finding("same_samples", source_of(first, calls[0][0]), ranks, sentence))
             else:
-                findings += find_same_indices(first, second)
+                findings += find_same_indices(model, first, second)
     return merged(findings)
 
 
@@ -1852,9 +1856,10 @@ def source_of(record: Record, forward: Forward) -> Place:
     return forward.place
 
 
-def find_same_indices(first: Record, second: Record) -> list[Finding]:
+def find_same_indices(model: str, first: Record, second: Record) -> list[Finding]:
     """The same samples may look different, because each rank augments them in its own way."""
-    for mine, other in zip(first.epochs, second.epochs, strict=False):
+    epochs = [[epoch for epoch in record.epochs if model in epoch.models] for record in (first, second)]
+    for mine, other in zip(*epochs, strict=False):
         known = mine.dataset is not None and mine.dataset == other.dataset and mine.loader == other.loader
         trained = mine.steps >= 2 and other.steps >= 2
         length = min(len(mine.indices), len(other.indices))
