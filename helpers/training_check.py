@@ -73,7 +73,7 @@ KINDS = {
     "same_order": Kind(
         "a shuffled order is repeated in the next epoch",
         "Call sampler.set_epoch(epoch) before each epoch's loop.",
-        "notebooks/03_samplers.ipynb#what-does-set-epoch-do-to-the-order",
+        "notebooks/03_samplers.ipynb#what-does-set_epoch-do-to-the-order",
     ),
     "drift": Kind(
         "weights that should be equal differ after a step",
@@ -172,7 +172,7 @@ KINDS = {
     ),
     "untied": Kind(
         "tied weights are no longer tied",
-        "Shard both modules in one fully_shard call, and tie the weights again after to_empty or a load.",
+        "Tie the weights again after to_empty, and after a load with assign=True.",
         "notebooks/06b_fsdp_in_practice.ipynb#my-model-ties-the-embedding-to-the-head",
     ),
     "stream_repeated": Kind(

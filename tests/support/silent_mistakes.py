@@ -510,16 +510,6 @@ class Tied(nn.Module):
 
 
 @mistake("untied")
-def tied_layers_that_are_sharded_apart(wrong):
-    model = Tied()
-    if wrong:
-        fully_shard(model.embedding, mesh=mesh())
-        fully_shard(model.head, mesh=mesh())
-    fully_shard(model, mesh=mesh())
-    train(model, sgd(model))
-
-
-@mistake("untied")
 def tied_layers_that_begin_without_memory(wrong):
     with torch.device("meta"):
         model = Tied()
