@@ -517,7 +517,8 @@ class Patches:
         try:
             return hook(*args, **kwargs)
         except Exception:
-            self.record.failures.append(traceback.format_exc())
+            if len(self.record.failures) < 20:
+                self.record.failures.append(traceback.format_exc())
             return None
         finally:
             self.busy = False
