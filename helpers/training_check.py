@@ -1747,7 +1747,10 @@ def find_gradients_that_differ(ranks: tuple[int, ...], keys: list[str], holders:
 
 
 def find_unwrapped(records: Sequence[Record]) -> list[Finding]:
-    """A model that nobody wrapped: it begins equal on all ranks, nothing is sent, and the steps lead it apart."""
+    """A model that nobody wrapped: it begins equal on all ranks, nothing is sent, and the steps lead it apart.
+
+    Who averages weights every 500 steps observes more than 500, or allows "drift".
+    """
     if sends_by_hand(records) or not equal(record.device for record in records):
         return []
     on_one_rank = plain_replicas(records, {"mesh of one"})

@@ -19,7 +19,21 @@ from torch import nn
 
 from helpers import training_check
 from helpers.ranks.launch import launch
-from helpers.training_check import KINDS, Finding, TrainingCheck, check_training, report
+from helpers.training_check import (
+    KINDS,
+    Calls,
+    Finding,
+    Forward,
+    Model,
+    Parameter,
+    Place,
+    Record,
+    Step,
+    TrainingCheck,
+    check_training,
+    compare,
+    report,
+)
 
 for module in (silent_mistakes, sys.modules[__name__]):
     cloudpickle.register_pickle_by_value(module)  # a rank cannot import it
@@ -201,6 +215,53 @@ def early_report():
 @pytest.mark.ranks
 def test_rank_0_reports_as_soon_as_all_ranks_have_made_the_steps():
     assert launch(early_report, nproc=2) == [(True, ["drift"]), (False, ["drift"])]
+
+
+# --- the comparison of more than two ranks ----------------------------------------------------------------------------
+
+
+def record_of(rank, data_ranks, batches, weights, device="one kind"):
+    """The notes of a rank that trains a DDP model of one parameter for a step on each batch."""
+    place = Place("train.py", 1)
+    record = Record(rank=rank, world_size=4, device=device)
+    record.models["DDP Net 1"] = Model("DDP", data_ranks)
+    record.parameters["DDP Net 1: weight"] = Parameter("DDP Net 1", "weight", "DDP", 64, data_ranks)
+    for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), start=1):
+        record.forwards.append(Forward("DDP Net 1", place, batch, elements=64))
+        calls = {"DDP Net 1": Calls(number, number, synchronized=True)}
+        step = Step(0, number, place, (0.1,), 0, calls, after={"DDP Net 1: weight": weight})
+        if number == 1:
+            step.before = {"DDP Net 1: weight": 0}
+        record.steps.append(step)
+    return record
+
+
+def test_only_the_ranks_that_share_their_samples_are_named():
+    batches = [(1, 2), (3, 4), (1, 2), (5, 6)]
+    records = [record_of(rank, (0, 1, 2, 3), batches[rank], (7, 8)) for rank in range(4)]
+    assert [(found.kind, found.ranks) for found in compare(records)] == [("same_samples", (0, 2))]
+
+
+def test_all_ranks_that_share_their_samples_are_named_at_once():
+    records = [record_of(rank, (0, 1, 2, 3), (1, 2), (7, 8)) for rank in range(4)]
+    [found] = compare(records)
+    assert (found.ranks, found.sentence) == ((0, 1, 2, 3), "Ranks 0, 1, 2 and 3 train on the same 2 batches.")
+
+
+def test_replicas_are_compared_within_their_group():
+    """Two pairs, as the stages of a pipeline have, may hold different weights, and get equal batches."""
+    pairs = [(0, 1), (0, 1), (2, 3), (2, 3)]
+    batches = [(1, 2), (3, 4), (1, 2), (3, 4)]
+    records = [record_of(rank, pairs[rank], batches[rank], (rank // 2, 9 + rank // 2)) for rank in range(4)]
+    assert compare(records) == []
+    records[3].steps[1].after = {"DDP Net 1: weight": 50}
+    assert [(found.kind, found.ranks) for found in compare(records)] == [("drift", (2, 3))]
+
+
+def test_gpus_of_two_kinds_may_round_differently():
+    devices = ["one kind", "one kind", "another", "another"]
+    records = [record_of(rank, (0, 1, 2, 3), (rank, 9 + rank), (rank, rank), devices[rank]) for rank in range(4)]
+    assert compare(records) == []
 
 
 # --- what is reported -------------------------------------------------------------------------------------------------
