@@ -113,7 +113,7 @@ KINDS = {
     "nothing_loaded": Kind(
         "load_state_dict(strict=False) fills nothing",
         "Compare the two lists of keys, strip a prefix such as module., and load with strict=True.",
-        "notebooks/04_ddp.ipynb#strict-false-and-the-module-prefix",
+        "notebooks/04_ddp.ipynb#strictfalse-and-the-module-prefix",
     ),
     "nothing_restored": Kind(
         "a checkpoint is loaded into what has no place for it",
