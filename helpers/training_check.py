@@ -475,19 +475,25 @@ def dataset_checksum(dataset: Any, depth: int = 2) -> int | None:
     parts: list[Any] = []
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if isinstance(value, torch.Tensor):
-            parts.append((name, tuple(value.shape), checksums([value[:256] if value.dim() else value])[0]))
+            parts.append((name, tuple(value.shape), beginnings([value])))
         elif isinstance(value, (str, int, float)):
             parts.append((name, value))
         elif isinstance(value, (list, tuple, range)) and len(value) > 0:
+            # A list of a million file names is told from another by its length and its ends.
             ends = [part for part in (value[0], value[-1]) if isinstance(part, (str, int, float, tuple))]
-            tensors = [tuple(part.shape) for part in value if isinstance(part, torch.Tensor)]
-            numbers = checksums([part[:256] for part in value if isinstance(part, torch.Tensor) and part.dim()])
-            parts.append((name, len(value), ends, tensors, numbers))
+            tensors = [part for part in value if isinstance(part, torch.Tensor)]
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            parts.append((name, len(value), ends, shapes, beginnings(tensors)))
         elif depth > 0 and hasattr(value, "__getitem__") and hasattr(value, "__dict__"):
             parts.append((name, dataset_checksum(value, depth - 1)))
     if not parts:
         return None
     return crc((type(dataset).__name__, parts))
+
+
+def beginnings(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Checksums of the first rows of tensors, which may be large."""
+    return checksums([tensor[:256] if tensor.dim() > 0 else tensor for tensor in tensors])
 
 
 # --- what observes a rank ---------------------------------------------------------------------------------------------
@@ -762,10 +768,13 @@ class ScalerObserver:
 
     def clip(self, parameters: Any, limit: Any, norm: Any) -> None:
         """Note which gradients are clipped, unless their norm is only measured, or is below the limit."""
-        known = isinstance(norm, torch.Tensor) and not isinstance(norm, DTensor)
-        if float(limit) == float("inf") or (known and float(norm.tolist()) <= float(limit)):
+        if float(limit) == float("inf"):
             return
-        self.clips.append(({id(parameter) for parameter in tensors_in(parameters)}, readers_line()))
+        # A DTensor's norm is not looked at, because its value would take a collective.
+        if isinstance(norm, torch.Tensor) and not isinstance(norm, DTensor) and float(norm.tolist()) <= float(limit):
+            return
+        clipped = {id(parameter) for parameter in tensors_in(parameters)}
+        self.clips.append((clipped, readers_line()))
 
     def wrap_step(self, patches: Patches) -> None:
         original = GradScaler.step
@@ -933,11 +942,13 @@ class StateObserver:
         """The names of weights of a model that were one parameter, and are no longer."""
         paths = {id(module): path for path, module in model.named_modules()}
         for tie in self.ties:
-            names: dict[int, str] = {}
+            names: dict[int, str] = {}  # of the parameters that stand at the tied places now
             for owner, name in tie:
                 module = owner()
-                parameter = module._parameters.get(name) if module is not None else None
-                if parameter is not None and id(module) in paths:
+                if module is None or id(module) not in paths:
+                    continue
+                parameter = module._parameters.get(name)
+                if parameter is not None:
                     names.setdefault(id(parameter), f"{paths[id(module)]}.{name}".lstrip("."))
             if len(names) > 1:
                 yield " and ".join(names.values())
@@ -1166,10 +1177,12 @@ class TrainingObserver:
         """Give the model a name, which is the same on all ranks that use their models in the same order."""
         if model.name:
             return
-        inner = model.module.module if isinstance(model.module, DistributedDataParallel) else model.module
-        kind = f"{model.note.wrapper} {type(inner).__name__}".strip()
-        number = sum(name.startswith(f"{kind} ") for name in self.record.models) + 1
-        model.name = f"{kind} {number}"
+        module: Any = model.module
+        if model.note.wrapper == "DDP":
+            module = module.module
+        kind = f"{model.note.wrapper} {type(module).__name__}".strip()
+        earlier = [name for name in self.record.models if name.startswith(f"{kind} ")]
+        model.name = f"{kind} {len(earlier) + 1}"
         self.record.models[model.name] = model.note
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
@@ -1649,12 +1662,14 @@ def same_settings(records: Sequence[Record]) -> bool:
 
 def plain_replicas(records: Sequence[Record], kinds: set[str]) -> bool:
     """Whether all ranks train one unwrapped model: the same parameters, all of these kinds, with equal settings."""
-    complete = len(records) == records[0].world_size
+    if len(records) < records[0].world_size or is_wrapped(records):
+        return False
     tables = [
         {key: (parameter.kind, parameter.size) for key, parameter in record.parameters.items()} for record in records
     ]
-    of_kind = bool(tables[0]) and all(kind in kinds for kind, _ in tables[0].values())
-    return complete and equal(tables) and of_kind and not is_wrapped(records) and same_settings(records)
+    if not tables[0] or not equal(tables):
+        return False
+    return all(kind in kinds for kind, _ in tables[0].values()) and same_settings(records)
 
 
 def names_of(keys: Iterable[str]) -> str:
@@ -1835,15 +1850,23 @@ def forwards_of(record: Record, model: str) -> list[Forward]:
     return [forward for forward in record.forwards if forward.model == model]
 
 
+def pairs_of_calls(model: str, holders: Sequence[Record]) -> Iterator[tuple[Record, Record, list[Any]]]:
+    """Each two ranks that train a model, with their calls of it side by side."""
+    for first, second in itertools.combinations(holders, 2):
+        calls = zip(forwards_of(first, model), forwards_of(second, model), strict=False)
+        yield first, second, list(calls)
+
+
 def find_same_samples(records: Sequence[Record]) -> list[Finding]:
     """Ranks whose models get equal inputs in each call, or whose loaders give out equal indices of equal datasets."""
     findings = []
     for model, holders in common_models(records):
-        for first, second in itertools.combinations(holders, 2):
-            calls = list(zip(forwards_of(first, model), forwards_of(second, model), strict=False))
+        for first, second, calls in pairs_of_calls(model, holders):
             batches = {mine.inputs for mine, _ in calls}
             elements = sum(mine.elements for mine, _ in calls)
-            if len(batches) > 1 and elements >= 32 and all(mine.inputs == other.inputs for mine, other in calls):
+            same = all(mine.inputs == other.inputs for mine, other in calls)
+            # One batch for ever is a benchmark. And a few small numbers may be equal by chance.
+            if same and len(batches) > 1 and elements >= 32:
                 ranks = (first.rank, second.rank)
                 sentence = f"{listed(ranks).capitalize()} train on the same {len(batches)} batches."
                 findings.append(finding("same_samples", source_of(first, calls[0][0]), ranks, sentence))
@@ -1864,14 +1887,21 @@ def find_same_indices(model: str, first: Record, second: Record) -> list[Finding
     """The same samples may look different, because each rank augments them in its own way."""
     epochs = [[epoch for epoch in record.epochs if model in epoch.models] for record in (first, second)]
     for mine, other in zip(*epochs, strict=False):
-        known = mine.dataset is not None and mine.dataset == other.dataset and mine.loader == other.loader
-        trained = mine.steps >= 2 and other.steps >= 2
-        length = min(len(mine.indices), len(other.indices))
-        if known and trained and length >= 2 and mine.samples >= 8 and mine.indices[:length] == other.indices[:length]:
+        if mine.dataset is None or (mine.dataset, mine.loader) != (other.dataset, other.loader):
+            continue
+        if min(mine.steps, other.steps) < 2 or mine.samples < 8:
+            continue
+        if equal_beginnings(mine.indices, other.indices):
             ranks = (first.rank, second.rank)
             sentence = f"The {mine.sampler} gives {listed(ranks)} the same indices of the same dataset."
             return [finding("same_samples", mine.place, ranks, sentence)]
     return []
+
+
+def equal_beginnings(first: list[int], second: list[int]) -> bool:
+    """Whether two lists of at least two batches are equal as far as the shorter one goes."""
+    length = min(len(first), len(second))
+    return length >= 2 and first[:length] == second[:length]
 
 
 def merged(findings: Sequence[Finding]) -> list[Finding]:
@@ -1893,10 +1923,11 @@ def find_same_noise(records: Sequence[Record]) -> list[Finding]:
     """Ranks whose dropout begins with the same random state in each call, while their batches differ."""
     findings = []
     for model, holders in common_models(records):
-        for first, second in itertools.combinations(holders, 2):
-            calls = list(zip(forwards_of(first, model), forwards_of(second, model), strict=False))
-            same = all(mine.noise == other.noise and mine.noise is not None for mine, other in calls)
-            if len(calls) >= 3 and same and all(mine.inputs != other.inputs for mine, other in calls):
+        for first, second, calls in pairs_of_calls(model, holders):
+            drops = all(mine.noise is not None for mine, _ in calls)
+            same = all(mine.noise == other.noise for mine, other in calls)
+            other_batches = all(mine.inputs != other.inputs for mine, other in calls)
+            if len(calls) >= 3 and drops and same and other_batches:
                 ranks = (first.rank, second.rank)
                 sentence = f"{listed(ranks).capitalize()} drop the same units in each of {len(calls)} forward passes."
                 findings.append(finding("same_noise", calls[0][0].place, ranks, sentence))
@@ -1904,10 +1935,13 @@ def find_same_noise(records: Sequence[Record]) -> list[Finding]:
 
 
 def find_different_noise(records: Sequence[Record]) -> list[Finding]:
+    """A dropout whose input is equal on two tensor-parallel ranks, and whose output is not."""
     for first, second in itertools.combinations(records, 2):
-        pairs = list(zip(first.dropouts, second.dropouts, strict=False))
-        apart = [mine for mine, other in pairs if mine.before == other.before and mine.after != other.after]
-        if len(apart) >= 2 and second.rank in apart[0].ranks:
+        apart = []
+        for mine, other in zip(first.dropouts, second.dropouts, strict=False):
+            if second.rank in mine.ranks and mine.before == other.before and mine.after != other.after:
+                apart.append(mine)
+        if len(apart) >= 2:
             ranks = (first.rank, second.rank)
             sentence = f"A dropout gets the same activation on {listed(ranks)} and drops different units of it."
             return [finding("different_noise", apart[0].place, ranks, sentence)]
@@ -1921,9 +1955,8 @@ def find_repeated_orders(records: Sequence[Record]) -> list[Finding]:
         for earlier, later in itertools.pairwise(sorted(record.epochs, key=lambda epoch: epoch.loader)):
             if earlier.loader != later.loader or not earlier.shuffled or min(earlier.steps, later.steps) < 2:
                 continue
-            length = min(len(earlier.indices), len(later.indices))
-            repeated = length >= 2 and earlier.indices[:length] == later.indices[:length]
-            if repeated and later.samples >= 8 and earlier.sampler_epoch == later.sampler_epoch >= 0:
+            same_epoch = earlier.sampler_epoch == later.sampler_epoch >= 0
+            if same_epoch and later.samples >= 8 and equal_beginnings(earlier.indices, later.indices):
                 sentence = (
                     f"The {later.sampler} gives the same order in two epochs: its epoch stays {later.sampler_epoch}."
                 )
@@ -1934,10 +1967,12 @@ def find_repeated_orders(records: Sequence[Record]) -> list[Finding]:
 def wrapped_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
     """Each wrapped model outside Join, with the records of the ranks that average its gradients."""
     for model in dict.fromkeys(model for record in records for model in record.models):
-        holders = [record for record in records if model in record.models]
+        holders = [record for record in records if model in record.models and record.steps]
+        if not holders or any(record.models[model].joins for record in holders):
+            continue
         note = holders[0].models[model]
-        if note.wrapper and not any(record.models[model].joins for record in holders):
-            yield (model, [record for record in holders if record.rank in note.data_ranks and record.steps])
+        if note.wrapper:
+            yield model, [record for record in holders if record.rank in note.data_ranks]
 
 
 def find_calls_on_some_ranks(records: Sequence[Record]) -> list[Finding]:
@@ -2022,8 +2057,12 @@ def find_own_losses(records: Sequence[Record]) -> list[Finding]:
     if [record.rank for record in readers] != [0] or any(record.sent_sizes for record in records):
         return []
     for model, holders in common_models(records):
-        calls = [[forward.inputs for forward in forwards_of(record, model)] for record in holders]
-        if all(len(inputs) >= 2 for inputs in calls) and len({inputs[0] for inputs in calls}) == len(calls):
+        first_batches = set()
+        for record in holders:
+            forwards = forwards_of(record, model)
+            if len(forwards) >= 2:
+                first_batches.add(forwards[0].inputs)
+        if len(first_batches) == len(holders):
             sentence = "Rank 0 alone reads the loss, and no rank ever reduces one: it is the loss of rank 0's share."
             return [finding("own_loss", readers[0].loss_reads[0], [0], sentence)]
     return []
@@ -2174,14 +2213,18 @@ def check_training(steps: int = 20, patience: float = 30, allow: Iterable[str] =
     """Observe the training inside until an optimizer has made ``steps`` steps; rank 0 reports to stderr.
 
     On every rank of a process group. Rank 0 reports as soon as all ranks have come so far, or at the end, where it
-    waits at most ``patience`` seconds for the other ranks' notes. ``allow``: kinds of findings to leave out. The
-    value's ``findings`` are set on each rank at the end. Raises ValueError for an unknown kind.
+    waits at most ``patience`` seconds for the other ranks' notes, and 2 seconds after an exception. ``allow``: kinds of
+    findings to leave out. The value's ``findings`` are set on each rank at the end. Raises ValueError for an unknown
+    kind.
     """
     check = TrainingCheck(steps, patience, allow)
     check.start()
     hook = register_optimizer_step_post_hook(check.after_step)
     try:
         yield check
+    except BaseException:
+        check.patience = min(check.patience, 2)  # a peer may wait in a collective until this rank is gone
+        raise
     finally:
         hook.remove()
         check.finish()

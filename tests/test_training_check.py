@@ -176,9 +176,9 @@ def leave_early(patience):
 
 @pytest.mark.ranks
 def test_ranks_with_other_numbers_of_steps_keep_nobody_waiting():
-    for findings, missing, seconds in launch(leave_early, 60, nproc=2):
-        assert (findings, missing) == ([], [])
-        assert seconds < 30
+    (findings, missing, seconds), (_, _, seconds_of_rank_1) = launch(leave_early, 60, nproc=2)
+    assert (findings, missing) == ([], [])
+    assert max(seconds, seconds_of_rank_1) < 30
 
 
 def one_rank_never_ends():
