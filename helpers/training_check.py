@@ -50,18 +50,21 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data import dataloader as dataloader_module
-from torch.utils.weak import WeakTensorKeyDictionary
 
 # --- the kinds of mistakes --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is wrong, how to repair it, and the section of the book that explains it."""
+    """What is wrong, how to repair it, and the section of the book that explains it.
+
+    A note is reported too, but many programs do it on purpose, so it does not make a check fail.
+    """
 
     title: str
     cure: str
     page: str
+    is_note: bool = False
 
 
 KINDS = {
@@ -160,10 +163,13 @@ KINDS = {
         "Step the scheduler on all ranks, with a metric that was averaged over all ranks.",
         "notebooks/14_profiling_debugging.ipynb#have-my-replicas-drifted-apart",
     ),
+    # A note: nanoGPT and many scripts of pytorch/examples log this loss on purpose, as a sign that training goes on. It
+    # costs no collective, and no weight depends on it. So a check that failed on it would fail on correct programs.
     "own_loss": Kind(
         "the loss that rank 0 logs is that of its own share",
         "Average what is logged: dist.all_reduce(loss, dist.ReduceOp.AVG), or sums and counts.",
         "notebooks/03_samplers.ipynb#which-loss-does-a-rank-print",
+        is_note=True,
     ),
     "wrong_order": Kind(
         "a scheduler or a scaler is stepped out of order",
@@ -207,11 +213,12 @@ class Finding:
     sentence: str
     cure: str
     page: str
+    is_note: bool = False
 
 
 def finding(kind: str, place: Place, ranks: Iterable[int], sentence: str) -> Finding:
     known = KINDS[kind]
-    return Finding(kind, place.file, place.line, tuple(sorted(ranks)), sentence, known.cure, known.page)
+    return Finding(kind, place.file, place.line, tuple(sorted(ranks)), sentence, known.cure, known.page, known.is_note)
 
 
 # --- the notes of a rank ----------------------------------------------------------------------------------------------
@@ -395,11 +402,16 @@ def part_of_torch() -> str:
     return ""
 
 
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself. A rehearsal, whose tensors pretend to be on a GPU, puts its own function here."""
+    return tensor
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor in which this rank holds the values, or its part of them."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
-    return tensor
+    return plain_tensor(tensor)
 
 
 @torch.no_grad()
@@ -746,7 +758,7 @@ class ScalerObserver:
         """Whether the gradients are certainly a multiple of the true ones."""
         if id(scaler) not in self.scaled or id(scaler) in self.unscaled_by_hand or scaler._scale is None:
             return False
-        return float(scaler._scale.tolist()) != 1.0
+        return float(local_part(scaler._scale).tolist()) != 1.0
 
     def is_unscaled(self, scaler: Any, optimizer: Any) -> bool:
         state = scaler._per_optimizer_states.get(id(optimizer))
@@ -771,8 +783,9 @@ class ScalerObserver:
         if float(limit) == float("inf"):
             return
         # A DTensor's norm is not looked at, because its value would take a collective.
-        if isinstance(norm, torch.Tensor) and not isinstance(norm, DTensor) and float(norm.tolist()) <= float(limit):
-            return
+        if isinstance(norm, torch.Tensor) and not isinstance(norm, DTensor):
+            if float(local_part(norm).tolist()) <= float(limit):
+                return
         clipped = {id(parameter) for parameter in tensors_in(parameters)}
         self.clips.append((clipped, readers_line()))
 
@@ -798,7 +811,7 @@ class ScalerObserver:
             mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             for clipped, place in self.clips:
                 if clipped & mine:
-                    scale = float(scaler._scale.tolist())
+                    scale = float(local_part(scaler._scale).tolist())
                     sentence = (
                         f"The gradients are clipped while they are still multiplied by the loss scale, {scale:g}."
                     )
@@ -870,7 +883,8 @@ class StateObserver:
         self.record = record
         self.steps_made = steps_made
         # A parameter that two modules hold is a tie, a list of (module, name). Once made, it outlives the parameter.
-        self.owner: Any = WeakTensorKeyDictionary()
+        # The parameters are known by their ids, because torch.utils.swap_tensors refuses one with a weak reference.
+        self.places: dict[int, list[tuple[weakref.ref, str]]] = {}
         self.ties: list[list[tuple[weakref.ref, str]]] = []
         self.loading = False
         self.loads: dict[int, list[tuple[bool, Place, str]]] = {}  # by the keys that were given: did any match?
@@ -890,9 +904,11 @@ class StateObserver:
             self.forget_tie(module, name)  # the script itself gives this place a parameter: it decides anew
         if not isinstance(parameter, nn.Parameter):
             return
-        place = (weakref.ref(module), name)
-        tie = self.owner.setdefault(parameter, [])
-        tie.append(place)
+        tie = self.places.get(id(parameter), [])
+        if not any(holds(place, parameter) for place in tie):
+            tie = []  # of an earlier parameter with this id, which is gone
+        tie.append((weakref.ref(module), name))
+        self.places[id(parameter)] = tie
         if len(tie) == 2:
             self.ties.append(tie)
 
@@ -959,6 +975,13 @@ class StateObserver:
                 _, place, example = loads[0]
                 sentence = f"load_state_dict(strict=False) matched no key of the module: {example}."
                 self.record.findings.append(finding("nothing_loaded", place, (), sentence))
+
+
+def holds(place: tuple[weakref.ref, str], parameter: Any) -> bool:
+    """Whether a module still has this very parameter under the name."""
+    owner, name = place
+    module = owner()
+    return module is not None and module._parameters.get(name) is parameter
 
 
 def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -1055,7 +1078,8 @@ class TrainingObserver:
         self.is_finished = False
         self.hooks: list[Any] = []
 
-    def start(self) -> None:
+    def start(self, note_existing: bool = True) -> None:
+        """Begin to observe. ``note_existing``: look for the modules that the script has built before."""
         patches = self.patches
         self.loaders = LoaderObserver(self.record, patches)
         self.scalers = ScalerObserver(self.record, patches)
@@ -1068,11 +1092,12 @@ class TrainingObserver:
         patches.after(DistributedDataParallel, "__init__", self.ddp_built)
         patches.before(torch.Tensor, "item", self.read_number)
         patches.replace_copies()
-        existing = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-        patches.run(self.states.note_existing, existing)
-        for module in existing:
-            if isinstance(module, DistributedDataParallel):
-                patches.run(self.observed, module)
+        if note_existing:
+            existing = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+            patches.run(self.states.note_existing, existing)
+            for module in existing:
+                if isinstance(module, DistributedDataParallel):
+                    patches.run(self.observed, module)
         self.hooks = [
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
@@ -1462,7 +1487,7 @@ class ObservedOptimizer:
             optimizer=self.index,
             number=self.steps,
             place=readers_line(),
-            rates=tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group),
+            rates=rates_of(self.optimizer),
             settings=settings_of(self.optimizer),
             calls={model.name: replace(model.calls, places=[*model.calls.places]) for model in self.models},
         )
@@ -1523,6 +1548,18 @@ class ObservedOptimizer:
                     sentence = "The optimizer steps while fully_shard holds gradients that it has not reduced."
                     observer.record.findings.append(finding("not_synchronized", place, (), sentence))
                 return
+
+
+def rates_of(optimizer: Any) -> tuple[float, ...]:
+    """The learning rate of each group of parameters. It may be a tensor."""
+    rates = []
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, torch.Tensor):
+            rate = local_part(rate).tolist()
+        if rate is not None:
+            rates.append(float(rate))
+    return tuple(rates)
 
 
 def settings_of(optimizer: Any) -> int:
@@ -2101,15 +2138,28 @@ RULES = (
 # --- the report, the context manager and the command ------------------------------------------------------------------
 
 
+def mistakes_among(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings that make a check fail: all but the notes."""
+    return [found for found in findings if not found.is_note]
+
+
+def short_name(file: str) -> str:
+    """A file's name without its folder; a kernel gives each cell of a notebook a file with a number for its name."""
+    if "ipykernel_" in file:
+        return "notebook cell"
+    return os.path.basename(file)
+
+
 def report(findings: Sequence[Finding], failures: Sequence[str] = ()) -> str:
     """The section on silent mistakes, as text for the screen."""
     lines = ["silent mistakes"]
-    for found in findings:
-        lines.append(f"  {os.path.basename(found.file)}:{found.line}, {listed(found.ranks)}: {found.sentence}")
+    if not mistakes_among(findings):
+        lines.append(f"  none of the {len(KINDS)} kinds")
+    for found in sorted(findings, key=lambda found: found.is_note):
+        label = "note: " if found.is_note else ""
+        lines.append(f"  {label}{short_name(found.file)}:{found.line}, {listed(found.ranks)}: {found.sentence}")
         lines.append(f"    {found.cure}")
         lines.append(f"    {found.page}  (--allow {found.kind})")
-    if not findings:
-        lines.append(f"  none of the {len(KINDS)} kinds")
     if failures:
         last = failures[0].strip().splitlines()[-1]
         lines.append(f"  The check itself failed {len(failures)} times, so it is not complete: {last}")

@@ -34,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=positive_seconds, default=120, metavar="S", help="seconds to run (default: 120)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write rank 0's counts there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rank 0's counts and the silent mistakes there too")
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="KIND", help="a kind of silent mistake that is meant"
+    )
     parser.add_argument("flags", nargs="*", default=[], metavar="-- FLAGS", help="the script's, after two dashes")
 
 
@@ -75,6 +78,13 @@ def check(args: argparse.Namespace) -> str:
         package = args.chapter.partition(".")[0]  # to look for a module in it would import it
         if not PathFinder.find_spec(package, [os.getcwd(), *sys.path]):
             return f"there is no module {args.chapter} here.\nStart in the folder that holds it."
+    if args.allow:
+        from helpers.training_check import check_allowed  # here, because it imports torch
+
+        try:
+            check_allowed(args.allow)
+        except ValueError as error:
+            return str(error)
     return ""
 
 
@@ -83,16 +93,16 @@ def is_script(path: Path) -> bool:
 
 
 def run(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> int:
-    """Run a script on ranks that are forked from this process, and wait; return 0, or 1 where one failed or hung.
+    """Run a script on ranks that are forked from this process, and wait; return 0, or 1 where one failed or hung, or has made a silent mistake.
 
-    ``folder`` takes the ranks' stacks and refusals, and torch's error files. A forked rank has its imports done, which
+    ``folder`` takes the ranks' stacks, refusals and notes, and torch's error files. A forked rank has its imports done, which
     saves two seconds of a processor at each start.
     """
     world_size = args.gpus * args.nodes
     set_defaults(world_size)
     import torch._dynamo  # otherwise each rank would import it: an optimizer's constructor does
 
-    from helpers.rehearsal import rank
+    from helpers.rehearsal import mistakes, rank
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -113,7 +123,10 @@ def run(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -
         print(trouble, file=sys.stderr, flush=True)
         end(ranks)
     del store  # the ranks needed it until now
-    return int(trouble != "")
+    # What the ranks of a script that failed have noted is cut short, and its error is no silent mistake.
+    if trouble or mistakes.write_section(folder, world_size, args.allow, args.json):
+        return 1
+    return 0
 
 
 def wait(ranks: Sequence[psutil.Process], folder: Path, timeout: float) -> str:

@@ -12,11 +12,14 @@ import time
 import traceback
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
+
+import torch
 
 from helpers.counts import COUNTS
 from helpers.ranks.rank import TORCHRUN_VARIABLES, rank_variables
-from helpers.rehearsal import devices, events, gpus, nccl, placement, report, wrappers
+from helpers.rehearsal import devices, events, gpus, mistakes, nccl, placement, report, wrappers
 from helpers.rehearsal.devices import Node
 
 EXIT = os._exit
@@ -35,6 +38,8 @@ def prepare_process() -> None:
     numpy = sys.modules.get("numpy")
     if numpy:
         numpy.random.seed()  # otherwise all ranks would draw the same numbers
+    torch.seed()  # likewise
+    Node.random_seed = torch.initial_seed() % 2**63
 
 
 def variables(rank: int, gpus: int, nodes: int, port: int, folder: Path) -> dict[str, str]:
@@ -74,13 +79,18 @@ def write_stacks(path: Path, thread: int) -> None:
         new.replace(path)
 
 
-def hide_this_package(first_path: str) -> None:
-    """Let the script import a module of its own that is called helpers, also a folder, instead of this package."""
+def hide_this_package(first_path: str) -> dict[str, ModuleType]:
+    """Let the script import a module of its own that is called helpers, also a folder, instead of this package.
+
+    Returns the modules that are hidden.
+    """
+    hidden = {}
     for name in list(sys.modules):
         if name.split(".")[0] == "helpers" and not name.startswith("helpers.rehearsal"):
-            del sys.modules[name]
+            hidden[name] = sys.modules.pop(name)
     if os.path.isdir(os.path.join(first_path, "helpers")):  # anything else on the path would precede a folder
         sys.path[1:] = [folder for folder in sys.path[1:] if folder != ROOT]
+    return hidden
 
 
 def run_as_main(script: str, is_module: bool, folder: Path) -> int:
@@ -107,7 +117,7 @@ def run_as_main(script: str, is_module: bool, folder: Path) -> int:
 def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> NoReturn:
     """Run the script as ``__main__`` on this node's pretended GPUs, and leave with its exit status.
 
-    ``args`` are the command's. ``folder`` takes the last refusal.
+    ``args`` are the command's. ``folder`` takes the last refusal, and the notes from which silent mistakes are found.
     """
     process = os.getpid()
     rank = os.environ["RANK"]
@@ -122,18 +132,21 @@ def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) 
                 report.write(args.json)
                 sys.stdout.flush()
                 sys.stderr.flush()
+            if status == 0:
+                mistakes.write_notes(observer, folder, hidden)
         EXIT(status)
 
     # Not a threading.Thread: the script may count those.
     _thread.start_new_thread(write_stacks, (folder / f"stack{rank}", _thread.get_ident()))
     warnings.filterwarnings("ignore", message=".*wrapper subclass.*")
     pretend(args.gpus)
+    observer = mistakes.observe()
     os._exit = leave
     sys.argv = [script, *flags]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     if args.module:
         sys.path[0] = os.getcwd()
-    hide_this_package(sys.path[0])
+    hidden = hide_this_package(sys.path[0])
     status = run_as_main(script, args.module, folder)
     atexit._run_exitfuncs()
     leave(status)
