@@ -10,6 +10,6 @@ the script, and last writes the ``report``. What it patches:
 - ``events``: what the script does that is counted;
 - ``mistakes``: what it does that may be a mistake without an error. The command compares the ranks at the end.
 
-Of this project it imports ``helpers.training_check``, ``helpers.command_line``, ``helpers.counts``, ``helpers.ranks`` and, to write a chapter's
-script, ``helpers.export``.
+Of this project it imports ``helpers.training_check``, ``helpers.command_line``, ``helpers.counts``, ``helpers.ranks``
+and, to write a chapter's script, ``helpers.export``.
 """

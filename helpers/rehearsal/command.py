@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=positive_seconds, default=120, metavar="S", help="seconds to run (default: 120)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write rank 0's counts and the silent mistakes there too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write rank 0's counts and the silent mistakes there too"
+    )
     parser.add_argument(
         "--allow", action="append", default=[], metavar="KIND", help="a kind of silent mistake that is meant"
     )
@@ -93,10 +95,11 @@ def is_script(path: Path) -> bool:
 
 
 def run(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> int:
-    """Run a script on ranks that are forked from this process, and wait; return 0, or 1 where one failed or hung, or has made a silent mistake.
+    """Run a script on ranks that are forked from this process, and wait.
 
-    ``folder`` takes the ranks' stacks, refusals and notes, and torch's error files. A forked rank has its imports done, which
-    saves two seconds of a processor at each start.
+    Returns 0, or 1 where a rank failed or hung, or where a silent mistake was found. ``folder`` takes the ranks'
+    stacks, refusals and notes, and torch's error files. A forked rank has its imports done, which saves two seconds
+    of a processor at each start.
     """
     world_size = args.gpus * args.nodes
     set_defaults(world_size)

@@ -1,4 +1,4 @@
-"""Mistakes that raise no error: in each rank an observer notes what the script does, and the command compares the ranks.
+"""Mistakes that raise no error: an observer in each rank notes what the script does, and the command compares them.
 
 What is noted, and how it is compared, is ``helpers.training_check``'s. Here are its seams to the rehearsal: pretended
 tensors, and a file for the notes of each rank.

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 MISTAKES = {}  # {name of the program: (kind, program)}
 CORRECT = {}  # {name of the program: program}
 STEPS = 4
+DEVICE = "cpu"  # in a rehearsal "cuda"
 
 
 def mistake(kind):
@@ -54,12 +55,15 @@ def samples(count=64):
 def network(dropout=0.0):
     """A small model, the same on all ranks."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 8))
+    return nn.Sequential(
+        nn.Linear(8, 16, device=DEVICE), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 8, device=DEVICE)
+    )
 
 
 def own_batch(size=4):
     """A random batch, another on each rank and in each call."""
-    return torch.randn(size, 8, generator=GENERATOR), torch.randn(size, 8, generator=GENERATOR)
+    inputs, targets = torch.randn(2, size, 8, generator=GENERATOR).to(DEVICE)
+    return inputs, targets
 
 
 GENERATOR = torch.Generator()
@@ -82,14 +86,19 @@ def divided_loader(dataset, **options):
 
 
 def train_on(loader, model, optimizer):
-    for inputs, targets in loader:
+    for inputs, targets in on_device(loader):
         optimizer.zero_grad()
         F.mse_loss(model(inputs), targets).backward()
         optimizer.step()
 
 
+def on_device(loader):
+    for inputs, targets in loader:
+        yield inputs.to(DEVICE), targets.to(DEVICE)
+
+
 def mesh():
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(DEVICE, (dist.get_world_size(),))
 
 
 def sharded(model, **options):
@@ -148,11 +157,11 @@ def the_same_samples_with_other_noise(wrong):
 @mistake("same_samples")
 def batches_drawn_with_one_seed(wrong):
     seed = 3 if wrong else 3 + dist.get_rank()
-    data = samples().tensors[0]
+    data = samples().tensors[0].to(DEVICE)
     generator = torch.Generator().manual_seed(seed)
 
     def draw():
-        starts = torch.randint(len(data), (4,), generator=generator)
+        starts = torch.randint(len(data), (4,), generator=generator).to(DEVICE)
         return data[starts], data[starts]
 
     model = network()
@@ -205,12 +214,12 @@ def an_evaluation_with_padding(wrong):
         sampler = DistributedSampler(dataset, shuffle=False)
     else:
         sampler = range(len(dataset))[dist.get_rank() :: dist.get_world_size()]
-    totals = torch.zeros(2)
+    totals = torch.zeros(2, device=DEVICE)
     model.eval()
     with torch.no_grad():
-        for inputs, targets in DataLoader(dataset, batch_size=4, sampler=sampler):
+        for inputs, targets in on_device(DataLoader(dataset, batch_size=4, sampler=sampler)):
             error = F.mse_loss(model(inputs), targets, reduction="sum")
-            totals += torch.stack([error, torch.tensor(float(len(inputs)))])
+            totals += torch.stack([error, torch.tensor(float(len(inputs)), device=DEVICE)])
     dist.all_reduce(totals)
 
 
@@ -242,7 +251,7 @@ class Scale(nn.Module):
     def __init__(self, grad_placements):
         super().__init__()
         self.grad_placements = grad_placements
-        self.weight = nn.Parameter(distribute_tensor(torch.ones(8), mesh(), [Replicate()]))
+        self.weight = nn.Parameter(distribute_tensor(torch.ones(8, device=DEVICE), mesh(), [Replicate()]))
 
     def forward(self, inputs):
         return inputs * self.weight.to_local(grad_placements=self.grad_placements)
@@ -259,7 +268,7 @@ def a_replicated_weight_with_a_partial_gradient(wrong):
 @mistake("different_start")
 def weights_that_nobody_broadcast(wrong):
     torch.manual_seed(dist.get_rank() if wrong else 0)
-    model = nn.Linear(8, 8)
+    model = nn.Linear(8, 8, device=DEVICE)
     optimizer = sgd(model)
     for _ in range(STEPS):
         inputs, targets = own_batch()
@@ -272,7 +281,7 @@ def weights_that_nobody_broadcast(wrong):
 @mistake("different_start")
 def ddp_without_its_first_broadcast(wrong):
     torch.manual_seed(dist.get_rank())
-    model = DDP(nn.Linear(8, 8), init_sync=not wrong)
+    model = DDP(nn.Linear(8, 8, device=DEVICE), init_sync=not wrong)
     train(model, sgd(model))
 
 
@@ -329,7 +338,7 @@ def fully_shard_without_its_last_reduction(wrong):
 
 @mistake("mesh_of_one")
 def each_rank_a_mesh_of_its_own(wrong):
-    own_mesh = DeviceMesh("cpu", [dist.get_rank()]) if wrong else mesh()
+    own_mesh = DeviceMesh(DEVICE, [dist.get_rank()]) if wrong else mesh()
     model = sharded(network(), mesh=own_mesh)
     train(model, sgd(model))
 
@@ -352,7 +361,7 @@ def a_rank_that_skips_an_outlier(wrong):
         inputs, targets = own_batch()
         optimizer.zero_grad()
         F.mse_loss(model(inputs), targets).backward()
-        outlier = torch.tensor(float(number == 1 and dist.get_rank() == 1))
+        outlier = torch.tensor(float(number == 1 and dist.get_rank() == 1), device=DEVICE)
         if not wrong:
             dist.all_reduce(outlier, dist.ReduceOp.MAX)
         if not outlier:
@@ -366,7 +375,7 @@ def a_plateau_that_each_rank_sees_alone(wrong):
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     for number in range(STEPS):
         train(model, optimizer, steps=1)
-        metric = torch.tensor(float(number if dist.get_rank() == 0 else -number))
+        metric = torch.tensor(float(number if dist.get_rank() == 0 else -number), device=DEVICE)
         if not wrong:
             dist.all_reduce(metric)
         scheduler.step(metric)
@@ -400,7 +409,7 @@ def an_optimizer_of_the_model_before_its_copy(wrong):
 @mistake("no_gradient")
 def a_loss_that_does_not_reach_the_encoder(wrong):
     encoder = DDP(network())
-    head = DDP(nn.Linear(8, 8))
+    head = DDP(nn.Linear(8, 8, device=DEVICE))
     optimizers = [sgd(encoder), sgd(head)]
     for _ in range(STEPS):
         inputs, targets = own_batch()
@@ -418,7 +427,7 @@ def a_loss_that_does_not_reach_the_encoder(wrong):
 def clipping_before_unscale(wrong):
     model = DDP(network())
     optimizer = sgd(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     for _ in range(STEPS):
         inputs, targets = own_batch()
         optimizer.zero_grad()
@@ -434,7 +443,7 @@ def clipping_before_unscale(wrong):
 def a_step_beside_the_scaler(wrong):
     model = DDP(network())
     optimizer = sgd(model, lr=1e-6)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     for _ in range(STEPS):
         inputs, targets = own_batch()
         optimizer.zero_grad()
@@ -488,18 +497,18 @@ def moments_that_no_optimizer_asks_for(wrong):
 @mistake("nothing_restored")
 def a_partial_load_of_nothing(wrong):
     folder = folder_of_rank_0()
-    dcp.save({"weight": torch.ones(4)}, checkpoint_id=folder)
+    dcp.save({"weight": torch.ones(4, device=DEVICE)}, checkpoint_id=folder)
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     name = "wieght" if wrong else "weight"
-    dcp.load({name: torch.zeros(4)}, checkpoint_id=folder, planner=planner)
+    dcp.load({name: torch.zeros(4, device=DEVICE)}, checkpoint_id=folder, planner=planner)
 
 
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Linear(8, 8, bias=False)
-        self.head = nn.Linear(8, 8, bias=False)
+        self.embedding = nn.Linear(8, 8, bias=False, device=DEVICE)
+        self.head = nn.Linear(8, 8, bias=False, device=DEVICE)
         self.tie()
 
     def tie(self):
@@ -513,7 +522,7 @@ class Tied(nn.Module):
 def tied_layers_that_begin_without_memory(wrong):
     with torch.device("meta"):
         model = Tied()
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE)
     if not wrong:
         model.tie()
     for parameter in model.parameters():
@@ -546,8 +555,8 @@ class Parallel(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first = nn.Linear(8, 16)
-        self.second = nn.Linear(16, 8)
+        self.first = nn.Linear(8, 16, device=DEVICE)
+        self.second = nn.Linear(16, 8, device=DEVICE)
         self.dropout = nn.Dropout(0.5)
         parallelize_module(self, mesh(), {"first": ColwiseParallel(), "second": RowwiseParallel()})
 
@@ -559,13 +568,15 @@ class Parallel(nn.Module):
 def tensor_parallel_ranks_with_their_own_seeds(wrong):
     model = Parallel()
     torch.manual_seed(dist.get_rank() if wrong else 0)
-    data = iter(samples().tensors[0].split(4))
-    train(model, sgd(model), batch=lambda: (next(data), torch.zeros(4, 8)))
+    data = iter(samples().tensors[0].to(DEVICE).split(4))
+    train(model, sgd(model), batch=lambda: (next(data), torch.zeros(4, 8, device=DEVICE)))
 
 
 @mistake("different_buffers")
 def an_evaluation_with_own_statistics(wrong):
-    model = DDP(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), broadcast_buffers=False)
+    model = DDP(
+        nn.Sequential(nn.Linear(8, 8, device=DEVICE), nn.BatchNorm1d(8, device=DEVICE)), broadcast_buffers=False
+    )
     train(model, sgd(model))
     if not wrong:
         for buffer in model.buffers():
@@ -607,7 +618,7 @@ def ddp_with_workers_epochs_and_an_evaluation():
         loader.sampler.set_epoch(epoch)
         train_on(loader, model, optimizer)
         with torch.no_grad():
-            loss = sum(F.mse_loss(model(inputs), targets) for inputs, targets in held_out)
+            loss = sum(F.mse_loss(model(inputs), targets) for inputs, targets in on_device(held_out))
         dist.all_reduce(loss)
 
 
@@ -627,21 +638,21 @@ def fsdp_with_accumulation_and_clipping():
 
 @correct
 def tensor_parallel_beside_a_mesh_dimension_of_one():
-    grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    grid = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("data", "tensor"))
     model = network()
     parallelize_module(model, grid["tensor"], {"0": ColwiseParallel(), "3": RowwiseParallel()})
     sharded(model, mesh=grid["data"])
-    data = iter(samples().tensors[0].split(4))
-    train(model, sgd(model), batch=lambda: (next(data), torch.zeros(4, 8)))
+    data = iter(samples().tensors[0].to(DEVICE).split(4))
+    train(model, sgd(model), batch=lambda: (next(data), torch.zeros(4, 8, device=DEVICE)))
 
 
 @correct
 def tensor_parallel_by_hand():
     """Equal batches, equal first weights, and a sum outside the modules."""
     torch.manual_seed(0)
-    first, second = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+    first, second = nn.Linear(8, 8, device=DEVICE), nn.Linear(8, 8, bias=False, device=DEVICE)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    for inputs in samples().tensors[0].split(4)[:STEPS]:
+    for inputs in samples().tensors[0].to(DEVICE).split(4)[:STEPS]:
         partial = second(torch.relu(first(inputs)))
         whole = partial.detach().clone()
         dist.all_reduce(whole)
@@ -655,7 +666,7 @@ def a_pipeline_by_hand():
     """Stages with equal shapes and equal first weights."""
     stage = network()
     optimizer = sgd(stage)
-    for inputs in samples().tensors[0].split(4)[:STEPS]:
+    for inputs in samples().tensors[0].to(DEVICE).split(4)[:STEPS]:
         optimizer.zero_grad()
         if dist.get_rank() == 0:
             outputs = stage(inputs)
@@ -664,7 +675,7 @@ def a_pipeline_by_hand():
             dist.recv(gradient, 1)
             outputs.backward(gradient)
         else:
-            hidden = torch.empty(4, 8)
+            hidden = torch.empty(4, 8, device=DEVICE)
             dist.recv(hidden, 0)
             hidden.requires_grad_()
             stage(hidden).square().mean().backward()
@@ -678,7 +689,7 @@ class Expert(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layer = nn.Linear(8, 8)
+        self.layer = nn.Linear(8, 8, device=DEVICE)
 
     def forward(self, tokens):
         from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -696,7 +707,7 @@ def experts_that_begin_equal():
 @correct
 def experts_beside_ddp():
     """DDP leaves the expert alone, which differs from rank to rank."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8, device=DEVICE), nn.Linear(8, 8, device=DEVICE))
     torch.manual_seed(dist.get_rank())
     nn.init.normal_(model[1].weight)
     DDP._set_params_and_buffers_to_ignore_for_model(model, ["1.weight", "1.bias"])
@@ -708,7 +719,7 @@ def experts_beside_ddp():
 def averaging_by_hand_in_one_buffer():
     model = network()
     optimizer = sgd(model)
-    for inputs, targets in divided_loader(samples()):
+    for inputs, targets in on_device(divided_loader(samples())):
         optimizer.zero_grad()
         F.mse_loss(model(inputs), targets).backward()
         flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
@@ -739,7 +750,7 @@ def averaging_by_hooks():
 def weights_averaged_now_and_then():
     model = network()
     optimizer = sgd(model)
-    for number, (inputs, targets) in enumerate(divided_loader(samples())):
+    for number, (inputs, targets) in enumerate(on_device(divided_loader(samples()))):
         optimizer.zero_grad()
         F.mse_loss(model(inputs), targets).backward()
         optimizer.step()
@@ -761,11 +772,11 @@ def mixed_precision_with_clipping():
         ],
         milestones=[2],
     )
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     for _ in range(STEPS):
         inputs, targets = own_batch()
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             loss = F.mse_loss(model(inputs), targets)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -779,7 +790,7 @@ def mixed_precision_with_clipping():
 def clipping_to_a_scaled_norm():
     model = DDP(network())
     optimizer = sgd(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     for _ in range(STEPS):
         inputs, targets = own_batch()
         optimizer.zero_grad()
@@ -793,7 +804,7 @@ def clipping_to_a_scaled_norm():
 def a_scaler_for_one_of_two_losses():
     scaled, plain = DDP(network()), DDP(network())
     optimizers = sgd(scaled), sgd(plain)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     for _ in range(STEPS):
         inputs, targets = own_batch()
         for optimizer in optimizers:
@@ -842,7 +853,7 @@ def a_frozen_layer_a_teacher_and_an_average_of_weights():
 
 @correct
 def rank_0_evaluates_and_saves_the_module():
-    model = DDP(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    model = DDP(nn.Sequential(nn.Linear(8, 8, device=DEVICE), nn.BatchNorm1d(8, device=DEVICE)))
     optimizer = sgd(model)
     folder = folder_of_rank_0()
     for _ in range(2):
@@ -876,11 +887,11 @@ def a_search_for_a_learning_rate():
 @correct
 def folds_of_a_cross_validation():
     """Each rank trains a model that begins like the others, on the samples that it does not hold out."""
-    data = samples().tensors[0]
+    data = samples().tensors[0].to(DEVICE)
     kept = data[[number for number in range(len(data)) if number % dist.get_world_size() != dist.get_rank()]]
     model = network()
     train_on(DataLoader(TensorDataset(kept, kept), batch_size=4), model, sgd(model))
-    score = torch.zeros(1)
+    score = torch.zeros(1, device=DEVICE)
     dist.all_reduce(score)
 
 
@@ -915,8 +926,8 @@ def unequal_numbers_of_micro_batches():
         optimizer.zero_grad()
         with model.no_sync():
             for _ in range(1 + dist.get_rank()):
-                F.mse_loss(model(own_batch()[0]), torch.zeros(4, 8)).backward()
-        F.mse_loss(model(own_batch()[0]), torch.zeros(4, 8)).backward()
+                F.mse_loss(model(own_batch()[0]), torch.zeros(4, 8, device=DEVICE)).backward()
+        F.mse_loss(model(own_batch()[0]), torch.zeros(4, 8, device=DEVICE)).backward()
         optimizer.step()
 
 
@@ -932,7 +943,7 @@ def a_reference_beside_ddp():
 def one_fixed_batch():
     """A benchmark trains on the same made-up batch everywhere and always."""
     model = DDP(network())
-    fixed = torch.ones(4, 8)
+    fixed = torch.ones(4, 8, device=DEVICE)
     train(model, sgd(model), batch=lambda: (fixed, fixed))
 
 
@@ -948,8 +959,8 @@ def a_new_head_on_loaded_weights():
 @correct
 def parts_that_take_what_is_theirs():
     """One file of weights is given to several parts, and each takes its keys."""
-    saved = nn.Linear(8, 8).state_dict()
-    for part in (nn.Linear(8, 8), nn.RNN(8, 8)):
+    saved = nn.Linear(8, 8, device=DEVICE).state_dict()
+    for part in (nn.Linear(8, 8, device=DEVICE), nn.RNN(8, 8, device=DEVICE)):
         part.load_state_dict(saved, strict=False)
 
 
@@ -962,7 +973,7 @@ def a_compiled_model():
 @correct
 def a_model_that_lives_on_two_meshes():
     """Hybrid sharding: one replica on each rank here."""
-    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    grid = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("replicate", "shard"))
     model = sharded(network(), mesh=grid)
     train(model, sgd(model))
 
@@ -970,8 +981,8 @@ def a_model_that_lives_on_two_meshes():
 @correct
 def sequence_parallel_activations():
     """Each rank holds other rows of one batch; a replicated DTensor weight sums its gradient."""
-    rows = distribute_tensor(samples().tensors[0], mesh(), [Shard(0)])
-    weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh(), [Replicate()]))
+    rows = distribute_tensor(samples().tensors[0].to(DEVICE), mesh(), [Shard(0)])
+    weight = nn.Parameter(distribute_tensor(torch.ones(8, 8, device=DEVICE), mesh(), [Replicate()]))
     optimizer = torch.optim.SGD([weight], lr=0.01)
     for _ in range(STEPS):
         optimizer.zero_grad()
