@@ -7,10 +7,8 @@ tensors, and a file for the notes of each rank.
 import json
 import pickle
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 
 from helpers import training_check
 from helpers.rehearsal.devices import replace
@@ -28,13 +26,9 @@ def observe() -> TrainingObserver:
     return observer
 
 
-def write_notes(observer: TrainingObserver, folder: Path, hidden: Mapping[str, ModuleType]) -> None:
-    """End the observation, and write the rank's notes for the command.
-
-    ``hidden`` are this package's modules, which the script did not see. pickle looks for the classes in them.
-    """
+def write_notes(observer: TrainingObserver, folder: Path) -> None:
+    """End the observation, and write the rank's notes for the command."""
     observer.stop()
-    sys.modules.update(hidden)
     (folder / f"notes-{observer.record.rank}").write_bytes(pickle.dumps(observer.record))
 
 

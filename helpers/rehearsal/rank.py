@@ -12,7 +12,6 @@ import time
 import traceback
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import NoReturn
 
 import torch
@@ -79,18 +78,17 @@ def write_stacks(path: Path, thread: int) -> None:
         new.replace(path)
 
 
-def hide_this_package(first_path: str) -> dict[str, ModuleType]:
+def hide_this_package(first_path: str) -> None:
     """Let the script import a module of its own that is called helpers, also a folder, instead of this package.
 
-    Returns the modules that are hidden.
+    What observes the script stays, because a script that itself calls ``check_training`` needs the copy that knows
+    pretended tensors.
     """
-    hidden = {}
     for name in list(sys.modules):
-        if name.split(".")[0] == "helpers" and not name.startswith("helpers.rehearsal"):
-            hidden[name] = sys.modules.pop(name)
+        if name.split(".")[0] == "helpers" and not name.startswith(("helpers.rehearsal", "helpers.training_check")):
+            del sys.modules[name]
     if os.path.isdir(os.path.join(first_path, "helpers")):  # anything else on the path would precede a folder
         sys.path[1:] = [folder for folder in sys.path[1:] if folder != ROOT]
-    return hidden
 
 
 def run_as_main(script: str, is_module: bool, folder: Path) -> int:
@@ -133,7 +131,7 @@ def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) 
                 sys.stdout.flush()
                 sys.stderr.flush()
             if status == 0:
-                mistakes.write_notes(observer, folder, hidden)
+                mistakes.write_notes(observer, folder)
         EXIT(status)
 
     # Not a threading.Thread: the script may count those.
@@ -146,7 +144,7 @@ def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) 
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     if args.module:
         sys.path[0] = os.getcwd()
-    hidden = hide_this_package(sys.path[0])
+    hide_this_package(sys.path[0])
     status = run_as_main(script, args.module, folder)
     atexit._run_exitfuncs()
     leave(status)

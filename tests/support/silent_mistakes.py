@@ -507,8 +507,8 @@ class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Linear(8, 8, bias=False, device=DEVICE)
-        self.head = nn.Linear(8, 8, bias=False, device=DEVICE)
+        self.embedding = nn.Linear(8, 8, bias=False)
+        self.head = nn.Linear(8, 8, bias=False)
         self.tie()
 
     def tie(self):
