@@ -414,6 +414,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return plain_tensor(tensor)
 
 
+def value_of(tensor: torch.Tensor) -> float:
+    """The number in a tensor of one element."""
+    value: Any = local_part(tensor).tolist()
+    return float(value)
+
+
 @torch.no_grad()
 def checksum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A 64-bit number of a tensor's bytes, on its device. Each word is multiplied by an odd number of its own."""
@@ -758,7 +764,7 @@ class ScalerObserver:
         """Whether the gradients are certainly a multiple of the true ones."""
         if id(scaler) not in self.scaled or id(scaler) in self.unscaled_by_hand or scaler._scale is None:
             return False
-        return float(local_part(scaler._scale).tolist()) != 1.0
+        return value_of(scaler._scale) != 1.0
 
     def is_unscaled(self, scaler: Any, optimizer: Any) -> bool:
         state = scaler._per_optimizer_states.get(id(optimizer))
@@ -784,7 +790,7 @@ class ScalerObserver:
             return
         # A DTensor's norm is not looked at, because its value would take a collective.
         if isinstance(norm, torch.Tensor) and not isinstance(norm, DTensor):
-            if float(local_part(norm).tolist()) <= float(limit):
+            if value_of(norm) <= float(limit):
                 return
         clipped = {id(parameter) for parameter in tensors_in(parameters)}
         self.clips.append((clipped, readers_line()))
@@ -811,7 +817,7 @@ class ScalerObserver:
             mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             for clipped, place in self.clips:
                 if clipped & mine:
-                    scale = float(local_part(scaler._scale).tolist())
+                    scale = value_of(scaler._scale)
                     sentence = (
                         f"The gradients are clipped while they are still multiplied by the loss scale, {scale:g}."
                     )
@@ -1556,7 +1562,7 @@ def rates_of(optimizer: Any) -> tuple[float, ...]:
     for group in optimizer.param_groups:
         rate = group.get("lr")
         if isinstance(rate, torch.Tensor):
-            rate = local_part(rate).tolist()
+            rate = value_of(rate)
         if rate is not None:
             rates.append(float(rate))
     return tuple(rates)

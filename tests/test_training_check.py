@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from forked import forked, script_on_ranks
 from mdit_py_plugins.anchors.index import slugify
-from scripting import CHAPTERS, ROOT, export, stand_alone
+from scripting import CHAPTERS, ROOT, export, rehearse_here, stand_alone
 from torch import nn
 
 from helpers import training_check
@@ -325,6 +325,52 @@ def test_a_script_runs_unchanged_under_the_check(allow, tmp_path, environment):
     ]
     assert found == ([] if allow else [("drift", 14, [0, 1])])
     assert ("train.py:14, ranks 0 and 1: " in errors) == (not allow)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("allow", [[], ["--allow", "drift"]])
+def test_a_rehearsal_names_a_silent_mistake_and_fails_unless_it_is_allowed(allow, tmp_path):
+    script = tmp_path / "train.py"
+    on_gpus = SCRIPT.replace('"gloo"', '"nccl"').replace("nn.Linear(8, 8)", "nn.Linear(8, 8).cuda(dist.get_rank())")
+    script.write_text(on_gpus.replace("model(inputs)", "model(inputs.cuda(dist.get_rank()))"))
+    report_file = tmp_path / "report.json"
+    done = rehearse_here(script, "--json", report_file, *allow)
+    found = [(record["kind"], record["line"]) for record in json.loads(report_file.read_text())["silent_mistakes"]]
+    _, _, section = done.stderr.partition("\nsilent mistakes\n")
+    if allow:
+        assert (done.returncode, found) == (0, []), done.stderr
+        assert section.strip() == f"none of the {len(KINDS)} kinds"
+    else:
+        assert (done.returncode, found) == (1, [("drift", 14)]), done.stderr
+        assert section.strip().startswith("train.py:14, ranks 0 and 1: ")
+
+
+@pytest.mark.ranks
+@pytest.mark.daily
+@pytest.mark.timeout(600)
+def test_pretended_gpus_change_no_finding(tmp_path):
+    """The whole catalogue in a rehearsal."""
+    done = rehearse_here(ROOT / "tests" / "support" / "rehearsal_silent.py", flags=[tmp_path], timeout=500)
+    expected = {}
+    for name, (kind, _) in MISTAKES.items():
+        expected[f"{name} wrong"] = [[kind], []]
+        expected[f"{name} repaired"] = [[], []]
+    expected |= {f"{name} correct": [[], []] for name in CORRECT}
+    for rank in range(2):
+        assert json.loads((tmp_path / f"found-{rank}.json").read_text()) == expected, done.stderr
+
+
+def loss_of_rank_0():
+    """In a rank: a training that only logs its own loss."""
+    silent_mistakes.rank_0_logs_its_own_loss(True)
+
+
+@pytest.mark.ranks
+def test_launch_prints_what_it_found(capsys):
+    """A note is printed below the verdict on the mistakes."""
+    launch(loss_of_rank_0, nproc=2, check=True)
+    out = capsys.readouterr().out
+    assert out.index(f"none of the {len(KINDS)} kinds") < out.index("note: silent_mistakes.py:")
 
 
 @pytest.mark.ranks

@@ -960,7 +960,7 @@ def a_new_head_on_loaded_weights():
 def parts_that_take_what_is_theirs():
     """One file of weights is given to several parts, and each takes its keys."""
     saved = nn.Linear(8, 8, device=DEVICE).state_dict()
-    for part in (nn.Linear(8, 8, device=DEVICE), nn.RNN(8, 8, device=DEVICE)):
+    for part in (nn.Linear(8, 8, device=DEVICE), nn.RNN(8, 8)):
         part.load_state_dict(saved, strict=False)
 
 
