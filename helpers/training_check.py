@@ -604,6 +604,7 @@ class LoaderObserver:
     def __init__(self, record: Record, patches: Patches) -> None:
         self.record = record
         self.loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.numbers = itertools.count()  # of loaders, also of those that are gone
         self.epochs: weakref.WeakKeyDictionary[Any, Epoch] = weakref.WeakKeyDictionary()  # by iterator
         self.prefetched: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # before its epoch
         self.streams: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
@@ -632,7 +633,9 @@ class LoaderObserver:
         patches.after(dist, "reduce", self.find_padding)
 
     def begin(self, iterator: Any, loader: Any) -> None:
-        number = self.loaders.setdefault(loader, len(self.loaders))
+        if loader not in self.loaders:
+            self.loaders[loader] = next(self.numbers)
+        number = self.loaders[loader]
         sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
         divided = isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
         stream = isinstance(loader.dataset, IterableDataset)

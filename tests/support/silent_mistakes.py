@@ -896,6 +896,15 @@ def folds_of_a_cross_validation():
 
 
 @correct
+def two_trainings_with_loaders_of_their_own():
+    """The first loader is gone when the second begins, which divides other samples in the same order."""
+    for number in range(2):
+        model = DDP(network())
+        dataset = TensorDataset(*(tensor + number for tensor in samples().tensors))
+        train_on(divided_loader(dataset), model, sgd(model))
+
+
+@correct
 def sharded_moments():
     model = DDP(network())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
