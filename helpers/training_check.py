@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import pickle
+import random
 import runpy
 import socket
 import sys
@@ -50,6 +51,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data import dataloader as dataloader_module
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 # --- the kinds of mistakes --------------------------------------------------------------------------------------------
 
@@ -129,7 +131,7 @@ KINDS = {
         "notebooks/03_samplers.ipynb#why-does-evaluation-change-with-the-number-of-processes",
     ),
     "same_noise": Kind(
-        "dropout is the same on ranks whose data differ",
+        "dropout or augmentation is the same on ranks whose data differ",
         "Seed each rank differently after the model is built: torch.manual_seed(seed + rank).",
         "notebooks/03_samplers.ipynb#which-seed-on-which-rank",
     ),
@@ -304,6 +306,7 @@ class Epoch:
     sampler_epoch: int
     padded_length: int  # with what the sampler added, or 0
     indices: list[int] = field(default_factory=list)
+    noise: list[int] = field(default_factory=list)  # of the random states from which its first batches drew, or 0
     models: list[str] = field(default_factory=list)  # that got its batches, with gradients
     steps: int = 0  # of an optimizer, after a batch of this loader
     evaluated: int = 0  # batches that a model got without gradients
@@ -484,6 +487,25 @@ def random_state(device: torch.device) -> int:
     return checksums([torch.get_rng_state()])[0]
 
 
+def random_states(dataset: Any) -> dict[str, int]:
+    """Checksums of the random states from which a dataset may draw: torch's, Python's, NumPy's and its own."""
+    generators = {"torch": torch.default_generator}
+    depth = 0
+    while dataset is not None:
+        for name, value in getattr(dataset, "__dict__", {}).items():
+            if isinstance(value, torch.Generator):
+                generators[f"{depth} {name}"] = value
+        dataset = getattr(dataset, "dataset", None)  # that of a Subset
+        depth += 1
+    states = dict(zip(generators, checksums([one.get_state() for one in generators.values()]), strict=True))
+    states["random"] = crc(random.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = crc((keys.tobytes(), rest))
+    return states
+
+
 def crc(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
@@ -608,6 +630,7 @@ class LoaderObserver:
         self.epochs: weakref.WeakKeyDictionary[Any, Epoch] = weakref.WeakKeyDictionary()  # by iterator
         self.prefetched: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # before its epoch
         self.streams: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+        self.noise = 0  # of the batch that is fetched: see Epoch
         self.drawn: Epoch | None = None  # gave the last batch, which no model got so far
         self.trained: Epoch | None = None  # gave the batch that a model got last, with gradients
         self.evaluated: Epoch | None = None  # a padded one that is finished
@@ -629,6 +652,19 @@ class LoaderObserver:
             return batch
 
         patches.replace(iterator, "__next__", next_batch)
+        fetch = _MapDatasetFetcher.fetch
+
+        def fetch_batch(fetcher: Any, index: Any) -> Any:
+            """A loader without workers calls it here; in a worker nothing is noted."""
+            before: dict[str, int] = {}
+            if patches.is_on():
+                before = patches.run(random_states, fetcher.dataset) or {}
+            batch = fetch(fetcher, index)
+            if patches.is_on():
+                patches.run(self.fetched, before, fetcher.dataset)
+            return batch
+
+        patches.replace(_MapDatasetFetcher, "fetch", fetch_batch)
         patches.after(dist, "all_reduce", self.find_padding)
         patches.after(dist, "reduce", self.find_padding)
 
@@ -674,8 +710,15 @@ class LoaderObserver:
         if len(indices) < 32:
             indices.append(crc(index))
 
+    def fetched(self, before: dict[str, int], dataset: Any) -> None:
+        after = random_states(dataset)
+        self.noise = combined(before[name] for name in before if after.get(name) != before[name])
+
     def deliver(self, iterator: Any, batch: Any) -> None:
         self.drawn = self.epochs.get(iterator)
+        if self.drawn is not None and len(self.drawn.noise) < 32:
+            self.drawn.noise.append(self.noise)
+        self.noise = 0
         batches = self.streams.get(iterator)
         if batches is None or self.drawn is None:
             return
@@ -1980,6 +2023,24 @@ def find_same_noise(records: Sequence[Record]) -> list[Finding]:
     return merged(findings)
 
 
+def find_same_augmentation(records: Sequence[Record]) -> list[Finding]:
+    """Datasets that give two ranks different samples, and draw the same random numbers for them."""
+    findings = []
+    for model, holders in common_models(records):
+        for first, second in itertools.combinations(holders, 2):
+            epochs = [[epoch for epoch in record.epochs if model in epoch.models] for record in (first, second)]
+            for mine, other in zip(*epochs, strict=False):
+                batches = list(zip(mine.indices, other.indices, mine.noise, other.noise, strict=False))
+                batches = batches[1:]  # before the first batch a sampler may draw its order
+                drawn = all(noise == others_noise != 0 for _, _, noise, others_noise in batches)
+                other_samples = all(index != others_index for index, others_index, _, _ in batches)
+                if len(batches) >= 3 and min(mine.steps, other.steps) >= 3 and drawn and other_samples:
+                    ranks = (first.rank, second.rank)
+                    sentence = f"{listed(ranks).capitalize()} draw the same random numbers for different samples."
+                    findings.append(finding("same_noise", mine.place, ranks, sentence))
+    return merged(findings)
+
+
 def find_different_noise(records: Sequence[Record]) -> list[Finding]:
     """A dropout whose input is equal on two tensor-parallel ranks, and whose output is not."""
     for first, second in itertools.combinations(records, 2):
@@ -2135,6 +2196,7 @@ RULES = (
     find_unwrapped,
     find_different_start,
     find_same_noise,
+    find_same_augmentation,
     find_different_noise,
     find_calls_on_some_ranks,
     find_uneven_steps,

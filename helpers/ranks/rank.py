@@ -193,6 +193,7 @@ def run(rank: int, call: Call, all_have_met: Callable[[], None]) -> bytes:
     if call.check:
         from helpers.training_check import check_training  # here, because it imports much of torch
 
+        torch.seed()  # as under torchrun: a forked rank has the forkserver's state, so all would drop the same units
         with check_training():
             result = fn(*first_args, *args)
     else:

@@ -542,6 +542,24 @@ def a_file_that_all_ranks_write(wrong):
 # --- noise, statistics, losses ----------------------------------------------------------------------------------------
 
 
+class Noisy(TensorDataset):
+    """Adds noise of its own generator to each sample."""
+
+    def __init__(self, seed):
+        super().__init__(*samples().tensors)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __getitem__(self, index):
+        inputs, targets = super().__getitem__(index)
+        return inputs + 0.1 * torch.randn(8, generator=self.generator), targets
+
+
+@mistake("same_noise")
+def augmentation_with_one_seed(wrong):
+    model = DDP(network())
+    train_on(divided_loader(Noisy(0 if wrong else dist.get_rank())), model, sgd(model))
+
+
 @mistake("same_noise")
 def dropout_with_one_seed(wrong):
     model = DDP(network(dropout=0.5))
