@@ -362,6 +362,7 @@ def test_pretended_gpus_change_no_finding(tmp_path):
 
 def loss_of_rank_0():
     """In a rank: a training that only logs its own loss."""
+    silent_mistakes.GENERATOR.manual_seed(dist.get_rank())
     silent_mistakes.rank_0_logs_its_own_loss(True)
 
 
