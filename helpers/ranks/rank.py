@@ -66,6 +66,7 @@ class Call:
     timeout: float  # seconds
     environment: dict[str, str]
     backend: str = "gloo"  # or "nccl": then each rank has a GPU
+    check: bool = False  # look for mistakes that raise no error
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,14 @@ def run(rank: int, call: Call, all_have_met: Callable[[], None]) -> bytes:
     fn, variables, args, sources = pickle.loads((call.folder / "call").read_bytes())
     linecache.cache.update(sources)  # so that a traceback shows the notebook's lines
     first_args = [int(os.environ[variable]) for variable in variables]
-    result = fn(*first_args, *args)
+    if call.check:
+        from helpers.training_check import check_training  # here, because it imports much of torch
+
+        torch.seed()  # as under torchrun: a forked rank has the forkserver's state, so all would drop the same units
+        with check_training():
+            result = fn(*first_args, *args)
+    else:
+        result = fn(*first_args, *args)
     if device is not None:
         wait_for_gpu(device)
     try:

@@ -26,6 +26,7 @@ LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "rand
 NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 
 flex: Any = sys.modules["torch._higher_order_ops.flex_attention"]  # its package has a function of this name
+ORIGINAL_COMPATIBLE: Any = torch._has_compatible_shallow_copy_type
 ORIGINAL_DATA: Any = torch.Tensor.data
 ORIGINAL_LOAD = torch.load
 ORIGINAL_ONE_HOT = torch.nn.functional.one_hot
@@ -50,7 +51,7 @@ def patch() -> None:
     replace(torch.Tensor, cpu=lambda self, memory_format=None: to(self, "cpu"))
     replace(torch.Tensor, is_pinned=lambda self, device=None: is_pinned(self))
     replace(torch.nn.functional, one_hot=one_hot)
-    replace(torch, load=load, compile=leave_eager)
+    replace(torch, load=load, compile=leave_eager, _has_compatible_shallow_copy_type=may_share_data)
     flex.flex_attention.py_impl(CudaTensor)(flex.sdpa_dense)
     flex.flex_attention.py_kernels[torch._C.DispatchKey.Autograd] = flex_attention
 
@@ -129,6 +130,17 @@ def set_data(self: torch.Tensor, values: torch.Tensor) -> None:
     if isinstance(self, CudaTensor) and isinstance(values, CudaTensor):
         self.inner = values.inner
         self.index = values.index
+
+
+def may_share_data(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a module that moves may keep its parameter and set ``data``.
+
+    From meta to a GPU it makes a new parameter, which unties tied weights. torch's C++ takes a pretended tensor for one
+    of the CPU, with wrong answers about meta.
+    """
+    if tensor.is_meta != other.is_meta:
+        return False
+    return bool(ORIGINAL_COMPATIBLE(tensor, other))
 
 
 def index_of(tensor: torch.Tensor) -> int | None:
