@@ -166,9 +166,12 @@ def run(rank: int, call: Call, all_have_met: Callable[[], None]) -> bytes:
 
     share_cores(call.world_size)
     dist.set_debug_level_from_env()  # torch read the variable in the forkserver, before it had its value
+    # A forked rank has the forkserver's random state, so ranks that set no seed would all draw the same numbers, and not
+    # their own as under torchrun. Python's random module takes care of that itself.
+    torch.seed()
     numpy = sys.modules.get("numpy")
     if numpy:
-        numpy.random.seed()  # a forked rank has the forkserver's state, so all ranks would draw the same numbers
+        numpy.random.seed()
     device = None
     if call.backend == "nccl":
         local_rank = int(os.environ["LOCAL_RANK"])
@@ -193,7 +196,6 @@ def run(rank: int, call: Call, all_have_met: Callable[[], None]) -> bytes:
     if call.check:
         from helpers.training_check import check_training  # here, because it imports much of torch
 
-        torch.seed()  # as under torchrun: a forked rank has the forkserver's state, so all would drop the same units
         with check_training():
             result = fn(*first_args, *args)
     else:
