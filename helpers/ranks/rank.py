@@ -166,8 +166,8 @@ def run(rank: int, call: Call, all_have_met: Callable[[], None]) -> bytes:
 
     share_cores(call.world_size)
     dist.set_debug_level_from_env()  # torch read the variable in the forkserver, before it had its value
-    # A forked rank has the forkserver's random state, so ranks that set no seed would all draw the same numbers, and not
-    # their own as under torchrun. Python's random module takes care of that itself.
+    # A forked rank has the forkserver's random state, so without a seed of their own all ranks would draw the same
+    # numbers. Under torchrun they differ. Python's random module takes care of that itself.
     torch.seed()
     numpy = sys.modules.get("numpy")
     if numpy:
