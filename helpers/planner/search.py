@@ -12,7 +12,7 @@ from helpers.planner.layout import Layout
 from helpers.planner.memory import stage_memory
 from helpers.planner.model import Model, model_of
 from helpers.planner.records import PlanError
-from helpers.planner.step_time import FACTOR, StepTime, step_time
+from helpers.planner.step_time import INTERVAL_FACTOR, StepTime, step_time
 
 MESH = ("tp", "pp", "cp", "ep")  # The other GPUs are dp.
 EXPLAINED = (*MESH, "zero", "shard", "micro_batch", "interleave", "recompute")
@@ -110,8 +110,9 @@ class Search:
 
     @property
     def margin(self) -> str:
-        close = [fit for fit in self.fits[1:] if fit.seconds <= self.best.seconds * FACTOR]
-        return f"{len(close)} more within a factor of {FACTOR} of it, which a prediction may be off: measure a few."
+        close = [fit for fit in self.fits[1:] if fit.seconds <= self.best.seconds * INTERVAL_FACTOR]
+        interval = f"within a factor of {INTERVAL_FACTOR} of it, which a prediction may be off"
+        return f"{len(close)} more {interval}: measure a few."
 
     @property
     def advice(self) -> str:
