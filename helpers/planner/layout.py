@@ -7,7 +7,7 @@ from helpers.planner.cluster import Cluster
 from helpers.planner.model import Model
 from helpers.planner.records import Record, refuse
 
-ENDS = 2  # the embedding and the head, where stages count each of them as a layer
+OUTER_LAYERS = 2  # the embedding and the head, where stages count each of them as a layer
 
 
 @dataclass(frozen=True)
@@ -120,29 +120,33 @@ class Layout(Record):
         return self.micro_batch * model.seq // self.cp
 
     def stage_layers(self, model: Model) -> list[int]:
-        """[layers of each pipeline stage]. If they do not divide, the middle stages have one more.
+        """How many layers each pipeline stage has. If they do not divide evenly, stages in the middle have one more.
 
-        outer_layers: the first has one fewer, and so has the last (account_for_embedding_in_pipeline_split and
+        With outer_layers the embedding counts as a layer of the first stage and the head as one of the last, so these
+        have one fewer of the model's layers (account_for_embedding_in_pipeline_split and
         account_for_loss_in_pipeline_split of Megatron-LM).
         """
-        layers = model.layers
-        if self.outer_layers:
-            layers += ENDS
-        each, remainder = divmod(layers, self.pp)
-        first = (self.pp - remainder) // 2
-        sizes = [each] * self.pp
-        for stage in range(first, first + remainder):
+        layers_per_stage, remainder = divmod(self.counted_layers(model), self.pp)
+        sizes = [layers_per_stage] * self.pp
+        first_larger_stage = (self.pp - remainder) // 2
+        for stage in range(first_larger_stage, first_larger_stage + remainder):
             sizes[stage] += 1
         if self.outer_layers:
             sizes[0] -= 1
             sizes[-1] -= 1
         return sizes
 
+    def counted_layers(self, model: Model) -> int:
+        """How many layers are divided among the stages: with outer_layers the embedding and the head are two more."""
+        if self.outer_layers:
+            return model.layers + OUTER_LAYERS
+        return model.layers
+
     def layers_of(self, model: Model, stage: int) -> range:
-        """The numbers of a stage's layers."""
+        """The numbers of the layers that a stage has."""
         sizes = self.stage_layers(model)
-        start = sum(sizes[:stage])
-        return range(start, start + sizes[stage])
+        first = sum(sizes[:stage])
+        return range(first, first + sizes[stage])
 
     def check(self, model: Model, cluster: Cluster | None = None) -> Self:
         """Raise a PlanError if this model, or this cluster, cannot be divided like this; return the layout."""
@@ -169,19 +173,20 @@ class Layout(Record):
             refuse(f"an MLP of {model.ffn} does not divide by tp = {tp}", "a divisor of ffn as tp")
 
     def check_stages(self, model: Model) -> None:
+        """Raise a PlanError if a stage would have no layer, or if layers that must divide evenly do not."""
         stages = self.pp * self.interleave
-        counted = model.layers  # with the ends, where stages count these
-        if self.outer_layers:
-            counted += ENDS
         if stages > model.layers or 0 in self.stage_layers(model):
             refuse(f"{model.layers} layers cannot fill {stages} stages (pp x interleave)", "fewer stages")
+
+        layers = self.counted_layers(model)
         may_be_uneven = self.uneven_stages and self.interleave == 1
-        if counted % stages != 0 and not may_be_uneven:
-            option = "uneven_stages = true with interleave = 1"
-            if (model.layers + ENDS) % stages == 0:
-                option = "outer_layers = true"
-            problem = f"{counted} layers do not divide into {stages} stages (pp x interleave)"
-            refuse(problem, f"a divisor of {counted}, or {option}")
+        if layers % stages == 0 or may_be_uneven:
+            return
+        option = "uneven_stages = true with interleave = 1"
+        if (model.layers + OUTER_LAYERS) % stages == 0:
+            option = "outer_layers = true"
+        problem = f"{layers} layers do not divide into {stages} stages (pp x interleave)"
+        refuse(problem, f"a divisor of {layers}, or {option}")
 
     def check_sequence(self, model: Model) -> None:
         parts = self.cp * self.norm_sharers
