@@ -127,7 +127,7 @@ class Model(Record):
         return total
 
     def recomputed_share(self, recompute: str) -> float:
-        """The share of the layers' matrix products in forward that backward repeats; "sac": every second one."""
+        """The share of the layers' matrix products that the backward computes again; "sac": every second one."""
         if recompute == "full":
             return 1.0
         if recompute == "sac":
@@ -136,37 +136,44 @@ class Model(Record):
         return 0.0
 
     def flops_per_token(self, count: str = "6N+A", recompute: str = "none") -> float:
-        """FLOPs of forward and backward for one token.
+        """FLOPs of the forward and the backward for one token, by one of the counts that papers use.
 
-        count: "6N" (Brown et al. 2020, Hoffmann et al. 2022), "6N+A" (Chowdhery et al. 2022, appendix B), "6(N-E)+A"
-        and "6(N-E)+A/2" (one embedding left out; half of A, as no token sees later ones), "gemm" (Narayanan et al.
-        2021, equation 2: 72BLsh²(1 + s/6h + V/12hL), here from the weights, so that it holds for every MLP).
-        recompute: "full" repeats the layers' forward, 96Bslh²(1 + s/6h + V/16lh) (Narayanan, equation 3);
-        "selective" counts attention's A twice, 72BLsh²(1 + s/3h + V/12hL) (Korthikanti et al. 2022, appendix A);
-        "sac" repeats every second matrix (see activations_per_layer).
-        N counts the active parameters of a mixture of experts.
+        count: N are the parameters, of experts the active ones, E is one embedding's part of them, and A is attention's
+        products of all pairs of tokens.
+          "6N": Brown et al. 2020, Hoffmann et al. 2022.
+          "6N+A": Chowdhery et al. 2022, appendix B.
+          "6(N-E)+A", and "6(N-E)+A/2", which leaves out the pairs in which a token would see a later one.
+          "gemm": the matrix products alone; 72BLsh²(1 + s/6h + V/12hL) for GPT (Narayanan et al. 2021, equation 2).
+        recompute: "full" repeats the layers' forward, 96Bslh²(1 + s/6h + V/16lh) (Narayanan, equation 3).
+          "selective" repeats attention, 72BLsh²(1 + s/3h + V/12hL) (Korthikanti et al. 2022, appendix A).
+          "sac" repeats every second matrix product (see activations_per_layer).
         """
-        embedding = self.vocab * self.width  # E
-        attention = 12.0 * self.layers * self.attention_width * self.seq  # A: every pair of tokens, there and back
-        matrices = 6 * self.layer_parameters(active=True)
-        outer = 6 * self.outer_parameters()
+        # A multiplication and an addition for each weight in the forward, and twice as many in the backward.
+        flops_per_weight = 6
+        embedding = self.vocab * self.width
+        # Queries times keys and scores times values take 4 FLOPs in the forward and 8 in the backward, for each pair of
+        # tokens and number of a head.
+        attention = 12.0 * self.layers * self.attention_width * self.seq
+        matrices = flops_per_weight * self.layer_parameters(active=True)
+        outer = flops_per_weight * self.outer_parameters()
         if count == "6N":
             attention = 0
         elif count == "6(N-E)+A":
-            outer -= 6 * embedding
+            outer -= flops_per_weight * embedding
         elif count == "6(N-E)+A/2":
-            outer -= 6 * embedding
+            outer -= flops_per_weight * embedding
             attention /= 2
         elif count == "gemm":
-            matrices = 6 * self.gemm_weights()
-            outer = 6 * embedding
+            matrices = flops_per_weight * self.gemm_weights()
+            outer = flops_per_weight * embedding  # the head, which has as many weights
         elif count != "6N+A":
             refuse(f"{count!r} is not a count of FLOPs that the planner knows", f"one of {', '.join(FLOPS)}")
 
+        # A forward is a third of forward and backward.
         if recompute == "full":
             return (matrices + attention) * 4 / 3 + outer
         if recompute == "selective":
-            attention *= 2
+            attention *= 2  # so the paper's formula counts it
         return matrices * (1 + self.recomputed_share(recompute) / 3) + attention + outer
 
 
