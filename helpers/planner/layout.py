@@ -19,19 +19,21 @@ class Layout(Record):
     pp: int = 1  # pipeline stages
     cp: int = 1  # ranks that share a sample's tokens
     ep: int = 1  # ranks that share the experts, taken from dp · cp
-    zero: Literal[0, 1, 2, 3] = 0  # 0 for DDP, 1 to 3 for what dp · cp ranks share; 3 is FSDP
-    shard: int = 0  # ranks that share it; 0 for all dp · cp, fewer for HSDP
+    # The stage of ZeRO, which says what the dp · cp ranks share: nothing with 0, as in DDP, all with 3, as in FSDP.
+    zero: Literal[0, 1, 2, 3] = 0
+    shard: int = 0  # how many ranks share it; 0 for all dp · cp ranks, fewer for HSDP
     micro_batch: int = 1  # samples in one forward of one rank
     batch: int = 0  # samples in a step, all ranks together; 0 for one micro-batch each
-    interleave: int = 1  # parts of the model on each stage: v
+    interleave: int = 1  # how many parts of the model each stage has: v
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    recompute: Literal["none", "selective", "sac", "full"] = "none"  # attention's scores; whole operations; layers
-    sequence_parallel: bool = False  # norms and dropout divided by tp, too
+    # What the backward computes again: nothing, attention's scores, whole operations, or whole layers.
+    recompute: Literal["none", "selective", "sac", "full"] = "none"
+    sequence_parallel: bool = False  # whether the tp ranks also divide the tokens of norms and dropout
     attention: Literal["flash", "scores"] = "flash"  # "scores" stores the s · s matrix
-    dtype: str = "bfloat16"  # of matrix products; with float8, of the layers' linear ones alone
-    offload: bool = False  # optimizer's state in the host's memory
-    uneven_stages: bool = False  # layers need not divide by stages
-    outer_layers: bool = False  # stages count the embedding and the head as a layer each
+    dtype: str = "bfloat16"  # of matrix products; float8 is used for those of the layers' linear modules only
+    offload: bool = False  # whether the optimizer's state is in the host's memory
+    uneven_stages: bool = False  # whether stages may have different numbers of layers
+    outer_layers: bool = False  # whether stages count the embedding and the head as a layer each
 
     POSITIVE: ClassVar[tuple[str, ...]] = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave")
 
@@ -88,22 +90,22 @@ class Layout(Record):
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether the backward runs a layer's forward again, all of it or the operations that sac did not keep."""
+        """Whether the backward runs a layer's forward again, all of it or the operations whose output was not kept."""
         return self.recompute in ("full", "sac")
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a number that is computed with. With float8, matrices are multiplied in it, but kept in bfloat16."""
+        """Bytes of a number that is computed with. float8 is used within matrix products only, between bfloat16."""
         return 4 if self.dtype in ("float32", "tf32") else 2
 
     @property
     def attention_dtype(self) -> str:
-        """Of attention and the head: torchtitan and Megatron-LM use float8 for the layers' linear products alone."""
+        """The type in which attention and the head multiply: torchtitan and Megatron-LM use no float8 for these."""
         return "bfloat16" if self.dtype == "float8" else self.dtype
 
     @property
     def summary(self) -> str:
-        """The sizes that differ from those of one GPU, in one line."""
+        """In one line the sizes that differ from those of one GPU, the micro-batch, and what is recomputed."""
         sizes = []
         for name in ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "interleave"):
             size = getattr(self, name)
