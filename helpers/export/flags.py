@@ -76,15 +76,21 @@ def read_flag(statement: Statement) -> tuple[str, str]:
 
 
 def parse_args_text(flags: dict[str, str], adds: bool = False) -> str:
-    """The source of the script's function that reads the flags. If ``adds``, the script's ``add_flags`` adds more."""
+    """The source of the script's function ``parse_args``.
+
+    flags: {parameter: the lines that add its flag}. adds: whether the chapter has a function ``add_flags``, which adds
+    more flags by calling the script's function ``add`` with a flag, a default and a help text alone. Then ``add`` makes
+    a switch of each default that is True or False; otherwise the flags' own lines say so.
+    """
     calls = list(flags.values())
     has_groups = any(call.startswith("group = ") for call in calls)
     if adds:
-        # That function passes (flag, default, help) alone, so add() makes a switch of a default that is True or False.
         calls = [call.replace(", action=switch)", ")") for call in calls]
         calls.append("add_flags(add)")
+    has_switch = any("action=switch" in call for call in calls)
+
     lines = ["def parse_args():", "    parser = argparse.ArgumentParser(usage=__doc__)"]
-    if any("action=switch" in call for call in calls):
+    if has_switch:
         lines.append("    switch = argparse.BooleanOptionalAction")
     if has_groups:
         lines.append("    group = parser")
