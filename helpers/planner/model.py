@@ -19,13 +19,13 @@ class Tensor(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """In all copies."""
+        """How many numbers all copies have together."""
         return self.rows * self.columns * self.copies
 
 
 @dataclass(frozen=True)
 class Model(Record):
-    """A decoder-only transformer. Zeros are filled in: kv_heads, head_width and ffn from heads and width."""
+    """A decoder-only transformer. If kv_heads, head_width or ffn is 0, heads and width say what it is."""
 
     name: str = "model"
     layers: int = 0
@@ -33,24 +33,24 @@ class Model(Record):
     heads: int = 0
     vocab: int = 0
     seq: int = 2048  # tokens in a sample
-    kv_heads: int = 0  # fewer than heads: grouped queries; 1: one for all
+    kv_heads: int = 0  # heads of keys and values: with fewer than heads, groups of queries share one; with 1, all do
     head_width: int = 0
     ffn: int = 0  # the MLP's inner width; with experts, that of one expert
-    gated: bool = False  # three matrices in an MLP (SwiGLU) instead of two
-    biases: bool = False  # of all linear layers of a block
-    qkv_biases: bool = False  # of the query, key and value only
-    norm_biases: bool = False  # LayerNorm with a bias; RMSNorm has none
+    gated: bool = False  # whether an MLP has three matrices (SwiGLU) instead of two
+    biases: bool = False  # whether all linear modules of a layer have biases
+    qkv_biases: bool = False  # whether those of queries, keys and values have biases
+    norm_biases: bool = False  # whether norms have biases, as in LayerNorm; RMSNorm has none
     norms: int = 2  # in a layer; 1 where attention and MLP share theirs
-    head_norms: bool = False  # a norm of head_width for queries and one for keys
+    head_norms: bool = False  # whether the heads of queries and those of keys have a norm, of head_width
     learned_positions: bool = False
-    tied: bool = False  # the output layer is the embedding's matrix
+    tied: bool = False  # whether the head is the embedding's matrix
     classes: int = 0  # rows of a second embedding, for labels
     experts: int = 0
     active_experts: int = 0  # for each token
     dense_layers: int = 0  # layers before the first one with experts
-    dense_ffn: int = 0  # the MLP's inner width in these; 0: that of an expert
-    shared_experts: int = 0  # that see every token
-    dropout: bool = False  # in training; its masks are stored for backward
+    dense_ffn: int = 0  # the MLP's inner width in these layers; 0 for the same as an expert's
+    shared_experts: int = 0  # experts that see every token, beside the others
+    dropout: bool = False  # whether training uses dropout, whose masks are stored for the backward
 
     POSITIVE: ClassVar[tuple[str, ...]] = ("layers", "width", "heads", "vocab", "seq")
 
@@ -101,7 +101,7 @@ class Model(Record):
         return {False: self.dense_layers, True: self.layers - self.dense_layers}
 
     def parameters(self, active: bool = False) -> int:
-        """All parameters; those that one token uses, if active.
+        """How many parameters the model has; only those that one token uses, if active.
 
         GPT: Vh + sh + L(12h² + 13h) + 2h (Radford et al. 2019's code). Llama: L(2d·n_h·d_h + 2d·n_kv·d_h + 3df + 2d)
         + d + 2Vd. With experts the MLP counts E times, plus a router d·E.
@@ -109,11 +109,11 @@ class Model(Record):
         return self.outer_parameters() + self.layer_parameters(active)
 
     def outer_parameters(self) -> int:
-        """Of the embeddings, the last norm and the head."""
+        """Parameters of the embeddings, the last norm and the head."""
         return sum(tensor.numbers for tensor in outer_tensors(self))
 
     def layer_parameters(self, active: bool = False) -> int:
-        """Of all layers together."""
+        """Parameters of all layers together; of experts only those that one token uses, if active."""
         total = 0
         for has_experts, layers in self.kinds_of_layers.items():
             total += layers * sum(tensor.numbers for tensor in layer_tensors(self, has_experts, active))
