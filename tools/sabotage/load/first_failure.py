@@ -47,7 +47,7 @@ def describe(item: Any, error: Exception) -> tuple[str, str]:
 
 
 def describe_exception(name: str, value: str, traceback: str, source: str) -> tuple[str, str]:
-    """As ``describe``, of an exception that a cell with this source raised: its name, its message and its traceback."""
+    """(kind, what the cell said), as from ``describe``, of an exception that a cell with this source raised."""
     text = f"{name}: {value}"
     lie = os.environ["WORLD_SIZE_ONE_LIE"]
     is_from_the_lie = "lies.py" in traceback or "lies.py" in value or f"{lie}." in value
