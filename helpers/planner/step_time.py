@@ -211,7 +211,7 @@ def layer_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
 
 
 def passes_over_layer(layout: Layout) -> int:
-    """The forward, the backward, which takes as long as two forwards, and the forward again if it is recomputed."""
+    """How many forwards a step's passes are worth: the forward, the backward, which is two, and a recomputed one."""
     passes = 1 + 2
     if layout.recomputes_layers:
         passes += 1
@@ -235,9 +235,9 @@ def product_flops(model: Model, layout: Layout) -> float:
     appendix). The backward takes two forwards: one for the gradients of the inputs, one for those of the weights.
     """
     forward = 2 * layout.tokens(model) * model.gemm_weights() / model.layers / layout.tp
-    backward_forwards = 2
+    forwards_in_backward = 2
     recomputed_forwards = model.recomputed_share(layout.recompute)
-    return forward * (1 + backward_forwards + recomputed_forwards)
+    return forward * (1 + forwards_in_backward + recomputed_forwards)
 
 
 def attention_flops(model: Model, layout: Layout, conventions: Conventions) -> float:
@@ -247,9 +247,9 @@ def attention_flops(model: Model, layout: Layout, conventions: Conventions) -> f
     FlashAttention's backward takes 2.5 forwards, because it computes the scores again (Dao et al. 2022).
     """
     forward = 4 * layout.tokens(model) * model.seq * model.attention_width / layout.tp
-    backward_forwards = 2 if layout.attention == "scores" else 2.5
+    forwards_in_backward = 2 if layout.attention == "scores" else 2.5
     recomputed_forwards = 1 if recomputes_attention(layout) else 0
-    flops = forward * (1 + backward_forwards + recomputed_forwards)
+    flops = forward * (1 + forwards_in_backward + recomputed_forwards)
     if conventions.causal == "half":
         flops *= 0.5  # The kernel skips the half of the pairs in which a token would see a later one.
     return flops
@@ -258,33 +258,34 @@ def attention_flops(model: Model, layout: Layout, conventions: Conventions) -> f
 def elementwise_bytes(model: Model, layout: Layout) -> float:
     """Bytes that an average layer's norms, additions, activations and scores move in all passes over a micro-batch.
 
-    They are counted with 16-bit numbers first. For GPT with dropout, one pass moves 22h + 16h/t bytes a token, and
+    They are counted for numbers of 16 bits first. For GPT with dropout, one pass moves 22h + 16h/t bytes a token, and
     with stored scores 13as/t more, where h is the width, t = tp, a the heads and s the sequence length.
     """
-    number = 2  # bytes
-    mask = 1 if model.dropout else 0  # byte of a number's dropout mask
+    number_bytes = 2
+    mask_bytes = 1 if model.dropout else 0  # of dropout, for one number
 
-    # Each of the layer's norms comes with one addition to the residual stream.
-    norm = 2 * number  # A norm reads a number and writes one.
-    addition = 3 * number  # An addition reads two and writes one.
-    bytes_of_pass = (norm + addition + mask) * model.norms * model.width / layout.norm_sharers
+    # With each of the layer's norms comes one addition to the residual stream, and one dropout.
+    norm_bytes = 2 * number_bytes  # A norm reads a number and writes one.
+    addition_bytes = 3 * number_bytes  # An addition reads two numbers and writes one.
+    bytes_of_width = norm_bytes + addition_bytes + mask_bytes
+    bytes_of_pass = bytes_of_width * model.norms * model.width / layout.norm_sharers
 
     # An activation function reads a number and writes one; a gated one reads two.
-    activation = 3 * number if model.gated else 2 * number
+    activation_bytes = 3 * number_bytes if model.gated else 2 * number_bytes
     ffn = model.ffn
     if model.experts:
         ffn *= model.active_experts + model.shared_experts
-    bytes_of_pass += activation * ffn / layout.tp
+    bytes_of_pass += activation_bytes * ffn / layout.tp
     bytes_per_token = bytes_of_pass * passes_over_layer(layout)
 
     if layout.attention == "scores":
-        # The first product writes a score, the softmax reads and writes it, the second product reads it.
-        score = 4 * number
+        # The first product writes a score, the softmax reads it and writes one, and the second product reads that.
+        score_bytes = 4 * number_bytes
         if model.dropout:
-            score += 2 * number + mask  # Dropout reads and writes it once more.
-        passes = 4 if recomputes_attention(layout) else 3
-        bytes_per_token += score * model.heads * model.seq / layout.tp * passes
-    return layout.tokens(model) * bytes_per_token * layout.element_bytes / number
+            score_bytes += 2 * number_bytes + mask_bytes  # Dropout reads and writes it once more.
+        passes_of_scores = 4 if recomputes_attention(layout) else 3
+        bytes_per_token += score_bytes * model.heads * model.seq / layout.tp * passes_of_scores
+    return layout.tokens(model) * bytes_per_token * layout.element_bytes / number_bytes
 
 
 def memory_speed(layout: Layout, cluster: Cluster) -> float:
