@@ -44,7 +44,8 @@ def add_repository(app: Sphinx, config: Config) -> None:
             "colab_url": "https://colab.research.google.com",
         },
     )
-    config.ogp_site_url = f"https://{owner.lower()}.github.io/{name}/"
+    config.html_baseurl = f"https://{owner.lower()}.github.io/{name}/"  # each page names its own address below it
+    config.ogp_site_url = config.html_baseurl
     config.notfound_urls_prefix = f"/{name}/"
     page = config.notfound_context["body"].replace('href="/', f'href="/{name}/')
     config.notfound_context = {**config.notfound_context, "body": page}
