@@ -117,7 +117,11 @@ class CudaTensor(Base):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run an operator on the CPU tensors inside, and wrap its results. Raises and counts what a GPU would."""
+        """Run an operator on the CPU tensors inside, and return its results as tensors on the GPU.
+
+        torch calls this for each operator that gets a pretended tensor. Before it runs, errors are raised that CUDA
+        would raise, and waits and copies are counted.
+        """
         kwargs = dict(kwargs or {})
         tensors = tensors_in((*args, *kwargs.values()))
         pretended = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
@@ -134,12 +138,12 @@ class CudaTensor(Base):
         if func._schema.is_mutable:
             for tensor in pretended:
                 follow_shape(tensor)
-        # In-place and out= variants return one of their arguments, so its wrapper has to come back.
-        arguments = {id(cpu_tensor(tensor)): tensor for tensor in tensors}
+        # In-place and out= variants return one of their arguments: not a new wrapper, but the one that was given.
+        given = {id(cpu_tensor(tensor)): tensor for tensor in tensors}
 
         def wrap(result: torch.Tensor) -> torch.Tensor:
-            if id(result) in arguments:
-                return arguments[id(result)]
+            if id(result) in given:
+                return given[id(result)]
             return CudaTensor(result, index)
 
         return map_tensors(out, wrap)

@@ -50,6 +50,7 @@ def patch() -> None:
 
 
 def patch_ddp() -> None:
+    """Let DDP work with pretended tensors, and count its all-reduces."""
     original_init = DistributedDataParallel.__init__
     original_forward = DistributedDataParallel.forward
 
@@ -89,13 +90,14 @@ def patch_dtensor() -> None:
 
 
 def allow_sharding(operator: Any, results: int, tensors: int) -> None:
-    """Let the CPU's fused attention be split as the GPU's is, by sequences or by heads.
+    """Tell DTensor that the CPU's fused attention can be split by sequences or by heads, as it knows of the GPU's.
 
-    After its tensors, the operator has two arguments that are none.
+    ``results`` and ``tensors`` are the numbers of its results and of the tensors among its arguments.
     """
     shardings = []
     for placement in (Replicate(), Shard(0), Shard(1)):
-        shardings.append(([placement] * results, [placement] * tensors + [None, None]))
+        other_arguments = [None, None]  # dropout's probability, and whether the attention is causal
+        shardings.append(([placement] * results, [placement] * tensors + other_arguments))
     register_sharding(operator.default)(lambda *args, **kwargs: shardings)
 
 
