@@ -204,11 +204,14 @@ def closed_box(title: str, content: nodes.Node) -> HideCodeCellNode:
 
 
 def put_behind_figure(imports: nodes.Element) -> None:
-    """A chapter opens with its figure, whose cell needs the imports and so stands after them in the notebook."""
+    """Move the cell with a chapter's imports below the next cell if that draws a figure: a chapter opens with it.
+
+    In the notebook the imports come first, because the figure needs them.
+    """
     parent = imports.parent
     position = parent.index(imports)
-    below = parent[position + 1 : position + 2]
-    if below and isinstance(below[0], nodes.container) and has_figure(below[0]):
+    next_cells = parent[position + 1 : position + 2]  # one, or none at the end of the page
+    if next_cells and isinstance(next_cells[0], nodes.container) and has_figure(next_cells[0]):
         parent.remove(imports)
         parent.insert(position + 1, imports)
 

@@ -23,7 +23,10 @@ ORIGINAL_FUTURE: Any = dist.Work.get_future
 
 
 class CallOrder:
-    """One rank of a group: it compares its collectives with those of the other ranks, through the group's store."""
+    """Compares this rank's collectives in a group with those of the other ranks, through the group's store.
+
+    The first rank that makes its n-th call writes the call under the key ``call/n``, and the others compare theirs.
+    """
 
     store: Any
     rank_in_group: int
@@ -66,9 +69,10 @@ class CallOrder:
         return self.store.get(key).decode()
 
     def share_value(self, key: str, value: str, duty: str, timeout: timedelta) -> list[str]:
-        """Set this rank's value; return all ranks' when they have set theirs.
+        """Set this rank's value in the store, wait for those of the other ranks, and return all values by rank.
 
-        Raises RuntimeError after the timeout, with the ranks that did not do their ``duty``.
+        Raises RuntimeError after the timeout. It says which ranks did not set theirs; ``duty`` is what they would have
+        had to do for that, for the message: "the ranks [1] did not DUTY".
         """
         keys = [f"{key}/{rank}" for rank in range(self.group_size)]
         self.store.set(keys[self.rank_in_group], value)

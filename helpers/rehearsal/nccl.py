@@ -94,10 +94,12 @@ class PretendedNCCL(GLOO, CallOrder):
         self.check_bound(gpu)
         node_and_gpu = f"{os.environ['GROUP_RANK']}/{gpu}"
         duty = "come to this communicator's first use"
-        gpus = self.share_value("gpu", node_and_gpu, duty, self.pretended_options._timeout)
-        twins = [rank for rank in range(self.group_size) if gpus[rank] == node_and_gpu]
-        if len(twins) > 1:
-            raise COUNTS.refuse(f"NCCL error: Duplicate GPU detected: ranks {twins} of a group are all on cuda:{gpu}")
+        gpus_of_ranks = self.share_value("gpu", node_and_gpu, duty, self.pretended_options._timeout)
+        same_gpu = [rank for rank in range(self.group_size) if gpus_of_ranks[rank] == node_and_gpu]
+        if len(same_gpu) > 1:
+            raise COUNTS.refuse(
+                f"NCCL error: Duplicate GPU detected: ranks {same_gpu} of a group are all on cuda:{gpu}"
+            )
         self.gpu = gpu
 
     def check_bound(self, gpu: int) -> None:
@@ -288,6 +290,7 @@ def group_among(args: Sequence[Any]) -> Any:
 
 
 def patch() -> None:
+    """Put the pretended NCCL in the place of torch's, and let all calls of process groups go through the checks."""
     replace(c10d, ProcessGroupNCCL=PretendedNCCL, _NCCL_AVAILABLE=True, default_pg_nccl_timeout=timedelta(minutes=10))
     replace(dist, ProcessGroupNCCL=PretendedNCCL)
     # Without this, "nccl" builds ProcessGroupNCCL2 from torch 2.15 on, which torch calls in another way.

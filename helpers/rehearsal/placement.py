@@ -33,14 +33,18 @@ ORIGINAL_TO: Any = torch.Tensor.to
 
 
 def patch() -> None:
-    torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor copies its values by an operator that is seen
+    """Replace every function of torch that makes a tensor or moves it to another device, and torch.compile."""
+    torch._C._set_only_lift_cpu_tensors(True)  # then torch.tensor copies its values to a GPU by an operator
     with warnings.catch_warnings():
         # PyTorch's build for CUDA has kernels already, and warns that these take their place.
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for operator in FACTORIES:
             LIBRARY.impl(operator, kernel(operator))
     for factory in _device_constructors():
-        module = torch.fft if factory.__name__.startswith("fft_") else torch
+        # Those of torch.fft are called fft_fftfreq and so on.
+        module = torch
+        if factory.__name__.startswith("fft_"):
+            module = torch.fft
         name = factory.__name__.removeprefix("fft_")
         if getattr(module, name, None) is factory:
             replace(module, **{name: on_any_device(factory)})
@@ -51,6 +55,7 @@ def patch() -> None:
     replace(torch.Tensor, is_pinned=lambda self, device=None: is_pinned(self))
     replace(torch.nn.functional, one_hot=one_hot)
     replace(torch, load=load, compile=leave_eager)
+    # torch would trace or compile flex_attention. Pretended tensors get its uncompiled version, sdpa_dense.
     flex.flex_attention.py_impl(CudaTensor)(flex.sdpa_dense)
     flex.flex_attention.py_kernels[torch._C.DispatchKey.Autograd] = flex_attention
 
