@@ -161,7 +161,7 @@ class Control:
 
 
 def page_of(views: list[str], controls: list[Control], caption: str) -> str:
-    """The controls and all frames as HTML that loads nothing."""
+    """The controls and all frames as HTML, which loads no other file and works without a kernel."""
     frames = "".join(views)
     # Radio buttons with one name exclude each other, so the name has to be unique on a page.
     prefix = "f" + hashlib.sha256((caption + frames).encode()).hexdigest()[:8]

@@ -57,7 +57,8 @@ def collect(folder: Path, ranks: list[Rank], timeout: float, watch: Callable[[],
     """Wait for the ranks' reports, and return what has become of the ranks.
 
     The wait is over when every rank has reported, shortly after one has failed, or at the timeout. The timeout counts
-    from the moment when all ranks have met. Meanwhile ``watch`` is called several times a second.
+    from the moment when all ranks have met, for which they have MEET_WITHIN seconds. Meanwhile ``watch`` is called
+    several times a second.
     """
     outcome = Outcome()
     deadline = time.monotonic() + MEET_WITHIN + timeout

@@ -21,8 +21,7 @@ class Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is rebuilt, as (function, arguments); NotImplemented leaves it to pickle."""
-        is_special_module = isinstance(obj, ModuleType) and type(obj) is not ModuleType
-        if is_special_module and sys.modules.get(obj.__name__) is obj:
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)
         if type(obj).__module__ == "torch._ops" and type(obj).__name__ in OPERATORS:
             return operator.attrgetter(path_in_torch_ops(obj)), (sys.modules["torch.ops"],)

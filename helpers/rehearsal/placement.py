@@ -41,13 +41,12 @@ def patch() -> None:
         for operator in FACTORIES:
             LIBRARY.impl(operator, kernel(operator))
     for factory in _device_constructors():
-        # Those of torch.fft are called fft_fftfreq and so on.
-        module = torch
-        if factory.__name__.startswith("fft_"):
-            module = torch.fft
+        owner: Any = torch
+        if factory.__name__.startswith("fft_"):  # torch.fft.fftfreq is called fft_fftfreq
+            owner = torch.fft
         name = factory.__name__.removeprefix("fft_")
-        if getattr(module, name, None) is factory:
-            replace(module, **{name: on_any_device(factory)})
+        if getattr(owner, name, None) is factory:
+            replace(owner, **{name: on_any_device(factory)})
     for owner, names in ((torch, LIKE), (torch.Tensor, NEW)):
         replace(owner, **{name: on_any_device(getattr(owner, name)) for name in names})
     replace(torch.Tensor, to=to, cuda=cuda, pin_memory=pin_memory, data=property(ORIGINAL_DATA.__get__, set_data))

@@ -194,7 +194,7 @@ def put_in_place(
     path: Path, failures: list[str | None], written: list[dict], keep: int
 ) -> None:
     """Write the manifest, give the folder its final name, and remove older ones."""
-    final = path.with_name(path.stem[1:])
+    final = path.with_name(path.stem[1:])  # .step_00000100.tmp becomes step_00000100
     try:
         for rank, failure in enumerate(failures):
             if failure is not None:
@@ -220,7 +220,9 @@ def put_in_place(
 
 def remove(path: Path) -> None:
     """Remove a checkpoint. It is renamed first, so a kill leaves none that is half."""
-    shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))
+    hidden = path.with_name(f".{path.name}.old")
+    path.rename(hidden)
+    shutil.rmtree(hidden)
 
 
 # --- Finding and checking checkpoints
@@ -239,9 +241,9 @@ def finished(folder: Path) -> list[Path]:
 
 
 def damage(path: Path) -> str | None:
-    """Which of a checkpoint's files is missing or has another length; None if none.
+    """Says which of a checkpoint's files is missing or has another length, or None.
 
-    No file is read but the manifest, so it is quick for a checkpoint of any size.
+    It reads only the manifest, so it is quick for a checkpoint of any size.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
@@ -297,7 +299,7 @@ def verify(path: str | Path) -> None:
 
 
 def changed_bytes(path: Path) -> str | None:
-    """Which of a checkpoint's files has another hash than was saved; None if none."""
+    """Says which of a checkpoint's files has another hash than was saved, or None."""
     manifest = json.loads((path / MANIFEST).read_bytes())
     files = [path / name for name in manifest]
     with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock
