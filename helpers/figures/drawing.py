@@ -156,7 +156,7 @@ def bars(values: Mapping[int | str, float], xlabel: str, number: str = "{:.3g}")
     ``values`` is {name: length}. A name that is an int is a rank and has the rank's colour. ``xlabel`` names the unit;
     ``number`` is the format of the numbers.
     """
-    fig = figure(440, 75 + 34 * len(values), layout="constrained")
+    fig = figure(440, 75 + 34 * len(values), layout="constrained")  # 75 pixels for the axis, 34 for each bar
     ax = fig.add_subplot()
     names = []
     look: dict[str, Any]
@@ -182,12 +182,12 @@ def timeline(spans: Mapping[int, Sequence[Span]], xlabel: str) -> Figure:
     order in which they first appear. Bars of the first lane are pale, and those of the others are dark.
     """
     lanes: list[str] = []
-    for events in spans.values():
-        for lane, *_ in events:
+    for spans_of_rank in spans.values():
+        for lane, *_ in spans_of_rank:
             if lane not in lanes:
                 lanes.append(lane)
     rows = [(rank, lane) for rank in spans for lane in lanes]
-    fig = figure(600, 70 + 32 * len(rows), layout="constrained")
+    fig = figure(600, 70 + 32 * len(rows), layout="constrained")  # 70 pixels for the axis, 32 for each row
     ax = fig.add_subplot()
     for row, (rank, row_lane) in enumerate(rows):
         color = rank_color(rank)
@@ -204,9 +204,9 @@ def timeline(spans: Mapping[int, Sequence[Span]], xlabel: str) -> Figure:
 
 
 def label_rows(ax: Axes, names: list[str], xlabel: str) -> None:
-    """Name rows of horizontal bars, the first at the top; lengths begin at zero."""
+    """Name the rows of a chart of horizontal bars, put the first at the top, and let the x axis begin at zero."""
     ax.set_yticks(range(len(names)), names)
-    ax.set(xlabel=xlabel, ylim=(len(names) - 0.5, -0.5))
+    ax.set(xlabel=xlabel, ylim=(len(names) - 0.5, -0.5))  # row k is at y = k, and y grows downwards
     ax.set_xlim(left=0)
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)

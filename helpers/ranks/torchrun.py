@@ -18,7 +18,7 @@ from helpers.ranks.rank import usable_cores
 
 # The system picks the store's port. The address is a number: --standalone would need the host's name to resolve.
 ON_THIS_MACHINE = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")
-INTERRUPTED = 130  # the exit status of a command that a signal ended
+INTERRUPTED = 130  # the exit status that shells give to a command that Ctrl-C ended: 128 and the number of SIGINT
 
 
 @contextlib.contextmanager
