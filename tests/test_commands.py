@@ -201,6 +201,7 @@ NOT_HERE = {  # why a line cannot be run here
     "make gpu ARGS=--record": "needs a GPU: a rehearsal is not recorded, see test_verify.py",
     "export NCCL_SOCKET_IFNAME=eth0": "only NCCL reads it, on GPUs",
     "export NCCL_DEBUG=INFO": "only NCCL reads it, on GPUs",
+    "export NCCL_ALGO=RING": "only NCCL reads it, on GPUs",
     "py-spy dump --pid PID": "py-spy is not among the project's requirements",
 }
 
