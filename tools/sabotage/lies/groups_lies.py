@@ -56,7 +56,7 @@ def launch_returns_results_backwards(module: Any) -> None:
         return true(*inputs, **keywords)[::-1]
 
 
-@lie("00 06c 02 03b 04", "hang|stands still|timeout|wait|never come", module=LAUNCH)
+@lie("00 06c 02 03b 04b", "hang|stands still|timeout|wait|never come", module=LAUNCH)
 def launch_forgives_a_hang(module: Any) -> None:
     """`launch` returns when a rank hangs, and says nothing."""
 
