@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 from store_outputs import WIDGET_VIEW
 
 from helpers.figures import drawing, sliders
-from helpers.figures.ddp import bucket_map, ddp_overlap, exposed, overlap_schedule, replicas
+from helpers.figures.ddp import ddp_overlap, exposed, overlap_schedule, replicas
 from helpers.figures.drawing import RANK_COLORS, canvas, rank_color, show
 from helpers.figures.sliders import explore
 
@@ -105,7 +105,6 @@ def every_figure():
     for world_size, buckets in [(1, 4), (2, 1), (8, 16)]:
         yield ddp_overlap(world_size, buckets)
         yield replicas(world_size)
-    yield bucket_map([[("2.weight", 5120), ("2.bias", 40)], [("0.weight", 2**20)]])
     yield drawing.lines({0: [3, 2, 1], 9: [1, 2, 3]}, [1, 2, 3], "step", "loss")
     yield drawing.lines({"plain": [3, 2, 1], "no_sync": [1, 2, 3]}, [1, 2, 3], "step", "time (ms)")
     yield drawing.bars({"fp32": 4.0, "fp16": 2.0}, "megabytes")

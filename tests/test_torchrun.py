@@ -98,7 +98,11 @@ stop_process_group()
 
 @pytest.mark.parametrize(
     ("end", "status", "errors"),
-    [("", 0, "^$"), ("exit 3", 3, "^$"), ("raise", 1, r"^\[rank0\]: Traceback (.*\n)*\[rank0\]: ValueError: no data\n$")],
+    [
+        ("", 0, "^$"),
+        ("exit 3", 3, "^$"),
+        ("raise", 1, r"^\[rank0\]: Traceback (.*\n)*\[rank0\]: ValueError: no data\n$"),
+    ],
 )
 def test_a_scripts_status_is_its_own_its_handlers_run_and_it_leaves_nothing(end, status, errors, alone, tmp_path):
     script = export(write_notebook(tmp_path, ENDING, parameters='end: str = ""'), tmp_path / "empty")

@@ -1,4 +1,4 @@
-"""Chapter 4's figures: what DDP is, when a step computes and when it waits, and which gradients share a bucket."""
+"""Chapter 4's figures: what DDP is, and when a step computes and when it waits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -250,27 +250,3 @@ def replicas(world_size: int = 4) -> Figure:
 def arrow_down(ax: Axes, x: float, start: float, end: float) -> None:
     look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "color": INK, "linewidth": 1}
     ax.add_artist(FancyArrowPatch((x, start), (x, end), shrinkA=0, shrinkB=0, clip_on=False, **look))
-
-
-@style()
-def bucket_map(buckets: Sequence[Sequence[tuple[str, int]]]) -> Figure:
-    """DDP's buckets, the first to leave on top: lists of (parameter's name, bytes). A box is as wide as its bytes."""
-    left = 92
-    width = 560
-    gap = 4
-    pitch = 38
-    largest = max(sum(size for _, size in bucket) for bucket in buckets)
-    fig, ax = canvas(left + width + 8, pitch * len(buckets) + 10)
-    for row, bucket in enumerate(buckets):
-        y = 6 + pitch * row
-        total = sum(size for _, size in bucket)
-        ax.text(0, y + 13, f"bucket {row}")
-        ax.text(0, y + 28, f"{total / 2**20:.2f} MiB", color=(INK, 0.7), fontsize=11)
-        x: float = left
-        for name, size in bucket:
-            length = max(6, (width - gap * len(bucket)) * size / largest)
-            boxes(ax, [(x, y, length, 28)], facecolor=(INK, 0.18), edgecolor=INK, linewidth=1)
-            if length > 60:
-                ax.text(x + length / 2, y + 19, name, ha="center")
-            x += length + gap
-    return fig
