@@ -118,7 +118,7 @@ KINDS = {
     "nothing_loaded": Kind(
         "load_state_dict(strict=False) fills nothing",
         "Compare the two lists of keys, strip a prefix such as module., and load with strict=True.",
-        "notebooks/04_ddp.ipynb#strictfalse-and-the-module-prefix",
+        "notebooks/04b_ddp_in_real_projects.ipynb#strictfalse-and-the-module-prefix",
     ),
     "nothing_restored": Kind(
         "a checkpoint is loaded into what has no place for it",
@@ -143,12 +143,12 @@ KINDS = {
     "no_gradient": Kind(
         "an optimizer whose parameters never get a gradient",
         "Look for detach(), no_grad() or .data between these parameters and the loss.",
-        "notebooks/04_ddp.ipynb#a-parameter-that-no-rank-uses",
+        "notebooks/04b_ddp_in_real_projects.ipynb#a-parameter-that-no-rank-uses",
     ),
     "different_buffers": Kind(
         "ranks evaluate with different batch statistics",
         "Broadcast rank 0's buffers before the evaluation, or use SyncBatchNorm.",
-        "notebooks/04_ddp.ipynb#batch-statistics-each-rank-its-own",
+        "notebooks/04b_ddp_in_real_projects.ipynb#batch-statistics-each-rank-its-own",
     ),
     "rank_alone": Kind(
         "a wrapped model is called on some ranks only",
