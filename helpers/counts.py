@@ -21,9 +21,9 @@ UPLOAD = "upload"
 COPY = "copy"
 COLLECTIVE = "collective"
 
-SYNC = "called a synchronizing CUDA operation"  # what torch says in the mode of torch.cuda.set_sync_debug_mode
-NOT_PINNED = "to the GPU, not pinned"  # a copy with non_blocking=True that waits all the same
-SILENT = {"cuda.synchronize", "event.synchronize", NOT_PINNED}  # waits of which torch's mode says nothing
+SYNC = "called a synchronizing CUDA operation"  # torch's message for a wait, if set_sync_debug_mode asked for messages
+NOT_PINNED = "to the GPU, not pinned"  # a copy that blocks in spite of non_blocking=True
+SILENT = {"cuda.synchronize", "event.synchronize", NOT_PINNED}  # waits for which torch has no such message
 
 
 class Event(NamedTuple):
@@ -36,15 +36,15 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """An event with its counts. ``per_step`` is the mean from the first optimizer step to the last."""
+    """An event with its counts."""
 
     line: str
     kind: str
     what: str
-    count: int
-    bytes: int
-    in_steps: int
-    per_step: float
+    count: int  # in the whole run
+    bytes: int  # in the whole run
+    in_steps: int  # the count between the first optimizer step and the last
+    per_step: float  # its mean for a step
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,10 @@ class Refusal:
 
 
 def frame_outside(*folders: str, start: FrameType | None = None) -> FrameType | None:
-    """The innermost running frame whose file lies in none of these folders: the caller, without the code in them."""
+    """The innermost running frame whose file is in none of these folders: the line that called what is in them.
+
+    The search goes outwards from ``start``, or else from the caller of this function. None if no frame is outside.
+    """
     frame: FrameType | None = start or sys._getframe(1)
     while frame and frame.f_code.co_filename.startswith(folders):
         frame = frame.f_back
@@ -92,14 +95,17 @@ class Counts:
             self.report_wait(event)
 
     def report_wait(self, event: Event) -> None:
-        """Warn or raise as torch does of a wait, in the mode that torch.cuda.set_sync_debug_mode has set."""
+        """Warn of a wait, or raise for it, as torch does in the mode that torch.cuda.set_sync_debug_mode has set."""
         if self.sync_debug_mode == 2:
             raise self.refuse(SYNC)
         file, _, number = event.line.rpartition(":")
         warnings.warn_explicit(SYNC, UserWarning, file, int(number or 0))
 
     def count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """A hook that every optimizer calls at a step. With several optimizers, the steps of the busiest one count."""
+        """Note the counts so far at a training step. This is a hook that torch calls after each optimizer's step.
+
+        A training step may step several optimizers. Only the one that has made the most steps begins a new one here.
+        """
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
         if self.steps[optimizer] > len(self.events_at_step):
             self.events_at_step.append(Counter(self.events))
@@ -115,10 +121,21 @@ class Counts:
         for event, count in sorted(self.events.items()):
             in_steps = 0
             per_step = 0.0
-            if len(self.events_at_step) > 1:
+            steps_after_the_first = len(self.events_at_step) - 1
+            if steps_after_the_first > 0:
                 in_steps = self.events_at_step[-1][event] - self.events_at_step[0][event]
-                per_step = in_steps / (len(self.events_at_step) - 1)
-            rows.append(Row(*event, count, self.bytes[event], in_steps, per_step))
+                per_step = in_steps / steps_after_the_first
+            rows.append(
+                Row(
+                    line=event.line,
+                    kind=event.kind,
+                    what=event.what,
+                    count=count,
+                    bytes=self.bytes[event],
+                    in_steps=in_steps,
+                    per_step=per_step,
+                )
+            )
         return rows
 
 

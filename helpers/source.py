@@ -13,11 +13,14 @@ from types import CodeType
 
 IMPORT = ast.Import | ast.ImportFrom
 DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-OF_ANNOTATIONS = {"__annotate__", "__conditional_annotations__"}  # which Python binds by itself from 3.14 on
-IMPLICIT = {"__name__", "__annotations__"}  # which the code of a class or of an annotation reads by itself
+ANNOTATION_NAMES = {"__annotate__", "__conditional_annotations__"}  # from Python 3.14 on the compiler adds these names
+IMPLICIT_NAMES = {"__name__", "__annotations__"}  # the compiler adds these names to a class and to annotations
 LOADS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")  # the last: in a class, from Python 3.12 on
 STORES = ("STORE_NAME", "STORE_GLOBAL")
-DELETES = ("DELETE_NAME", "DELETE_GLOBAL")  # they need the name, as a load does, and bind it anew, as a store does
+DELETES = ("DELETE_NAME", "DELETE_GLOBAL")
+# `del x` changes which names are bound, and it fails unless x exists. So it counts as a binding and as a reading.
+BINDINGS = (*STORES, *DELETES)
+READINGS = (*LOADS, *DELETES)
 
 
 @dataclass(frozen=True)
@@ -28,30 +31,33 @@ class Statement:
     code: str  # with the comment at the end of its last line
     above: str = ""  # the comment and blank lines before it
     where: str = ""  # the cell, for messages
-    binds: set[str] = field(init=False, default_factory=set)  # the global names that it binds
-    reads: set[str] = field(init=False, default_factory=set)  # those that it reads, also in its functions
-    needs: set[str] = field(init=False, default_factory=set)  # those of them that it reads when it is executed
+    binds: set[str] = field(init=False, default_factory=set)  # global names that it assigns, defines or deletes
+    reads: set[str] = field(init=False, default_factory=set)  # global names that it reads, also in its functions
+    needs: set[str] = field(init=False, default_factory=set)  # those of `reads` that must exist when it is executed
     local_names: set[str] = field(init=False, default_factory=set)  # of its functions, classes and comprehensions
 
     def __post_init__(self) -> None:
-        """Take the names from the bytecode."""
-        for scope, is_executed in scopes(compiled(self.code)):
+        """Fill in the sets of names from the bytecode, in which the compiler has told global names from local ones."""
+        for scope, runs_with_statement in scopes(compiled(self.code)):
+            is_module = scope.co_name == "<module>"
             self.local_names.update(scope.co_varnames, scope.co_cellvars)
-            class_names = set(IMPLICIT)  # what the body of a class binds, it does not read from outside
-            for step in dis.get_instructions(scope):
-                if step.argval in OF_ANNOTATIONS:
+            # Names without _GLOBAL in their instruction are global in a module. In a class's body they are attributes
+            # of the class once the body has bound them. The bytecode of functions has no such names.
+            bound_in_class = set(IMPLICIT_NAMES)
+            for instruction in dis.get_instructions(scope):
+                name = instruction.argval
+                if name in ANNOTATION_NAMES:
                     continue
-                if step.opname in STORES + DELETES:
-                    is_global = step.opname.endswith("_GLOBAL") or scope.co_name == "<module>"
-                    if is_global:
-                        self.binds.add(step.argval)
+                if instruction.opname in BINDINGS:
+                    if is_module or instruction.opname.endswith("_GLOBAL"):
+                        self.binds.add(name)
                     else:
-                        class_names.add(step.argval)
-                if step.opname in LOADS + DELETES and step.argval not in class_names:
-                    self.reads.add(step.argval)
-                    if is_executed:
-                        self.needs.add(step.argval)
-            self.local_names.update(class_names)
+                        bound_in_class.add(name)
+                if instruction.opname in READINGS and name not in bound_in_class:
+                    self.reads.add(name)
+                    if runs_with_statement:
+                        self.needs.add(name)
+            self.local_names.update(bound_in_class)
 
     @property
     def text(self) -> str:
@@ -59,58 +65,62 @@ class Statement:
 
 
 def compiled(code: str) -> CodeType:
-    """The code of a module. Raises SyntaxError, for a null byte too, and for half of a character."""
+    """Compile the text of a module. Raises SyntaxError where it is not Python."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "\d" is for the reader to correct
+        warnings.simplefilter("ignore")  # compile() warns of "\d", which the author of the cell has to correct
         try:
             return compile(code, "cell", "exec", dont_inherit=True)
-        except ValueError as error:
+        except ValueError as error:  # for a surrogate, which UTF-8 cannot encode; on some versions for a null byte
             raise SyntaxError(str(error)) from None
 
 
 def scopes(code: CodeType, is_executed: bool = True) -> Iterator[tuple[CodeType, bool]]:
-    """The code and the functions and classes in it, each with whether it is executed when the whole code is.
+    """Yield a code object and all code objects inside it: those of its functions, classes and comprehensions.
 
-    A class's body is. So are comprehensions, which have code of their own up to Python 3.11, and a lambda may be.
+    Each comes with whether it runs as soon as the statement does. The body of a class does, and so does a
+    comprehension, which has a code object of its own up to Python 3.11. The body of a function waits for a call. A
+    lambda is taken to run at once, because it is often called by the statement itself, as a key of sorted() is.
     """
     yield code, is_executed
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
+            # Only functions, lambdas and comprehensions are "optimized", and only functions have a plain name.
             is_function = inner.co_flags & inspect.CO_OPTIMIZED and not inner.co_name.startswith("<")
             yield from scopes(inner, is_executed and not is_function)
 
 
 def split(source: str, where: str = "") -> list[Statement]:
-    """The top-level statements of a source text, in order; an import of several names is one for each name.
+    """Split a source text into its top-level statements, in order. Raises SyntaxError where it is not Python.
 
-    Raises SyntaxError.
+    An import of several names becomes one statement for each name, so that a script can take only the names it uses.
+    ``where`` names the cell in messages.
     """
-    compiled(source)  # ast.parse takes a `return` outside a function, and more
+    compiled(source)  # this finds errors that ast.parse lets pass, such as a `return` outside a function
     body = ast.parse(source).body
     lines = source.split("\n")
     first_lines = [first_line_of(node) for node in body]
-    statements: list[Statement] = []
-    done = 0  # so many lines belong to the statements before
     next_lines = [*first_lines[1:], len(lines) + 1]
+    statements: list[Statement] = []
+    last_before = 0  # the number, from 1, of the last line of the statement before
     for node, first, next_first in zip(body, first_lines, next_lines, strict=False):
         last = node.end_lineno or first
         code = "\n".join(lines[first - 1 : last])
         if next_first <= last:  # a semicolon and the next statement follow on the last line
             code = ast.get_source_segment(source, node) or code
-        elif first <= done:  # this statement stands behind a semicolon; ast's columns count bytes
+        elif first <= last_before:  # this is the last statement of a line with semicolons; ast's columns count bytes
             code = code.encode()[node.col_offset :].decode()
-        above = "\n".join(lines[done : first - 1])
+        above = "\n".join(lines[last_before : first - 1])
         if isinstance(node, IMPORT) and len(node.names) > 1:
             for alias in node.names:
                 single = type(node)(**{**dict(ast.iter_fields(node)), "names": [alias]})
                 statements.append(Statement(single, ast.unparse(single), above, where))
-                above = ""
+                above = ""  # the comment above the import stays with its first name
         else:
             statements.append(Statement(node, code, above, where))
-        done = last
-    comments = "\n".join(lines[done:])
-    if comments.strip():
-        statements.append(Statement(ast.Pass(), "", comments, where))
+        last_before = last
+    comments_at_end = "\n".join(lines[last_before:])
+    if comments_at_end.strip():
+        statements.append(Statement(ast.Pass(), "", comments_at_end, where))
     return statements
 
 

@@ -181,6 +181,7 @@ TEACHING = {  # files that may name a chapter by its file's name: to teach what
     "tests/support/verified_run.py": "what the name of a page looks like",
     "tests/support/plain_code.py": "what the place of a cell looks like",
     "tests/plain_code_exceptions.txt": "not to teach: it lists cells by their places, and only shrinks",
+    "helpers/training_check.py": "which section explains a mistake",
     "tools/store_outputs.py": "what the path of a notebook looks like",
 }
 

@@ -161,6 +161,12 @@ TESTS = {  # by which other test a line is run
     "python -m helpers export 11 --slurm --nodes 2 --out jobs": "test_commands.py::python -m helpers export 11 --slurm",
     "torchrun --nproc-per-node=1": "test_promises.py::test_lines_of_one_node_in_their_order",
     "python -m torch.distributed.run": "test_torchrun.py::test_a_rank_that_raises_ends_the_job_and_is_named",
+    "python -m helpers rehearse train.py --gpus 2": (
+        "test_training_check.py::test_a_rehearsal_names_a_silent_mistake_and_fails_unless_it_is_allowed"
+    ),
+    "torchrun --nproc-per-node=gpu training_check.py train.py": (
+        "test_training_check.py::test_a_script_runs_unchanged_under_the_check"
+    ),
     "python -m helpers rehearse 7": "test_commands.py::test_a_rehearsal_of_defaults_ends_within_a_minute",
     "python -m helpers rehearse 8": "test_commands.py::test_a_rehearsal_of_defaults_ends_within_a_minute",
     "python -m helpers rehearse 9": "test_commands.py::test_a_rehearsal_of_defaults_ends_within_a_minute",
@@ -200,6 +206,7 @@ NOT_HERE = {  # why a line cannot be run here
     "make sabotage ARGS=no_sync_that_syncs": "test_sabotage.py tells three other lies; .ci/run daily tells this one",
     "export NCCL_SOCKET_IFNAME=eth0": "only NCCL reads it, on GPUs",
     "export NCCL_DEBUG=INFO": "only NCCL reads it, on GPUs",
+    "export NCCL_ALGO=RING": "only NCCL reads it, on GPUs",
     "py-spy dump --pid PID": "py-spy is not among the project's requirements",
 }
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -31,13 +32,20 @@ def test_ranks_form_one_gloo_group_and_results_come_in_rank_order():
     def late_first(x):
         dist.all_reduce(x)
         time.sleep(0.1 * (3 - dist.get_rank()))
-        return x.item(), dist.get_backend(), dist.get_rank(), dist.get_world_size(), np.random.rand()
+        return x.item(), dist.get_backend(), dist.get_rank(), dist.get_world_size()
 
     results = launch(late_first, torch.tensor(2.0), timeout=MAX_SECONDS)
-    assert [result[:4] for result in results] == [(8.0, "gloo", rank, 4) for rank in range(4)]
-    assert (
-        len({result[4] for result in results}) == 4
-    )  # a fork has its parent's state: NumPy would draw the same on all
+    assert results == [(8.0, "gloo", rank, 4) for rank in range(4)]
+
+
+def test_ranks_without_a_seed_draw_different_random_numbers():
+    """As under torchrun. Forks would all have their parent's random state."""
+
+    def draw():
+        return torch.rand(()).item(), np.random.rand(), random.random()
+
+    for of_one_library in zip(*launch(draw, nproc=4), strict=True):
+        assert len(set(of_one_library)) == 4
 
 
 def test_values_arrive_and_return_as_they_were():

@@ -13,7 +13,7 @@ from helpers.planner.conventions import Conventions
 from helpers.planner.experiments.vtrain import MEGATRON, coverage, fit, interval_factor, left_out, measured
 from helpers.planner.layout import Layout
 from helpers.planner.model import model_of
-from helpers.planner.step_time import FACTOR, FITTED, step_time
+from helpers.planner.step_time import FITTED, INTERVAL_FACTOR, step_time
 from helpers.ranks.launch import launch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
@@ -269,7 +269,7 @@ def test_overlap_hides_gradients_behind_the_backward():
 
 def test_constants_are_those_of_the_fit_and_the_interval_covers_steps_that_it_did_not_see():
     assert astuple(FITTED) == pytest.approx(astuple(fit(measured())), rel=2e-3)
-    assert interval_factor(left_out()) == pytest.approx(FACTOR, rel=2e-3)
+    assert interval_factor(left_out()) == pytest.approx(INTERVAL_FACTOR, rel=2e-3)
     assert round(coverage(), 2) == 0.89
 
 

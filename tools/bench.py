@@ -22,6 +22,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from typing import Any
 
 from helpers.command_line import aligned
 from helpers.ranks.ports import hold_port
@@ -29,9 +30,9 @@ from helpers.ranks.ports import hold_port
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "book" / "recorded"
 NPROC = 4
-TOTAL = 10.0  # 1 + 2 + 3 + 4
-ROUNDS = 3
-BASE = "launch"  # the other ways are compared with it
+TOTAL = 10.0  # 1 + 2 + 3 + 4, what the all-reduce gives
+ROUNDS = 3  # how often each way is measured
+BASE = "launch"  # The ratios of the table compare the other ways with it.
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 Seconds = dict[str, list[float]]  # {row of the table: its measurements}
 
@@ -66,6 +67,13 @@ def with_group(rank: int, store: str) -> float:
     return total
 
 
+def use_one_thread() -> None:
+    """Compute on one thread, as ranks do that torchrun starts."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 def use_openmp() -> None:
     """Multiply matrices on two threads, as a notebook's kernel has done by the time it starts ranks."""
     import torch
@@ -78,7 +86,7 @@ def use_openmp() -> None:
 
 
 def seconds_of(call: Callable[[], list[float]], calls: int) -> list[float]:
-    """How long each of so many calls takes. A call returns what ``all_reduce`` gave on each rank."""
+    """How long each of so many calls takes. A call returns what ``all_reduce`` gave on each rank, which is checked."""
     seconds = []
     for _ in range(calls):
         start = time.perf_counter()
@@ -89,6 +97,7 @@ def seconds_of(call: Callable[[], list[float]], calls: int) -> list[float]:
 
 
 def first_and_later(way: str, seconds: list[float]) -> Seconds:
+    """Two rows of the table: the first call, in which a way may start processes that it keeps, and the later ones."""
     return {f"first call: {way}": seconds[:1], f"later call: {way}": seconds[1:]}
 
 
@@ -97,16 +106,19 @@ def time_launch() -> Seconds:
 
     warm()  # as `%load_ext helpers` does in a chapter's first cell
     use_openmp()
-    return first_and_later("launch", seconds_of(lambda: launch(all_reduce, nproc=NPROC), 8))
+    seconds = seconds_of(lambda: launch(all_reduce, nproc=NPROC), calls=8)
+    return first_and_later("launch", seconds)
 
 
 def put_total(rank: int, store: str, queue: SimpleQueue) -> None:
+    """``with_group`` for ways that do not return what a rank returns: its total goes into a queue."""
     queue.put((rank, with_group(rank, store)))
 
 
 def totals_in(queue: SimpleQueue) -> list[float]:
-    """The ranks' totals, in their order."""
-    return [total for _, total in sorted(queue.get() for _ in range(NPROC))]
+    """The totals that all ranks have put into a queue, by rank."""
+    totals = dict(queue.get() for _ in range(NPROC))
+    return [totals[rank] for rank in range(NPROC)]
 
 
 def time_spawn() -> Seconds:
@@ -119,7 +131,7 @@ def time_spawn() -> Seconds:
         return totals_in(queue)
 
     use_openmp()
-    return first_and_later("mp.spawn", seconds_of(call, 2))
+    return first_and_later("mp.spawn", seconds_of(call, calls=2))
 
 
 def time_accelerate() -> Seconds:
@@ -127,20 +139,23 @@ def time_accelerate() -> Seconds:
     import torch.multiprocessing as mp
     from accelerate import notebook_launcher
 
+    def rank_main(store: str, queue: SimpleQueue) -> None:
+        put_total(int(os.environ["RANK"]), store, queue)
+
     def call() -> list[float]:
         queue = mp.get_context("fork").SimpleQueue()
-
-        def work(store: str) -> None:
-            put_total(int(os.environ["RANK"]), store, queue)
-
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None), hold_port() as port:
-            notebook_launcher(work, (f"{folder}/store",), num_processes=NPROC, use_port=str(port))
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stdout(None),  # It prints how many processes it starts.
+            hold_port() as port,  # Other programs on this machine may look for a free port, too.
+        ):
+            notebook_launcher(rank_main, (f"{folder}/store", queue), num_processes=NPROC, use_port=str(port))
         return totals_in(queue)
 
-    return first_and_later("accelerate", seconds_of(call, 4))
+    return first_and_later("accelerate", seconds_of(call, calls=4))
 
 
-SCRIPT = f"""\
+RANK_SCRIPT = f"""\
 import os, pathlib, sys
 sys.path.insert(0, {str(ROOT / "tools")!r})
 import bench
@@ -150,47 +165,66 @@ rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
 
 
 def time_torchrun() -> Seconds:
+    """torchrun, on a script whose ranks write their totals to files, from which they are read."""
+
     def call() -> list[float]:
         with tempfile.TemporaryDirectory() as folder, hold_port() as port:
             script = Path(folder, "script.py")
-            script.write_text(SCRIPT)
+            script.write_text(RANK_SCRIPT)
             command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={NPROC}"]
             command += ["--master-addr=127.0.0.1", f"--master-port={port}", str(script), folder]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
             return [float(Path(folder, str(rank)).read_text()) for rank in range(NPROC)]
 
-    return first_and_later("torchrun", seconds_of(call, 2))
+    return first_and_later("torchrun", seconds_of(call, calls=2))
+
+
+def call_on_engine(tools: str, function: str, arguments: list) -> Any:
+    """Call a function of this file on an engine of ipyparallel, to which it has to come as the module bench."""
+    import importlib
+    import sys
+
+    if tools not in sys.path:
+        sys.path.insert(0, tools)
+    return getattr(importlib.import_module("bench"), function)(*arguments)
 
 
 def time_ipyparallel() -> Seconds:
-    """The first call contains the engines' start. With a group that is kept, a call is the all-reduce alone."""
+    """ipyparallel, whose engines keep running, so that also a process group can be kept between two calls.
+
+    The first call contains the engines' start. With a group that is kept, a call is the all-reduce alone.
+    """
     import ipyparallel
 
+    logging_error = 40
     start = time.perf_counter()
     with (
         tempfile.TemporaryDirectory() as folder,
-        ipyparallel.Cluster(n=NPROC, log_level=40, profile_dir=folder) as client,
+        ipyparallel.Cluster(n=NPROC, log_level=logging_error, profile_dir=folder) as client,
     ):
 
-        def on_engines(code: str) -> list:
-            """What ``code`` evaluates to on each engine; RANK in it stands for the engine's number."""
-            pending = [client[rank].apply_async(eval, code.replace("RANK", str(rank))) for rank in range(NPROC)]
+        def on_engines(function: str, arguments: Callable[[int], list]) -> list:
+            """What a function of this file returns on each engine. ``arguments(rank)`` are its arguments there."""
+            pending = []
+            for rank in range(NPROC):
+                engine = client[rank]
+                pending.append(engine.apply_async(call_on_engine, str(ROOT / "tools"), function, arguments(rank)))
             return [reply.get(timeout=60) for reply in pending]
 
-        stores = itertools.count()
+        store_numbers = itertools.count()  # A file by which processes met cannot be used again.
 
         def call() -> list[float]:
-            return on_engines(f"__import__('bench').with_group(RANK, '{folder}/store{next(stores)}')")
+            store = f"{folder}/store{next(store_numbers)}"
+            return on_engines("with_group", lambda rank: [rank, store])
 
-        on_engines(f"__import__('sys').path.insert(0, {str(ROOT / 'tools')!r})")
-        on_engines("__import__('torch').set_num_threads(1)")
-        seconds_of(call, 1)
+        on_engines("use_one_thread", lambda rank: [])
+        seconds_of(call, calls=1)
         first = time.perf_counter() - start
-        later = seconds_of(call, 8)
-        on_engines(f"__import__('bench').start_group(RANK, '{folder}/kept')")
-        kept = seconds_of(lambda: on_engines("__import__('bench').all_reduce()"), 8)
-        return {**first_and_later("ipyparallel", [first, *later]), "later call: ipyparallel, group kept": kept}
+        later = seconds_of(call, calls=8)
+        on_engines("start_group", lambda rank: [rank, f"{folder}/kept"])
+        with_kept_group = seconds_of(lambda: on_engines("all_reduce", lambda rank: []), calls=8)
+    return {**first_and_later("ipyparallel", [first, *later]), "later call: ipyparallel, group kept": with_kept_group}
 
 
 WAYS = {
@@ -206,6 +240,7 @@ WAYS = {
 
 
 def in_new_interpreter(way: str) -> Seconds:
+    """Start this file again, in an interpreter that measures one way and prints what it measured as JSON."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK}
     command = [sys.executable, __file__, "--way", way]
     process = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment)
@@ -226,17 +261,23 @@ def measure() -> Seconds:
 
 
 def table(seconds: Seconds) -> list[dict[str, str]]:
-    """The rows, first calls before later ones: the median, its spread, and its ratio to that of ``launch``."""
+    """The rows, first calls before later ones: the median, the spread, and how many times launch's median it is."""
+
+    def call_of(row: str) -> str:
+        """``first call`` or ``later call``, with which the name of a row begins."""
+        return row.partition(": ")[0]
+
     rows = []
-    for name in sorted(seconds, key=lambda name: name.partition(": ")[0]):
+    for name in sorted(seconds, key=call_of):
         measured = seconds[name]
-        base = seconds[f"{name.partition(': ')[0]}: {BASE}"]
+        median = statistics.median(measured)
+        median_of_launch = statistics.median(seconds[f"{call_of(name)}: {BASE}"])
         rows.append(
             {
                 "What": name,
-                "Seconds": f"{statistics.median(measured):.3g}",
+                "Seconds": f"{median:.3g}",
                 "Lowest to highest": f"{min(measured):.3g} to {max(measured):.3g}",
-                "Ratio": f"{statistics.median(measured) / statistics.median(base):.3g}",
+                "Ratio": f"{median / median_of_launch:.3g}",
                 "Calls": str(len(measured)),
             }
         )
@@ -244,15 +285,17 @@ def table(seconds: Seconds) -> list[dict[str, str]]:
 
 
 def machine() -> list[dict[str, str]]:
-    """The rows of the machine and the software. Call it before the run, because of the load."""
+    """The rows of the machine and the software. Call it before the measurements, which add to the load."""
     cpu = platform.machine()
     if sys.platform == "linux":
         model = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        cpu = model[1] if model else cpu
+        if model:
+            cpu = model[1]
+    last_minute, *_ = os.getloadavg()
     values = {
         "CPU": cpu,
         "cores": str(os.cpu_count()),
-        "load before the run": f"{os.getloadavg()[0]:.1f}",
+        "load before the run": f"{last_minute:.1f}",
         "Python": platform.python_version(),
         **{name: version(name) for name in ("torch", "accelerate", "ipyparallel")},
         "date": datetime.date.today().isoformat(),
@@ -260,23 +303,35 @@ def machine() -> list[dict[str, str]]:
     return [{"What": name, "Here": value} for name, value in values.items()]
 
 
+def show(rows: list[dict[str, str]]) -> None:
+    """Print rows as a table."""
+    columns = list(rows[0])
+    cells = [list(row.values()) for row in rows]
+    for line in aligned([columns, *cells], left=range(len(columns))):
+        print(line)
+
+
+def write(rows: list[dict[str, str]], name: str) -> None:
+    """Write rows to a file that book/bench.md shows."""
+    with (RECORDED / f"bench_{name}.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", action="store_true", help="write the tables of book/bench.md")
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # for in_new_interpreter
     args = parser.parse_args()
     if args.way:
         print("\n" + json.dumps(WAYS[args.way]()))
         return
     tables = {"machine": machine(), "calls": table(measure())}
     for name, rows in tables.items():
-        columns = list(rows[0])
-        print(*aligned([columns, *(list(row.values()) for row in rows)], left=range(len(columns))), sep="\n")
+        show(rows)
         if args.record:
-            with (RECORDED / f"bench_{name}.csv").open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, columns, lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
+            write(rows, name)
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def main() -> int:
         except Exception as error:
             failed += 1
             print(f"FAILED  {name}: {type(error).__name__}: {error}", flush=True)
-    return int(failed > 0)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ MEASURE = """() => {
 
 
 def measure(page: Page) -> dict[str, float]:
-    """Of the page that is open: {"screens": its height, a kind: the height of such blocks}, in screens; and "lines"."""
+    """Measure the page that is open: its height and that of each kind of block in screens, and its lines of code."""
     measured = page.evaluate(MEASURE)
     measures = {"screens": measured["screens"] / SCREEN["height"]}
     for kind in KINDS:

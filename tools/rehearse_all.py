@@ -14,19 +14,25 @@ from helpers.export import chapters
 from helpers.export.facts import Rehearsal, facts_at
 from helpers.verify.compare import numbers
 
-OF_THE_LAUNCH = ("world_size", "nodes")  # keys of a result that depend on how the script was started
+KEYS_OF_THE_LAUNCH = ("world_size", "nodes")  # numbers of a result that depend on how the script was started
 
 
 def rehearse(script: Path, run: Rehearsal) -> bool:
-    """Rehearse a script and run it alone, on gloo. Print a line of the table; return whether the results are equal."""
+    """Rehearse a script on pretended GPUs, and run it on one rank with gloo. Print a line of the table.
+
+    Returns whether the results are equal, but for the numbers that depend on how the script was started.
+    """
     flags = run.flags.split()
     start = time.monotonic()
-    size = ["--nodes", run.nodes, "--gpus", run.gpus, "--timeout", TIMEOUT]
+    options = ["--nodes", run.nodes, "--gpus", run.gpus, "--timeout", TIMEOUT]
     verdict = "yes"
     try:
-        rehearsed = result(script.parent, "-m", "helpers", "rehearse", script, *size, "--", *flags)
-        lines = numbers(rehearsed, result(script.parent, script, *flags), TOLERANCE)
-        differences = [line for line in lines if not line.startswith(OF_THE_LAUNCH)]
+        rehearsed = result(script.parent, "-m", "helpers", "rehearse", script, *options, "--", *flags)
+        on_gloo = result(script.parent, script, *flags)
+        # Each difference is a line that begins with the number's key.
+        differences = [
+            line for line in numbers(rehearsed, on_gloo, TOLERANCE) if not line.startswith(KEYS_OF_THE_LAUNCH)
+        ]
         if differences:
             verdict = "; ".join(["NO", *differences])
     except Failed as failure:
@@ -46,7 +52,7 @@ def main() -> int:
                 [script] = chapters.export(path, Path(folder) / "scripts")
                 if not rehearse(script, run):
                     all_equal = False
-    return int(not all_equal)
+    return 0 if all_equal else 1
 
 
 if __name__ == "__main__":

@@ -31,7 +31,10 @@ class Failed(Exception):
 
 
 def result(folder: Path, *words: object) -> dict[str, float]:
-    """The numbers that ``python words`` prints last in a folder, as ``result {json}``. Raises Failed if it fails."""
+    """Run ``python words`` in a folder and return the numbers of its last line, ``result {json}``.
+
+    Raises Failed if it fails or takes too long.
+    """
     command = [sys.executable, *map(str, words)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)  # no script may find this project
@@ -45,21 +48,26 @@ def result(folder: Path, *words: object) -> dict[str, float]:
 
 
 def try_script(script: Path, facts: Script) -> None:
-    """Run a chapter's script alone and on two ranks. Raises Failed where it does not pass."""
-    alone = result(script.parent, script)
-    problems = unmet(facts.result, alone)
+    """Run a chapter's script alone and on two ranks; Failed if its result is not good enough, or not the same.
+
+    ``facts`` are what the chapter says of its script. The comparison uses its quick flags, with which it ends sooner.
+    """
+    full_result = result(script.parent, script)
+    problems = unmet(facts.result, full_result)
     if problems:
         raise Failed("\n".join(problems))
 
-    flags = facts.quick_flags.split()
-    if flags:  # with which it ends sooner
-        alone = result(script.parent, script, *flags)
-    on_two = result(script.parent, *ON_TWO_RANKS, script, *flags)
-    world_sizes = (alone.pop("world_size"), on_two.pop("world_size"))
+    quick_flags = facts.quick_flags.split()
+    on_one_rank = full_result
+    if quick_flags:
+        on_one_rank = result(script.parent, script, *quick_flags)
+    on_two_ranks = result(script.parent, *ON_TWO_RANKS, script, *quick_flags)
+    world_sizes = (on_one_rank.pop("world_size"), on_two_ranks.pop("world_size"))
     if world_sizes != (1, 2):
         raise Failed(f"it counted {world_sizes} ranks, and had 1 and 2")
-    if list(numbers(on_two, alone, TOLERANCE)):
-        raise Failed(f"the results differ: {alone} alone, and {on_two} on two ranks")
+    differences = list(numbers(on_two_ranks, on_one_rank, TOLERANCE))
+    if differences:
+        raise Failed(f"the results differ: {on_one_rank} alone, and {on_two_ranks} on two ranks")
 
 
 def record_version(notebook: Path, version: str) -> None:
@@ -72,7 +80,9 @@ def record_version(notebook: Path, version: str) -> None:
 def main(names: list[str]) -> int:
     """Try these chapters' scripts, or all, print a line for each, and record those that pass."""
     version = torch.__version__.partition("+")[0]
-    notebooks = [chapters.find_notebook(name) for name in names] or chapters.chapters()
+    notebooks = [chapters.find_notebook(name) for name in names]
+    if not notebooks:
+        notebooks = chapters.chapters()
     passed = 0
     print(f"{'PyTorch ' + version:28}{'seconds':>8}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +99,7 @@ def main(names: list[str]) -> int:
             print(f"{notebook.stem:28}{time.monotonic() - start:8.0f}  {outcome}", flush=True)
 
     print(f"{passed} of {len(notebooks)} scripts passed: recorded in notebooks/{FILE_NAME}")
-    return int(passed < len(notebooks))
+    return 0 if passed == len(notebooks) else 1
 
 
 if __name__ == "__main__":

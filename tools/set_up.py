@@ -33,7 +33,9 @@ class SetUpError(Exception):
 class Build:
     """The PyTorch to install: what pip is asked for, from where, and how to say it to the reader."""
 
-    requirement: str  # as pip reads it: "torch==2.15.0+cpu"
+    # As pip reads it. torch==2.15.0+cpu asks for that build, and torch===2.15.0 for exactly this text: with two equals
+    # signs 2.15.0 would also allow 2.15.0+cu130.
+    requirement: str
     index_options: tuple[str, ...]
     description: str
 
@@ -50,6 +52,11 @@ class Wanted:
         if self.exact is not None:
             return self.exact in (version, public_version(version))
         return self.lowest <= numbers(version) < self.below
+
+    def newest(self, versions: list[str]) -> str | None:
+        """The newest version that may be taken; None if there is none."""
+        allowed = [version for version in versions if self.allows(version)]
+        return max(allowed, key=numbers, default=None)
 
     def __str__(self) -> str:
         if self.exact is not None:
@@ -83,31 +90,39 @@ def choose(wanted: Wanted, configured: list[str], pytorch: list[str], system: st
     ``configured`` are the versions where pip is configured to look, usually at PyPI, and ``pytorch`` those of PyTorch's
     own index. On Linux the version of a CPU build ends in ``+cpu``. On macOS every build is one.
     """
-    configured = sorted(filter(wanted.allows, configured), key=numbers)
-    pytorch = sorted(filter(wanted.allows, pytorch), key=numbers)
-    plain = [version for version in configured if "+" not in version]
-    configured_cpu = [version for version in configured if version.endswith("+cpu")]
-    pytorch_cpu = [version for version in pytorch if version.endswith("+cpu")]
-    if system == "Linux" and not has_gpu and (configured_cpu or pytorch_cpu):
-        version = max([*configured_cpu, *pytorch_cpu], key=numbers)
-        index_options: tuple[str, ...] = ()
-        source = "from where pip is configured to look"
-        if version not in configured_cpu:
-            index_options = ("--index-url", PYTORCH_INDEX)
-            source = "from PyTorch's own index"
-        return Build(f"torch=={version}", index_options, f"PyTorch {public_version(version)}, CPU build, {source}")
-    if not plain:
+    if system == "Linux" and not has_gpu:
+        build = cpu_build(wanted, configured, pytorch)
+        if build is not None:
+            return build
+
+    version = wanted.newest([version for version in configured if "+" not in version])
+    if version is None:
         raise SetUpError(
             f"pip finds no {wanted} for Python {platform.python_version()}. Does `pip config list` name an index?\n"
             "If it does, this Python may be too new: name an older one, as in make PYTHON=python3.13"
         )
-    version = plain[-1]
-    why = "with CUDA, 6 GB on disk, because no index that pip reaches has a CPU build for this Python"
     if system != "Linux":
         why = "which has no CUDA on this system"
     elif has_gpu:
         why = "with CUDA, because nvidia-smi shows a GPU here"
+    else:
+        why = "with CUDA, 6 GB on disk, because no index that pip reaches has a CPU build for this Python"
     return Build(f"torch==={version}", (), f"PyTorch {version}, {why}")
+
+
+def cpu_build(wanted: Wanted, configured: list[str], pytorch: list[str]) -> Build | None:
+    """The newest build for Linux without CUDA; None if there is none. Of equal ones the configured index has it."""
+    configured_cpu = [version for version in configured if version.endswith("+cpu")]
+    pytorch_cpu = [version for version in pytorch if version.endswith("+cpu")]
+    version = wanted.newest([*configured_cpu, *pytorch_cpu])
+    if version is None:
+        return None
+    index_options: tuple[str, ...] = ("--index-url", PYTORCH_INDEX)
+    source = "from PyTorch's own index"
+    if version in configured_cpu:
+        index_options = ()
+        source = "from where pip is configured to look"
+    return Build(f"torch=={version}", index_options, f"PyTorch {public_version(version)}, CPU build, {source}")
 
 
 class Environment:
@@ -161,7 +176,7 @@ class Environment:
     def install(self, *arguments: str) -> None:
         """Run pip install, and say every few seconds what it does. Whatever pip writes goes to the log."""
         command = self.pip("install", "--progress-bar", "off", *arguments)
-        unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}  # so that the log's last line is what pip does now
         with self.log.open("w") as log:
             pip = subprocess.Popen(command, cwd=ROOT, env=unbuffered, stdout=log, stderr=subprocess.STDOUT)
             try:
@@ -200,7 +215,7 @@ def gpu_is_here() -> bool:
 
 
 def chosen_build(environment: Environment, wanted: Wanted) -> Build:
-    """Ask pip what it finds, and choose."""
+    """Ask pip which versions there are, and choose one."""
     options: tuple[str, ...] = ()
     if wanted.exact is not None:
         options = ("--pre",)  # who names a nightly version wants it
@@ -220,9 +235,13 @@ def set_up(folder: Path, torch: str | None) -> None:
     environment = Environment(folder)
     print(f"Setting up {folder} with Python {platform.python_version()}. The first time takes minutes.", flush=True)
     environment.create()
+
     print(f"Looking for the CPU build of {wanted}.", flush=True)
     build = chosen_build(environment, wanted)
     print(f"{build.description}.", flush=True)
+
+    # PyTorch comes first and alone, because only it may come from another index. Then its line in the requirements
+    # names the installed build, so that pip keeps it.
     pins = folder / "pins.txt"
     pins.write_text(re.sub(r"^torch>=.*$", build.requirement, requirements, flags=re.MULTILINE))
     environment.install("--no-deps", *build.index_options, build.requirement)

@@ -101,7 +101,10 @@ class Agent:
         return None
 
     def wait_for(self, condition: Callable[[], object], seconds: float = LONGEST_WAIT, step: float = 0.001) -> bool:
-        """Whether a condition has held before the job's end; Failure after so many seconds without either."""
+        """Wait until a condition holds; return whether it held before the job's end.
+
+        Raises Failure after so many seconds without either. It looks again after each ``step`` seconds.
+        """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if condition():
@@ -112,8 +115,10 @@ class Agent:
         raise Failure("it hangs")
 
     def ends_within(self, seconds: float) -> bool:
+        """Wait for so many seconds, or until the job has ended; return whether it has."""
         end = time.monotonic() + seconds
-        return not self.wait_for(lambda: time.monotonic() >= end)
+        time_is_over_first = self.wait_for(lambda: time.monotonic() >= end)
+        return not time_is_over_first
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks that run now, by rank."""
@@ -186,7 +191,7 @@ class Restarts:
         self.agent.start(self.script, self.NPROC, *flags, restarts=1_000_000)
 
     def outcome(self) -> list[str]:
-        """What the job printed at its end: the digest of its weights, and its result."""
+        """Wait for the job's end; return the two lines that it prints there: its weights' digest and its result."""
         status = self.agent.end()
         endings = [line for line in self.agent.lines if line.startswith(("weights ", "result "))][-2:]
         if status != 0 or [line.split()[0] for line in endings] != ["weights", "result"]:
@@ -195,14 +200,23 @@ class Restarts:
 
     def job(self, folder: Path, most_kills: int) -> None:
         """Kill ranks of one job until it ends, or until there were so many kills in all. Raises Failure."""
-        self.start(folder, self.luck.choice([1, 1, 2, 5]), self.luck.choice(["--emergency", "--no-emergency"]))
+        save_every = self.luck.choice([1, 1, 2, 5])
+        emergency = self.luck.choice(["--emergency", "--no-emergency"])
+        self.start(folder, save_every, emergency)
         ranks = self.new_ranks([])
-        while ranks and self.kills < most_kills and self.kill_one(folder, ranks):
+        while ranks and self.kills < most_kills:
+            was_killed = self.kill_one(folder, ranks)
+            if not was_killed:
+                break
             ranks = self.new_ranks(ranks)
+
         outcome = self.outcome()
         if outcome != self.undisturbed:
             raise Failure(f"it is DIFFERENT: {outcome}, not {self.undisturbed}")
+        self.check_names(folder)
 
+    def check_names(self, folder: Path) -> None:
+        """Raise Failure if the folder holds more than checkpoints, and what a kill during the last save may leave."""
         allowed = r"step_.*"
         if self.agent.printed(f"going on from step {self.STEPS},"):  # this start had nothing to train or save
             allowed += rf"|emergency_\d+\.pt|\.step_{self.STEPS:08}\.pt\.part"
@@ -211,7 +225,7 @@ class Restarts:
             raise Failure(f"its folder holds {strange}")
 
     def new_ranks(self, before: list[psutil.Process]) -> list[psutil.Process]:
-        """Wait for ranks that were not there before; [] if the job ends."""
+        """Wait until torchrun has started ranks that were not there before; [] if the job ends instead."""
 
         def all_are_new() -> bool:
             ranks = self.agent.ranks()
@@ -222,8 +236,9 @@ class Restarts:
         return []
 
     def kill_one(self, folder: Path, ranks: list[psutil.Process]) -> bool:
-        """Wait for a moment and kill a rank; False if the job ends before."""
-        if self.agent.ends_within(self.luck.uniform(0, self.start_up + self.TRAINING)):
+        """Wait for a moment and kill a rank; return whether it did, because the job may end before."""
+        moment = self.luck.uniform(0, self.start_up + self.TRAINING)
+        if self.agent.ends_within(moment):
             return False
         if self.luck.random() < 0.5:
             with contextlib.suppress(Failure):  # after this time without a write, it is killed all the same
@@ -329,7 +344,7 @@ class Meshes:
         )
 
     def kill_one(self, folder: Path) -> bool:
-        """Wait for a moment, then kill a rank; False if the job has ended before."""
+        """Wait for a moment, then kill a rank; return whether it did, because the job may end before."""
         agent = self.agent
         place = self.luck.choice(list(self.PLACES))
         moment = self.luck.uniform(0, self.PLACES[place] * self.seconds)
@@ -346,27 +361,37 @@ class Meshes:
 
     def job(self, folder: Path, most_kills: int) -> None:
         """Start and kill a job until it ends by itself, with at most so many kills in all. Raises Failure."""
-        history: dict[int, Step] = {}  # the steps whose weights the job goes on with
-        end = None
+        kept_steps: dict[int, Step] = {}  # the steps that are in the weights with which the job goes on
         folder.mkdir()
-        while end is None or not end.has_result:
-            [mesh] = self.luck.choices(list(self.meshes), list(self.meshes.values()))
-            before = complete(folder)
-            self.start(mesh, folder)
-            was_killed = self.kills < most_kills and self.kill_one(folder)
-            at_the_kill = complete(folder)
-            end = self.end()
-            if not end.has_result and not was_killed:
-                raise Failure("it ended by itself, without a result")
-            if end.origin != before[-1]:
-                raise Failure(f"it went on from step {end.origin}, and the checkpoints {before} were complete")
-            if complete(folder)[-1] < at_the_kill[-1]:
-                raise Failure(f"of the checkpoints {at_the_kill}, complete at the kill, {complete(folder)} are left")
-            history = {step: printed for step, printed in history.items() if step <= end.origin}
-            history |= end.steps
+        has_result = False
+        while not has_result:
+            end = self.start_and_kill(folder, most_kills)
+            kept_steps = {step: printed for step, printed in kept_steps.items() if step <= end.origin}
+            kept_steps |= end.steps
+            has_result = end.has_result
 
-        self.check_steps(history)
+        self.check_steps(kept_steps)
         self.check_names(folder, trained=bool(end.steps))
+
+    def start_and_kill(self, folder: Path, most_kills: int) -> End:
+        """Start the job on a mesh and, while kills are left, kill it. Raises Failure if it loses a checkpoint."""
+        [mesh] = self.luck.choices(list(self.meshes), list(self.meshes.values()))
+        complete_before = complete(folder)
+        self.start(mesh, folder)
+        was_killed = False
+        if self.kills < most_kills:
+            was_killed = self.kill_one(folder)
+        complete_at_kill = complete(folder)
+        end = self.end()
+        complete_after = complete(folder)
+
+        if not end.has_result and not was_killed:
+            raise Failure("it ended by itself, without a result")
+        if end.origin != complete_before[-1]:
+            raise Failure(f"it went on from step {end.origin}, and the checkpoints {complete_before} were complete")
+        if complete_after[-1] < complete_at_kill[-1]:
+            raise Failure(f"of the checkpoints {complete_at_kill}, complete at the kill, {complete_after} are left")
+        return end
 
     def check_steps(self, history: dict[int, Step]) -> None:
         """Raise Failure unless each step was kept once, and printed what the uninterrupted job's did."""
@@ -385,8 +410,9 @@ class Meshes:
 
 
 def complete(folder: Path) -> list[int]:
-    """The steps of the checkpoints that have got their names, after a 0."""
-    return [0, *sorted(int(path.name[5:]) for path in folder.glob("step_*"))]
+    """The steps of the complete checkpoints, which have got their names, in order; before them 0, the job's start."""
+    prefix = "step_"
+    return [0, *sorted(int(path.name.removeprefix(prefix)) for path in folder.glob(f"{prefix}*"))]
 
 
 def kill_many(kind: Any, kills: int, seed: int, agent: Agent, script: Path, scratch: Path, *options: object) -> int:

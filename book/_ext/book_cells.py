@@ -69,40 +69,41 @@ def has_figure(cell: nodes.Element) -> bool:
 
 
 def shown_lines(source: str) -> int:
-    """How many lines of an open cell are shown.
+    """How many lines of a cell stay open; the page puts the lines after them into a closed box.
 
-    They are those before its end, which begins with the first check or print after the last definition. Of a long cell
-    they are as many whole statements as a screen holds.
+    The checks at the end of a cell are closed: everything from the first assert or print on that follows the last
+    definition. A cell that is longer than a screen is also cut, after the last statement or method that fits.
     """
     lines = source.splitlines()
     try:
         statements = ast.parse(source).body
-    except SyntaxError:  # it begins with a magic, such as %%ranks
+    except SyntaxError:  # the cell begins with a magic, such as %%ranks
         return len(lines)
-    kept = statements[: start_of_checks(statements)]
-    ends = []
-    for statement in kept:
+    before_checks = statements[: start_of_checks(statements)]
+    possible_cuts = []  # the number of the line after which the cell can be cut
+    for statement in before_checks:
         for part in [*methods_of(statement), statement]:
-            if end_of(part) <= MAX_OPEN_LINES:
-                ends.append(end_of(part))
-    shown = 0
-    if ends:
-        shown = max(ends)
-    elif kept:
-        shown = end_of(kept[0])  # it is longer than a screen, but a function is not cut
-    closed = [line for line in lines[shown:] if line]
-    if len(closed) < MIN_CLOSED_LINES:
+            possible_cuts.append(end_of(part))
+    cuts_on_the_screen = [line for line in possible_cuts if line <= MAX_OPEN_LINES]
+    if cuts_on_the_screen:
+        open_lines = max(cuts_on_the_screen)
+    elif before_checks:
+        open_lines = end_of(before_checks[0])  # a function that is longer than a screen stays whole
+    else:
+        open_lines = 0
+    closed_lines = [line for line in lines[open_lines:] if line]
+    if len(closed_lines) < MIN_CLOSED_LINES:
         return len(lines)
-    return shown
+    return open_lines
 
 
 def start_of_checks(statements: Sequence[ast.stmt]) -> int:
-    """The position of the first statement after all definitions that asserts or prints."""
-    first = 0
+    """The position of the first statement after the last definition that asserts or prints; their number if none."""
+    after_definitions = 0
     for position, statement in enumerate(statements):
         if is_definition(statement):
-            first = position + 1
-    for position in range(first, len(statements)):
+            after_definitions = position + 1
+    for position in range(after_definitions, len(statements)):
         if asserts_or_prints(statements[position]):
             return position
     return len(statements)
@@ -137,9 +138,9 @@ def asserts_or_prints(statement: ast.stmt) -> bool:
 
 
 class ShowCells(SphinxPostTransform):
-    """It runs after myst-nb has closed what the tags close."""
+    """Changes how a page shows its code cells. It runs after myst-nb has put into boxes what the tags close."""
 
-    default_priority = 200
+    default_priority = 200  # myst-nb's transform has a lower number, so it runs before this one
     formats = ("html",)
 
     def run(self, **kwargs: Any) -> None:
@@ -150,10 +151,12 @@ class ShowCells(SphinxPostTransform):
                 solution += 1
             for child in cell.children:
                 if isinstance(child, HideCodeCellNode):
-                    child["prompt_show"] = child["prompt_hide"] = title_of(cell, child, solution)
-            if has_figure(cell) and has_tag(cell, "hide-input"):  # the figure comes first, then its code
+                    title = title_of(cell, child, solution)
+                    child["prompt_show"] = title
+                    child["prompt_hide"] = title
+            if has_figure(cell) and has_tag(cell, "hide-input"):
                 code, *outputs = cell.children
-                cell.children = [*outputs, code]
+                cell.children = [*outputs, code]  # the figure comes first, then the code that draws it
             elif cell.children and cell.children[0].get("nb_element") == "cell_code_source":
                 mark_mistake(cell)
                 close_end(cell)
@@ -173,20 +176,20 @@ def mark_mistake(cell: nodes.Element) -> None:
 
 
 def close_end(cell: nodes.Element) -> None:
-    """Put the end of an open cell into a closed box."""
+    """Put the lines of an open cell that are not shown into a closed box below the others."""
     code = cell.children[0]
     assert isinstance(code, nodes.Element)
     listing = listing_of(code)
     source = listing.astext()
     lines = source.splitlines()
-    shown = shown_lines(source)
-    if shown == 0:  # the cell only checks
+    open_lines = shown_lines(source)
+    if open_lines == 0:  # all of the cell is a check
         cell.replace(code, closed_box(CHECKED, code.deepcopy()))
-    elif shown < len(lines):
-        end = listing.deepcopy()
-        set_text(listing, "\n".join(lines[:shown]).strip("\n"))
-        set_text(end, "\n".join(lines[shown:]).strip("\n"))
-        code.append(closed_box(title_of_code(end.astext()), end))
+    elif open_lines < len(lines):
+        closed_listing = listing.deepcopy()
+        set_text(listing, "\n".join(lines[:open_lines]).strip("\n"))
+        set_text(closed_listing, "\n".join(lines[open_lines:]).strip("\n"))
+        code.append(closed_box(title_of_code(closed_listing.astext()), closed_listing))
 
 
 def set_text(listing: nodes.literal_block, text: str) -> None:
@@ -201,11 +204,14 @@ def closed_box(title: str, content: nodes.Node) -> HideCodeCellNode:
 
 
 def put_behind_figure(imports: nodes.Element) -> None:
-    """A chapter opens with its figure, whose cell needs the imports and so stands after them in the notebook."""
+    """Move the cell with a chapter's imports below the next cell if that draws a figure: a chapter opens with it.
+
+    In the notebook the imports come first, because the figure needs them.
+    """
     parent = imports.parent
     position = parent.index(imports)
-    below = parent[position + 1 : position + 2]
-    if below and isinstance(below[0], nodes.container) and has_figure(below[0]):
+    next_cells = parent[position + 1 : position + 2]  # one, or none at the end of the page
+    if next_cells and isinstance(next_cells[0], nodes.container) and has_figure(next_cells[0]):
         parent.remove(imports)
         parent.insert(position + 1, imports)
 

@@ -70,16 +70,19 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def findings(records: Sequence[Record], name: str) -> list[Finding]:
-    """What the newest record of each kind of GPUs has of a probe or a script. The records come oldest first."""
-    newest: dict[str, Finding] = {}
+    """What the records have of a probe or a script: for each kind of GPU its newest result, sorted by GPU.
+
+    The records come oldest first.
+    """
+    newest: dict[str, Finding] = {}  # by the GPUs' name
     for record in records:
         if name in PROBES:
             finding = finding_of_probe(record, name)
         else:
             finding = finding_of_script(record, name)
         if finding is not None:
-            gpus = record.facts["machine"].partition(";")[0]
-            newest[gpus] = finding
+            gpus = record.facts["machine"].partition(";")[0]  # it begins "8 x NVIDIA H100 80GB HBM3; driver"
+            newest[gpus] = finding  # in the place of an older one
     return [newest[gpus] for gpus in sorted(newest)]
 
 

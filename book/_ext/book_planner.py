@@ -78,11 +78,13 @@ class Planner(SphinxDirective):
         for title, entries in form.GROUPS.items():
             controls = "".join(control(entry, answer.sizes) for entry in entries)
             groups += f"<fieldset><legend>{title}</legend>{controls}</fieldset>"
-        computes = has_pyodide()
-        status = "Change a value: the planner then starts in this page."
-        if not computes:
+        if has_pyodide():
+            is_live = "1"  # planner.js lets the form compute
+            status = "Change a value: the planner then starts in this page."
+        else:
+            is_live = "0"
             status = "In this copy of the book the form does not compute: it was built without npm, which has Pyodide."
-        html = f"""<form class="planner" data-live="{int(computes)}" autocomplete="off">{groups}
+        html = f"""<form class="planner" data-live="{is_live}" autocomplete="off">{groups}
 <p class="planner-status" role="status">{status}</p></form>
 <div class="planner-answer" aria-live="polite">{answer.html}</div>
 <div class="planner-best">{form.best({}).html}</div>"""

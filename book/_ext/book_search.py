@@ -9,7 +9,7 @@ import base64
 import gzip
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,20 +76,25 @@ def words_of(node: nodes.Node) -> str:
 
 
 def collect_listing(node: nodes.literal_block, scripts: Path, passages: Passages) -> None:
+    """Add to ``passages`` what a listing says: a traceback's message, the names in a cell, or else all of its text."""
     text = node.astext()
-    source = node.get("source", "")
-    if "traceback" in node["classes"]:  # the message, without the frames
-        passages.text.append("\n".join(re.findall(r"^(?!Traceback)\S.*", text, flags=re.M)))
-    elif node.get("language") == "python" and not source:  # a cell
+    file = node.get("source", "")  # empty for a cell and for an output
+    if "traceback" in node["classes"]:
+        message_lines = re.findall(r"^(?!Traceback)\S.*", text, flags=re.M)  # the lines of its frames are indented
+        passages.text.append("\n".join(message_lines))
+    elif node.get("language") == "python" and not file:
         draws_figure = "@style()" in text
         if not draws_figure:
             passages.code.append(" ".join(sorted(set(NAMES.findall(text)))))
-    elif Path(source).parent != scripts:  # the script of a chapter has the same lines as its cells
+    elif Path(file).parent != scripts:  # the script of a chapter has the same lines as its cells
         passages.code.append(text)
 
 
 def collect(node: nodes.Element, scripts: Path, passages: Passages) -> None:
-    """Add to ``passages`` what a node says. ``scripts`` is the folder of the chapters' scripts."""
+    """Add to ``passages`` what a node says, but for the sections and terms in it, which are entries of their own.
+
+    ``scripts`` is the folder of the chapters' scripts.
+    """
     for child in node.children:
         if is_entry(child) or is_table_of_lies(child):
             continue
@@ -102,11 +107,11 @@ def collect(node: nodes.Element, scripts: Path, passages: Passages) -> None:
 
 
 def entries(
-    node: nodes.Element, page: str, scripts: Path, errors: dict[str, list[str]], above: Sequence[str] = ()
+    node: nodes.Element, page: str, scripts: Path, errors: Mapping[str, list[str]], above: Sequence[str] = ()
 ) -> Iterator[Entry]:
-    """The entries of each section and each term below ``node``. It takes their messages out of ``errors``.
+    """Yield an entry for each section and each term below ``node``, with the messages that ``errors`` has for it.
 
-    ``above`` are the headings of the sections around ``node``.
+    A section may be inside another one: ``above`` are the headings of the sections around ``node``.
     """
     for child in node.children:
         if not isinstance(child, nodes.Element):
@@ -118,13 +123,19 @@ def entries(
             anchor = (child["ids"] or heading["ids"])[0]
             passages = Passages()
             collect(child, scripts, passages)
-            text = joined(passages.text)
-            code = joined(passages.code)
-            yield Entry(page, anchor, headings, text, code, errors.pop(f"{page}#{anchor}", []))
+            yield Entry(
+                page=page,
+                anchor=anchor,
+                headings=headings,
+                text=joined(passages.text),
+                code=joined(passages.code),
+                errors=errors.get(f"{page}#{anchor}", []),
+            )
         yield from entries(child, page, scripts, errors, headings)
 
 
 def joined(passages: list[str]) -> str:
+    """The passages on lines of their own, without those that are empty."""
     stripped = [passage.strip() for passage in passages]
     return "\n".join(passage for passage in stripped if passage)
 
@@ -161,7 +172,10 @@ def search_weight(app: Sphinx, page: str) -> float:
 
 
 def write_entries(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
-    """Write the entries of all pages, also of those that did not change; name the search's own page."""
+    """Write the entries of all pages, also of those that did not change, into search_entries.js.
+
+    Returns the search's own page for Sphinx to write: its name, its context and its template.
+    """
     scripts = Path(app.srcdir, "scripts")
     errors = read_errors(Path(app.srcdir, ERRORS))
     book: list[Entry] = []
@@ -171,9 +185,11 @@ def write_entries(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
         weight = search_weight(app, page)
         if weight != 1:
             weights[page] = weight
-    if errors and app.config.root_doc == FIRST_PAGE:
-        raise ExtensionError(f"{ERRORS} names sections that are not there: {', '.join(errors)}")
-    columns = list(zip(*book, strict=True))  # which gzip makes smaller than rows
+    sections = {f"{entry.page}#{entry.anchor}" for entry in book}
+    missing = [section for section in errors if section not in sections]
+    if missing and app.config.root_doc == FIRST_PAGE:
+        raise ExtensionError(f"{ERRORS} names sections that are not there: {', '.join(missing)}")
+    columns = list(zip(*book, strict=True))  # gzip makes columns smaller than rows
     data = json.dumps(columns, ensure_ascii=False, separators=(",", ":"))
     packed = base64.b64encode(gzip.compress(data.encode(), mtime=0)).decode()
     script = f'var searchEntries = "{packed}";\nvar searchWeights = {json.dumps(weights)};\n'

@@ -52,7 +52,7 @@ class Cell(SphinxDirective):
 
 
 def minutes(path: Path) -> int:
-    """How many minutes it takes to read a notebook's text and the code that is in view, to five minutes."""
+    """How many minutes it takes to read a notebook's text and the code in view: 5, 10, 15 and so on."""
     words = 0
     lines = 0
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
@@ -60,10 +60,10 @@ def minutes(path: Path) -> int:
         if cell["cell_type"] == "markdown":
             words += len(source.split())
         elif CLOSED_TAGS.isdisjoint(cell["metadata"].get("tags", [])):
-            shown = source.splitlines()[: shown_lines(source)]
-            lines += len([line for line in shown if line.strip()])
-    time = words / WORDS_A_MINUTE + lines / LINES_A_MINUTE
-    return max(5, 5 * round(time / 5))
+            open_lines = source.splitlines()[: shown_lines(source)]
+            lines += len([line for line in open_lines if line.strip()])
+    exact_minutes = words / WORDS_A_MINUTE + lines / LINES_A_MINUTE
+    return max(5, 5 * round(exact_minutes / 5))
 
 
 class Minutes(SphinxRole):
@@ -80,32 +80,37 @@ class Minutes(SphinxRole):
 
 
 def with_chapters(text: str, root: Path) -> str:
-    """A page's Markdown, in which the list of all pages takes the place of a block ``{chapters}``, if there is one.
+    """Replace the block ``{chapters}`` in the Markdown of the first page by a list of the pages in _toc.yml.
 
-    A notebook brings its own question (``book.question`` in its metadata). The block has those of the pages without a
-    notebook, one a line: ``glossary: the terms``. ``root`` is the project's folder.
+    Each page stands in the list with the question that it answers. A notebook has it in its metadata, and the block has
+    those of the pages without a notebook, one a line: ``glossary: the terms``. A text without the block is returned as
+    it is. ``root`` is the project's folder. Raises ExtensionError for a page without a question, and for a question
+    without a page.
     """
     block = CHAPTERS.search(text)
     if block is None:
         return text
     questions = dict(line.split(": ", 1) for line in block["questions"].splitlines())
+    pages_without_notebook = []
     lines = ["{.chapters}"]
     toc = yaml.safe_load((root / "_toc.yml").read_text(encoding="utf-8"))
     for part in toc["parts"]:
-        if "caption" not in part:
+        if "caption" not in part:  # it has how_to_run, which is not in the list
             continue
         lines += [f"* **{part['caption']}**", ""]
         for entry in part["chapters"]:
             folder, name = entry["file"].split("/")
             if folder == "notebooks":
                 lines.append(line_of_notebook(root, name))
-            else:
-                if name not in questions:
-                    raise ExtensionError(f"the block {{chapters}} of the first page has no line for book/{name}.md")
-                lines.append(line_of_page(root, name, questions.pop(name)))
+                continue
+            if name not in questions:
+                raise ExtensionError(f"the block {{chapters}} of the first page has no line for book/{name}.md")
+            lines.append(line_of_page(root, name, questions[name]))
+            pages_without_notebook.append(name)
         lines.append("")
-    if questions:
-        raise ExtensionError(f"the block {{chapters}} names pages that _toc.yml does not: {', '.join(questions)}")
+    unknown = [name for name in questions if name not in pages_without_notebook]
+    if unknown:
+        raise ExtensionError(f"the block {{chapters}} names pages that _toc.yml does not: {', '.join(unknown)}")
     return text.replace(block[0], "\n".join(lines))
 
 

@@ -58,11 +58,11 @@ class Line:
 
 @dataclass
 class Frame:
-    """At which line each rank is, and what the picture says of it. hero.js and hero.css know the moods."""
+    """One moment of the picture. hero.js reads the fields, and hero.css has a look for each mood."""
 
-    at: list[int]
-    says: str = ""
-    mood: str = ""  # "", "meet", "mixed", and in the last frame how the walk ended
+    at: list[int]  # the number of the line, from 0, at which each rank is
+    says: str = ""  # the sentence below the picture
+    mood: str = ""  # "", "meet", "mixed"; in the last frame one of ENDINGS
 
 
 @dataclass(frozen=True)
@@ -104,34 +104,16 @@ class Panel:
 
 
 def lines_of(source: str, place: str, repaired: bool) -> list[Line]:
-    """The body of ``train_by_hand`` with the mistake at ``place`` alone, or repaired there.
+    """The lines of ``train_by_hand`` as the picture shows them, with the mistake at ``place`` or its repair.
 
-    In the chapter each mistake is ``if place == "…" and rank in callers:``. The picture shows ``if rank == 0:``; where
-    it is repaired, the lines below are called by every rank.
+    In the chapter the function has a mistake at each of three places, ``if place == "…" and rank in callers:``. The
+    picture shows one of them, as ``if rank == 0:``, or its repair: without that line, every rank makes the call below
+    it. The other two are left out.
     """
     function = ast.parse(source).body[-1]
     assert isinstance(function, ast.FunctionDef)
     _, _, *shown, _ = function.body  # without the docstring, the rank and the weight, and the return
-    source_lines = source.splitlines()
-    lines: list[Line] = []
-
-    def add(statements: list[ast.stmt], indent: str, marked: bool = False) -> None:
-        for statement in statements:
-            text = source_lines[statement.lineno - 1].strip()
-            mistake = MISTAKE.match(text)
-            if mistake is None:
-                lines.append(Line(indent + text, marked))
-                if isinstance(statement, ast.For):
-                    add(statement.body, indent + "    ")
-            elif mistake[1] == place:
-                assert isinstance(statement, ast.If)
-                inner_indent = indent
-                if not repaired:
-                    lines.append(Line(f"{indent}if rank == 0:", is_marked=True))
-                    inner_indent += "    "
-                add(statement.body, inner_indent, marked=True)
-
-    add(shown, indent="")
+    lines = list(shown_statements(shown, source.splitlines(), place, repaired))
     code = "\n".join(line.text for line in lines)
     highlighted = highlight(code, PythonLexer(stripall=False), HtmlFormatter(nowrap=True)).splitlines()
     for line, html in zip(lines, highlighted, strict=True):
@@ -139,8 +121,33 @@ def lines_of(source: str, place: str, repaired: bool) -> list[Line]:
     return lines
 
 
+def shown_statements(
+    statements: list[ast.stmt],
+    source_lines: list[str],
+    place: str,
+    repaired: bool,
+    indent: str = "",
+    is_marked: bool = False,
+) -> Iterator[Line]:
+    """Yield the lines of these statements and of those inside them, as ``lines_of`` says."""
+    for statement in statements:
+        text = source_lines[statement.lineno - 1].strip()
+        mistake = MISTAKE.match(text)
+        if mistake is None:
+            yield Line(indent + text, is_marked)
+            if isinstance(statement, ast.For):
+                yield from shown_statements(statement.body, source_lines, place, repaired, indent + "    ")
+        elif mistake[1] == place:
+            assert isinstance(statement, ast.If)
+            inner_indent = indent
+            if not repaired:
+                yield Line(f"{indent}if rank == 0:", is_marked=True)
+                inner_indent += "    "
+            yield from shown_statements(statement.body, source_lines, place, repaired, inner_indent, is_marked=True)
+
+
 def executed_lines(statements: list[ast.stmt], rank: int) -> Iterator[int]:
-    """The numbers of the lines that a rank goes through, in their order, from 0 on."""
+    """Yield the numbers, from 0, of the lines that a rank executes, in the order in which it does."""
     for statement in statements:
         yield statement.lineno - 1
         if isinstance(statement, ast.If) and rank == 0:  # the only condition of the loop is `rank == 0`
@@ -155,16 +162,18 @@ def executed_lines(statements: list[ast.stmt], rank: int) -> Iterator[int]:
 
 
 def walk(lines: list[str], output: str) -> list[Frame]:
-    """Let four ranks go through the lines. The n-th collective of a rank meets the n-th of each other rank.
+    """Simulate how four ranks go through the lines, and return a frame for each of their steps.
 
-    Where different tensors meet, a frame says what rank 0 printed afterwards, which is in ``output``.
+    A rank waits at a collective until all ranks have come to one. As in gloo, the n-th collective of a rank then meets
+    the n-th one of each other rank, whatever their tensors are. Where these differ, a frame says what rank 0 printed
+    afterwards, which is in the chapter's ``output``.
     """
     end = len(lines)
-    texts = [*lines, ""]  # at its end a rank calls nothing
+    texts = [*lines, ""]  # a rank that has come to its end calls nothing
     statements = ast.parse("\n".join(lines)).body
     paths = [[*executed_lines(statements, rank), end] for rank in RANKS]
-    steps = [0 for _ in RANKS]
-    gradients = [0 for _ in RANKS]  # how many gradients a rank has sent
+    steps = [0 for _ in RANKS]  # each rank's position in its path
+    sent_gradients = [0 for _ in RANKS]
     frames: list[Frame] = []
     has_mixed = False  # whether different tensors have met
     while True:
@@ -172,8 +181,6 @@ def walk(lines: list[str], output: str) -> list[Frame]:
         frames.append(frame)
         ended = [line == end for line in frame.at]
         calls = [COLLECTIVE.search(texts[line]) for line in frame.at]
-
-        # A rank waits at a collective until all have come to one, or to their ends.
         moving = [rank for rank in RANKS if calls[rank] is None and not ended[rank]]
         if moving:
             for rank in moving:
@@ -186,13 +193,14 @@ def walk(lines: list[str], output: str) -> list[Frame]:
             frame.says = ENDINGS[frame.mood]
             return frames
 
+        # No rank has ended, and all of them make the same call: it takes place.
         tensors = []
         for rank, call in enumerate(calls):
             assert call is not None
             tensor = call[2]
             if tensor == "gradient":
-                tensor = f"gradient {gradients[rank]}"
-                gradients[rank] += 1
+                tensor = f"gradient {sent_gradients[rank]}"
+                sent_gradients[rank] += 1
             tensors.append(tensor)
         if len(set(tensors)) > 1:
             has_mixed = True
@@ -207,7 +215,10 @@ def walk(lines: list[str], output: str) -> list[Frame]:
 
 
 def ending_of(ended: list[bool], collectives: set[str], has_mixed: bool) -> str:
-    """How a walk ends in which no rank moves by itself: one of ENDINGS, or "" if the ranks' collectives can meet."""
+    """How the walk ends, as a key of ENDINGS, when each rank waits or has ended; "" if their collectives can meet.
+
+    ``collectives`` are the names of those at which ranks wait.
+    """
     if all(ended):
         return "right"
     if any(ended) and has_mixed:
@@ -230,22 +241,32 @@ def panel_of(chapter: Chapter, place: str, repaired: bool) -> Panel:
     else:
         output = chapter.output(RUNS[place])
     lines = lines_of(chapter.source(LOOP_CELL), place, repaired)
-    frames = walk([line.text for line in lines], output)
     number = list(RUNS).index(place)
-    panel = Panel(f"{number}-{int(repaired)}", repaired, lines, frames, output)
-
-    stored = ["" for _ in RANKS]
-    reports = re.findall(r"ranks? ([\d-]+)(?::| lost its connection) at line \d+ of \w+: (.*)", output)
-    for ranks, line in reports:
-        first, _, last = ranks.partition("-")
-        for rank in range(int(first), int(last or first) + 1):
-            stored[rank] = line
-    if panel.last_lines != stored:
+    panel = Panel(
+        name=f"{number}-{int(repaired)}",
+        is_repaired=repaired,
+        lines=lines,
+        frames=walk([line.text for line in lines], output),
+        output=output,
+    )
+    stored_lines = last_lines_in(output)
+    if panel.last_lines != stored_lines:
         raise ExtensionError(
             f"The first page's picture of the mistake {place} ends with {panel.ending!r}, {panel.last_lines}. "
-            f"The stored output of {CHAPTER} says {stored}:\n{output}"
+            f"The stored output of {CHAPTER} says {stored_lines}:\n{output}"
         )
     return panel
+
+
+def last_lines_in(output: str) -> list[str]:
+    """The line at which each rank ended, as an error of ``launch`` says it, or "" for a rank that it does not name."""
+    last_lines = ["" for _ in RANKS]
+    reports = re.findall(r"ranks? ([\d-]+)(?::| lost its connection) at line \d+ of \w+: (.*)", output)
+    for ranks, line in reports:  # ranks: "2" or "1-3"
+        first, _, last = ranks.partition("-")
+        for rank in range(int(first), int(last or first) + 1):
+            last_lines[rank] = line
+    return last_lines
 
 
 def picture(chapter: Chapter) -> str:

@@ -29,28 +29,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Start the doctor in this rank, or without a launcher on ranks of this machine; return the exit status."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch reads it when it is loaded.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch reads it when it is loaded, by these imports.
     from helpers.doctor.examine import run_rank, start_local
     from helpers.doctor.membership import read_launcher
     from helpers.doctor.plan import read_plan
 
+    launched = None
+    plan = None
     try:
         launched = read_launcher(os.environ)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    plan = None
-    if args.plan:
-        try:
+        if args.plan:
             plan = read_plan(args.plan)
-        except ValueError as error:
-            if launched is None or launched.local_rank == 0:  # One rank of each host says it.
-                print(f"error: {error}", file=sys.stderr)
-            return 1
+    except ValueError as error:
+        if launched is None or launched.local_rank == 0:  # One rank of each host is enough to say it.
+            print(f"error: {error}", file=sys.stderr)
+        return 1
 
     if launched is None:
         options = {"--timeout": args.timeout, "--backend": args.backend, "--plan": args.plan}
         with folder_until_a_signal():
             return start_local(args.nproc, [f"{name}={value}" for name, value in options.items() if value])
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # So Ctrl-C ends this rank in torch's waits, too.
+    # Python handles Ctrl-C only between two lines of Python, which a rank that waits in torch does not reach. The
+    # system's own handler ends the process at once.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     return run_rank(launched, args.backend, args.timeout, plan)

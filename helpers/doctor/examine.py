@@ -32,44 +32,62 @@ from helpers.ranks.rank import rank_variables
 from helpers.ranks.torchrun import set_defaults
 
 REPORT_IS_PRINTED = "the report is printed"  # the last step, after which no rank needs another one
-CLOCK_READINGS = 5  # Some ranks read their clock late, so the smallest difference counts.
+CLOCK_READINGS = 5
 
 
 def run_rank(launched: LaunchedRank, backend: str | None = None, timeout: float = 60, plan: Plan | None = None) -> int:
-    """Examine the ranks, as one of them; the first prints the report. Returns the status: 0, or 1 for a problem."""
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # With it a timeout raises and does not end the process.
+    """Examine all ranks as one of them; the lowest rank that answers prints the report.
+
+    Returns the exit status: 1 for a problem, or if this rank could not take part.
+    """
+    # Without it NCCL's watchdog ends the process at a timeout; with it the collective raises.
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     try:
         store = open_store(launched, timeout)
         membership = Membership(store, launched.rank, launched.world_size, timeout)
-        try:
-            findings = examine(membership, launched, backend, plan)
-            result = report(findings, plan)
-            try:
-                if launched.rank == findings.members[0]:
-                    print(result.text, flush=True)
-            finally:
-                membership.gather(REPORT_IS_PRINTED, None)
-        finally:
-            store.set(f"gone/{launched.rank}", "")
-            if serves_store(launched):
-                # This rank may have been too slow for the others, which still need its store for their examination.
-                membership.wait_for([f"{REPORT_IS_PRINTED}/all"], 5 * timeout)
-                wait_until_all_are_gone(membership)
+        with kept_store(membership, launched):
+            has_problems = print_report(membership, launched, backend, plan)
     except MembershipError as error:
         return refuse(launched, str(error))
     except dist.DistError as error:
         what = f"The store at {launched.host} went away ({plain(error)})."
         return refuse(launched, f"{what} Look at the rank that served it.")
 
-    if result.problems == 0:
+    if not has_problems:
         return 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun prints a long report for each rank that fails or is stopped: one rank of each host is enough.
+        # torchrun prints a long report for each rank that fails, and stops the other ranks of its host at once. So
+        # only one rank of each host fails, and not before all ranks have ended their work.
         if launched.local_rank > 0:
             return 0
-        wait_until_all_are_gone(membership)  # torchrun stops the ranks of its host as soon as this one fails.
+        wait_until_all_are_gone(membership)
         time.sleep(0.5)
     return 1
+
+
+def print_report(membership: Membership, launched: LaunchedRank, backend: str | None, plan: Plan | None) -> bool:
+    """Examine with the other ranks, print the report on the lowest one, and return whether it has problems."""
+    findings = examine(membership, launched, backend, plan)
+    result = report(findings, plan)
+    try:
+        if launched.rank == findings.members[0]:
+            print(result.text, flush=True)
+    finally:
+        membership.gather(REPORT_IS_PRINTED, None)
+    return result.problems > 0
+
+
+@contextlib.contextmanager
+def kept_store(membership: Membership, launched: LaunchedRank) -> Iterator[None]:
+    """At the end tell the others that this rank needs the store no more; if it serves the store, wait for them."""
+    try:
+        yield
+    finally:
+        membership.store.set(f"gone/{launched.rank}", "")
+        if serves_store(launched):
+            # The others may have lost this rank because it was too slow, and still need its store to go on.
+            membership.wait_for([f"{REPORT_IS_PRINTED}/all"], 5 * membership.timeout)
+            wait_until_all_are_gone(membership)
 
 
 def refuse(launched: LaunchedRank, reason: str) -> int:
@@ -146,13 +164,14 @@ def listening_port() -> Iterator[int]:
 
 
 def compare_clocks(membership: Membership) -> dict[int, float]:
-    """{rank: seconds that its clock is ahead of the first rank's}."""
+    """How many seconds each rank's clock is ahead of the first rank's: {rank: seconds}."""
     membership.gather("before the clocks are read", None)  # The ranks leave it at about the same moment.
     readings = [membership.gather(f"reading the clocks, {k}", time.time()) for k in range(CLOCK_READINGS)]
     first = min(membership.members)
     offsets = {}
     for rank in membership.members:
         differences = [reading[rank] - reading[first] for reading in readings]
+        # A rank that reads its clock late seems to be ahead, so the smallest difference is the best.
         offsets[rank] = min(differences, key=abs)
     return offsets
 
@@ -196,13 +215,13 @@ def try_collectives(membership: Membership) -> dict[str, dict[int, Trial | None]
 
 
 def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
-    """{(lower rank, higher rank): what the two have of their link}, without the pairs that failed."""
+    """Try the link of each pair of ranks: {(lower rank, higher rank): trial}, without the pairs that failed."""
     links: dict[tuple[int, int], Trial] = {}
     members = membership.members
     for number, pairs in enumerate(trials.rounds_of_pairs(len(members)), 1):
         if not membership.backend:
             break
-        still_there = []
+        still_there = []  # pairs of which no rank was lost in an earlier round
         for first, second in pairs:
             pair = members[first], members[second]
             if set(pair) <= set(membership.members):
@@ -212,7 +231,7 @@ def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
 
 
 def try_pairs(membership: Membership, step: str, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], Trial]:
-    """{pair: its link} of pairs that exchange data at the same time; no rank is in two of them."""
+    """Let pairs of ranks exchange data, all at the same time; no rank is in two pairs. {pair: its link}."""
     peers = {}
     for first, second in pairs:
         peers[first] = second
@@ -221,8 +240,8 @@ def try_pairs(membership: Membership, step: str, pairs: list[tuple[int, int]]) -
     def exchange() -> Trial | None:
         if membership.rank not in peers:
             return None  # Of an odd number of members, one has no peer.
-        peer = membership.members.index(peers[membership.rank])
-        return trials.try_link(peer, membership.device)
+        peer_in_group = membership.members.index(peers[membership.rank])
+        return trials.try_link(peer_in_group, membership.device)
 
     answers = membership.attempt(step, exchange)
     for rank, error in membership.errors.get(step, {}).items():
@@ -233,7 +252,9 @@ def try_pairs(membership: Membership, step: str, pairs: list[tuple[int, int]]) -
         b = answers.get(second)
         if a is not None and b is not None:
             # A link is as good as the slower of its two ends sees it.
-            links[first, second] = Trial(a.right and b.right, max(a.seconds, b.seconds), min(a.speed, b.speed))
+            links[first, second] = Trial(
+                right=a.right and b.right, seconds=max(a.seconds, b.seconds), speed=min(a.speed, b.speed)
+            )
     return links
 
 
@@ -254,7 +275,8 @@ def start_local(nproc: int | None, flags: list[str]) -> int:
     if nproc == 0:
         nproc = 2  # There are no GPUs.
     set_defaults(nproc)
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    # This process serves the store, as torchrun's agent does. Port 0 stands for any free one.
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     variables = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",

@@ -92,12 +92,12 @@ def serves_store(launched: LaunchedRank) -> bool:
 
 
 def open_store(launched: LaunchedRank, timeout: float) -> dist.Store:
-    """The store that all ranks reach. Raises MembershipError where there is none within ``timeout`` seconds."""
+    """Connect to the store that all ranks use, or serve it; MembershipError if that takes over ``timeout`` seconds."""
     host = launched.host
     port = launched.port
     is_server = serves_store(launched)
     try:
-        socket.getaddrinfo(host, port)
+        socket.getaddrinfo(host, port)  # TCPStore would try a name without an address until its timeout.
         store = dist.TCPStore(host, port, None, is_server, timedelta(seconds=timeout), wait_for_workers=False)
     except socket.gaierror:
         raise MembershipError(
@@ -112,8 +112,9 @@ def open_store(launched: LaunchedRank, timeout: float) -> dist.Store:
             f"Nothing answered at {host}:{port} within {timeout:g} s: rank 0 did not start there, or a firewall "
             f"is between. Try from here: nc -vz {host} {port}"
         ) from None
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"doctor/{restart}", store)
+    # After a restart torchrun's store still has the keys of the attempt before.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"doctor/{attempt}", store)
 
 
 def plain(error: Exception) -> str:
@@ -121,8 +122,10 @@ def plain(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
+    longest = 200  # characters
+    # A place in brackets, "[socket.cpp:1024]", or a bare one, "/torch/csrc/distributed/c10d/TCPStore.cpp:83".
     text = re.sub(r"\[[^\]]*:\d+\]:?|\S*/\S+:\d+:?", "", lines[0])
-    return " ".join(text.split()).rstrip(".")[:200]
+    return " ".join(text.split()).rstrip(".")[:longest]
 
 
 # --- the members ------------------------------------------------------------------------------------------------------
@@ -159,10 +162,11 @@ class Membership:
         return True
 
     def gather(self, step: str, answer: Any, patience: float | None = None) -> dict[int, Any]:
-        """{rank: answer} of all members, the same on every rank.
+        """Exchange an answer with all members; return {rank: answer}, the same on every rank.
 
-        The last rank to answer closes the step, or the first that loses patience, in seconds: it writes down the
-        answers that are there. Whoever is not among them is lost; on that rank this raises MembershipError.
+        The step ends when the last member has answered, or when the first of those that wait has waited ``patience``
+        seconds. That rank writes down which answers are there. A member whose answer is not among them is lost: the
+        others go on without it, and on that member itself this raises MembershipError.
         """
         if patience is None:
             patience = self.timeout + REPORT_SECONDS
@@ -170,9 +174,10 @@ class Membership:
         is_last = self.store.add(f"{step}/count", 1) == len(self.members)
         if is_last or not self.wait_for([f"{step}/all"], patience):
             answered = [rank for rank in self.members if self.store.check([f"{step}/{rank}"])]
-            answers = {rank: pickle.loads(self.store.get(f"{step}/{rank}")) for rank in answered}
-            # The first rank that writes the key decides for all, so the ranks cannot disagree about who is lost.
-            self.store.compare_set(f"{step}/all", "", pickle.dumps(answers))
+            seen_here = {rank: pickle.loads(self.store.get(f"{step}/{rank}")) for rank in answered}
+            # Several ranks may get here at a time, and see different answers. compare_set writes only where there is no
+            # value yet, so the first of them decides for all, and the ranks cannot disagree about who is lost.
+            self.store.compare_set(f"{step}/all", "", pickle.dumps(seen_here))
 
         answers = pickle.loads(self.store.get(f"{step}/all"))
         if self.rank not in answers:
@@ -184,7 +189,7 @@ class Membership:
         return answers
 
     def outcomes(self, step: str, work: Callable[[], Any]) -> Outcomes:
-        """Do some work, and learn what became of it on all members."""
+        """Call ``work`` on all members, and tell each of them what it returned or raised on the others."""
         value = None
         error = None
         # Some hangs end by no timeout of torch. Then this process says where it hangs and ends, and its peers go on.
@@ -201,7 +206,10 @@ class Membership:
         return Outcomes(values, errors)
 
     def attempt(self, step: str, work: Callable[[], Any]) -> dict[int, Any]:
-        """{rank: what ``work()`` returned, or None where it raised}. After an error or a loss it starts a new group."""
+        """Call ``work`` on all members: {rank: what it returned, or None where it raised}.
+
+        Errors go to ``self.errors``. After an error or a loss, a new process group is started if there was one.
+        """
         members_before = self.members
         outcomes = self.outcomes(step, work)
         if outcomes.errors:
@@ -212,25 +220,32 @@ class Membership:
         return outcomes.values
 
     def start_group(self) -> None:
-        """Start the default process group among the members; on gloo where NCCL cannot start."""
+        """Start the default process group among the members, on gloo if NCCL fails.
+
+        If gloo fails, too, ``self.backend`` is "" afterwards, and there is no group. If a member is lost meanwhile, the
+        others start once more, on the same backend.
+        """
         while self.backend:
             self.groups_started += 1
             members_before = self.members
             outcomes = self.outcomes(f"starting group {self.groups_started}", self.replace_group)
-            if self.members != members_before:
-                continue  # Those that are left start again.
-            if not outcomes.errors:
-                return
-            self.errors[f"starting a group on {self.backend}"] = outcomes.errors
-            self.device = torch.device("cpu")
-            if self.backend == "nccl":
-                self.backend = "gloo"
-            else:
-                self.backend = ""
+            if self.members == members_before:
+                if not outcomes.errors:
+                    return
+                self.errors[f"starting a group on {self.backend}"] = outcomes.errors
+                self.use_next_backend()
+
+    def use_next_backend(self) -> None:
+        """Go from NCCL to gloo, which has its tensors on the CPU, and from gloo to none."""
+        self.device = torch.device("cpu")
+        if self.backend == "nccl":
+            self.backend = "gloo"
+        else:
+            self.backend = ""
 
     def replace_group(self) -> None:
         """Start a process group among the members, in place of the one before."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # There is none at first, and a broken one may not end well.
             dist.destroy_process_group()
         bound_device = None
         if self.device.type == "cuda":

@@ -18,10 +18,10 @@ ENOUGH_OF_A_SPEED = 0.5
 class Need:
     """A number that a plan counts on."""
 
-    name: str  # a key of ``numbers_of``
+    name: str  # what it is a number of, as a key of ``numbers_of``
     planned: float  # in base units
-    unit: str = ""
-    unit_size: float = 1.0  # in base units
+    unit: str = ""  # in which it is printed
+    unit_size: float = 1.0  # how many base units that is
     enough: float = 1.0  # the share of the planned number that will do
 
 
@@ -78,7 +78,7 @@ def compare(findings: Findings, plan: Plan) -> Iterator[Comparison]:
 
 
 def numbers_of(findings: Findings) -> dict[str, dict[int | None, float]]:
-    """{name of a need: {rank: what it has of it, in base units}}. The key None stands for the whole cluster."""
+    """What the doctor found of each need: {name: {rank: number in base units}}. The key None is the whole cluster."""
     hosts = [facts.host for facts in findings.facts.values()]
     memory: dict[int | None, float] = {}
     for rank, facts in findings.facts.items():
@@ -106,25 +106,29 @@ def numbers_of(findings: Findings) -> dict[str, dict[int | None, float]]:
 
 
 def compare_least(need: Need, by_rank: dict[int | None, float]) -> Comparison:
-    """Compare the rank that has least of something with the plan. A rank on which it was not tried has 0."""
+    """Compare what the plan needs with the rank that has least of it.
+
+    by_rank: {rank: number}, or {None: number} for the whole cluster; 0 on a rank where it could not be tried.
+    """
     planned = three_digits(need.planned / need.unit_size)
     tried = {rank: number for rank, number in by_rank.items() if number > 0}
     if not tried:
         return Comparison(f"{need.name:10}was not tried, the plan counts on {planned}")
 
-    rank = min(tried, key=lambda rank: tried[rank])
-    has = f"{three_digits(tried[rank] / need.unit_size)} {need.unit}".rstrip()
-    where = "here"
-    remedy = "Start as many (--nnodes, --nproc-per-node), or plan for what is here."
-    if rank is not None:
+    rank, least = min(tried.items(), key=lambda item: item[1])
+    if rank is None:
+        where = "here"
+        remedy = "Start as many (--nnodes, --nproc-per-node), or plan for what is here."
+    else:
         where = f"on rank {rank}"
         remedy = "Look at that rank's host, or write what it has into the plan's [cluster]."
-    line = f"{need.name:10}has {has} {where}, the plan counts on {planned}"
-    if tried[rank] >= need.enough * need.planned:
+    measured = f"{three_digits(least / need.unit_size)} {need.unit}".rstrip()
+    line = f"{need.name:10}has {measured} {where}, the plan counts on {planned}"
+    if least >= need.enough * need.planned:
         return Comparison(line)
 
     shortage = ""
     if need.enough < 1:
         shortage = f", less than {need.enough:.0%} of it"
-    text = f"The plan counts on {planned} ({need.name}), and {where} is {has}{shortage}."
+    text = f"The plan counts on {planned} ({need.name}), and {where} is {measured}{shortage}."
     return Comparison(line, Problem(text, remedy))

@@ -50,7 +50,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A communication that can be repeated, and what it should bring."""
+    """A communication that can be started again and again, and the result that it should have."""
 
     start: Call  # It starts the communication, and returns the Work to wait for, or a list of them.
     output: torch.Tensor | None  # The communication writes here; None on a rank that gets no result.
@@ -62,16 +62,16 @@ def wait(works: Any) -> None:
     if not isinstance(works, list):
         works = [works]
     for work in works:
-        if isinstance(work, dist.Work):
+        if isinstance(work, dist.Work):  # A rank that has no part in a collective gets None.
             work.wait()
 
 
 def seconds_of(
     call: Call, rounds: int, device: torch.device, before_each_try: Call | None = None, tries: int = 3
 ) -> float:
-    """Seconds of one call. Each try takes the mean over ``rounds`` calls, and the fastest of ``tries`` counts."""
+    """Seconds of one call: the mean over ``rounds`` calls in a row, in the fastest of several tries."""
     synchronize = torch.get_device_module(device).synchronize
-    times = []
+    seconds_of_tries = []
     for _ in range(tries):
         if before_each_try is not None:
             before_each_try()
@@ -82,24 +82,32 @@ def seconds_of(
             if device.type == "cpu":
                 wait(works)  # A GPU's collectives follow each other on its stream, so the host need not wait.
         synchronize()
-        times.append((time.perf_counter() - start) / rounds)
-    return min(times)
+        seconds_of_tries.append((time.perf_counter() - start) / rounds)
+    return min(seconds_of_tries)
 
 
 def try_exchange(
     prepare: Callable[[int], Exchange], device: torch.device, before_each_try: Call | None = None
 ) -> Trial:
-    """Try an exchange, which ``prepare`` makes for a count of float32 numbers, with little data and with much."""
-    right = True
-    seconds = []
-    for numbers, rounds in ((SMALL, 5), (LARGE[device.type], 2)):
-        exchange = prepare(numbers)
-        wait(exchange.start())
-        if exchange.output is not None and not torch.equal(exchange.output, exchange.expected):
-            right = False
-        seconds.append(seconds_of(exchange.start, rounds, device, before_each_try))
-    size = 4 * LARGE[device.type]
-    return Trial(right, seconds=seconds[0], speed=size / seconds[1])
+    """Check an exchange's result, and time it with little data for its latency and with much for its speed.
+
+    ``prepare`` makes the exchange for a count of float32 numbers. ``before_each_try`` is called before each measuring.
+    """
+    large = LARGE[device.type]
+    small_exchange = prepare(SMALL)
+    right = is_right(small_exchange)
+    latency = seconds_of(small_exchange.start, 5, device, before_each_try)
+    large_exchange = prepare(large)
+    right = is_right(large_exchange) and right  # Every rank has to start the exchange, whatever the first one gave.
+    seconds = seconds_of(large_exchange.start, 2, device, before_each_try)
+    float32_bytes = 4
+    return Trial(right, seconds=latency, speed=float32_bytes * large / seconds)
+
+
+def is_right(exchange: Exchange) -> bool:
+    """Do the exchange once; return whether its result, if this rank gets one, is the expected one."""
+    wait(exchange.start())
+    return exchange.output is None or torch.equal(exchange.output, exchange.expected)
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
@@ -168,11 +176,12 @@ def collective(name: str, numbers: int, device: torch.device) -> Exchange:
 def rounds_of_pairs(count: int) -> Iterator[list[tuple[int, int]]]:
     """Yields rounds of pairs: no two pairs of a round share a rank, and each pair of range(count) comes once.
 
-    It is the circle method, by which round-robin tournaments are planned.
+    It is the circle method, by which round-robin tournaments are planned: the players sit at a table, play against the
+    player opposite, and between two rounds all but the first move on by one seat.
     """
     seats = list(range(count))
     if count % 2 == 1:
-        seats.append(count)  # Its opponent has nobody to play with in this round.
+        seats.append(count)  # Who sits opposite to this seat has nobody to play with in this round.
     for _ in seats[1:]:
         pairs = []
         for left, right in zip(seats, reversed(seats), strict=True):
@@ -213,7 +222,8 @@ def try_matmul(dtype: str, device: torch.device, before_each_try: Call | None = 
 def try_all_reduce(groups: list[list[int]], device: torch.device) -> float:
     """Bus bandwidth in bytes per second of an all-reduce in this rank's group, while all groups do the same.
 
-    It is 0 for a rank that is alone in its group.
+    An all-reduce among N ranks sends 2(N - 1)/N times its size over each link (nccl-tests, doc/PERFORMANCE.md). So the
+    bandwidth is 0 for a rank that is alone in its group.
     """
     group, _ = dist.new_subgroups_by_enumeration(groups)
     x = torch.zeros(LARGE[device.type], device=device)

@@ -33,7 +33,10 @@ def read_flags(parameters: list[Statement]) -> dict[str, str]:
 
 
 def read_flag(statement: Statement) -> tuple[str, str]:
-    """One parameter, and the lines that add its flag. Raises ValueError, KeyError or SyntaxError for another line."""
+    """One parameter's name, and the lines that add its flag.
+
+    Raises ValueError, KeyError or SyntaxError for a line that is no parameter.
+    """
     [node] = ast.parse(statement.code).body  # whose columns count from the line's beginning
     if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name) or node.value is None:
         raise ValueError
@@ -47,22 +50,25 @@ def read_flag(statement: Statement) -> tuple[str, str]:
         annotation = type(choices[0]).__name__
     kind = KINDS[annotation]
 
-    comment = statement.code.split("\n")[-1].encode()[node.end_col_offset :].decode().lstrip("# ;")
+    last_line = statement.code.split("\n")[-1].encode()  # ast's columns count bytes
+    comment = last_line[node.end_col_offset :].decode().lstrip("# ;")
     help_text = comment or name.replace("_", " ")
-    options = [
+    arguments = [
         quoted(f"--{name.replace('_', '-')}"),
         ast.get_source_segment(statement.code, node.value),
         quoted(help_text.replace("%", "%%")),  # argparse formats help texts with the % operator
     ]
     if kind is bool:
-        options.append("action=switch")
+        arguments.append("action=switch")
     else:
         if choices:
-            options.append(f"choices={choices!r}")
-        # The script's add() takes the type from the default, unless there are choices.
+            arguments.append(f"choices={choices!r}")
+        # The script's add() takes the type from the default, unless it gets other options, such as choices.
         if kind is not type(default) or (choices and kind is not str):
-            options.append(f"type={kind.__name__}")
-    code = f"add({', '.join(map(str, options))})"
+            arguments.append(f"type={kind.__name__}")
+    code = f"add({', '.join(map(str, arguments))})"
+
+    # A comment above the parameter is the heading of a group of flags.
     heading = " ".join(re.findall(r"^# *(.+?)\.?$", statement.above, re.MULTILINE))
     if heading:
         code = f"group = parser.add_argument_group({quoted(heading)})\n    {code}"
@@ -70,15 +76,21 @@ def read_flag(statement: Statement) -> tuple[str, str]:
 
 
 def parse_args_text(flags: dict[str, str], adds: bool = False) -> str:
-    """The source of the script's function that reads the flags. If ``adds``, the script's ``add_flags`` adds more."""
+    """The source of the script's function ``parse_args``.
+
+    flags: {parameter: the lines that add its flag}. adds: whether the chapter has a function ``add_flags``, which adds
+    more flags by calling the script's function ``add`` with a flag, a default and a help text alone. Then ``add`` makes
+    a switch of each default that is True or False; otherwise the flags' own lines say so.
+    """
     calls = list(flags.values())
     has_groups = any(call.startswith("group = ") for call in calls)
     if adds:
-        # That function passes (flag, default, help) alone, so add() makes a switch of a default that is True or False.
         calls = [call.replace(", action=switch)", ")") for call in calls]
         calls.append("add_flags(add)")
+    has_switch = any("action=switch" in call for call in calls)
+
     lines = ["def parse_args():", "    parser = argparse.ArgumentParser(usage=__doc__)"]
-    if any("action=switch" in call for call in calls):
+    if has_switch:
         lines.append("    switch = argparse.BooleanOptionalAction")
     if has_groups:
         lines.append("    group = parser")

@@ -12,8 +12,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from helpers.command_line import as_argument
 from helpers.export.notebook import ExportError
 
-STOP_BEFORE = 180  # seconds before the time limit at which Slurm warns the ranks; it may be a minute early
-LATE = 900  # seconds that agents wait at a store for others; by default 60 for the store itself (read_timeout)
+# Seconds before a job's time is over at which its ranks are told to save and stop. Slurm may do it a minute earlier.
+STOP_BEFORE = 180
+# Seconds that torchrun's agents wait for agents of other nodes, which may be slow to start. By default an agent reads
+# the store for 60 seconds (read_timeout) before it gives up.
+LATE = 900
 CPUS_PER_GPU = 4  # for a rank and the processes that load its data
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -35,44 +38,65 @@ class Allocation:
 
     nodes: int = 2
     gpus_per_node: int = 8
-    time: str = "04:00:00"  # Slurm's limit
+    time: str = "04:00:00"  # Slurm's limit of the job's time, in hours, minutes and seconds
 
 
 def launch_files(name: str, script: str, allocation: Allocation, preflight: str) -> dict[str, str]:
-    """{file name: text} of what starts a script, the text of NAME.py, on the nodes of an allocation.
+    """Fill in the templates for a script: {file name: text} of what starts it on the nodes of an allocation.
 
-    ``preflight`` is the name of the script that checks every link first, if it is in the job's folder.
-    Raises ExportError for a name that a shell would split.
+    ``name`` is the script's name without .py, ``script`` its text, and ``preflight`` the name of the script that checks
+    every link first, if it is in the job's folder. Raises ExportError for a name that a shell would split.
     """
     if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
         raise ExportError(f"{name!r} has characters that a shell reads in its own way.\nRename it for --slurm.")
-    resumes = '"--checkpoint-dir"' in script and '"--resume"' in script
-    stops = resumes and "StopRequest(" in script  # at a signal such a script saves, and writes the file `stopped`
-    # With this flag a node without its GPUs fails at once. A later flag wins, so the reader can add --backend gloo.
-    backend = " --backend nccl" if '"--backend"' in script else ""
+    abilities = abilities_of(script)
     values = {
         **asdict(allocation),
-        "file": as_argument(f"{name}.py"),
+        # Files, and how a shell takes their names.
         "script_name": f"{name}.py",
+        "file": as_argument(f"{name}.py"),
         "batch_file": as_argument(f"{name}.sbatch"),
         "nodes_file": as_argument(f"{name}.nodes.sh"),
         "k8s_file": as_argument(f"{name}.k8s.yaml"),
-        "job_name": name.lstrip("-"),  # the job's folder begins with it
+        "preflight": f"{preflight}.py",
+        "is_check": name == preflight,
+        # The job.
+        "job_name": name.lstrip("-"),  # With a dash, the name of the job's folder would be taken for an option.
         "label": kubernetes_name(name),
-        "last": allocation.nodes - 1,
-        "cpus": allocation.gpus_per_node * CPUS_PER_GPU,
+        "last": allocation.nodes - 1,  # the number of the last node
+        "cpus": allocation.gpus_per_node * CPUS_PER_GPU,  # of a node
         "stop_before": STOP_BEFORE,
         "late": LATE,
-        "stops": stops,
-        "resumes": resumes,
-        "is_check": name == preflight,
-        "preflight": f"{preflight}.py",
-        "backend": backend,
+        # What the script can do.
+        "resumes": abilities.resumes,
+        "stops": abilities.stops,
+        # With this flag a node without its GPUs fails at once. A later flag wins, so the reader can add --backend gloo.
+        "backend": " --backend nccl" if abilities.chooses_backend else "",
     }
     return {name + suffix: ENVIRONMENT.get_template(file).render(values) for suffix, file in TEMPLATE_OF.items()}
 
 
+@dataclass(frozen=True)
+class Abilities:
+    """What a script can do when it is started on a cluster."""
+
+    resumes: bool  # It saves checkpoints, and goes on from the last one.
+    stops: bool  # At a signal it saves, ends, and writes the file `stopped`.
+    chooses_backend: bool  # It has the flag --backend.
+
+
+def abilities_of(script: str) -> Abilities:
+    """Read off a script's text what it can do: by its flags, and by the class from helpers/runtime that it uses."""
+    resumes = '"--checkpoint-dir"' in script and '"--resume"' in script
+    return Abilities(
+        resumes=resumes,
+        stops=resumes and "StopRequest(" in script,
+        chooses_backend='"--backend"' in script,
+    )
+
+
 def kubernetes_name(name: str) -> str:
-    """A name that DNS and so Kubernetes allow: lower-case letters, digits and dashes, with a letter first."""
+    """Make of a name one that DNS, and so Kubernetes, allows: lower-case letters, digits and dashes, a letter first."""
     words = re.sub(r"[^a-z0-9]+", "-", name.lower())
+    # Kubernetes adds to the name of a job to name its pods, and a name may have 63 characters.
     return words.lstrip("0123456789-")[:40].strip("-") or "training"

@@ -67,7 +67,8 @@ def names_read_by(statements: Iterable[Statement]) -> set[str]:
 def sort_statements(cells: Cells) -> Parts:
     """The Parts of a notebook's script. Raises ExportError for an import that may not go up.
 
-    Above main stands what a cell binds once and for all. What it binds twice, main does, in the notebook's order.
+    Imports, definitions and constants that cells bind once and for all stand above main. What cells bind twice, main
+    binds in the notebook's order. What cells import from helpers/runtime is copied.
     """
     exported = [statement for statement in cells.exported if not is_notebook_only(statement.node)]
     from_runtime = names_bound_by(statement for statement in cells.exported if is_copied(statement.node))
@@ -95,29 +96,31 @@ def sort_statements(cells: Cells) -> Parts:
         else:
             body.append(statement)
 
-    if not any(STOPS.search(statement.code) for statement in [*definitions, *body]):
+    stops_group = any(STOPS.search(statement.code) for statement in [*definitions, *body])
+    if not stops_group:
         from_runtime.add("stop_process_group")
         body += split("stop_process_group()")
     used = names_read_by([*imports, *constants, *definitions, *body])
-    # Another cell may be the one that needs an import. An import that no cell needs may have an effect, and stays.
+    # An import whose name only cells outside of the script use is left out. One that no cell uses may have an effect.
     needed_elsewhere = cells.words_elsewhere - used
     imports = [statement for statement in imports if not statement.binds & needed_elsewhere]
 
     plumbing: list[Statement] = []
-    tools: list[Statement] = []
+    copied_definitions: list[Statement] = []
     for statement in copied(from_runtime & used):
         if isinstance(statement.node, IMPORT):
             imports.append(statement)
         elif statement.where == PLUMBING:
             plumbing.append(statement)
         else:
-            tools.append(statement)
+            copied_definitions.append(statement)
+    # The chapter's own functions come first, unless one of them, such as a subclass, needs another definition at once.
     needed_at_once = {name for statement in definitions for name in statement.needs}
-    if needed_at_once & names_bound_by([*tools, *definitions]):
-        above = [*tools, *definitions]
-    else:  # the chapter's own functions first
-        above = [*definitions, *tools]
-    return Parts(imports, [*constants, *above], body, plumbing)
+    if needed_at_once & names_bound_by([*copied_definitions, *definitions]):
+        definitions = [*copied_definitions, *definitions]
+    else:
+        definitions = [*definitions, *copied_definitions]
+    return Parts(imports, [*constants, *definitions], body, plumbing)
 
 
 def names_with_two_meanings(statements: list[Statement]) -> set[str]:
@@ -227,19 +230,20 @@ def check_launching(statements: list[Statement]) -> None:
 
 def check_names(parts: Parts, parameters: list[Statement]) -> None:
     """Raise ExportError where a statement reads or binds a name that is not the same one in the script."""
-    above = names_bound_by(parts.above())
+    bound_above = names_bound_by(parts.above())
     main = [statement for statement in parameters if not isinstance(statement.node, IMPORT)] + parts.body
-    in_main = {"args"} | names_bound_by(main)
+    bound_in_main = {"args"} | names_bound_by(main)
     for statement in main:
-        for name in sorted(statement.binds & above):
+        for name in sorted(statement.binds & bound_above):
             raise ExportError(f"{label(statement)} binds {name}, which the script has above main. Rename it.")
     for statement in parts.of_cells():
-        check_blocks(statement, statement in parts.body)
+        is_in_main = statement in parts.body
+        check_blocks(statement, is_in_main)
         for name in sorted(statement.reads):
-            if name in in_main and statement not in parts.body:
+            if name in bound_in_main and not is_in_main:
                 what = f"{label(statement)} reads {name}, which the script's main binds"
                 raise ExportError(f"{what}. Pass it as an argument.")
-            if name not in above | in_main | BUILTINS:
+            if name not in bound_above | bound_in_main | BUILTINS:
                 raise ExportError(f"{label(statement)} reads {name}, which no exported cell binds. Bind it in one.")
 
 

@@ -32,8 +32,8 @@ WIDTH = 88
 def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequence[str] | None = None) -> str:
     """The text of the script NAME.py. Raises ExportError for a cell that a script cannot have.
 
-    ``tested_with`` are the versions of PyTorch on which a chapter's script was run, or None for a notebook that is no
-    chapter. The docstring names them in one line, also if there are none, so that the numbers of the lines below stay.
+    ``tested_with`` are the versions of PyTorch on which a chapter's script was run; none if the chapter has changed
+    since. It is None for a notebook that is no chapter.
     """
     cells = sort_cells(notebook, name)
     flags = read_flags(cells.parameters)
@@ -55,28 +55,33 @@ def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequenc
     ]
     script = "\n\n\n".join(section for section in sections if section) + "\n"
     packages = {package for statement in parts.imports for package in packages_of(statement.node)}
+    # The order of imports may matter to a package that is not among LIBRARIES, so it is kept then.
     return formatted(with_short_lines(script), sort=packages <= LIBRARIES | sys.stdlib_module_names)
 
 
 def main_body(body: list[Statement], parameters: list[str]) -> str:
-    """main's statements, cell by cell, with args.NAME for a parameter where that means the same."""
+    """The statements of the script's main, cell by cell.
+
+    A parameter is read as args.NAME where that means the same; the others are assigned at the top, NAME = args.NAME.
+    """
     rebound = names_bound_by(body)
     for statement in body:
         rebound |= statement.local_names
-    passed: set[str] = set()
+    replaceable: set[str] = set()
     if "args" not in rebound:
         for name in set(parameters) - rebound:
             if all(with_arguments(statement.code, {name}) is not None for statement in body):
-                passed.add(name)
+                replaceable.add(name)
+
     read = names_read_by(body)
-    lines = [f"{name} = args.{name}" for name in parameters if name in read - passed]
+    lines = [f"{name} = args.{name}" for name in parameters if name in read - replaceable]
     if lines:
         lines.append("")
     for statement in body:
         starts_paragraph = statement.above.strip(" ").startswith("\n")
         if starts_paragraph and lines and lines[-1]:
             lines.append("")
-        code = with_arguments(statement.code, passed) or statement.code
+        code = with_arguments(statement.code, replaceable) or statement.code
         lines.append(replace(statement, code=code).text)
     return "\n".join(lines).strip("\n")
 
@@ -85,6 +90,7 @@ def with_arguments(code: str, names: set[str]) -> str | None:
     """The code with ``args.NAME`` for each of the names; None where the replaced text would mean something else."""
     tree = ast.parse(code)
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in names]
+    # From the end to the beginning, so that a replacement does not move those that are still to come.
     nodes.sort(key=lambda node: (node.lineno, node.col_offset), reverse=True)
     lines = [line.encode() for line in code.split("\n")]  # ast's columns count bytes
     for node in nodes:
@@ -94,10 +100,10 @@ def with_arguments(code: str, names: set[str]) -> str | None:
     # f-strings are wrong. So the new code has to be the old one but for the replaced names.
     try:
         new = b"\n".join(lines).decode()
-        old_tree = NamesOfArguments().visit(ast.parse(new))
+        new_tree_with_old_names = NamesOfArguments().visit(ast.parse(new))
     except (SyntaxError, UnicodeDecodeError):
         return None
-    if ast.dump(old_tree) != ast.dump(tree):
+    if ast.dump(new_tree_with_old_names) != ast.dump(tree):
         return None
     return new
 
@@ -116,10 +122,14 @@ class NamesOfArguments(ast.NodeTransformer):
 
 
 def docstring(title: str, purpose: str, name: str, tested_with: Sequence[str] | None = None) -> str:
-    """What the script is, how to run it, and on which versions of PyTorch it was run."""
+    """The script's docstring: what it is, how to run it, and on which versions of PyTorch it was tested.
+
+    For the versions in ``tested_with`` there is one line, and if there are none a line that says so, which keeps the
+    numbers of the lines below. For None, in the script of a notebook that is no chapter, there is no such line.
+    """
     if not title.endswith((".", "?", "!")):
         title += "."
-    what = textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 4)
+    what = textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 4)  # The first line begins with the quotation marks.
     file = as_argument(f"{name}.py")
     two_nodes = f"torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu {file}"
     if len(two_nodes) > WIDTH:
@@ -131,10 +141,11 @@ def docstring(title: str, purpose: str, name: str, tested_with: Sequence[str] | 
         f"torchrun --nproc-per-node=gpu {file}",
         two_nodes,
     ]
-    if tested_with:
-        lines += ["", f"Tested on CPUs with PyTorch {listed(tested_with)}."]
-    elif tested_with is not None:
-        lines += ["", "Changed since it was last tested."]
+    if tested_with is not None:
+        tested = "Changed since it was last tested."
+        if tested_with:
+            tested = f"Tested on CPUs with PyTorch {listed(tested_with)}."
+        lines += ["", tested]
     text = "\n".join(lines) + "\n"
     text = text.replace('"""', "'''").replace("%", "%%")  # argparse shows it, and uses the % operator
     prefix = "r" if "\\" in text else ""
@@ -162,16 +173,17 @@ def indented(code: str) -> str:
 def with_short_lines(script: str) -> str:
     """The script without formatters' comments; a comment at the end of a line that is too long goes above the line."""
     lines = script.split("\n")
-    inside = in_strings(script)
+    lines_in_strings = in_strings(script)
     for token in tokenize.generate_tokens(io.StringIO(script).readline):
         if token.type != tokenize.COMMENT:
             continue
         number, column = token.start
         line = lines[number - 1]
         code = line[:column].rstrip()
-        if re.match(r"# *(fmt|isort) *:", token.string):
+        is_for_formatters = re.match(r"# *(fmt|isort) *:", token.string)
+        if is_for_formatters:
             lines[number - 1] = code
-        elif code and len(line) > WIDTH and number not in inside:
+        elif code and len(line) > WIDTH and number not in lines_in_strings:
             indent = code[: len(code) - len(code.lstrip())]
             lines[number - 1] = f"{indent}{token.string}\n{code}"
     return "\n".join(lines)

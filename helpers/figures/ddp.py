@@ -1,4 +1,4 @@
-"""Chapter 4's figures: what DDP is, when a step computes and when it waits, and which gradients share a bucket."""
+"""Chapter 4's figures: what DDP is, and when a step computes and when it waits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ MEGABYTES = 100  # of gradients
 
 
 def overlap_schedule(world_size: int, buckets: int, gigabytes_per_second: float = 10) -> list[Span]:
-    """When each part of one DDP training step runs, on any of the ranks: all do the same at the same time.
+    """When each part of one DDP training step runs on a rank; all ranks do the same at the same time.
 
     A model, not a measurement. It assumes that the gradients are divided into equal buckets, that backward takes as
     long for each of them, the last layers' bucket first, and that there is one all-reduce at a time, in the buckets'
@@ -34,17 +34,18 @@ def overlap_schedule(world_size: int, buckets: int, gigabytes_per_second: float 
     sent_share = 2 * (world_size - 1) / world_size
     all_reduce = LATENCY + sent_share * (MEGABYTES / buckets) / gigabytes_per_second  # MB / (GB/s) = ms
     schedule = [Span("compute", 0, FORWARD, "forward")]
-    network_is_free: float = 0  # at this time
+    all_reduce_end: float = 0  # of the bucket before
     for bucket in range(buckets):
-        start = FORWARD + BACKWARD * bucket / buckets
-        gradients_are_ready = FORWARD + BACKWARD * (bucket + 1) / buckets
-        schedule.append(Span("compute", start, gradients_are_ready, "backward"))
-        all_reduce_starts = max(gradients_are_ready, network_is_free)
-        network_is_free = all_reduce_starts + all_reduce
-        schedule.append(Span("network", all_reduce_starts, network_is_free, "all-reduce"))
+        backward_start = FORWARD + BACKWARD * bucket / buckets
+        backward_end = FORWARD + BACKWARD * (bucket + 1) / buckets
+        schedule.append(Span("compute", backward_start, backward_end, "backward"))
+        # An all-reduce waits for its bucket's gradients, and for the network, which the bucket before may still use.
+        all_reduce_start = max(backward_end, all_reduce_end)
+        all_reduce_end = all_reduce_start + all_reduce
+        schedule.append(Span("network", all_reduce_start, all_reduce_end, "all-reduce"))
     # The last all-reduce waits for the last gradients, so it ends after backward.
-    schedule.append(Span("compute", FORWARD + BACKWARD, network_is_free, "wait"))
-    schedule.append(Span("compute", network_is_free, network_is_free + OPTIMIZER_STEP, "step"))
+    schedule.append(Span("compute", FORWARD + BACKWARD, all_reduce_end, "wait"))
+    schedule.append(Span("compute", all_reduce_end, all_reduce_end + OPTIMIZER_STEP, "step"))
     return schedule
 
 
@@ -59,7 +60,8 @@ LEFT = 70  # pixels of the timeline's sides
 RIGHT = 650
 TOP = 56
 BOTTOM = 268
-ROW = 21  # height of a row of the bar chart below the timeline
+MAX_RANK_HEIGHT = 74  # pixels for a rank in the timeline, however few ranks there are
+ROW = 21  # pixels for a row of the bar chart below the timeline
 BUCKET_COUNTS = [1, 2, 4, 8, 16]  # its rows
 PARTS = {  # label of a span: its name in the legend
     "forward": "forward",
@@ -76,7 +78,7 @@ def ddp_overlap(world_size: int = 4, buckets: int = 4, gigabytes_per_second: flo
 
     The time axis is the same for any ``world_size`` and ``buckets``, so that a reader can compare frames.
     """
-    very_many_ranks = 10**6  # no number of ranks takes longer
+    very_many_ranks = 10**6  # the time of an all-reduce grows with the ranks, up to a limit that it has reached here
     slowest = [overlap_schedule(very_many_ranks, count, gigabytes_per_second) for count in BUCKET_COUNTS]
     axis_end = max(schedule[-1].end for schedule in slowest)
     pixels_per_ms = (RIGHT - LEFT) / axis_end
@@ -112,10 +114,11 @@ def look_of(label: str, color: str) -> dict[str, Any]:
 def draw_legend(ax: Axes) -> None:
     """The legend is in ink, because every rank has its own colour."""
     x: float = LEFT
+    width_of_character = 7.5  # about
     for label, name in PARTS.items():
         boxes(ax, [(x, 6, 16, 13)], **look_of(label, INK))
         ax.text(x + 22, 17, name)
-        x += 42 + 7.5 * len(name)
+        x += 42 + width_of_character * len(name)  # 22 to the text, and 20 between two entries
 
 
 def draw_phases(ax: Axes, schedule: Sequence[Span], pixels_per_ms: float) -> None:
@@ -124,28 +127,31 @@ def draw_phases(ax: Axes, schedule: Sequence[Span], pixels_per_ms: float) -> Non
     step_ends = schedule[-1].end
     edges = [0, FORWARD, wait_starts, step_ends - OPTIMIZER_STEP, step_ends]
     boxes(ax, [(LEFT + ms * pixels_per_ms - 0.4, TOP, 0.8, BOTTOM - TOP) for ms in edges], facecolor=(INK, 0.3))
-    x = min(LEFT + wait_starts * pixels_per_ms, RIGHT - 112)
+    width_of_text = 112
+    x = min(LEFT + wait_starts * pixels_per_ms, RIGHT - width_of_text)
     ax.text(x, TOP - 8, f"waiting {exposed(schedule):.1f} ms", weight="bold")
 
 
 def draw_rank(ax: Axes, rank: int, world_size: int, schedule: Sequence[Span], pixels_per_ms: float) -> None:
-    """What a rank computes, and below it its all-reduces."""
-    pitch = min((BOTTOM - TOP) / world_size, 74)
-    y = (TOP + BOTTOM) / 2 + (rank - world_size / 2 + 0.08) * pitch
-    ax.text(LEFT - 10, y + pitch / 4 + 5, f"rank {rank}", ha="right")
+    """What a rank computes, and below it its all-reduces, in the middle of the space for all ranks."""
+    rank_height = min((BOTTOM - TOP) / world_size, MAX_RANK_HEIGHT)
+    # From the top, a rank has a gap of 0.08 of its height, 0.5 for the computation, 0.04, and 0.3 for all-reduces.
+    compute_y = (TOP + BOTTOM) / 2 + (rank - world_size / 2 + 0.08) * rank_height
+    network_y = compute_y + 0.54 * rank_height
+    ax.text(LEFT - 10, compute_y + rank_height / 4 + 5, f"rank {rank}", ha="right")
     labels = dict.fromkeys(span.label for span in schedule)
     for label in labels:
-        lane_y = y
-        height = 0.5 * pitch
+        y = compute_y
+        height = 0.5 * rank_height
         if label == "all-reduce":
-            lane_y = y + 0.54 * pitch
-            height = 0.3 * pitch
+            y = network_y
+            height = 0.3 * rank_height
         rectangles = []
         for span in schedule:
             if span.label == label:
-                start = LEFT + span.start * pixels_per_ms
-                width = LEFT + span.end * pixels_per_ms - start
-                rectangles.append((start, lane_y, max(width - 1.2, 0.6), height))  # a gap parts it from the next
+                x = LEFT + span.start * pixels_per_ms
+                width = LEFT + span.end * pixels_per_ms - x
+                rectangles.append((x, y, max(width - 1.2, 0.6), height))  # 1.2 pixels are a gap to the next one
         boxes(ax, rectangles, **look_of(label, rank_color(rank)))
 
 
@@ -209,9 +215,9 @@ def replicas() -> Figure:
         ax.text(center, 18, f"rank {rank}", ha="center", weight="bold")
         boxes(ax, [(x, 32 + 14 * row, width, 11) for row in range(3)], **private)
         arrow_down(ax, center, 76, 98)
-        layers = []
-        for y, share in [(102, 1), (124, 0.8), (146, 0.6)]:
-            layers.append((center - share * width / 2, y, share * width, 17))
+        layers = []  # of the model, each narrower than the one above
+        for y, layer_width in [(102, width), (124, 0.8 * width), (146, 0.6 * width)]:
+            layers.append((center - layer_width / 2, y, layer_width, 17))
         boxes(ax, layers, **shared)
         arrow_down(ax, center, 168, 196)
         boxes(ax, [(x, 200, width, 28)], **private)
@@ -228,27 +234,3 @@ def replicas() -> Figure:
 def arrow_down(ax: Axes, x: float, start: float, end: float) -> None:
     look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "color": INK, "linewidth": 1}
     ax.add_artist(FancyArrowPatch((x, start), (x, end), shrinkA=0, shrinkB=0, clip_on=False, **look))
-
-
-@style()
-def bucket_map(buckets: Sequence[Sequence[tuple[str, int]]]) -> Figure:
-    """DDP's buckets, the first to leave on top: lists of (parameter's name, bytes). A box is as wide as its bytes."""
-    left = 92
-    width = 560
-    gap = 4
-    pitch = 38
-    largest = max(sum(size for _, size in bucket) for bucket in buckets)
-    fig, ax = canvas(left + width + 8, pitch * len(buckets) + 10)
-    for row, bucket in enumerate(buckets):
-        y = 6 + pitch * row
-        total = sum(size for _, size in bucket)
-        ax.text(0, y + 13, f"bucket {row}")
-        ax.text(0, y + 28, f"{total / 2**20:.2f} MiB", color=(INK, 0.7), fontsize=11)
-        x: float = left
-        for name, size in bucket:
-            length = max(6, (width - gap * len(bucket)) * size / largest)
-            boxes(ax, [(x, y, length, 28)], facecolor=(INK, 0.18), edgecolor=INK, linewidth=1)
-            if length > 60:
-                ax.text(x + length / 2, y + 19, name, ha="center")
-            x += length + gap
-    return fig

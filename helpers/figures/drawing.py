@@ -38,6 +38,7 @@ from helpers.figures.svg import compact, with_own_ids
 RANK_COLORS = ["#3355ee", "#bb8800", "#ff4499", "#227755", "#cc2200", "#4499bb", "#aa77ff", "#994499"]
 DASHES = ["-", "--", ":", "-."]  # for lines that belong to no rank
 INK = "black"  # for what belongs to no rank; svg() turns black into the page's text colour
+MIN_TEXT_SIZE = 9  # pixels: smaller text cannot be read on a phone
 
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # only for the layout: the page draws in its own font, which is narrower
@@ -155,7 +156,7 @@ def bars(values: Mapping[int | str, float], xlabel: str, number: str = "{:.3g}")
     ``values`` is {name: length}. A name that is an int is a rank and has the rank's colour. ``xlabel`` names the unit;
     ``number`` is the format of the numbers.
     """
-    fig = figure(440, 75 + 34 * len(values), layout="constrained")
+    fig = figure(440, 75 + 34 * len(values), layout="constrained")  # 75 pixels for the axis, 34 for each bar
     ax = fig.add_subplot()
     names = []
     look: dict[str, Any]
@@ -181,12 +182,12 @@ def timeline(spans: Mapping[int, Sequence[Span]], xlabel: str) -> Figure:
     order in which they first appear. Bars of the first lane are pale, and those of the others are dark.
     """
     lanes: list[str] = []
-    for events in spans.values():
-        for lane, *_ in events:
+    for spans_of_rank in spans.values():
+        for lane, *_ in spans_of_rank:
             if lane not in lanes:
                 lanes.append(lane)
     rows = [(rank, lane) for rank in spans for lane in lanes]
-    fig = figure(600, 70 + 32 * len(rows), layout="constrained")
+    fig = figure(600, 70 + 32 * len(rows), layout="constrained")  # 70 pixels for the axis, 32 for each row
     ax = fig.add_subplot()
     for row, (rank, row_lane) in enumerate(rows):
         color = rank_color(rank)
@@ -203,9 +204,9 @@ def timeline(spans: Mapping[int, Sequence[Span]], xlabel: str) -> Figure:
 
 
 def label_rows(ax: Axes, names: list[str], xlabel: str) -> None:
-    """Name rows of horizontal bars, the first at the top; lengths begin at zero."""
+    """Name the rows of a chart of horizontal bars, put the first at the top, and let the x axis begin at zero."""
     ax.set_yticks(range(len(names)), names)
-    ax.set(xlabel=xlabel, ylim=(len(names) - 0.5, -0.5))
+    ax.set(xlabel=xlabel, ylim=(len(names) - 0.5, -0.5))  # row k is at y = k, and y grows downwards
     ax.set_xlim(left=0)
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
@@ -282,33 +283,36 @@ def view(fig: Figure, alt: str, measured: bool = False, salt: str = "", visible:
 
 
 def svg(fig: Figure, salt: str = "", attributes: Mapping[str, str] | None = None) -> str:
-    """A Figure as the text of one ``<svg>``, the same bytes every time. Black becomes currentColor.
+    """Write a Figure as the text of one ``<svg>`` element, the same bytes for the same figure.
 
-    The ids are unique on a page: they are made of the drawing and of ``salt``, since a page may hold equal figures.
-    It closes ``fig`` in pyplot, which would show the figure once more.
+    Black becomes currentColor, which is the page's text colour. ``salt`` gives the ids of equal figures on one page
+    different names, and ``attributes`` are added to the element.
     """
     file = io.BytesIO()
     with style():
         fig.savefig(file, format="svg", metadata={"Date": None})
     if "matplotlib.pyplot" in sys.modules:
-        sys.modules["matplotlib.pyplot"].close(fig)
+        sys.modules["matplotlib.pyplot"].close(fig)  # at the end of the cell, pyplot would show it once more
 
     root = compact(file.getvalue())
     view_box = root.attrib["viewBox"]
     _, _, width, height = (float(number) for number in view_box.split())
-    styles = " ".join(element.get("style", "") for element in root.iter())
-    text_sizes = [float(size) for size in re.findall(r"font-size:([\d.]+)px", styles)]
-    smallest = min(text_sizes, default=STYLE["font.size"])
-    # On a screen narrower than this the smallest text would have less than 9 pixels, so the view scrolls sideways.
-    min_width = round(width * 9 / max(smallest, 9))
     root.attrib = {
         **(attributes or {}),
         "viewBox": view_box,
         "width": f"{width:g}",
         "height": f"{height:g}",
-        "style": f"max-width:{width:g}px;min-width:{min_width}px",
-        "fill": "currentColor",  # matplotlib leaves out a fill that is black
+        "style": f"max-width:{width:g}px;min-width:{readable_width(root, width)}px",
+        "fill": "currentColor",  # matplotlib writes no fill where it is black
         "stroke-linejoin": "round",
     }
     text = ElementTree.tostring(root, encoding="unicode")
     return with_own_ids(text.replace("#000000", "currentColor"), salt)
+
+
+def readable_width(root: ElementTree.Element, width: float) -> int:
+    """The pixels to which a drawing may shrink on a narrow screen, which otherwise scrolls: its smallest text has 9."""
+    styles = " ".join(element.get("style", "") for element in root.iter())
+    text_sizes = [float(size) for size in re.findall(r"font-size:([\d.]+)px", styles)]
+    smallest_text = min(text_sizes, default=STYLE["font.size"])
+    return round(width * MIN_TEXT_SIZE / max(smallest_text, MIN_TEXT_SIZE))

@@ -29,8 +29,8 @@ DRAWING_SIZE = re.compile(r'viewBox="0 0 (\S+) (\S+)" width="\S+" height="\S+"')
 def explore(fn: Callable[..., Figure], *, alt: str, caption: str = "", **sliders: Iterable[Any]) -> Shown:
     """Show the Figure ``fn(**values)`` with a control for each keyword, as in ``explore(fn, alt="…", rank=[0, 1])``.
 
-    Up to five values become a row of buttons, and more become a slider. A slider named ``step`` can be played. The
-    controls choose one of the frames that this call draws, one for each combination of values, at most 64. So they
+    Up to five values become a row of buttons, and more become a slider. A slider named ``step`` can be played. This
+    call draws a frame for each combination of values, at most 64, and the controls choose which one is visible. So they
     work in JupyterLab and on a page without a kernel. A control starts at the function's default if that is among its
     values, or else at the first value. ``alt`` and ``caption`` are as in ``drawing.show``; each frame's ``alt`` also
     names its values. An artist whose gid is "move 0 -42" comes from 42 pixels above when its frame is shown.
@@ -46,24 +46,25 @@ def explore(fn: Callable[..., Figure], *, alt: str, caption: str = "", **sliders
     for control in controls:
         if not control.values:
             raise ValueError(f"explore({control.argument}=[]) has no values. List those to show.")
+    # A frame is a position of each control.
     frames = list(itertools.product(*(range(len(control.values)) for control in controls)))
     if len(frames) > MAX_FRAMES:
         raise ValueError(f"explore() draws at most {MAX_FRAMES} frames, not {len(frames)}. List fewer values.")
 
-    start = tuple(control.start for control in controls)
+    first_frame = tuple(control.start for control in controls)
     views = []
     for frame in frames:
         arguments = {}
-        settings = []
+        values_in_words = []
         for control, position in zip(controls, frame, strict=True):
             arguments[control.argument] = control.values[position]
-            settings.append(f"{control.label} {control.texts[position]}")
-        frame_alt = alt
-        if alt.strip():  # view() refuses an empty text
-            frame_alt = f"{alt} ({', '.join(settings)})"
-        views.append(view(fn(**arguments), frame_alt, salt=caption, visible=frame == start))
-    settings = [f"{control.argument}={control.values}" for control in controls]
-    return Shown(page_of(equally_tall(views), controls, caption), f"explore({name_of(fn)}, {', '.join(settings)})")
+            values_in_words.append(f"{control.label} {control.texts[position]}")
+        frame_alt = ""  # an empty alt text stays empty, so that view() refuses it
+        if alt.strip():
+            frame_alt = f"{alt} ({', '.join(values_in_words)})"
+        views.append(view(fn(**arguments), frame_alt, salt=caption, visible=frame == first_frame))
+    call = ", ".join(f"{control.argument}={control.values}" for control in controls)
+    return Shown(page_of(equally_tall(views), controls, caption), f"explore({name_of(fn)}, {call})")
 
 
 def default_of(fn: Callable[..., Figure], argument: str) -> Any:
@@ -81,10 +82,13 @@ def name_of(fn: Callable[..., Figure]) -> str:
 
 
 def equally_tall(views: list[str]) -> list[str]:
-    """The views with all drawings as tall as the tallest one, so that the page below a figure stays in place."""
+    """The views with all drawings as tall as the tallest one, so that the page below a figure stays in place.
+
+    Drawings of different widths are left as they are: the page scales them differently, so no height fits all.
+    """
     sizes = [DRAWING_SIZE.search(text) for text in views]
     widths = {size[1] for size in sizes if size}
-    if None in sizes or len(widths) > 1:  # drawings of different widths are scaled differently
+    if None in sizes or len(widths) > 1:
         return views
     height = max((size[2] for size in sizes if size), key=float)
     attributes = rf'viewBox="0 0 \1 {height}" width="\1" height="{height}"'
@@ -157,7 +161,7 @@ class Control:
 
 
 def page_of(views: list[str], controls: list[Control], caption: str) -> str:
-    """The controls and all frames as HTML that loads nothing."""
+    """The controls and all frames as HTML, which loads no other file and works without a kernel."""
     frames = "".join(views)
     # Radio buttons with one name exclude each other, so the name has to be unique on a page.
     prefix = "f" + hashlib.sha256((caption + frames).encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""matplotlib's SVG made small and fit for a page, for ``drawing``. It knows nothing of figures."""
+"""Make the SVG that matplotlib writes small, and its ids unique on a page, for ``drawing``."""
 
 import hashlib
 import re
@@ -13,26 +13,38 @@ REFERENCE = re.compile(r"(?:url\(#|href=\"#)([^)\"]+)")
 
 
 def compact(drawing: bytes) -> ElementTree.Element:
-    """matplotlib's drawing without namespaces, metadata, fonts, long numbers and what is not seen."""
+    """Parse an SVG of matplotlib, and drop what a page does not need: metadata, fonts, digits, invisible elements."""
     root = ElementTree.fromstring(drawing)
     for element in root.iter():
         element.tag = without_namespace(element.tag)
-        element.tail = None
-        # matplotlib writes a power such as 10⁻³ as a <text> of several <tspan>, with line breaks between them.
-        has_words = element.tag in ("text", "tspan") and len(element) == 0
-        if not has_words:
-            element.text = None
-        attributes = {}
-        for name, value in element.attrib.items():
-            name = without_namespace(name)
-            value = tidy(name, value)
-            if value:
-                attributes[name] = value
-        if attributes.get("id", "").startswith("move "):  # sliders.js moves it: see explore()
-            attributes["data-move"] = attributes.pop("id").removeprefix("move ")
-        element.attrib = attributes
+        remove_line_breaks(element)
+        element.attrib = compact_attributes(element)
     remove_unneeded(root)
     return root
+
+
+def remove_line_breaks(element: ElementTree.Element) -> None:
+    """Remove the white space between tags. Only an innermost <text> or <tspan> has words.
+
+    A <text> can have line breaks as well: matplotlib writes a power such as 10⁻³ as a <text> of several <tspan>.
+    """
+    element.tail = None
+    has_words = element.tag in ("text", "tspan") and len(element) == 0
+    if not has_words:
+        element.text = None
+
+
+def compact_attributes(element: ElementTree.Element) -> dict[str, str]:
+    """An element's attributes without namespaces, and shortened by ``tidy``."""
+    attributes = {}
+    for full_name, value in element.attrib.items():
+        name = without_namespace(full_name)
+        short_value = tidy(name, value)
+        if short_value:
+            attributes[name] = short_value
+    if attributes.get("id", "").startswith("move "):  # the gid of an artist that sliders.js moves: see explore()
+        attributes["data-move"] = attributes.pop("id").removeprefix("move ")
+    return attributes
 
 
 def without_namespace(name: str) -> str:
@@ -50,8 +62,9 @@ def tidy(name: str, value: str) -> str:
         digits = DIGITS[name]
         value = NUMBER.sub(lambda number: rounded(number[0], digits), value)
     value = " ".join(value.split())
-    value = re.sub(r"rotate\(-?0 [^)]*\)", "", value)
+    value = re.sub(r"rotate\(-?0 [^)]*\)", "", value)  # a rotation by no degrees
     if name == "d":
+        # A path's corners (L) become horizontal (H) and vertical (V) lines, and commands need no spaces around them.
         value = RECTANGLE.sub(r"M\1 \2H\3V\4H\1z", value)
         value = re.sub(r" ?([MLHVQCz]) ?", r"\1", value)
     return value
@@ -63,7 +76,10 @@ def rounded(number: str, digits: int) -> str:
 
 
 def remove_unneeded(parent: ElementTree.Element) -> None:
-    """Remove from ``parent`` metadata, page-wide styles, invisible paths and empty definitions; unwrap bare groups."""
+    """Remove metadata, page-wide styles, invisible paths and empty definitions below ``parent``.
+
+    A group without attributes, or with an id alone, is replaced by its children.
+    """
     for child in list(parent):
         remove_unneeded(child)
         style = child.get("style", "")
@@ -80,11 +96,12 @@ def remove_unneeded(parent: ElementTree.Element) -> None:
 
 
 def with_own_ids(text: str, salt: str) -> str:
-    """An SVG's text in which each id that something refers to is made of the text and of ``salt``.
+    """Replace the ids in an SVG's text by ids that no other drawing of a page has: ``f1a2b3c4d-0`` and so on.
 
-    matplotlib's own ids depend on the figures that were drawn before, so they are numbered first. Then equal drawings
-    have equal bytes, and the hash of these bytes makes the ids unique on a page.
+    They are made of a hash of the text and of ``salt``, so that the same drawing has the same ids every time.
     """
+    # matplotlib's ids depend on the figures that were drawn before, so they must not get into the hash: ID-0, ID-1 and
+    # so on take their places until the hash is known.
     ids = dict.fromkeys(REFERENCE.findall(text))
     for number, name in enumerate(ids):
         text = re.sub(rf"(id=\"|#){re.escape(name)}(?=[\")])", rf"\1ID-{number}", text)

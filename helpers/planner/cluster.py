@@ -17,7 +17,9 @@ class Cluster(Record):
     gpu: str = "gpu"
     peaks: dict[str, float] = field(default_factory=dict, hash=False)  # {dtype: FLOP/s of one GPU, dense}
     memory: float = 0  # bytes of one GPU
-    memory_speed: float = 0  # bytes a second that one GPU reads and writes there; 0: an A100's share of its peak
+    # Bytes a second that one GPU reads and writes in its memory. 0 is for not known; then the peak and an A100's
+    # proportion of the two are used.
+    memory_speed: float = 0
     gpus_per_node: int = 8
     nodes: int = 1
     link_in_node: float = 0  # 0: not known, where a node has one GPU
@@ -26,11 +28,14 @@ class Cluster(Record):
     latency_between: float = 0
     price_per_gpu_hour: float = 0  # in any currency; 0 for not known
     failures_per_node_day: float = 0
-    reaches: float = 1.0  # the share of their peak that matrix products reach, beside an A100's
-    attention_reaches: float = 0  # the share that attention's kernel reaches; 0 for that of matrix products
-    power: float = 0  # watts for which the peaks are given; a limit needs it
+    # The share of the peak that matrix products reach, divided by the share that they reach on an A100.
+    reaches: float = 1.0
+    # The share of the peak that attention's kernel reaches; 0 for the same share as other matrix products.
+    attention_reaches: float = 0
+    power: float = 0  # watts that one GPU draws at its peak; needed for a limit
     power_limit: float = 0  # watts that one GPU may draw; 0 for no limit
-    measured: bool = False  # the speeds were reached, not read off a data sheet: nothing is taken off
+    # Whether the speeds were measured, and not read off a data sheet: then no share of them is taken off.
+    measured: bool = False
 
     POSITIVE: ClassVar[tuple[str, ...]] = ("gpus_per_node", "nodes", "memory", "reaches")
 
@@ -54,10 +59,10 @@ class Cluster(Record):
         return look_up(self.peaks, dtype, f"type with a peak on {self.gpu}")
 
     def limited_peak(self, dtype: str = "bfloat16") -> float:
-        """The peak at the clock that the limit of power leaves.
+        """FLOP/s of one GPU at the clock that the limit of power leaves it.
 
-        Power is A·C·V²·f, and the voltage V follows the clock f (Mudge 2001, equations 1 and 2): so the clock goes with
-        the cube root of the power. The memory's clock stays.
+        A chip draws A·C·V²·f watts at the clock f, and its voltage V grows with the clock (Mudge 2001, equations 1 and
+        2). So the power grows with the cube of the clock. The memory has a clock of its own, which stays.
         """
         if not self.power_limit:
             return self.peak(dtype)
@@ -75,10 +80,11 @@ A100: dict[str, Any] = {
     "link_in_node": 300e9, "latency_in_node": 5e-6, "link_between": 25e9, "latency_between": 15e-6,
     "failures_per_node_day": 6.5e-3, "power": 400,
 }  # fmt: skip
-# Attention's kernels reach 35 % of an H100's peak with FlashAttention-2, up to 75 % with FlashAttention-3, counted by
-# half of the pairs of tokens (Shah et al. 2024). Not set: which one runs is not known.
-# What an H100 reaches: chosen by llm-foundry's table (scripts/train/benchmarking/README.md), eight rows of FSDP with
-# 2,048 tokens. They took 0.96 to 1.29 times the predicted seconds with it, 1.18 to 1.55 times without. A test has them.
+# attention_reaches is not set, because it depends on the kernel: on an H100 FlashAttention-2 reaches 35 % of the peak,
+# and FlashAttention-3 up to 75 %, counted by half of the pairs of tokens (Shah et al. 2024).
+# reaches was chosen by eight rows of FSDP with 2,048 tokens in a table of llm-foundry
+# (scripts/train/benchmarking/README.md).
+# They took 0.96 to 1.29 times the predicted seconds with it, 1.18 to 1.55 times without. A test has them.
 H100: dict[str, Any] = {
     **A100, "gpu": "h100", "reaches": 0.8, "memory_speed": 3.35e12, "link_in_node": 450e9, "link_between": 50e9,
     "power": 700,

@@ -45,10 +45,10 @@ class Collective:
     dimension: str  # of the mesh: tp, cp, ep, dp, replicate, pp
     kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, send
     phase: str  # forward, recompute, backward, step
-    what: str
-    ranks: int
-    stride: int  # how far apart these lie
-    count: int
+    what: str  # the tensors, in words
+    ranks: int  # of the group
+    stride: int  # the difference between the numbers of two neighbours in the group
+    count: int  # in a step
     size: int  # bytes of the whole tensor of one of them
     time: LinkTime = LinkTime()  # of one of them; 0 without a cluster
 
@@ -58,7 +58,7 @@ class Collective:
         return self.count * self.size * SENT[self.kind](self.ranks)
 
     def seconds(self, in_node: float = 1.0, between: float = 1.0) -> float:
-        """Seconds of all of them, where links reach these shares of their speed."""
+        """Seconds of all of them together, where links reach these shares of their speed."""
         return self.count * (self.time.latency + self.time.in_node / in_node + self.time.between / between)
 
 
@@ -71,9 +71,10 @@ def collectives(
     sharded: tuple[str, ...] = VOCABULARY,
     **options: bool,
 ) -> list[Collective]:
-    """All of a step on the first rank of a stage; without a cluster, their seconds are 0.
+    """All collectives of a step on the first rank of a stage; without a cluster, their seconds are 0.
 
-    sharded: which of embedding and head tensor parallelism divides along the vocabulary; options: see activations.
+    sharded: which of embedding and head tensor parallelism divides along the vocabulary. options: those of
+    ``activations``.
     """
     of_activations = activations(model, layout, stage, sharded, **options)
     of_parameters = data_parallel(model, layout, conventions or Conventions(), stage, sharded)
@@ -94,37 +95,66 @@ def activations(
     split_sends: bool = True,
     early_stop: bool = True,
 ) -> list[Collective]:
-    """Those of tensor, context, expert and pipeline parallelism. Some are empty.
+    """The collectives of tensor, context, expert and pipeline parallelism on a stage. Some have one rank or no bytes.
 
-    shared_input: query, key and value gather their input once, and sum its gradient once. loss_parallel: the loss reads
-    divided logits. split_sends: a stage sends each tensor-parallel rank's part, and the next stage gathers (Narayanan
-    et al. 2021, section 4.1); torch.distributed.pipelining sends it whole from each.
+    shared_input: query, key and value gather their input once and sum its gradient once, not each on its own.
+    loss_parallel: the loss reads logits that stay divided along the vocabulary.
+    split_sends: a stage sends each tensor-parallel rank's part, and the next stage gathers the parts (Narayanan et al.
+    2021, section 4.1); torch.distributed.pipelining sends the whole tensor from each rank.
     early_stop: recomputation ends before a layer's last output, which nothing needs, as in PyTorch's checkpoint.
     """
+    return [
+        *of_tensor_parallelism(model, layout, stage, sharded, shared_input, loss_parallel, early_stop),
+        *of_context_parallelism(model, layout, stage),
+        *of_expert_parallelism(model, layout, stage),
+        *of_pipeline(model, layout, stage, split_sends),
+    ]
+
+
+def forward_phases(layout: Layout) -> list[str]:
+    """The phases of a step in which the layers' forward runs."""
+    if layout.recomputes_layers:
+        return ["forward", "recompute"]
+    return ["forward"]
+
+
+def hidden_bytes(model: Model, layout: Layout) -> int:
+    """Bytes of the hidden states of one micro-batch, as one layer gives them to the next."""
+    return layout.tokens(model) * model.width * layout.element_bytes
+
+
+def of_tensor_parallelism(
+    model: Model,
+    layout: Layout,
+    stage: int,
+    sharded: tuple[str, ...],
+    shared_input: bool,
+    loss_parallel: bool,
+    early_stop: bool,
+) -> list[Collective]:
+    """The collectives by which tensor-parallel ranks put their parts of activations and gradients together.
+
+    A layer has two all-reduces in the forward and two in the backward (Shoeybi et al. 2019, section 3). With sequence
+    parallelism each becomes an all-gather and a reduce-scatter (Korthikanti et al. 2022, section 4.2.2).
+    """
     result: list[Collective] = []
-    m = layout.micro_batches
     layers = layout.stage_layers(model)[stage]
     is_first = stage == 0
     is_last = stage == layout.pp - 1
     tokens = layout.tokens(model)
-    size = layout.element_bytes
-    hidden = tokens * model.width * size  # bytes of the hidden states of a micro-batch
-    forwards = ["forward"]
-    if layout.recomputes_layers:
-        forwards.append("recompute")
+    element_bytes = layout.element_bytes
+    hidden = hidden_bytes(model, layout)
 
-    def tensor_parallel(kind: str, phase: str, what: str, count: int, size: int = hidden) -> None:
-        result.append(Collective("tp", kind, phase, what, layout.tp, 1, count * m, size))
+    def add(kind: str, phase: str, what: str, count: int, size: int = hidden) -> None:
+        result.append(tensor_collective(layout, kind, phase, what, count, size))
 
-    # Shoeybi et al. 2019, section 3: two all-reduces in the forward of a layer, two in its backward. With sequence
-    # parallelism each becomes an all-gather and a reduce-scatter (Korthikanti et al. 2022, section 4.2.2).
     def gather(phase: str, what: str, count: int) -> None:
         if layout.sequence_parallel:
-            tensor_parallel("all_gather", phase, what, count)
+            add("all_gather", phase, what, count)
 
     def reduce(phase: str, what: str, count: int) -> None:
         kind = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
-        tensor_parallel(kind, phase, what, count)
+        add(kind, phase, what, count)
 
     # A layer gathers the MLP's input, and attention's: once, or for query, key and value each.
     inputs = 2 if shared_input else 4
@@ -132,11 +162,12 @@ def activations(
     outputs = {"forward": 2, "recompute": 1 if early_stop else 2}
     if layout.recompute == "sac" and layout.sequence_parallel:
         outputs["recompute"] = 0  # The output of a reduce-scatter is kept, so that it is not sent again.
-    for phase in forwards:
+    for phase in forward_phases(layout):
         gather(phase, "inputs of attention and MLP", inputs * layers)
         reduce(phase, "outputs of attention and MLP", outputs[phase] * layers)
     gather("backward", "gradients of outputs", 2 * layers)
     reduce("backward", "gradients of inputs", inputs * layers)
+
     if is_first:
         if "embedding" in sharded:
             reduce("forward", "embedding", 1)
@@ -150,53 +181,110 @@ def activations(
         norms = model.norms * layers
         if is_last:
             norms += 1
-        tensors = 2 if model.norm_biases else 1
-        tensor_parallel("all_reduce", "backward", "gradients of norms", norms * tensors, model.width * size)
+        tensors_of_norm = 2 if model.norm_biases else 1
+        add("all_reduce", "backward", "gradients of norms", norms * tensors_of_norm, model.width * element_bytes)
     if is_last and "head" in sharded:
         if loss_parallel:
-            # The largest logit, the sum, and the label's own.
-            tensor_parallel("all_reduce", "forward", "loss", 3, tokens * FLOAT32_BYTES)
+            numbers = 3  # for each token the largest logit, the sum of exponentials, and the logit of the label
+            add("all_reduce", "forward", "loss", numbers, tokens * FLOAT32_BYTES)
         else:
             padded_vocab = math.ceil(model.vocab / layout.tp) * layout.tp
-            tensor_parallel("all_gather", "forward", "logits", 1, tokens * padded_vocab * size)
+            add("all_gather", "forward", "logits", 1, tokens * padded_vocab * element_bytes)
+    return result
 
-    # Ring attention (Liu et al. 2024): keys and values go round, in backward with their gradients.
-    pair = 2 * tokens * model.head_width * max(model.kv_heads // layout.tp, 1) * size
 
-    def context_parallel(phase: str, what: str, count: int) -> None:
-        result.append(Collective("cp", "send", phase, what, layout.cp, layout.tp, count * layers * m, pair))
+def tensor_collective(layout: Layout, kind: str, phase: str, what: str, count: int, size: int) -> Collective:
+    """A collective among tensor-parallel ranks, ``count`` times for each micro-batch."""
+    return Collective(
+        dimension="tp",
+        kind=kind,
+        phase=phase,
+        what=what,
+        ranks=layout.tp,
+        stride=1,
+        count=count * layout.micro_batches,
+        size=size,
+    )
 
-    for phase in (*forwards, "backward"):
-        context_parallel(phase, "keys and values", layout.cp - 1)
-    context_parallel("backward", "their gradients", layout.cp)
 
-    # Lepikhin et al. 2021: tokens go to their experts and come back, and so do gradients.
+def of_context_parallelism(model: Model, layout: Layout, stage: int) -> list[Collective]:
+    """The sends of ring attention (Liu et al. 2024): keys and values go round, in backward with their gradients."""
+    layers = layout.stage_layers(model)[stage]
+    kv_heads = max(model.kv_heads // layout.tp, 1)
+    key_and_value = 2 * layout.tokens(model) * model.head_width * kv_heads * layout.element_bytes  # bytes
+
+    def send(phase: str, what: str, times: int) -> Collective:
+        return Collective(
+            dimension="cp",
+            kind="send",
+            phase=phase,
+            what=what,
+            ranks=layout.cp,
+            stride=layout.tp,
+            count=times * layers * layout.micro_batches,
+            size=key_and_value,
+        )
+
+    phases = [*forward_phases(layout), "backward"]
+    result = [send(phase, "keys and values", layout.cp - 1) for phase in phases]
+    # A gradient goes one step further than its keys and values, back to the rank that they came from.
+    result.append(send("backward", "their gradients", layout.cp))
+    return result
+
+
+def of_expert_parallelism(model: Model, layout: Layout, stage: int) -> list[Collective]:
+    """The all-to-alls that bring tokens to their experts and back, and the gradients (Lepikhin et al. 2021)."""
     expert_layers = sum(model.has_experts(layer) for layer in layout.layers_of(model, stage))
-    phases = [*forwards, "backward"]
+    phases = [*forward_phases(layout), "backward"]
     if layout.recompute == "sac":
         phases.remove("recompute")  # The output of an all-to-all is kept, so that it is not sent again.
-    for phase in phases:
-        what = "tokens to experts and back"
-        to_experts = hidden * model.active_experts
-        count = 2 * m * expert_layers
-        result.append(Collective("ep", "all_to_all", phase, what, layout.ep, layout.tp, count, to_experts))
+    return [
+        Collective(
+            dimension="ep",
+            kind="all_to_all",
+            phase=phase,
+            what="tokens to experts and back",
+            ranks=layout.ep,
+            stride=layout.tp,
+            count=2 * layout.micro_batches * expert_layers,  # to the experts, and back
+            size=hidden_bytes(model, layout) * model.active_experts,
+        )
+        for phase in phases
+    ]
 
+
+def of_pipeline(model: Model, layout: Layout, stage: int, split_sends: bool) -> list[Collective]:
+    """The sends of activations and gradients between stages, and the gathers of what arrives in parts."""
+    result: list[Collective] = []
+    hidden = hidden_bytes(model, layout)
     parts = 1
     if split_sends or layout.sequence_parallel:
         parts = layout.tp
-    stride = layout.tp * layout.data_ranks
 
-    def pipeline(phase: str, what: str, sends: int, receives: int) -> None:
-        result.append(Collective("pp", "send", phase, what, layout.pp, stride, sends * m, hidden // parts))
+    def add(phase: str, what: str, sends: int, receives: int) -> None:
+        result.append(
+            Collective(
+                dimension="pp",
+                kind="send",
+                phase=phase,
+                what=what,
+                ranks=layout.pp,
+                stride=layout.tp * layout.data_ranks,
+                count=sends * layout.micro_batches,
+                size=hidden // parts,
+            )
+        )
         if parts > 1 and not layout.sequence_parallel:
-            tensor_parallel("all_gather", phase, RECEIVED, receives)
+            result.append(tensor_collective(layout, "all_gather", phase, RECEIVED, receives, hidden))
 
     # How often a micro-batch comes from the stage before, and goes to the next: not into the model's first part, and
     # not out of its last one. Gradients go the other way.
+    is_first = stage == 0
+    is_last = stage == layout.pp - 1
     arrivals = layout.interleave - 1 if is_first else layout.interleave
     departures = layout.interleave - 1 if is_last else layout.interleave
-    pipeline("forward", "activations", sends=departures, receives=arrivals)
-    pipeline("backward", "their gradients", sends=arrivals, receives=departures)
+    add("forward", "activations", sends=departures, receives=arrivals)
+    add("backward", "their gradients", sends=arrivals, receives=departures)
     return result
 
 
@@ -206,11 +294,12 @@ def activations(
 def data_parallel(
     model: Model, layout: Layout, conventions: Conventions, stage: int = 0, sharded: tuple[str, ...] = VOCABULARY
 ) -> list[Collective]:
-    """Those of DDP, ZeRO, fully_shard or HSDP. Some are empty.
+    """The collectives of DDP, ZeRO, fully_shard or HSDP on a stage. Some have one rank or no bytes.
 
-    DDP sends 2Ψ, ZeRO-1 and 2 as much, ZeRO-3 3Ψ (Rajbhandari et al. 2020, section 7). With accumulation ZeRO-2's
-    reduce and ZeRO-3's gathers and reduce repeat for each micro-batch (convention gather: "each"), ZeRO-1's do not.
-    DDP's all-reduce is given as one; it sends buckets of 25 MiB.
+    For Ψ parameters DDP sends 2Ψ, ZeRO-1 and 2 as much, ZeRO-3 3Ψ (Rajbhandari et al. 2020, section 7). If a step
+    accumulates gradients over micro-batches, ZeRO-2's reduce-scatter and ZeRO-3's gathers and reduce-scatter repeat for
+    each of them (convention gather: "each"), and ZeRO-1's do not. DDP's all-reduce is given as one, although DDP sends
+    buckets of 25 MiB.
     """
     result = []
     for unit in units_of(model, layout, stage, sharded):
@@ -219,51 +308,73 @@ def data_parallel(
 
 
 def unit_collectives(unit: Unit, layout: Layout, conventions: Conventions) -> list[Collective]:
-    """What a unit's parameters and gradients need."""
+    """The collectives that the parameters and gradients of equal units need in a step."""
     result: list[Collective] = []
-    ranks = layout.data_ranks // unit.expert_ranks
-    stride = layout.tp * unit.expert_ranks
+    ranks = layout.data_ranks // unit.expert_ranks  # that hold the same parameters
+    stride = layout.tp * unit.expert_ranks  # between two of these ranks
     sharers = min(layout.sharers, ranks)
     gathers_each = conventions.gather == "each"
-    repeated = 1
+    repetitions = 1
     if layout.zero >= 2 and gathers_each:
-        repeated = layout.micro_batches
-    # fully_shard pads each tensor's rows, so that all ranks send equal parts.
-    parts = 1
-    if layout.zero == 3:
-        parts = sharers
-    padded = 0
-    for tensor in unit.tensors:
-        padded += math.ceil(tensor.rows / parts) * parts * tensor.columns * tensor.copies
-    weights = padded * layout.element_bytes
-    gradients = padded * reduced_bytes(conventions)
+        repetitions = layout.micro_batches
+    padded = padded_numbers(unit, parts=sharers if layout.zero == 3 else 1)
+    weight_bytes = padded * layout.element_bytes
+    gradient_bytes = padded * reduced_bytes(conventions)
 
     def among_sharers(kind: str, phase: str, count: int, size: int) -> None:
-        result.append(Collective("dp", kind, phase, unit.what, sharers, stride, unit.times * count, size))
+        result.append(
+            Collective(
+                dimension="dp",
+                kind=kind,
+                phase=phase,
+                what=unit.what,
+                ranks=sharers,
+                stride=stride,
+                count=unit.times * count,
+                size=size,
+            )
+        )
 
     if layout.zero == 3:
-        among_sharers("all_gather", "forward", repeated, weights)
-        # The root module keeps its parameters until its backward has ended.
+        among_sharers("all_gather", "forward", repetitions, weight_bytes)
+        # The root module, which holds what is outside the layers, keeps its parameters until its backward has ended.
         if unit.what != OUTSIDE and gathers_each:
-            among_sharers("all_gather", "backward", repeated, weights)
+            among_sharers("all_gather", "backward", repetitions, weight_bytes)
     if layout.zero >= 1:
-        among_sharers("reduce_scatter", "backward", repeated, gradients)
+        among_sharers("reduce_scatter", "backward", repetitions, gradient_bytes)
     if layout.zero in (1, 2):
-        among_sharers("all_gather", "step", 1, weights)
-    # DDP sums all gradients over all ranks, HSDP each shard over the copies of it.
-    dimension = "replicate" if layout.zero else "dp"
-    copies = ranks // sharers
-    count = unit.times * repeated
-    size = gradients // sharers
-    result.append(Collective(dimension, "all_reduce", "backward", unit.what, copies, stride * sharers, count, size))
+        among_sharers("all_gather", "step", 1, weight_bytes)
+
+    # DDP sums all gradients over all ranks. HSDP sums each shard over the groups of sharers, which lie side by side.
+    result.append(
+        Collective(
+            dimension="dp" if layout.zero == 0 else "replicate",
+            kind="all_reduce",
+            phase="backward",
+            what=unit.what,
+            ranks=ranks // sharers,
+            stride=stride * sharers,
+            count=unit.times * repetitions,
+            size=gradient_bytes // sharers,
+        )
+    )
     return result
+
+
+def padded_numbers(unit: Unit, parts: int) -> int:
+    """Numbers of a unit with each tensor's rows padded, as fully_shard does, so that they divide into equal parts."""
+    numbers = 0
+    for tensor in unit.tensors:
+        padded_rows = math.ceil(tensor.rows / parts) * parts
+        numbers += padded_rows * tensor.columns * tensor.copies
+    return numbers
 
 
 # --- Seconds ----------------------------------------------------------------------------------------------------------
 
 
 def with_seconds(candidates: Iterable[Collective], cluster: Cluster | None) -> list[Collective]:
-    """Those that send anything, with their seconds on a cluster."""
+    """Leave out the collectives that send nothing; give the others their seconds on a cluster, if there is one."""
     sending = [group for group in candidates if group.ranks > 1 and group.count and group.size]
     if cluster is None:
         return sending
@@ -276,43 +387,53 @@ def with_seconds(candidates: Iterable[Collective], cluster: Cluster | None) -> l
 
 
 def ranks_in_node(ranks: int, stride: int, cluster: Cluster) -> int:
-    """How many ranks of a group are in one node, if they lie so far apart: tp inside, then cp, dp, and pp outside."""
+    """How many ranks of a group share a node: a divisor of the group, so that all nodes have equally many.
+
+    Each rank of the group is ``stride`` ranks away from the one before.
+    """
     most = min(ranks, max(cluster.gpus_per_node // stride, 1))
     return max(size for size in range(1, most + 1) if ranks % size == 0)
 
 
 def link_time(kind: str, size: float, in_node: int, nodes: int, cluster: Cluster) -> LinkTime:
-    """The LinkTime of one collective among so many ranks in each of so many nodes.
+    """Seconds of one collective of so many bytes, among ``in_node`` ranks in each of ``nodes`` nodes.
 
-    Rings in a node: an all-gather or a reduce-scatter takes (g-1)α + (g-1)/g · nβ, an all-reduce both (Thakur et al.
-    2005, sections 4.1 and 4.5); an all-to-all sends pairwise, (p-1)α + (p-1)/p · nβ (section 4.4). Between k nodes each
-    GPU sends the ring's bytes of its part, n/g. That is the least that is possible: in a gather NCCL's ring of W = gk
-    ranks sends (W-1)/W · n/g over each link between nodes, on two nodes of eight nearly twice as much, but sends in the
-    node at the same time (src/graph/tuning.cc), where a plan adds both. Between nodes an all-reduce takes a tree's
-    ⌈lg k⌉ steps, and the others take a ring's k-1, since NCCL has trees for all-reduces alone (NVIDIA/nccl#1473).
+    With p ranks, a latency α and β seconds for each byte, an all-gather or a reduce-scatter on a ring takes
+    (p-1)α + (p-1)/p · nβ for n bytes, an all-reduce both of them (Thakur et al. 2005, sections 4.1 and 4.5), and a
+    pairwise all-to-all (p-1)α + (p-1)/p · nβ (section 4.4).
+
+    A ring is planned in each node, and then rings between the nodes, in which each of g GPUs of a node sends its part
+    of n/g bytes. That is the least that is possible. NCCL's own ring over all W ranks sends (W-1)/W · n/g over each
+    link between nodes, on two nodes of eight nearly twice as much, but sends in the node at the same time
+    (src/graph/tuning.cc), where this plan adds both times.
+
+    For the latency between k nodes, an all-reduce takes the ⌈lg k⌉ steps of a tree, and the others the k-1 steps of a
+    ring, because NCCL has trees for all-reduces only (NVIDIA/nccl#1473).
     """
-    # A link that is not known is one that nothing goes over.
-    near = cluster.link_in_node or math.inf
-    far = cluster.link_between or math.inf
+    # Nothing is ever sent over a link whose speed is not given, so its time is 0.
+    speed_in_node = cluster.link_in_node or math.inf
+    speed_between = cluster.link_between or math.inf
     if kind == "send":
         if nodes > 1:
-            return LinkTime(latency=cluster.latency_between, between=size / far)
-        return LinkTime(latency=cluster.latency_in_node, in_node=size / near)
+            return LinkTime(latency=cluster.latency_between, between=size / speed_between)
+        return LinkTime(latency=cluster.latency_in_node, in_node=size / speed_in_node)
     if kind == "all_to_all":
         ranks = in_node * nodes
+        peers_in_node = in_node - 1
+        peers_in_other_nodes = ranks - in_node
         return LinkTime(
-            latency=(in_node - 1) * cluster.latency_in_node + (ranks - in_node) * cluster.latency_between,
-            in_node=size * (in_node - 1) / ranks / near,
-            between=size * (ranks - in_node) / ranks / far,
+            latency=peers_in_node * cluster.latency_in_node + peers_in_other_nodes * cluster.latency_between,
+            in_node=size * peers_in_node / ranks / speed_in_node,
+            between=size * peers_in_other_nodes / ranks / speed_between,
         )
     rounds = 1
     steps_between = nodes - 1
     if kind == "all_reduce":
-        rounds = 2
+        rounds = 2  # a reduce-scatter, then an all-gather
         steps_between = math.ceil(math.log2(nodes))
     latency = (in_node - 1) * cluster.latency_in_node + steps_between * cluster.latency_between
     return LinkTime(
         latency=rounds * latency,
-        in_node=rounds * (in_node - 1) / in_node * size / near,
-        between=rounds * (nodes - 1) / nodes * size / in_node / far,
+        in_node=rounds * (in_node - 1) / in_node * size / speed_in_node,
+        between=rounds * (nodes - 1) / nodes * size / in_node / speed_between,
     )

@@ -13,7 +13,7 @@ States = Literal[
 
 
 class StateBytes(NamedTuple):
-    """Bytes for one parameter."""
+    """Bytes that a rank keeps for one parameter, its gradient, and what the optimizer has of it."""
 
     parameter: int
     gradient: int
@@ -23,17 +23,17 @@ class StateBytes(NamedTuple):
 STATES: dict[States, StateBytes] = {
     # Rajbhandari et al. 2020, section 3.1: float32 weights and two moments.
     "zero": StateBytes(2, 2, 12),
-    # 18: DeepSpeed; Megatron-LM, where a distributed optimizer makes it 6 + 12/DP.
+    # 18 bytes in all: DeepSpeed; Megatron-LM, where a distributed optimizer makes it 6 + 12/DP.
     "float32-gradients": StateBytes(2, 4, 12),
-    # 20: the Ultra-Scale Playbook's text, with float32 gradients beside the 16-bit ones.
+    # 20 bytes in all: the Ultra-Scale Playbook's text, with float32 gradients beside the 16-bit ones.
     "two-gradients": StateBytes(2, 6, 12),
     # Two moments, no float32 weights.
     "no-master": StateBytes(2, 2, 8),
     # FSDP's sharded float32 parameters, and everything without mixed precision.
     "float32": StateBytes(4, 4, 8),
-    # The same, but for AdamW's two moments (torchtitan, fused_opt_states_bf16).
+    # As float32, but AdamW's two moments are in bfloat16 (torchtitan, fused_opt_states_bf16).
     "bfloat16-moments": StateBytes(4, 4, 4),
-    # 10: gradients do not last.
+    # 10 bytes in all, because gradients are not kept.
     "scaling-book": StateBytes(2, 0, 8),
 }
 GIGA = {"GB": 1e9, "GiB": 2**30}
@@ -45,16 +45,24 @@ class Conventions(Record):
 
     flops: Flops = "6N+A"  # which count of FLOPs for each token
     peak: float = 0  # FLOP/s of a GPU; 0 for the cluster's
-    bubble: Literal["ideal", "total"] = "ideal"  # (p-1)/(vm), of the ideal time; of the total: (p-1)/(vm+p-1)
-    memory: Literal["GB", "GiB"] = "GiB"  # 1e9 or 2^30 bytes
+    # The pipeline's idle time as a share of the ideal time, (p-1)/(vm), or of the total time, (p-1)/(vm+p-1).
+    bubble: Literal["ideal", "total"] = "ideal"
+    memory: Literal["GB", "GiB"] = "GiB"  # in which memory is printed: 1e9 or 2^30 bytes
     states: States = "float32"  # which bytes for each parameter
-    gather: Literal["each", "once"] = "each"  # ZeRO-3 gathers and reduces for each micro-batch; or once, and keeps all
-    in_flight: Literal["schedule", "one"] = "schedule"  # the first stage holds p micro-batches; one: p divided them
-    causal: Literal["full", "half"] = "full"  # seconds count all pairs of tokens; half: a kernel skips later tokens
-    sequence_inputs: Literal["kept", "again"] = "kept"  # gathered once (PyTorch), or again in backward (Megatron)
-    # Float32 copies at once: four, as PyTorch's cross_entropy makes; three where the caller frees its own; or one.
+    # Whether ZeRO-3 gathers and reduces for each micro-batch, or once a step, and keeps all parameters meanwhile.
+    gather: Literal["each", "once"] = "each"
+    # How many micro-batches the first stage holds: as many as the schedule says, p for 1F1B, or always one.
+    in_flight: Literal["schedule", "one"] = "schedule"
+    # Whether attention takes the time of all pairs of tokens, or of half, as a kernel that skips later tokens does.
+    causal: Literal["full", "half"] = "full"
+    # Whether a layer's inputs that sequence parallelism has gathered are kept for the backward, as in PyTorch, or
+    # gathered again in it, as in Megatron-LM.
+    sequence_inputs: Literal["kept", "again"] = "kept"
+    # How many float32 copies of the logits there are at once: four, as PyTorch's cross_entropy makes; three where the
+    # caller frees its own; or one.
     logits: Literal["eager", "freed", "stored"] = "eager"
-    overlap: Literal["none", "backward"] = "none"  # without FSDP, gradients follow the backward; or hide behind it
+    # Without FSDP, whether the collectives of gradients follow the backward or run during it.
+    overlap: Literal["none", "backward"] = "none"
 
     @property
     def state_bytes(self) -> StateBytes:

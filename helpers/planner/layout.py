@@ -7,7 +7,7 @@ from helpers.planner.cluster import Cluster
 from helpers.planner.model import Model
 from helpers.planner.records import Record, refuse
 
-ENDS = 2  # the embedding and the head, where stages count each of them as a layer
+OUTER_LAYERS = 2  # the embedding and the head, where stages count each of them as a layer
 
 
 @dataclass(frozen=True)
@@ -19,19 +19,21 @@ class Layout(Record):
     pp: int = 1  # pipeline stages
     cp: int = 1  # ranks that share a sample's tokens
     ep: int = 1  # ranks that share the experts, taken from dp · cp
-    zero: Literal[0, 1, 2, 3] = 0  # 0 for DDP, 1 to 3 for what dp · cp ranks share; 3 is FSDP
-    shard: int = 0  # ranks that share it; 0 for all dp · cp, fewer for HSDP
+    # The stage of ZeRO, which says what the dp · cp ranks share: nothing with 0, as in DDP, all with 3, as in FSDP.
+    zero: Literal[0, 1, 2, 3] = 0
+    shard: int = 0  # how many ranks share it; 0 for all dp · cp ranks, fewer for HSDP
     micro_batch: int = 1  # samples in one forward of one rank
     batch: int = 0  # samples in a step, all ranks together; 0 for one micro-batch each
-    interleave: int = 1  # parts of the model on each stage: v
+    interleave: int = 1  # how many parts of the model each stage has: v
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    recompute: Literal["none", "selective", "sac", "full"] = "none"  # attention's scores; whole operations; layers
-    sequence_parallel: bool = False  # norms and dropout divided by tp, too
+    # What the backward computes again: nothing, attention's scores, whole operations, or whole layers.
+    recompute: Literal["none", "selective", "sac", "full"] = "none"
+    sequence_parallel: bool = False  # whether the tp ranks also divide the tokens of norms and dropout
     attention: Literal["flash", "scores"] = "flash"  # "scores" stores the s · s matrix
-    dtype: str = "bfloat16"  # of matrix products; with float8, of the layers' linear ones alone
-    offload: bool = False  # optimizer's state in the host's memory
-    uneven_stages: bool = False  # layers need not divide by stages
-    outer_layers: bool = False  # stages count the embedding and the head as a layer each
+    dtype: str = "bfloat16"  # of matrix products; float8 is used for those of the layers' linear modules only
+    offload: bool = False  # whether the optimizer's state is in the host's memory
+    uneven_stages: bool = False  # whether stages may have different numbers of layers
+    outer_layers: bool = False  # whether stages count the embedding and the head as a layer each
 
     POSITIVE: ClassVar[tuple[str, ...]] = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave")
 
@@ -88,22 +90,22 @@ class Layout(Record):
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether the backward runs a layer's forward again, all of it or the operations that sac did not keep."""
+        """Whether the backward runs a layer's forward again, all of it or the operations whose output was not kept."""
         return self.recompute in ("full", "sac")
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a number that is computed with. With float8, matrices are multiplied in it, but kept in bfloat16."""
+        """Bytes of a number that is computed with. float8 is used within matrix products only, between bfloat16."""
         return 4 if self.dtype in ("float32", "tf32") else 2
 
     @property
     def attention_dtype(self) -> str:
-        """Of attention and the head: torchtitan and Megatron-LM use float8 for the layers' linear products alone."""
+        """The type in which attention and the head multiply: torchtitan and Megatron-LM use no float8 for these."""
         return "bfloat16" if self.dtype == "float8" else self.dtype
 
     @property
     def summary(self) -> str:
-        """The sizes that differ from those of one GPU, in one line."""
+        """In one line the sizes that differ from those of one GPU, the micro-batch, and what is recomputed."""
         sizes = []
         for name in ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "interleave"):
             size = getattr(self, name)
@@ -120,29 +122,33 @@ class Layout(Record):
         return self.micro_batch * model.seq // self.cp
 
     def stage_layers(self, model: Model) -> list[int]:
-        """[layers of each pipeline stage]. If they do not divide, the middle stages have one more.
+        """How many layers each pipeline stage has. If they do not divide evenly, stages in the middle have one more.
 
-        outer_layers: the first has one fewer, and so has the last (account_for_embedding_in_pipeline_split and
+        With outer_layers the embedding counts as a layer of the first stage and the head as one of the last, so these
+        have one fewer of the model's layers (account_for_embedding_in_pipeline_split and
         account_for_loss_in_pipeline_split of Megatron-LM).
         """
-        layers = model.layers
-        if self.outer_layers:
-            layers += ENDS
-        each, remainder = divmod(layers, self.pp)
-        first = (self.pp - remainder) // 2
-        sizes = [each] * self.pp
-        for stage in range(first, first + remainder):
+        layers_per_stage, remainder = divmod(self.counted_layers(model), self.pp)
+        sizes = [layers_per_stage] * self.pp
+        first_larger_stage = (self.pp - remainder) // 2
+        for stage in range(first_larger_stage, first_larger_stage + remainder):
             sizes[stage] += 1
         if self.outer_layers:
             sizes[0] -= 1
             sizes[-1] -= 1
         return sizes
 
+    def counted_layers(self, model: Model) -> int:
+        """How many layers are divided among the stages: with outer_layers the embedding and the head are two more."""
+        if self.outer_layers:
+            return model.layers + OUTER_LAYERS
+        return model.layers
+
     def layers_of(self, model: Model, stage: int) -> range:
-        """The numbers of a stage's layers."""
+        """The numbers of the layers that a stage has."""
         sizes = self.stage_layers(model)
-        start = sum(sizes[:stage])
-        return range(start, start + sizes[stage])
+        first = sum(sizes[:stage])
+        return range(first, first + sizes[stage])
 
     def check(self, model: Model, cluster: Cluster | None = None) -> Self:
         """Raise a PlanError if this model, or this cluster, cannot be divided like this; return the layout."""
@@ -169,19 +175,20 @@ class Layout(Record):
             refuse(f"an MLP of {model.ffn} does not divide by tp = {tp}", "a divisor of ffn as tp")
 
     def check_stages(self, model: Model) -> None:
+        """Raise a PlanError if a stage would have no layer, or if layers that must divide evenly do not."""
         stages = self.pp * self.interleave
-        counted = model.layers  # with the ends, where stages count these
-        if self.outer_layers:
-            counted += ENDS
         if stages > model.layers or 0 in self.stage_layers(model):
             refuse(f"{model.layers} layers cannot fill {stages} stages (pp x interleave)", "fewer stages")
+
+        layers = self.counted_layers(model)
         may_be_uneven = self.uneven_stages and self.interleave == 1
-        if counted % stages != 0 and not may_be_uneven:
-            option = "uneven_stages = true with interleave = 1"
-            if (model.layers + ENDS) % stages == 0:
-                option = "outer_layers = true"
-            problem = f"{counted} layers do not divide into {stages} stages (pp x interleave)"
-            refuse(problem, f"a divisor of {counted}, or {option}")
+        if layers % stages == 0 or may_be_uneven:
+            return
+        option = "uneven_stages = true with interleave = 1"
+        if (model.layers + OUTER_LAYERS) % stages == 0:
+            option = "outer_layers = true"
+        problem = f"{layers} layers do not divide into {stages} stages (pp x interleave)"
+        refuse(problem, f"a divisor of {layers}, or {option}")
 
     def check_sequence(self, model: Model) -> None:
         parts = self.cp * self.norm_sharers

@@ -22,12 +22,12 @@ class Unit:
 
     what: str
     times: int  # how many equal units the stage has
-    expert_ranks: int  # ranks that hold different experts; only the others share one unit
+    expert_ranks: int  # among how many ranks the experts are divided, so that each has other ones; 1 without experts
     tensors: list[Tensor]  # as tensor parallelism leaves them on one rank
 
     @property
     def numbers(self) -> int:
-        """Of one unit."""
+        """How many parameters one unit has."""
         return sum(tensor.numbers for tensor in self.tensors)
 
 
@@ -39,27 +39,27 @@ def units_of(model: Model, layout: Layout, stage: int, sharded: tuple[str, ...] 
         tensors = []
         expert_tensors = []
         for tensor in layer_tensors(model, has_experts):
-            tensor = local(tensor, model, layout.tp)
+            tensor_on_rank = local(tensor, model, layout.tp)
             if has_experts and layout.ep > 1 and tensor.name in MLP:
                 # Expert parallelism divides the routed experts; every rank has the shared ones.
-                expert_tensors.append(tensor._replace(copies=model.experts // layout.ep))
-                tensor = tensor._replace(copies=model.shared_experts)
-            tensors.append(tensor)
-        units.append(Unit("layers", layers, 1, tensors))
+                expert_tensors.append(tensor_on_rank._replace(copies=model.experts // layout.ep))
+                tensor_on_rank = tensor_on_rank._replace(copies=model.shared_experts)
+            tensors.append(tensor_on_rank)
+        units.append(Unit("layers", times=layers, expert_ranks=1, tensors=tensors))
         if expert_tensors:
-            units.append(Unit("experts", layers, layout.ep, expert_tensors))
+            units.append(Unit("experts", times=layers, expert_ranks=layout.ep, tensors=expert_tensors))
 
-    tensors = []
+    tensors_outside = []
     for tensor in outer_tensors_of(model, layout, stage):
         is_whole = tensor.name in VOCABULARY and tensor.name not in sharded
-        tensors.append(tensor if is_whole else local(tensor, model, layout.tp))
-    if tensors:
-        units.append(Unit(OUTSIDE, 1, 1, tensors))
+        tensors_outside.append(tensor if is_whole else local(tensor, model, layout.tp))
+    if tensors_outside:
+        units.append(Unit(OUTSIDE, times=1, expert_ranks=1, tensors=tensors_outside))
     return units
 
 
 def local(tensor: Tensor, model: Model, tp: int) -> Tensor:
-    """A tensor as one of tp ranks has it. Where the heads of keys are fewer than ranks, they are copied."""
+    """The part of a tensor that one of tp ranks has; the heads of keys and values are copied if they are fewer."""
     if tensor.name in KEYS_AND_VALUES:
         return tensor._replace(rows=model.head_width * max(model.kv_heads // tp, 1))
     if tensor.split == "rows":
@@ -89,13 +89,14 @@ def stage_parameters(model: Model, layout: Layout, stage: int) -> int:
 
 
 def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "rows") -> float:
-    """Parameters of a stage that the first of the ranks which share them holds.
+    """How many parameters of a stage the first rank keeps if ranks share them, as ZeRO and fully_shard do.
 
-    shards: "rows": each tensor is cut between its rows, rounded up, as fully_shard does, so that the first rank holds
-    most; "even": one flat tensor of all parameters is cut (ZeRO's formula, DeepSpeed, Megatron-LM).
+    shards: "rows" cuts each tensor between its rows and rounds up, as fully_shard does, so that the first rank has
+    most; "even" cuts one flat tensor of all parameters (ZeRO's formula, DeepSpeed, Megatron-LM).
     """
     total: float = 0
     for unit in units_of(model, layout, stage):
+        # Only ranks that have the same experts can share them.
         sharers = max(layout.sharers // unit.expert_ranks, 1)
         for tensor in unit.tensors:
             rows: float = tensor.rows / sharers
@@ -106,10 +107,11 @@ def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "r
 
 
 def states_per_rank(parameters: float, shard: float, zero: int, sizes: StateBytes) -> dict[str, float]:
-    """{kind: bytes} of the states on a rank that computes with so many parameters and has a shard of them.
+    """{kind: bytes} of parameters, gradients and optimizer state on a rank.
 
-    16Ψ; 4Ψ + 12Ψ/N; 2Ψ + 14Ψ/N; 16Ψ/N for stages 0 to 3 (Rajbhandari et al. 2020, figure 1): stage 1 divides the
-    optimizer's state, stage 2 the gradients, too, stage 3 all.
+    parameters: how many the rank computes with. shard: how many of them it keeps where they are divided. ZeRO stage 1
+    divides the optimizer's state, stage 2 the gradients, too, and stage 3 all: for Ψ parameters in mixed precision and
+    N ranks 16Ψ, 4Ψ + 12Ψ/N, 2Ψ + 14Ψ/N and 16Ψ/N bytes for stages 0 to 3 (Rajbhandari et al. 2020, figure 1).
     """
     return {
         "parameters": (shard if zero == 3 else parameters) * sizes.parameter,
@@ -124,16 +126,17 @@ def states_per_rank(parameters: float, shard: float, zero: int, sizes: StateByte
 def activations_per_layer(
     model: Model, layout: Layout, layer: int = -1, recompute: str = "", sequence_inputs: str = "again"
 ) -> float:
-    """Bytes that one layer stores for the backward of one micro-batch, on one rank.
+    """Bytes that one layer stores on one rank for the backward of one micro-batch.
 
-    sbh(34 + 5as/h) in 16 bits; with tensor parallelism sbh(10 + 24/t + 5as/ht), with sequence parallelism, too,
-    sbh(34 + 5as/h)/t; selective recomputation drops 5as/h; full stores the layer's input, 2sbh (Korthikanti et al.
-    2022, equations 1 to 4 and table 2). This adds up the parts, so that it also holds for other MLPs (18 + 4f/h;
-    18 + 6f/h where gated), for fewer heads of keys, without dropout and in 32 bits. Attention "flash" never stores
-    s · s. "sac" is selective checkpointing of whole operations (see sac_numbers).
+    layer: its number, which matters only in models with experts. recompute: what is recomputed, instead of the
+    layout's. sequence_inputs: the convention of that name; the paper's formulas are for "again".
 
-    layer: its number; only in models with experts do layers differ. recompute: the layout's, or another.
-    sequence_inputs: as the convention of that name; the paper's formula is for "again".
+    For GPT with s tokens, a micro-batch of b, width h, a heads and t = tp this is sbh(34 + 5as/h) in 16 bits; with
+    tensor parallelism sbh(10 + 24/t + 5as/ht), with sequence parallelism, too, sbh(34 + 5as/h)/t. Selective
+    recomputation drops 5as/h, and full recomputation stores only the layer's input, 2sbh (Korthikanti et al. 2022,
+    equations 1 to 4 and table 2). Here the parts are added up, so that the sum also holds for other MLPs, fewer heads
+    of keys and values, no dropout and 32 bits. Attention "flash" never stores the scores. "sac" is selective
+    checkpointing of whole operations (see sac_numbers).
     """
     recompute = recompute or layout.recompute
     has_experts = model.has_experts(layer % model.layers)
@@ -143,9 +146,9 @@ def activations_per_layer(
     if recompute == "sac":
         return tokens * sac_numbers(model, layout, has_experts) * layout.element_bytes
 
-    # For each token: numbers that tensor parallelism divides. Query and attention's output; key and value; the MLP's.
+    # Numbers for each token that tensor parallelism divides: queries and attention's output, then keys and values.
     divided = 2 * model.attention_width + 2 * model.head_width * model.kv_heads
-    # Numbers that only sequence parallelism divides: the norms' inputs.
+    # Numbers for each token that only sequence parallelism divides: the norms' inputs.
     undivided = model.norms * model.width
     if has_experts:
         experts = model.active_experts + model.shared_experts
@@ -154,42 +157,45 @@ def activations_per_layer(
         undivided += (experts - 1) * model.width + model.experts
     else:
         divided += model.mlp_matrices * model.ffn_of_dense_layers
-    # The inputs of attention and MLP, which are gathered under sequence parallelism, and then kept or not.
+    # The inputs of attention and MLP. Sequence parallelism gathers them: either they are kept as gathered, or each rank
+    # keeps its part and gathers again in the backward.
     inputs: float = 2 * model.width
     if sequence_inputs == "again":
         inputs /= layout.norm_sharers
-    masks = 0
+    mask_bytes = 0
     if model.dropout:
-        masks = 2 * model.width  # of one byte for each number
+        mask_bytes = 2 * model.width  # after attention and after the MLP, one byte for each number
 
     size = layout.element_bytes
-    stored = divided * size / layout.tp + inputs * size + (undivided * size + masks) / layout.norm_sharers
+    bytes_per_token = divided * size / layout.tp + inputs * size + (undivided * size + mask_bytes) / layout.norm_sharers
     if layout.attention == "scores" and recompute == "none":
-        score = size  # of the softmax
+        score_bytes = size  # the softmax's output
         if model.dropout:
-            score += size + 1  # what dropout leaves, and its mask
-        stored += score * model.heads * model.seq / layout.tp
-    return tokens * stored
+            score_bytes += size + 1  # dropout's output, and its mask
+        bytes_per_token += score_bytes * model.heads * model.seq / layout.tp
+    return tokens * bytes_per_token
 
 
 def sac_numbers(model: Model, layout: Layout, has_experts: bool) -> float:
-    """Numbers for each token that selective checkpointing of operations keeps of a layer.
+    """How many numbers for each token selective checkpointing of operations keeps of a layer.
 
-    Its input, and what attention, every second matrix product and each reduce-scatter put out (torchtitan,
-    distributed/activation_checkpoint.py).
+    It keeps the layer's input and the outputs of attention, of every second matrix product and of each reduce-scatter
+    (torchtitan, distributed/activation_checkpoint.py).
     """
     kept = model.width / layout.norm_sharers + model.attention_width / layout.tp
     if layout.sequence_parallel:
-        kept += 2 * model.width / layout.tp
+        kept += 2 * model.width / layout.tp  # A layer has two reduce-scatters.
     for matrix in matrices_of(model, has_experts)[::2]:
         kept += local(matrix, model, layout.tp).rows
     return kept
 
 
 def in_flight(layout: Layout, stage: int, convention: str = "schedule") -> float:
-    """Micro-batches that a stage holds at once; the first holds p, of L/p layers each: as much as without stages.
+    """How many micro-batches' activations a stage holds at once, in units of all of the stage's layers.
 
-    Interleaving makes that p(1 + (p-1)/(pv)) (Korthikanti et al. 2022, section 4.2.3); GPipe holds all m.
+    With 1F1B the first of p stages holds p micro-batches of L/p layers each, as much as one GPU without stages holds.
+    Interleaving v parts on a stage makes that p(1 + (p-1)/(pv)) (Korthikanti et al. 2022, section 4.2.3). GPipe holds
+    all m micro-batches.
     """
     p = layout.pp
     m = layout.micro_batches
@@ -200,7 +206,9 @@ def in_flight(layout: Layout, stage: int, convention: str = "schedule") -> float
         return m
     if v == 1:
         return min(p - stage, m)
-    return min(2 * (p - stage - 1) + (v - 1) * p + 1, m * v) / v
+    # Forwards of a part of the model that run before the first backward; each holds a v-th of the stage's layers.
+    parts_in_flight = 2 * (p - stage - 1) + (v - 1) * p + 1
+    return min(parts_in_flight, m * v) / v
 
 
 # --- All of a rank ----------------------------------------------------------------------------------------------------
@@ -214,15 +222,15 @@ def memory(model: Model, layout: Layout, conventions: Conventions) -> list[dict[
 def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: int) -> dict[str, float]:
     """{kind: bytes} on the first rank of a stage, at the moment of a step that needs most; "total" is their sum.
 
-    Memory is fullest as the backward begins, with all activations and the output, or as the first gradient of a
+    Memory is fullest when the backward begins, with all activations and the output, or when the first gradient of a
     sharded layer is reduced. PyTorch's FSDPMemTracker sees the same within 3 % (chapter 15).
     """
     size = layout.element_bytes
     tokens = layout.tokens(model)
-    computed = stage_parameters(model, layout, stage)
+    parameters = stage_parameters(model, layout, stage)
     # ZeRO-3 is planned as fully_shard, which cuts each tensor between its rows; ZeRO-1 and 2 cut one flat tensor.
     shard = shared_parameters(model, layout, stage, "rows" if layout.zero == 3 else "even")
-    kinds = states_per_rank(computed, shard, layout.zero, conventions.state_bytes)
+    kinds = states_per_rank(parameters, shard, layout.zero, conventions.state_bytes)
     if layout.offload:
         kinds["gradients"] = 0
         kinds["optimizer"] = 0
@@ -232,20 +240,20 @@ def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: 
     inputs = conventions.sequence_inputs
     stored = [activations_per_layer(model, layout, layer, sequence_inputs=inputs) for layer in layers]
     kinds["activations"] = sum(stored) * micro_batches
-    # As a layer's backward runs: the gradients of its MLP's inner width, and of its output.
+    # While a layer's backward runs, it holds the gradients of its MLP's inner width, and of its output.
     experts_at_work = max(model.active_experts, 1)
     inner = (model.mlp_matrices - 1) * model.ffn * experts_at_work
     kinds["working"] = tokens * size * (inner / layout.tp + model.width)
     if layout.recomputes_layers:
         kinds["recomputed layer"] = activations_per_layer(model, layout, layers[-1], "none", inputs)
         if layout.recompute == "sac":
-            kinds["recomputed layer"] -= stored[-1]
+            kinds["recomputed layer"] -= stored[-1]  # What was kept is not computed again.
     if stage == 0 and model.dropout:
         # A mask of one byte, sbhp/t (Korthikanti et al. 2022, section 4.3).
         kinds["embedding's dropout"] = tokens * model.width * micro_batches / layout.norm_sharers
     if stage == layout.pp - 1:
         logits = logits_bytes(model, layout, conventions)
-        # The last norm's and the output layer's input, and the logits: 4sbh/t · (1 + v/h), section 4.3.
+        # The inputs of the last norm and of the head, and the logits: 4sbh/t · (1 + v/h), section 4.3.
         kinds["output"] = 2 * tokens * model.width * size / layout.norm_sharers + logits
         # The logits are freed before the layers' backward, which uses their memory.
         kinds["working"] = max(kinds["working"] - logits, 0)
@@ -258,15 +266,16 @@ def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: 
 def logits_bytes(model: Model, layout: Layout, conventions: Conventions) -> float:
     """Bytes of the float32 copies of the logits.
 
-    PyTorch's cross_entropy has four at once: logits, log-softmax, and the gradient of each. Where the caller frees the
-    logits, three are left; divided by tensor parallelism, four, as loss_parallel adds two of them.
+    PyTorch's cross_entropy has four copies at once: the logits, their log-softmax, and the gradient of each. If the
+    caller frees the logits, three are left. With tensor parallelism there are four, because loss_parallel adds two.
     """
     copies = 4
     if conventions.logits == "stored":
         copies = 1
     elif conventions.logits == "freed" and layout.tp == 1:
         copies = 3
-    return 4 * copies * layout.tokens(model) * model.vocab / layout.tp
+    float32_bytes = 4
+    return float32_bytes * copies * layout.tokens(model) * model.vocab / layout.tp
 
 
 def fullest_moment(
@@ -277,34 +286,38 @@ def fullest_moment(
     kinds: dict[str, float],
     stored: list[float],
 ) -> dict[str, float]:
-    """kinds with what fully_shard holds "gathered", at the fuller of two moments.
+    """Add to {kind: bytes} what fully_shard holds "gathered", at the fuller of two moments of a step.
 
-    stored: bytes of activations of each layer. As the backward begins, the layer at work, the one that arrives and what
-    is outside the layers are gathered. As the first layer's gradient is reduced, activations of the last two layers
-    and the output are gone. There are, too, the layer's gradient, and the float32 memory from which the layer before
-    is reduced (chapter 6 measures four times a block); of the last two layers none arrives.
+    kinds: the memory without it. stored: bytes of activations of each layer.
+
+    When the backward begins, all activations are there. Gathered are the layer at work, the next one, and what is
+    outside the layers. When the gradient of the first layer is reduced, the activations of the last two layers and the
+    output are gone. The layer's gradient is there, too, and the float32 memory in which the gradient of the layer
+    before is reduced (chapter 6 measures four times a block). If a stage has only two layers, none is gathered then.
     """
     size = layout.element_bytes
-    computed = stage_parameters(model, layout, stage)
+    parameters = stage_parameters(model, layout, stage)
     outside = sum(local(tensor, model, layout.tp).numbers for tensor in outer_tensors_of(model, layout, stage))
-    layer = (computed - outside) / len(stored)
+    layer = (parameters - outside) / len(stored)  # parameters of one layer
     accumulates = layout.micro_batches > 1
 
     if conventions.gather == "once":
-        # reshard_after_forward=False: all parameters stay, and so do all gradients if several micro-batches add to them
-        # (set_requires_gradient_sync).
+        # With reshard_after_forward=False all parameters stay, and so do all gradients if several micro-batches add to
+        # them (set_requires_gradient_sync).
         # From PyTorch 2.15 on, one layer is in the buffer of an all-gather at a time, and before it two were.
-        kept = size
+        kept_bytes = size
         reduced = size * layer
         if accumulates:
-            kept += reduced_bytes(conventions)
+            kept_bytes += reduced_bytes(conventions)
             reduced = reduced_bytes(conventions) * layer
-        gathered: float = kept * computed
+        gathered: float = kept_bytes * parameters
         reducing = gathered + reduced
     else:
+        float32_bytes = 4
         gathered = 2 * size * layer + size * outside
         arriving = size * layer if len(stored) > 2 else 0
-        reducing = arriving + (2 * size + 4) * layer + 2 * size * outside
+        # The layer's parameters, gradient and float32 memory; outside the layers, parameters and gradients.
+        reducing = arriving + (2 * size + float32_bytes) * layer + 2 * size * outside
 
     backward_begins = {**kinds, "gathered": gathered}
     first_reduction = {**kinds, "gathered": reducing, "output": 0, "working": 0}
@@ -317,5 +330,5 @@ def fullest_moment(
 
 
 def reduced_bytes(conventions: Conventions) -> int:
-    """Bytes of a gradient that is summed over micro-batches and ranks: those it is kept in, 2 to 4."""
+    """Bytes of a gradient while it is summed over micro-batches and ranks: those it is kept in, but 2 to 4 of them."""
     return min(max(conventions.state_bytes.gradient, 2), 4)

@@ -19,13 +19,13 @@ class Tensor(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """In all copies."""
+        """How many numbers all copies have together."""
         return self.rows * self.columns * self.copies
 
 
 @dataclass(frozen=True)
 class Model(Record):
-    """A decoder-only transformer. Zeros are filled in: kv_heads, head_width and ffn from heads and width."""
+    """A decoder-only transformer. If kv_heads, head_width or ffn is 0, heads and width say what it is."""
 
     name: str = "model"
     layers: int = 0
@@ -33,24 +33,24 @@ class Model(Record):
     heads: int = 0
     vocab: int = 0
     seq: int = 2048  # tokens in a sample
-    kv_heads: int = 0  # fewer than heads: grouped queries; 1: one for all
+    kv_heads: int = 0  # heads of keys and values: with fewer than heads, groups of queries share one; with 1, all do
     head_width: int = 0
     ffn: int = 0  # the MLP's inner width; with experts, that of one expert
-    gated: bool = False  # three matrices in an MLP (SwiGLU) instead of two
-    biases: bool = False  # of all linear layers of a block
-    qkv_biases: bool = False  # of the query, key and value only
-    norm_biases: bool = False  # LayerNorm with a bias; RMSNorm has none
+    gated: bool = False  # whether an MLP has three matrices (SwiGLU) instead of two
+    biases: bool = False  # whether all linear modules of a layer have biases
+    qkv_biases: bool = False  # whether those of queries, keys and values have biases
+    norm_biases: bool = False  # whether norms have biases, as in LayerNorm; RMSNorm has none
     norms: int = 2  # in a layer; 1 where attention and MLP share theirs
-    head_norms: bool = False  # a norm of head_width for queries and one for keys
+    head_norms: bool = False  # whether the heads of queries and those of keys have a norm, of head_width
     learned_positions: bool = False
-    tied: bool = False  # the output layer is the embedding's matrix
+    tied: bool = False  # whether the head is the embedding's matrix
     classes: int = 0  # rows of a second embedding, for labels
     experts: int = 0
     active_experts: int = 0  # for each token
     dense_layers: int = 0  # layers before the first one with experts
-    dense_ffn: int = 0  # the MLP's inner width in these; 0: that of an expert
-    shared_experts: int = 0  # that see every token
-    dropout: bool = False  # in training; its masks are stored for backward
+    dense_ffn: int = 0  # the MLP's inner width in these layers; 0 for the same as an expert's
+    shared_experts: int = 0  # experts that see every token, beside the others
+    dropout: bool = False  # whether training uses dropout, whose masks are stored for the backward
 
     POSITIVE: ClassVar[tuple[str, ...]] = ("layers", "width", "heads", "vocab", "seq")
 
@@ -101,7 +101,7 @@ class Model(Record):
         return {False: self.dense_layers, True: self.layers - self.dense_layers}
 
     def parameters(self, active: bool = False) -> int:
-        """All parameters; those that one token uses, if active.
+        """How many parameters the model has; only those that one token uses, if active.
 
         GPT: Vh + sh + L(12h² + 13h) + 2h (Radford et al. 2019's code). Llama: L(2d·n_h·d_h + 2d·n_kv·d_h + 3df + 2d)
         + d + 2Vd. With experts the MLP counts E times, plus a router d·E.
@@ -109,11 +109,11 @@ class Model(Record):
         return self.outer_parameters() + self.layer_parameters(active)
 
     def outer_parameters(self) -> int:
-        """Of the embeddings, the last norm and the head."""
+        """Parameters of the embeddings, the last norm and the head."""
         return sum(tensor.numbers for tensor in outer_tensors(self))
 
     def layer_parameters(self, active: bool = False) -> int:
-        """Of all layers together."""
+        """Parameters of all layers together; of experts only those that one token uses, if active."""
         total = 0
         for has_experts, layers in self.kinds_of_layers.items():
             total += layers * sum(tensor.numbers for tensor in layer_tensors(self, has_experts, active))
@@ -127,7 +127,7 @@ class Model(Record):
         return total
 
     def recomputed_share(self, recompute: str) -> float:
-        """The share of the layers' matrix products in forward that backward repeats; "sac": every second one."""
+        """The share of the layers' matrix products that the backward computes again; "sac": every second one."""
         if recompute == "full":
             return 1.0
         if recompute == "sac":
@@ -136,37 +136,44 @@ class Model(Record):
         return 0.0
 
     def flops_per_token(self, count: str = "6N+A", recompute: str = "none") -> float:
-        """FLOPs of forward and backward for one token.
+        """FLOPs of the forward and the backward for one token, by one of the counts that papers use.
 
-        count: "6N" (Brown et al. 2020, Hoffmann et al. 2022), "6N+A" (Chowdhery et al. 2022, appendix B), "6(N-E)+A"
-        and "6(N-E)+A/2" (one embedding left out; half of A, as no token sees later ones), "gemm" (Narayanan et al.
-        2021, equation 2: 72BLsh²(1 + s/6h + V/12hL), here from the weights, so that it holds for every MLP).
-        recompute: "full" repeats the layers' forward, 96Bslh²(1 + s/6h + V/16lh) (Narayanan, equation 3);
-        "selective" counts attention's A twice, 72BLsh²(1 + s/3h + V/12hL) (Korthikanti et al. 2022, appendix A);
-        "sac" repeats every second matrix (see activations_per_layer).
-        N counts the active parameters of a mixture of experts.
+        count: N are the parameters, of experts the active ones, E is one embedding's part of them, and A is attention's
+        products of all pairs of tokens.
+          "6N": Brown et al. 2020, Hoffmann et al. 2022.
+          "6N+A": Chowdhery et al. 2022, appendix B.
+          "6(N-E)+A", and "6(N-E)+A/2", which leaves out the pairs in which a token would see a later one.
+          "gemm": the matrix products alone; 72BLsh²(1 + s/6h + V/12hL) for GPT (Narayanan et al. 2021, equation 2).
+        recompute: "full" repeats the layers' forward, 96Bslh²(1 + s/6h + V/16lh) (Narayanan, equation 3).
+          "selective" repeats attention, 72BLsh²(1 + s/3h + V/12hL) (Korthikanti et al. 2022, appendix A).
+          "sac" repeats every second matrix product (see activations_per_layer).
         """
-        embedding = self.vocab * self.width  # E
-        attention = 12.0 * self.layers * self.attention_width * self.seq  # A: every pair of tokens, there and back
-        matrices = 6 * self.layer_parameters(active=True)
-        outer = 6 * self.outer_parameters()
+        # A multiplication and an addition for each weight in the forward, and twice as many in the backward.
+        flops_per_weight = 6
+        embedding = self.vocab * self.width
+        # Queries times keys and scores times values take 4 FLOPs in the forward and 8 in the backward, for each pair of
+        # tokens and number of a head.
+        attention = 12.0 * self.layers * self.attention_width * self.seq
+        matrices = flops_per_weight * self.layer_parameters(active=True)
+        outer = flops_per_weight * self.outer_parameters()
         if count == "6N":
             attention = 0
         elif count == "6(N-E)+A":
-            outer -= 6 * embedding
+            outer -= flops_per_weight * embedding
         elif count == "6(N-E)+A/2":
-            outer -= 6 * embedding
+            outer -= flops_per_weight * embedding
             attention /= 2
         elif count == "gemm":
-            matrices = 6 * self.gemm_weights()
-            outer = 6 * embedding
+            matrices = flops_per_weight * self.gemm_weights()
+            outer = flops_per_weight * embedding  # the head, which has as many weights
         elif count != "6N+A":
             refuse(f"{count!r} is not a count of FLOPs that the planner knows", f"one of {', '.join(FLOPS)}")
 
+        # A forward is a third of forward and backward.
         if recompute == "full":
             return (matrices + attention) * 4 / 3 + outer
         if recompute == "selective":
-            attention *= 2
+            attention *= 2  # so the paper's formula counts it
         return matrices * (1 + self.recomputed_share(recompute) / 3) + attention + outer
 
 

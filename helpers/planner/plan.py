@@ -81,18 +81,18 @@ class Plan:
 
     @property
     def fullest(self) -> int:
-        """The stage that needs most."""
+        """The number of the stage whose ranks need most memory."""
         totals = [stage["total"] for stage in self.stages]
         return totals.index(max(totals))
 
     @property
     def kinds(self) -> dict[str, float]:
-        """{kind: bytes} of a rank of that stage, without the total."""
+        """{kind: bytes} of a rank of the fullest stage, without the total."""
         return {kind: size for kind, size in self.stages[self.fullest].items() if kind != "total"}
 
     @property
     def bytes(self) -> float:
-        """What a rank of that stage needs."""
+        """Bytes that a rank of the fullest stage needs."""
         return self.stages[self.fullest]["total"]
 
     @property
@@ -101,7 +101,7 @@ class Plan:
 
     @cached_property
     def collectives(self) -> list[Collective]:
-        """Those of a step on a rank of the fullest stage."""
+        """The collectives of a step on a rank of the fullest stage."""
         return collectives(self.model, self.layout, self.cluster, self.conventions, self.fullest)
 
     @cached_property
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.layout.batch * self.model.seq
 
     @property
@@ -129,16 +129,16 @@ class Plan:
 
     @property
     def utilization(self) -> Utilization:
-        """Of the predicted step."""
-        speed = self.tokens / self.step.seconds
+        """MFU and HFU of the predicted step."""
+        tokens_per_second = self.tokens / self.step.seconds
         flops = self.conventions.flops
-        model = rates.achieved(self.model, speed, self.layout.gpus, flops)
-        hardware = rates.achieved(self.model, speed, self.layout.gpus, flops, self.layout.recompute)
+        model = rates.achieved(self.model, tokens_per_second, self.layout.gpus, flops)
+        hardware = rates.achieved(self.model, tokens_per_second, self.layout.gpus, flops, self.layout.recompute)
         return Utilization(mfu=model / self.peak, hfu=hardware / self.peak)
 
     @cached_property
     def run(self) -> Run:
-        """Days, failures, checkpoints, goodput and cost."""
+        """Days, failures, checkpoints, goodput and cost of the whole run, as far as they are known."""
         job = self.job
         nodes = self.cluster.nodes
         failure_rate = self.cluster.failures_per_node_day
@@ -158,11 +158,12 @@ class Plan:
         run = replace(run, tokens=job.tokens, steps=steps, days=days)
         if run.goodput == 0:
             return run  # Failures leave no progress, so the run never ends and has no price.
+        paid_days = days
         if run.goodput and run.mttf_hours:
-            days /= run.goodput
-            run = replace(run, days_with_failures=days, failures=days * 24 / run.mttf_hours)
+            paid_days = days / run.goodput
+            run = replace(run, days_with_failures=paid_days, failures=paid_days * 24 / run.mttf_hours)
         if self.cluster.price_per_gpu_hour:
-            run = replace(run, cost=self.cluster.gpus * 24 * days * self.cluster.price_per_gpu_hour)
+            run = replace(run, cost=self.cluster.gpus * 24 * paid_days * self.cluster.price_per_gpu_hour)
         return run
 
 

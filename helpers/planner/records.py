@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, cast, get_args, get_origin
 
 Value = TypeVar("Value")
 
@@ -24,14 +24,17 @@ def refuse(problem: str, hint: str) -> NoReturn:
 
 
 def look_up(table: Mapping[str, Value], name: object, what: str) -> Value:
-    """table[name], or a PlanError that lists the names."""
+    """table[name], or a PlanError that lists the names that the table has."""
     if not isinstance(name, str) or name not in table:
         refuse(f"{name!r} is not a {what} that the planner knows", f"one of {', '.join(table)}")
     return table[name]
 
 
 def with_preset(table: Any, presets: Mapping[str, dict[str, Any]], what: str) -> Any:
-    """A table of fields over those of the preset that it names under "preset"; a name alone is a preset, too."""
+    """Add to a table of fields those of the preset that it names under "preset"; its own fields win.
+
+    The name of a preset alone stands for all of its fields.
+    """
     if isinstance(table, str):
         table = {"preset": table}
     if not isinstance(table, dict) or "preset" not in table:
@@ -43,7 +46,10 @@ def with_preset(table: Any, presets: Mapping[str, dict[str, Any]], what: str) ->
 
 @dataclass(frozen=True)
 class Record:
-    """Fields that are checked: each has its type, and no number is below 0. POSITIVE names those that may not be 0."""
+    """Fields that are checked: each has its type, and no number is below 0.
+
+    POSITIVE names the numbers that may not be 0.
+    """
 
     POSITIVE: ClassVar[tuple[str, ...]] = ()
 
@@ -78,26 +84,32 @@ class Record:
         return ", ".join(field.name for field in fields(cls))
 
     def with_(self, **changes: Any) -> Self:
-        """This record with other values."""
+        """A copy of this record with some other values."""
         return replace(self, **changes)
 
 
 def correction(value: object, field_type: Any, positive: bool) -> str:
-    """What to give in place of a value that a field cannot have; empty if it can.
+    """Say what a field takes instead of a value that it cannot have; empty if it can have the value.
 
-    field_type: int, float, str, bool, dict[...] or Literal[...]. Types are compared exactly, because True is an int.
-    positive: whether a number must be above 0.
+    field_type: int, float, str, bool, dict[...] or Literal[...]. positive: whether a number must be above 0. Types are
+    compared exactly, because True is also an int.
     """
     if get_origin(field_type) is Literal:
         choices = get_args(field_type)
         if type(value) is type(choices[0]) and value in choices:
             return ""
         return f"one of {', '.join(map(str, choices))}"
-    kind = get_origin(field_type) or field_type
-    if kind not in (int, float):
-        return "" if type(value) is kind else TYPE_NAMES[kind]
-    if type(value) is int or (kind is float and type(value) is float):
-        # Comparisons with NaN are false, so that it is refused, too.
-        if value > 0 or (value == 0 and not positive):
+
+    field_type = get_origin(field_type) or field_type  # dict for dict[str, float]
+    if field_type not in (int, float):
+        if type(value) is field_type:
             return ""
-    return f"{TYPE_NAMES[kind]} above 0"
+        return TYPE_NAMES[field_type]
+
+    hint = f"{TYPE_NAMES[field_type]} above 0"
+    if type(value) is not int and type(value) is not field_type:  # A field of floats takes whole numbers, too.
+        return hint
+    number = cast(float, value)
+    if number > 0 or (number == 0 and not positive):
+        return ""
+    return hint  # The number is NaN, for which every comparison is false, or it is too small.

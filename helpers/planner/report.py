@@ -307,10 +307,10 @@ def in_words(values: dict[str, Any]) -> str:
 
 
 def as_argument(values: dict[str, Any]) -> str:
-    """As a command's argument has them, and a button of the page: a=1,b=true."""
+    """The values as text for a command's argument or a button of the page: a=1,b=true."""
     return ",".join(f"{name}={setting(value)}" for name, value in values.items())
 
 
 def setting(value: object) -> str:
-    """As TOML and JSON write it, without quotation marks."""
+    """A value as TOML and JSON write it, without quotation marks."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -12,7 +12,7 @@ from helpers.planner.layout import Layout
 from helpers.planner.memory import stage_memory
 from helpers.planner.model import Model, model_of
 from helpers.planner.records import PlanError
-from helpers.planner.step_time import FACTOR, StepTime, step_time
+from helpers.planner.step_time import INTERVAL_FACTOR, StepTime, step_time
 
 MESH = ("tp", "pp", "cp", "ep")  # The other GPUs are dp.
 EXPLAINED = (*MESH, "zero", "shard", "micro_batch", "interleave", "recompute")
@@ -57,7 +57,7 @@ class Search:
     refusals: Counter[str] = field(default_factory=Counter)  # {what is wrong: layouts that are refused for it}
 
     def add(self, fields: dict[str, Any]) -> None:
-        """Count a layout among those that are refused, too large or fit."""
+        """Check a layout, and put it among those that are refused, too large or fit."""
         try:
             layout = Layout(**fields).check(self.model, self.cluster)
         except PlanError as error:
@@ -110,8 +110,9 @@ class Search:
 
     @property
     def margin(self) -> str:
-        close = [fit for fit in self.fits[1:] if fit.seconds <= self.best.seconds * FACTOR]
-        return f"{len(close)} more within a factor of {FACTOR} of it, which a prediction may be off: measure a few."
+        close = [fit for fit in self.fits[1:] if fit.seconds <= self.best.seconds * INTERVAL_FACTOR]
+        interval = f"within a factor of {INTERVAL_FACTOR} of it, which a prediction may be off"
+        return f"{len(close)} more {interval}: measure a few."
 
     @property
     def advice(self) -> str:
@@ -127,7 +128,7 @@ class Search:
         return f"None fits in {self.cluster.memory / GIB:.1f} GiB. {self.too_large[0].need} Give {options}{given}."
 
     def reasons(self) -> list[str]:
-        """For each field, why not the values next to the best one's."""
+        """Lines that say, field by field, why not the values next to the best layout's."""
         lines: dict[Layout, str] = {}  # One layout may stand for several values; it is named once.
         for name in EXPLAINED:
             for value in self.values_beside_the_best(name):
@@ -189,7 +190,7 @@ def search(
     conventions: dict[str, Any] | Conventions | None = None,
     **constraints: Any,
 ) -> Search:
-    """The Search over all layouts with a batch of so many samples.
+    """Try all layouts of a model on a cluster, with a batch of so many samples, and rank those that fit.
 
     constraints: a Layout's field and its value, or a list of values to try instead of the default's. With tensor
     parallelism, sequence parallelism too, unless it is one of them.
@@ -207,19 +208,22 @@ def search(
 
     result = Search(model, cluster, Conventions.of(conventions or {}), tuple(constraints))
     mesh_options = {name: options.pop(name) for name in MESH}
-    # Without ZeRO-3 the search leaves HSDP out.
+    may_be_uneven = any(options.get("uneven_stages", ()))
+    # HSDP, a shard among fewer ranks than all, is tried with ZeRO-3 only.
     settings = [setting for setting in combinations(options) if setting["zero"] == 3 or setting["shard"] == 0]
     for mesh in combinations(mesh_options):
+        # Only stages can be interleaved.
         possible = [setting for setting in settings if mesh["pp"] > 1 or setting["interleave"] == 1]
         ranks = mesh["tp"] * mesh["pp"] * mesh["cp"]
         if cluster.gpus % ranks != 0:
             result.refusals["tp x pp x cp does not divide the GPUs"] += len(possible)
             continue
         sizes = {**mesh, "dp": cluster.gpus // ranks, "sequence_parallel": mesh["tp"] > 1}
+        # A shard among all data-parallel ranks is what 0 stands for, so it is not tried twice.
         possible = [setting for setting in possible if setting["shard"] < sizes["dp"] * sizes["cp"]]
         # What is wrong with the mesh alone is found once for all settings.
         try:
-            Layout(**sizes, uneven_stages=any(options.get("uneven_stages", ()))).check(model, cluster)
+            Layout(**sizes, uneven_stages=may_be_uneven).check(model, cluster)
         except PlanError as error:
             result.refusals[error.problem] += len(possible)
             continue
@@ -231,18 +235,18 @@ def search(
 
 
 def choices(model: Model, cluster: Cluster, attention: str = "flash") -> dict[str, list[Any]]:
-    """{field: values} that a search tries by default: tp up to two nodes, so that it is seen why not."""
+    """The values of each field that a search tries by default: {field: values}."""
     node = cluster.gpus_per_node
     gpus = cluster.gpus
     powers_of_two = [2**power for power in range(gpus.bit_length())]
-    experts_on_ranks = {1}
+    ep_sizes = {1}
     if model.experts:
-        experts_on_ranks |= {min(model.experts, node), model.experts}
+        ep_sizes |= {min(model.experts, node), model.experts}
     return {
-        "tp": [size for size in powers_of_two if size <= 2 * node],
+        "tp": [size for size in powers_of_two if size <= 2 * node],  # up to two nodes, so that it is seen why not
         "pp": [size for size in range(1, min(model.layers, gpus) + 1) if gpus % size == 0],
         "cp": [1, 2, 4, 8] if model.seq > 16384 else [1],
-        "ep": sorted(experts_on_ranks),
+        "ep": sorted(ep_sizes),
         "zero": [1, 3],
         "shard": [0, node],
         "micro_batch": [1, 2, 4, 8],

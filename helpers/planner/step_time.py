@@ -1,8 +1,8 @@
 """Seconds of a training step, from counts of work and five constants that were fitted on 88 measured steps.
 
 The steps are vTrain's (Bang et al. 2024): Megatron-LM on 64 to 512 A100 GPUs; experiments/vtrain.py fits them. Work is
-counted from the model and the layout; the constants say which share of a data sheet's speed is reached. On other GPUs
-the shares are taken over and the data sheet changes: an extrapolation, outside of what the interval knows.
+counted from the model and the layout; the constants say which share of a data sheet's speed is reached. For other GPUs
+the data sheet changes and the shares stay: such a prediction is an extrapolation, which its interval says.
 """
 
 from collections.abc import Iterable
@@ -18,40 +18,44 @@ from helpers.planner.model import Model
 
 @dataclass(frozen=True)
 class Constants:
-    """Shares of a data sheet's speed, and seconds of the host."""
+    """The constants of the fit: which share of each data sheet speed a program reaches, and the host's seconds."""
 
-    matmul: float  # of the peak, by large matrix products
-    memory: float  # of the memory's speed, by what reads and writes element by element
-    in_node: float  # of the link in a node, by collectives
-    between: float  # of the link between nodes
-    launch: float  # seconds in which the host launches one layer's kernels, for one pass
+    matmul: float  # share of the peak FLOP/s that large matrix products reach
+    memory: float  # share of the memory's speed that elementwise operations reach
+    in_node: float  # share of the link in a node that collectives reach
+    between: float  # share of the link between nodes that collectives reach
+    launch: float  # seconds that the host takes to launch the kernels of one layer in one pass
 
 
-# What vtrain.fit(vtrain.measured()) gives, rounded. A test compares them, and FACTOR with vtrain.interval_factor().
+# What vtrain.fit(vtrain.measured()) gives, rounded. A test compares them with a new fit.
 FITTED = Constants(matmul=0.733, memory=0.829, in_node=0.806, between=0.799, launch=0.00147)
-# This share of the measured steps took between prediction / FACTOR and prediction · FACTOR seconds.
+# 90 % of the measured steps took between prediction / 1.18 and prediction · 1.18 seconds. A test compares the factor
+# with vtrain.interval_factor().
 COVERAGE = 0.9
-FACTOR = 1.18
-# The upper end of a prediction that is extrapolated is prediction · FACTOR_ELSEWHERE. One of the 15 published steps in
+INTERVAL_FACTOR = 1.18
+# Where a prediction is extrapolated, a step may take up to prediction · 1.6 seconds. One of the 15 published steps in
 # experiments/steps.py took longer than that: the one with samples of 256k tokens.
-FACTOR_ELSEWHERE = 1.6
-# For a cluster whose speeds were measured: nothing is taken off them.
-REACHED = replace(FITTED, matmul=1.0, in_node=1.0, between=1.0)
+EXTRAPOLATION_FACTOR = 1.6
+# Measured speeds of products and links are what a program has reached already, so no share of them is taken off.
+CONSTANTS_AT_MEASURED_SPEEDS = replace(FITTED, matmul=1.0, in_node=1.0, between=1.0)
 
-# For each parameter that a rank updates: float32 weights and two moments are read and written (24), the gradient is
-# copied to float32 (6) and read for its norm and by Adam (8), and the 16-bit weights are written (2).
+# Memory traffic of the optimizer for each parameter that a rank updates: float32 weights and two moments are read and
+# written (24 bytes), the gradient is copied to float32 (2 + 4) and read for its norm and by Adam (4 + 4), and the
+# 16-bit weights are written (2).
 OPTIMIZER_BYTES = 40
-PER_LOGIT_BYTES = 16  # written (2), copied to float32 (6), read by the loss (4), and their gradient (4)
+# Memory traffic of the loss for each logit: it is written in 16 bits (2 bytes), copied to float32 (2 + 4) and read by
+# the loss (4), and its gradient is written (4).
+PER_LOGIT_BYTES = 16
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, and between which they are expected."""
+    """The predicted seconds of one step, and the interval in which a measurement is expected."""
 
     seconds: float
     low: float
     high: float
-    parts: dict[str, float]
+    parts: dict[str, float]  # {part of the step: seconds}
     extrapolated: str  # how the step differs from the measured ones; empty if it does not
 
     @property
@@ -61,25 +65,35 @@ class StepTime:
 
 
 def step_time(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions | None = None) -> StepTime:
-    """The StepTime of a layout: with the constants REACHED for a cluster whose speeds were measured, else with FITTED.
+    """Predict the seconds of a training step, and the interval in which a measurement of it is expected.
 
-    low and high are the seconds between which a measured step is expected. Each model size was left out of the fit in
-    turn, and 89 % of its measured steps lay between them (vtrain.coverage). Where something is extrapolated, high is
-    further away, by what a few published steps took longer; nobody has counted how many steps that interval covers.
+    Each model size was left out of the fit in turn, and 89 % of its measured steps lay in the interval that was
+    predicted without it (vtrain.coverage). Where the job differs from the measured ones, the interval reaches further
+    up, because a few published steps took longer; nobody has counted how many steps that wider interval covers.
     """
-    work = count_work(model, layout, cluster, conventions or Conventions())
-    constants = replace(FITTED, matmul=FITTED.matmul * cluster.reaches)
     if cluster.measured:
-        constants = REACHED
+        constants = CONSTANTS_AT_MEASURED_SPEEDS
+    else:
+        constants = replace(FITTED, matmul=FITTED.matmul * cluster.reaches)
+    work = count_work(model, layout, cluster, conventions or Conventions())
     parts = seconds_of_parts(work, constants)
     seconds = sum(parts.values())
+
     differences = extrapolated(model, layout, cluster)
-    factor = FACTOR_ELSEWHERE if differences else FACTOR
-    return StepTime(seconds, seconds / FACTOR, seconds * factor, parts, differences)
+    upper_factor = INTERVAL_FACTOR
+    if differences:
+        upper_factor = EXTRAPOLATION_FACTOR
+    return StepTime(
+        seconds=seconds,
+        low=seconds / INTERVAL_FACTOR,
+        high=seconds * upper_factor,
+        parts=parts,
+        extrapolated=differences,
+    )
 
 
 def extrapolated(model: Model, layout: Layout, cluster: Cluster) -> str:
-    """What of a layout the measured steps did not have, in words."""
+    """Name in words what this job has and none of the measured steps had; empty if there is nothing."""
     differences = {
         f"{cluster.gpu} (fitted on A100s)": not cluster.gpu.startswith("a100"),
         "experts": model.experts > 0,
@@ -93,59 +107,65 @@ def extrapolated(model: Model, layout: Layout, cluster: Cluster) -> str:
     return ", ".join(words for words, applies in differences.items() if applies)
 
 
-# --- What is counted: the same for all constants ----------------------------------------------------------------------
+# --- What is counted, whatever the constants are ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Computing on one rank in all passes over a mean layer, for one micro-batch: seconds at the data sheet's speed."""
+    """What one rank computes for one micro-batch in an average layer, all passes together.
 
-    passes: int  # forward, backward twice, and a recomputed forward, whole or not
-    products: float  # matrix products without those of attention
-    attention: float  # which hides context parallelism
-    elementwise: float
+    Times are seconds at the full speed of the data sheet.
+    """
+
+    passes: int  # one forward, a backward that counts as two, and one more forward if it is recomputed
+    products: float  # seconds of the matrix products outside of attention
+    attention: float  # seconds of attention's matrix products; context parallelism hides behind them
+    elementwise: float  # seconds of what only reads and writes memory
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one rank of the busiest stage does in a step. Seconds are those at the data sheet's speed."""
+    """What one rank of the busiest stage does in a step. Seconds are those at the data sheet's full speed."""
 
     layout: Layout
-    layers: int  # of the busiest stage
-    layers_of_last: int  # of the last stage, which has the head, too
+    layers: int  # on the busiest stage
+    layers_of_last: int  # on the last stage, which also computes the head
     layer: LayerWork
-    attention_share: float  # of its peak that attention's kernel reaches; 0 for that of matrix products
+    attention_share: float  # of the peak, which attention's kernel reaches; 0 if it reaches what other products do
     head: float  # seconds for one micro-batch
     loss: float  # seconds for one micro-batch
-    optimizer: float  # seconds
+    optimizer: float  # seconds for one step
     tensor_parallel: list[Collective]
     expert_parallel: list[Collective]
     context_parallel: list[Collective]
     to_stages: list[Collective]
-    overlapped: list[Collective]  # of gradients, hidden behind the backward of some micro-batches
-    overlapping_micro_batches: int
+    overlapped: list[Collective]  # those of gradients that hide behind a backward
+    overlapping_micro_batches: int  # in whose backward they hide
     data_parallel: list[Collective]  # the other ones of parameters and gradients
 
 
 def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions) -> StepWork:
-    """The StepWork of a layout.
+    """Count what a step computes, moves and sends, before any constant of the fit comes in.
 
-    Context parallelism hides behind attention, fully_shard's collectives behind computing. DDP's and ZeRO's follow it,
-    as in Megatron-LM when it was measured: an upper bound. With the convention overlap = "backward" the gradients' hide
-    behind the last backward, as PyTorch's DDP reduces its buckets (Li et al. 2020, section 3.2.3).
+    DDP's and ZeRO's collectives are planned to follow the backward, as in Megatron-LM when it was measured, so their
+    time is an upper bound. With the convention overlap = "backward" the gradients' collectives run during the backward,
+    as PyTorch's DDP reduces its buckets (Li et al. 2020, section 3.2.3).
     """
     stage_layers = layout.stage_layers(model)
     layers = max(stage_layers)
+    busiest_stage = stage_layers.index(layers)
     speed = memory_speed(layout, cluster)
     logits = layout.tokens(model) * model.vocab / layout.tp
-    updated = 0.0
+    updated_parameters = 0.0  # with offload the host updates them
     if not layout.offload:
-        updated = stage_parameters(model, layout, stage_layers.index(layers)) / layout.sharers
+        updated_parameters = stage_parameters(model, layout, busiest_stage) / layout.sharers
 
-    # A stage in the middle sends and receives. Megatron-LM, which was measured, recomputes a layer's last output, too.
-    middle = 1 if layout.pp > 2 else 0
-    sent = with_seconds(activations(model, layout, stage=middle, early_stop=False), cluster)
-    in_layers = [group for group in sent if group.dimension != "pp" and group.what != RECEIVED]
+    # A stage in the middle both receives and sends. Recomputation includes a layer's last output (early_stop=False),
+    # because Megatron-LM, which was measured, computes it, too.
+    middle_stage = 1 if layout.pp > 2 else 0
+    of_activations = with_seconds(activations(model, layout, stage=middle_stage, early_stop=False), cluster)
+    between_stages = [group for group in of_activations if group.dimension == "pp" or group.what == RECEIVED]
+    in_layers = [group for group in of_activations if group not in between_stages]
 
     overlaps = conventions.overlap == "backward" and layout.zero < 3
     overlapped = []
@@ -155,7 +175,9 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
             overlapped.append(group)
         else:
             exposed.append(group)
-    reduces_each = layout.zero == 2 and conventions.gather == "each"
+    overlapping_micro_batches = 1  # Gradients are reduced in the backward of the last micro-batch only,
+    if layout.zero == 2 and conventions.gather == "each":
+        overlapping_micro_batches = layout.micro_batches  # or, as ZeRO-2 may, in that of each.
 
     return StepWork(
         layout=layout,
@@ -163,68 +185,111 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
         layers_of_last=stage_layers[-1],
         layer=layer_work(model, layout, cluster, conventions),
         attention_share=cluster.attention_reaches if layout.attention == "flash" else 0,
+        # 2 FLOPs for each weight and token in the forward, and twice as many in the backward.
         head=6 * logits * model.width / cluster.limited_peak(layout.attention_dtype),
+        # PER_LOGIT_BYTES are counted for logits of 2 bytes.
         loss=PER_LOGIT_BYTES * logits * layout.element_bytes / 2 / speed,
-        optimizer=OPTIMIZER_BYTES * updated / speed,
+        optimizer=OPTIMIZER_BYTES * updated_parameters / speed,
         tensor_parallel=[group for group in in_layers if group.dimension == "tp"],
         expert_parallel=[group for group in in_layers if group.dimension == "ep"],
         context_parallel=[group for group in in_layers if group.dimension == "cp"],
-        to_stages=[group for group in sent if group.dimension == "pp" or group.what == RECEIVED],
+        to_stages=between_stages,
         overlapped=overlapped,
-        overlapping_micro_batches=layout.micro_batches if reduces_each else 1,
+        overlapping_micro_batches=overlapping_micro_batches,
         data_parallel=exposed,
     )
 
 
 def layer_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions) -> LayerWork:
-    """The work of a mean layer.
-
-    Matrix products: 2 FLOPs a weight and token (Narayanan et al. 2021, appendix), attention 4·s·n_h·d_h a token, half
-    of it with the convention causal = "half". Backward takes twice the forward, attention's 2.5 times with
-    FlashAttention, which computes the scores again (Dao et al. 2022). Element by element, in one pass: norms read and
-    write, residuals read two and write one in 32 and 16 bits, an MLP's activation reads and writes its inner width, and
-    scores that are stored pass 4 times, 6 and a mask with dropout: 22h + 16h/t + 13as/t bytes a token for GPT.
-    """
-    tp = layout.tp
-    tokens = layout.tokens(model)
-    stores_scores = layout.attention == "scores"
-
-    products = 2 * tokens * model.gemm_weights() / model.layers / tp
-    products *= 3 + model.recomputed_share(layout.recompute)
-
-    attention_backward = 2 if stores_scores else 2.5
-    attention_again = 0
-    if layout.recompute in ("full", "selective") or (layout.recompute == "sac" and stores_scores):
-        attention_again = 1  # Checkpointing of operations ("sac") keeps the output of FlashAttention's one operation.
-    attention = 4 * tokens * model.seq * model.attention_width / tp * (1 + attention_backward + attention_again)
-    if conventions.causal == "half":
-        attention *= 0.5
-
-    passes = 4 if layout.recomputes_layers else 3
-    ffn = model.ffn
-    if model.experts:
-        ffn *= model.active_experts + model.shared_experts
-    norm_bytes = 4 + 6
-    score_bytes = 8
-    if model.dropout:
-        norm_bytes += 1
-        score_bytes += 5
-    activation_bytes = 6 if model.gated else 4
-    elementwise = norm_bytes * model.norms * model.width / layout.norm_sharers + activation_bytes * ffn / tp
-    elementwise *= passes
-    if stores_scores:
-        elementwise += score_bytes * model.heads * model.seq / tp * (3 + attention_again)
-
+    """Divide the FLOPs and bytes of an average layer by the data sheet's speeds."""
     return LayerWork(
-        passes=passes,
-        products=products / cluster.limited_peak(layout.dtype),
-        attention=attention / cluster.limited_peak(layout.attention_dtype),
-        elementwise=tokens * elementwise * layout.element_bytes / 2 / memory_speed(layout, cluster),
+        passes=passes_over_layer(layout),
+        products=product_flops(model, layout) / cluster.limited_peak(layout.dtype),
+        attention=attention_flops(model, layout, conventions) / cluster.limited_peak(layout.attention_dtype),
+        elementwise=elementwise_bytes(model, layout) / memory_speed(layout, cluster),
     )
 
 
+def passes_over_layer(layout: Layout) -> int:
+    """How many forwards a step's passes are worth: the forward, the backward, which is two, and a recomputed one."""
+    passes = 1 + 2
+    if layout.recomputes_layers:
+        passes += 1
+    return passes
+
+
+def recomputes_attention(layout: Layout) -> bool:
+    """Whether the backward computes the attention scores again.
+
+    Checkpointing of operations ("sac") keeps the output of FlashAttention, which is one operation, but not the scores.
+    """
+    if layout.recompute == "sac":
+        return layout.attention == "scores"
+    return layout.recompute in ("full", "selective")
+
+
+def product_flops(model: Model, layout: Layout) -> float:
+    """FLOPs of an average layer's matrix products, without attention's, in all passes over a micro-batch.
+
+    A forward takes 2 FLOPs for each weight and token, a multiplication and an addition (Narayanan et al. 2021,
+    appendix). The backward takes two forwards: one for the gradients of the inputs, one for those of the weights.
+    """
+    forward = 2 * layout.tokens(model) * model.gemm_weights() / model.layers / layout.tp
+    forwards_in_backward = 2
+    recomputed_forwards = model.recomputed_share(layout.recompute)
+    return forward * (1 + forwards_in_backward + recomputed_forwards)
+
+
+def attention_flops(model: Model, layout: Layout, conventions: Conventions) -> float:
+    """FLOPs of attention's two matrix products in all passes over a micro-batch.
+
+    For each pair of tokens, queries times keys and scores times values take 2 FLOPs each for every number of a head.
+    FlashAttention's backward takes 2.5 forwards, because it computes the scores again (Dao et al. 2022).
+    """
+    forward = 4 * layout.tokens(model) * model.seq * model.attention_width / layout.tp
+    forwards_in_backward = 2 if layout.attention == "scores" else 2.5
+    recomputed_forwards = 1 if recomputes_attention(layout) else 0
+    flops = forward * (1 + forwards_in_backward + recomputed_forwards)
+    if conventions.causal == "half":
+        flops *= 0.5  # The kernel skips the half of the pairs in which a token would see a later one.
+    return flops
+
+
+def elementwise_bytes(model: Model, layout: Layout) -> float:
+    """Bytes that an average layer's norms, additions, activations and scores move in all passes over a micro-batch.
+
+    They are counted for numbers of 16 bits first. For GPT with dropout, one pass moves 22h + 16h/t bytes a token, and
+    with stored scores 13as/t more, where h is the width, t = tp, a the heads and s the sequence length.
+    """
+    number_bytes = 2
+    mask_bytes = 1 if model.dropout else 0  # of dropout, for one number
+
+    # With each of the layer's norms comes one addition to the residual stream, and one dropout.
+    norm_bytes = 2 * number_bytes  # A norm reads a number and writes one.
+    addition_bytes = 3 * number_bytes  # An addition reads two numbers and writes one.
+    bytes_of_width = norm_bytes + addition_bytes + mask_bytes
+    bytes_of_pass = bytes_of_width * model.norms * model.width / layout.norm_sharers
+
+    # An activation function reads a number and writes one; a gated one reads two.
+    activation_bytes = 3 * number_bytes if model.gated else 2 * number_bytes
+    ffn = model.ffn
+    if model.experts:
+        ffn *= model.active_experts + model.shared_experts
+    bytes_of_pass += activation_bytes * ffn / layout.tp
+    bytes_per_token = bytes_of_pass * passes_over_layer(layout)
+
+    if layout.attention == "scores":
+        # The first product writes a score, the softmax reads it and writes one, and the second product reads that.
+        score_bytes = 4 * number_bytes
+        if model.dropout:
+            score_bytes += 2 * number_bytes + mask_bytes  # Dropout reads and writes it once more.
+        passes_of_scores = 4 if recomputes_attention(layout) else 3
+        bytes_per_token += score_bytes * model.heads * model.seq / layout.tp * passes_of_scores
+    return layout.tokens(model) * bytes_per_token * layout.element_bytes / number_bytes
+
+
 def memory_speed(layout: Layout, cluster: Cluster) -> float:
-    """Bytes a second of the GPU's memory; where it is not given, an A100's for each FLOP/s."""
+    """Bytes a second of the GPU's memory; if they are not given, in an A100's proportion to the peak."""
     if cluster.memory_speed:
         return cluster.memory_speed
     a100 = PRESETS["a100"]
@@ -235,54 +300,60 @@ def memory_speed(layout: Layout, cluster: Cluster) -> float:
 
 
 def seconds_of_parts(work: StepWork, constants: Constants) -> dict[str, float]:
-    """{part of a step: seconds}.
+    """Turn counted work into {part of a step: seconds}, with the shares of full speed that the constants say.
 
-    m micro-batches pass the busiest stage, and p-1 more times of a stage is what the first waits for the last and the
-    last for the first, divided by v where stages are interleaved (Narayanan et al. 2021, section 2.2).
+    The busiest stage works on m micro-batches. It waits for as long as p-1 more micro-batches would take it, because
+    the first stage waits for the last and the last for the first; where stages are interleaved, for a v-th of that
+    (Narayanan et al. 2021, section 2.2).
     """
 
     def seconds(groups: Iterable[Collective]) -> float:
         return sum(group.seconds(constants.in_node, constants.between) for group in groups)
 
     layout = work.layout
-    m = layout.micro_batches
-    visits = work.layers * m  # of micro-batches to the layers of this stage
+    micro_batches = layout.micro_batches
+    layers = work.layers
+    visits = layers * micro_batches  # how often a micro-batch passes a layer of this stage
 
-    # One visit to a layer, in all passes.
+    # Seconds of one micro-batch in one layer, in all passes.
     attention_share = work.attention_share or constants.matmul
     attention = work.layer.attention / attention_share
     products = work.layer.products / constants.matmul + attention
     elementwise = work.layer.elementwise / constants.memory
     tensor = seconds(work.tensor_parallel) / visits
     expert = seconds(work.expert_parallel) / visits
-    context = max(seconds(work.context_parallel) / visits - attention, 0)
-    busy = products + elementwise + tensor + expert + context
-    # A host that launches its kernels more slowly than the GPU runs them is what the GPU waits for.
-    layer = (busy**2 + (constants.launch * work.layer.passes) ** 2) ** 0.5
+    context = max(seconds(work.context_parallel) / visits - attention, 0)  # Ring attention hides it behind computing.
+    gpu_busy = products + elementwise + tensor + expert + context
+    # The GPU waits for a host that launches kernels more slowly than the GPU runs them. The root of the sum of squares
+    # goes smoothly from the one that is slower to the other.
+    launching = constants.launch * work.layer.passes
+    layer = (gpu_busy**2 + launching**2) ** 0.5
 
-    # One micro-batch. The last stage computes the output layer, which delays the others unless it has fewer layers.
-    send = seconds(work.to_stages) / m
+    # Seconds of one micro-batch on the stage. The last stage also computes the head, which delays the other stages
+    # unless it has fewer layers.
+    send = seconds(work.to_stages) / micro_batches
     head = work.head / constants.matmul + work.loss / constants.memory
-    layers_less_on_last_stage = work.layers - work.layers_of_last
-    output = max(head - layers_less_on_last_stage * layer, 0)
+    layers_less_on_last_stage = layers - work.layers_of_last
+    head_delay = max(head - layers_less_on_last_stage * layer, 0)
 
-    # The step. What overlaps leaves the part of one layer, and what takes longer than the computing that hides it.
+    # Seconds of the step. What hides behind computing costs the share of one layer, which has nothing to hide behind,
+    # and what of the rest takes longer than the computing. fully_shard's collectives hide behind all passes.
     data = seconds(work.data_parallel)
     if layout.zero == 3:
         data = data / visits + max(data * (1 - 1 / visits) - visits * layer, 0)
-    overlapped = seconds(work.overlapped)
-    backward = work.overlapping_micro_batches * work.layers * layer * (work.layer.passes - 1) / work.layer.passes
-    overlapped = overlapped / work.layers + max(overlapped * (1 - 1 / work.layers) - backward, 0)
+    gradients = seconds(work.overlapped)
+    backward = work.overlapping_micro_batches * layers * layer * (work.layer.passes - 1) / work.layer.passes
+    exposed_gradients = gradients / layers + max(gradients * (1 - 1 / layers) - backward, 0)
     return {
         "matrix products": visits * products,
         "element by element": visits * elementwise,
         "tensor parallel": visits * tensor,
         "expert parallel": visits * expert,
         "context parallel": visits * context,
-        "launching": visits * (layer - busy),
-        "sending to stages": m * send,
-        "waiting for stages": (layout.pp - 1) * (work.layers * layer + send) / layout.interleave,
-        "output layer": m * output,
-        "data parallel": data + overlapped,
+        "launching": visits * (layer - gpu_busy),
+        "sending to stages": micro_batches * send,
+        "waiting for stages": (layout.pp - 1) * (layers * layer + send) / layout.interleave,
+        "output layer": micro_batches * head_delay,
+        "data parallel": data + exposed_gradients,
         "optimizer": work.optimizer / constants.memory,
     }

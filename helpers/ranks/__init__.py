@@ -6,5 +6,5 @@
 - ``processes`` starts the processes of a command, waits for them and ends them; ``leash`` lets them end with it.
 - ``torchrun`` runs a script under torchrun, and ends everything at a Ctrl-C.
 
-It imports helpers.source alone of this project.
+Of this project it imports ``helpers.source`` and, for a rank that is checked, ``helpers.training_check``.
 """

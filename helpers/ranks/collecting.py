@@ -26,10 +26,12 @@ from helpers.ranks.rank import (
     wait_for_gpu,
 )
 
-PEERS_WITHIN = 0.2  # seconds to wait after an exception for an earlier cause, or for peers that fail in the same way
-LATE_WITHIN = 2  # seconds to wait for ranks that still compute, or would on a machine that is less busy
-NOTICE_WITHIN = 0.2  # seconds of one wait: a Ctrl-C that another thread receives does not interrupt it
-AFTER_A_FAILURE = 0.02  # seconds of one wait, once a rank has failed
+# After the first failure, other ranks get time to report an earlier cause, or the same failure. In seconds:
+PEERS_WITHIN = 0.2  # for all ranks
+LATE_WITHIN = 2  # for ranks that are computing, or that wait for a processor of a busy machine
+# One wait for reports is short, because a Ctrl-C that another thread receives does not interrupt it. In seconds:
+NOTICE_WITHIN = 0.2
+NOTICE_AFTER_A_FAILURE = 0.02  # so that a call ends soon after its ranks have
 
 
 @dataclass(frozen=True)
@@ -37,24 +39,26 @@ class Rank:
     """A rank as the launcher has it."""
 
     process: BaseProcess
-    pipe: connection.Connection  # gives MET, then RETURNED or RAISED, and ends when the process does
+    pipe: connection.Connection  # the rank sends MET, then RETURNED or RAISED; it closes when the process ends
 
 
 @dataclass
 class Outcome:
     """What has become of the ranks so far."""
 
-    met: set[int] = field(default_factory=set)
+    met: set[int] = field(default_factory=set)  # the process group of these ranks has started
     returned: set[int] = field(default_factory=set)
     failures: dict[int, Failure] = field(default_factory=dict)
-    # The pipes of these ranks have ended, so they are dead. The forkserver gives their exit statuses a moment later.
+    # The pipes of these ranks are closed, so they are dead. The forkserver gives their exit statuses a moment later.
     closed: set[int] = field(default_factory=set)
 
 
 def collect(folder: Path, ranks: list[Rank], timeout: float, watch: Callable[[], None] = lambda: None) -> Outcome:
-    """Wait until every rank has reported, one has failed, or the timeout, which begins when all ranks have met.
+    """Wait for the ranks' reports, and return what has become of the ranks.
 
-    Meanwhile ``watch`` is called several times a second.
+    The wait is over when every rank has reported, shortly after one has failed, or at the timeout. The timeout counts
+    from the moment when all ranks have met, for which they have MEET_WITHIN seconds. Meanwhile ``watch`` is called
+    several times a second.
     """
     outcome = Outcome()
     deadline = time.monotonic() + MEET_WITHIN + timeout
@@ -63,62 +67,65 @@ def collect(folder: Path, ranks: list[Rank], timeout: float, watch: Callable[[],
         if not waiting:
             return outcome
         watch()
-        patience = min(deadline - time.monotonic(), NOTICE_WITHIN)
-        is_last_look = patience <= 0
+        # A rank may report between the decision to stop and the stop, so the reports are read once more after it.
         if outcome.failures:
-            patience = AFTER_A_FAILURE
+            seconds = NOTICE_AFTER_A_FAILURE
             dying = outcome.closed.intersection(waiting)
-            if not more_to_come(outcome.failures, ranks, dying):
-                is_last_look = True
-        # The last look comes after the question whether a rank is busy: one may have reported just before the answer.
-        if is_last_look:
-            patience = 0
-        has_met_before = len(outcome.met) == len(ranks)
-        look(folder, ranks, waiting, outcome, patience)
-        if len(outcome.met) == len(ranks) and not has_met_before:
+            is_last_time = time.monotonic() >= deadline or not may_report(outcome.failures, ranks, dying)
+        else:
+            seconds = min(deadline - time.monotonic(), NOTICE_WITHIN)
+            is_last_time = seconds <= 0
+        if is_last_time:
+            seconds = 0
+        had_met = len(outcome.met) == len(ranks)
+        read_reports(folder, ranks, waiting, outcome, seconds)
+        have_met = len(outcome.met) == len(ranks)
+        if have_met and not had_met:
             deadline = time.monotonic() + timeout
-        if is_last_look:
+        if is_last_time:
             return outcome
 
 
-def look(folder: Path, ranks: list[Rank], waiting: list[int], outcome: Outcome, patience: float) -> None:
-    """Wait for at most ``patience`` seconds until ranks report or die, and add what they say to the outcome."""
+def read_reports(folder: Path, ranks: list[Rank], waiting: list[int], outcome: Outcome, seconds: float) -> None:
+    """Wait for at most so many seconds until one of the ``waiting`` ranks reports or dies, and update the outcome."""
     events: list[connection.Connection | int] = [ranks[rank].process.sentinel for rank in waiting]
     events += [ranks[rank].pipe for rank in waiting if rank not in outcome.closed]
-    ready = connection.wait(events, patience)
+    ready = connection.wait(events, seconds)
     for rank in waiting:
         process = ranks[rank].process
         pipe = ranks[rank].pipe
-        news = b""
+        report = b""
         if pipe in ready:
-            news = os.read(pipe.fileno(), 2)
-            if not news:
+            report = os.read(pipe.fileno(), 2)  # at most two of the single bytes that a rank sends
+            if not report:
                 outcome.closed.add(rank)
-        if MET in news:
+        if MET in report:
             outcome.met.add(rank)
-        if RETURNED in news:
+        if RETURNED in report:
             outcome.returned.add(rank)
-        elif RAISED in news:
+        elif RAISED in report:
             outcome.failures[rank] = pickle.loads((folder / f"report{rank}").read_bytes())
-        elif process.sentinel in ready and not news:
+        elif process.sentinel in ready and not report:
             outcome.failures[rank] = death(process)
 
 
-def more_to_come(failures: dict[int, Failure], ranks: list[Rank], dying: Collection[int]) -> bool:
-    """Whether other ranks may yet report an earlier cause, or the same failure: soon, or later if some are at work."""
+def may_report(failures: dict[int, Failure], ranks: list[Rank], dying: Collection[int]) -> bool:
+    """Whether it is worth waiting for more ranks, which may report an earlier cause, or the same failure.
+
+    ``dying`` are ranks whose pipes are closed, and whose exit statuses are not known yet.
+    """
     seconds = time.monotonic() - min(failure.when for failure in failures.values())
-    in_any_case: float = PEERS_WITHIN
-    if_at_work: float = LATE_WITHIN
+    wait_for_all: float = PEERS_WITHIN
+    wait_for_busy: float = LATE_WITHIN
     if any(failure.killed for failure in failures.values()):
-        # A killed rank has no earlier cause, and no peer dies for the same reason: its peers only finish what they
-        # print.
-        in_any_case = 0
-        if_at_work = PEERS_WITHIN
-    if seconds <= in_any_case:
+        # The cause of a kill is outside of the ranks, and no peer dies of it. Its peers only finish what they print.
+        wait_for_all = 0
+        wait_for_busy = PEERS_WITHIN
+    if seconds <= wait_for_all:
         return True
-    if seconds > if_at_work:
+    if seconds > wait_for_busy:
         return False
-    # Ranks that have reported count as well: a thread of theirs may still send what a peer waits for.
+    # Ranks that have reported may be busy as well: a thread of theirs may still send what a peer waits for.
     return bool(dying) or any(busy(rank.process.pid) for rank in ranks)
 
 
@@ -157,14 +164,17 @@ def end(ranks: list[Rank]) -> None:
 
 
 def lines_at_timeout(folder: Path, nproc: int) -> dict[int, str]:
-    """{rank: the innermost line of the reader's code} at the timeout. Waits for the ranks to dump their stacks."""
+    """{rank: the innermost line of the reader's code} at the timeout.
+
+    At the timeout each rank's faulthandler begins to write its stacks into a file. This waits until all are complete.
+    """
     latest = time.monotonic() + LATE_WITHIN
     while True:
         is_late = time.monotonic() > latest
         dumps = [read(folder / f"stack{rank}") for rank in range(nproc)]
-        stacks = [dump.rpartition("\n\n")[2] for dump in dumps]  # the main thread's: faulthandler writes it last
-        if is_late or all(is_complete(stack) for stack in stacks):
-            return {rank: innermost(stack) for rank, stack in enumerate(stacks)}
+        main_stacks = [dump.rpartition("\n\n")[2] for dump in dumps]  # faulthandler writes the main thread's last
+        if is_late or all(is_complete(stack) for stack in main_stacks):
+            return {rank: innermost(stack) for rank, stack in enumerate(main_stacks)}
         time.sleep(0.05)
 
 
@@ -179,9 +189,9 @@ def where(folder: str | Path, ranks: Iterable[int]) -> dict[int, str]:
 
 
 def innermost(stack: str) -> str:
-    """The innermost line of the reader's code in one thread's part of a dump, which faulthandler writes in ASCII."""
-    escaped = r"\\(x..|u.{4}|U.{8})"
-    stack = re.sub(escaped, lambda code: chr(int(code[1][1:], 16)), stack)
+    """The innermost line of the reader's code in one thread's stack, in words, as it stands in an error message."""
+    escaped_character = r"\\(x..|u.{4}|U.{8})"  # faulthandler writes in ASCII: "\xe9" for é
+    stack = re.sub(escaped_character, lambda code: chr(int(code[1][1:], 16)), stack)
     for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', stack):
         if not is_library(file):
             source = linecache.getline(file, int(line)).strip()

@@ -23,7 +23,7 @@ AFTER = 2  # seconds after which a call shows its line
 EVERY = 1  # seconds between two versions of the line
 WIDTH = 100  # characters of the line in a notebook
 TAIL = 4096  # bytes at the end of a rank's output in which its newest line is looked for
-SHORTEST_GROUP = 20  # characters of a rank's line, however many ranks print different ones
+SHORTEST_GROUP = 20  # characters that each different line gets at least, however many there are
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and movements of the cursor
 
 
@@ -114,7 +114,7 @@ class LiveLine:
         self.folder = folder
         self.nproc = nproc
         self.start = time.monotonic()
-        self.due = self.start + AFTER  # when the line is written next
+        self.due = self.start + AFTER  # the time of the next update, by time.monotonic()
         self.screen: Screen | None = None
         self.shown = False
 
@@ -122,7 +122,7 @@ class LiveLine:
         return time.monotonic() >= self.due
 
     def update(self) -> None:
-        """Write the line anew. Where nobody watches, this is its last call."""
+        """Write the line anew. Where nobody watches, no further update is due."""
         if self.screen is None:
             self.screen = find_screen()
         if self.screen is None:
@@ -157,13 +157,14 @@ def newest_line(output: Path) -> str:
 
 def compose(seconds: float, newest: Mapping[int, str], width: int) -> str:
     """``5 s  [ranks 0-1] step 3  [rank 2] step 2`` for {rank: its newest line}, with at most ``width`` characters."""
-    start = f"{seconds:.0f} s"
+    separator = "  "
+    time_text = f"{seconds:.0f} s"
     ranks_of_line = ranks_by_line(newest)
-    width_of_group = max(SHORTEST_GROUP, (width - len(start)) // len(ranks_of_line) - 2)
-    parts = [start]
+    width_of_line = (width - len(time_text)) // len(ranks_of_line) - len(separator)
+    parts = [time_text]
     for line, ranks in ranks_of_line.items():
-        parts.append(shorten(f"[{label(ranks)}] {line}", width_of_group))
-    return "  ".join(parts)[:width]
+        parts.append(shorten(f"[{label(ranks)}] {line}", max(SHORTEST_GROUP, width_of_line)))
+    return separator.join(parts)[:width]
 
 
 def shorten(text: str, width: int) -> str:

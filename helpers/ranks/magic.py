@@ -35,6 +35,7 @@ class RanksMagics(Magics):
     @argument("nproc", type=int, nargs="?", default=4, help="number of ranks (default: 4)")
     @argument("--timeout", type=float, default=60, help="seconds for the whole cell (default: 60)")
     @argument("--backend", default="gloo", help="gloo (default), nccl, or auto: nccl where each rank has a GPU")
+    @argument("--check", action="store_true", help="look for mistakes of training that raise no error")
     @argument("--into", metavar="NAME", help="keep the last line's values, [rank 0's, rank 1's, ...], under this name")
     @cell_magic
     def ranks(self, line: str, cell: str) -> None:
@@ -48,7 +49,13 @@ class RanksMagics(Magics):
         names = sendable(self.shell.user_ns, cell)
         linecache.cache[SOURCE] = (len(cell), None, cell.splitlines(keepends=True), SOURCE)  # for tracebacks
         values = launch.launch(
-            run_body, cell, names, nproc=options.nproc, timeout=options.timeout, backend=options.backend
+            run_body,
+            cell,
+            names,
+            nproc=options.nproc,
+            timeout=options.timeout,
+            backend=options.backend,
+            check=options.check,
         )
         if options.into:
             self.shell.user_ns[options.into] = values

@@ -44,11 +44,14 @@ class RankError(RuntimeError):
 
 
 def first_failure(failures: dict[int, Failure], out_of_memory: bool) -> RankError:
-    """The RankError for the first failure. A lost connection comes after its cause, and equal failures count as one."""
+    """The RankError for the failure that came first, which names all ranks that failed in the same way.
+
+    A rank that lost its connection to a peer (``echo``) may report before the peer that caused it, so it comes last.
+    """
     first = min(failures, key=lambda rank: (failures[rank].echo, failures[rank].when))
     alike = [rank for rank in sorted(failures) if are_alike(rank, failures[rank], first, failures[first])]
     cause = failures[alike[0]]
-    what = cause.what.split("\n")[0]  # the traceback has the rest
+    what = cause.what.split("\n")[0]  # the traceback has the other lines
     if what == "killed by SIGKILL" and out_of_memory:
         what += " (the system's out-of-memory killer: use less memory)"
     elif what == "killed by SIGKILL":
@@ -73,7 +76,10 @@ def are_alike(rank: int, failure: Failure, other_rank: int, other: Failure) -> b
 
 
 def hang(lines: dict[int, str], finished: Collection[int], timeout: float) -> RankError:
-    """The RankError that says in which line each rank was at the timeout. ``finished`` are ranks."""
+    """The RankError for a timeout: it says which ranks have finished, and in which line each of the others was.
+
+    ``lines`` is {rank: its line}. ``finished`` has the numbers of the ranks that have returned.
+    """
     states = {}
     for rank, line in sorted(lines.items()):
         states[rank] = f"at {line}"
@@ -82,7 +88,8 @@ def hang(lines: dict[int, str], finished: Collection[int], timeout: float) -> Ra
     message = f"{len(states) - len(finished)} of {len(states)} ranks still ran after timeout={timeout:g} s:"
     for group in by_line(states):
         message += f"\n  {group}"
-    return RankError(message, None, {rank: state for rank, state in states.items() if rank not in finished})
+    hung = {rank: state for rank, state in states.items() if rank not in finished}
+    return RankError(message, rank=None, failures=hung)
 
 
 def by_line(lines: dict[int, str]) -> list[str]:
@@ -108,19 +115,23 @@ def count_oom_kills() -> int:
 
 
 def fold(outputs: list[str]) -> Iterator[str]:
-    """Yields the ranks' outputs as labelled lines; what several ranks print at the same point comes once, with them."""
+    """Merge the ranks' outputs, and yield their lines with labels: ``[ranks 0-3] step 1``.
+
+    Each rank's lines keep their order. A line that several ranks print is yielded once with all of them, if the order
+    of the other lines allows it.
+    """
     lines = [split_lines(output) for output in outputs]
-    left = [Counter(lines_of_rank) for lines_of_rank in lines]  # how often each rank has yet to print a line
-    position = [0] * len(lines)
+    remaining = [Counter(lines_of_rank) for lines_of_rank in lines]  # how often each rank has yet to print a line
+    position = [0] * len(lines)  # of each rank's next line
     while True:
-        unread = [rank for rank in range(len(lines)) if position[rank] < len(lines[rank])]
-        if not unread:
+        unfinished = [rank for rank in range(len(lines)) if position[rank] < len(lines[rank])]
+        if not unfinished:
             return
-        heads = {rank: lines[rank][position[rank]] for rank in unread}
-        line = next_line(heads, left)
-        ranks = [rank for rank in unread if heads[rank] == line]
+        next_lines = {rank: lines[rank][position[rank]] for rank in unfinished}
+        line = choose_line(next_lines, remaining)
+        ranks = [rank for rank in unfinished if next_lines[rank] == line]
         for rank in ranks:
-            left[rank][line] -= 1
+            remaining[rank][line] -= 1
             position[rank] += 1
         yield f"[{label(ranks)}] {line}".rstrip()
 
@@ -132,16 +143,17 @@ def split_lines(output: str) -> list[str]:
     return output.removesuffix("\n").split("\n")
 
 
-def next_line(heads: Mapping[int, str], left: Sequence[Counter[str]]) -> str:
-    """The line to show next, of {rank: its next line}: the first that no other rank will print later on.
+def choose_line(next_lines: Mapping[int, str], remaining: Sequence[Counter[str]]) -> str:
+    """Which line of {rank: its next line} to show next: the first one that no other rank prints only later.
 
-    Where each of them waits for another, it is the first rank's.
+    If another rank prints every one of them later, it is the first rank's line. ``remaining`` has, for each rank, how
+    often it has yet to print a line.
     """
-    for line in heads.values():
-        printed_later = any(head != line and left[rank][line] > 0 for rank, head in heads.items())
-        if not printed_later:
+    for line in next_lines.values():
+        comes_later = any(other != line and remaining[rank][line] > 0 for rank, other in next_lines.items())
+        if not comes_later:
             return line
-    return next(iter(heads.values()))
+    return next(iter(next_lines.values()))
 
 
 def label(ranks: list[int]) -> str:
@@ -154,7 +166,9 @@ def label(ranks: list[int]) -> str:
 
 
 def tidy(text: str) -> str:
-    """A rank's output without what changes from run to run: the kernel's process id, the times of C++ messages."""
+    """A rank's output without what changes from run to run, so that a notebook's stored output stays the same."""
+    # A path such as /tmp/ipykernel_4711/815.py has the kernel's process id.
     text = re.sub(r"""(?<![^\s"'(])[^\s"'(]*ipykernel_\d+/\d+\.py""", NOTEBOOK, text)
+    # A message of C++ has its time:
     # [rank0]:[W1120 23:56:46.832225602 reducer.cpp:1529] … becomes [W reducer.cpp:1529] …
     return re.sub(r"^(?:\[rank\d+\]:)?\[([IWEF])\d{4} [\d:.]+ ", r"[\1 ", text, flags=re.MULTILINE)

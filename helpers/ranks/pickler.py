@@ -13,21 +13,24 @@ OPERATORS = ("_OpNamespace", "OpOverloadPacket", "OpOverload")  # torch.ops.aten
 
 
 class Pickler(cloudpickle.Pickler):
-    """cloudpickle recognises modules by their type, but torch.ops, torch.backends and others have types of their own.
+    """cloudpickle, which also sends modules and operators of torch by their names, and classes with their slots.
 
-    It adds every loaded submodule of torch whose name occurs in a function's code.
+    A function that is sent brings along the submodules of torch whose names occur in its code. cloudpickle sends a
+    module by its name only if its type is that of modules, and torch.ops, torch.backends and others have own types.
     """
 
     def reducer_override(self, obj: Any) -> Any:
+        """How an object is rebuilt, as (function, arguments); NotImplemented leaves it to pickle."""
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)
         if type(obj).__module__ == "torch._ops" and type(obj).__name__ in OPERATORS:
             return operator.attrgetter(path_in_torch_ops(obj)), (sys.modules["torch.ops"],)
         reduced = super().reducer_override(obj)
         has_slots = isinstance(obj, type) and "__slots__" in vars(obj)
-        if has_slots and isinstance(reduced, tuple) and len(reduced[1]) > 3:
-            attributes = reduced[1][3]
-            attributes["__slots__"] = vars(obj)["__slots__"]  # cloudpickle's copy of the class would have none
+        is_sent_by_value = isinstance(reduced, tuple) and len(reduced[1]) > 3  # a class of a notebook, not an import
+        if has_slots and is_sent_by_value:
+            attributes_of_copy = reduced[1][3]  # cloudpickle leaves __slots__ out of them
+            attributes_of_copy["__slots__"] = vars(obj)["__slots__"]
         return reduced
 
 

@@ -18,7 +18,7 @@ import psutil
 from helpers.ranks.leash import leashed
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the signals that end a command
-RESET = (*STOPS, signal.SIGQUIT)  # the signals that a new process gets the default handlers of
+RESET = (*STOPS, signal.SIGQUIT)  # the signals for which a forked process gets the default handlers
 NOTICE_WITHIN = 0.02  # seconds until the end of a process is noticed
 GRACE = 3  # seconds that a process has to end at a SIGTERM, before it is killed
 
@@ -32,15 +32,17 @@ def start(command: Sequence[str], **options: Any) -> psutil.Popen:
 
 
 def fork(work: Callable[[], object]) -> psutil.Process:
-    """Start a fork of this process, which does the work and leaves. What is imported here is imported there, too.
+    """Fork this process; the new one calls ``work()`` and exits, with status 1 if that raised and 0 if it returned.
 
-    It leads a session of its own, and has the handlers of signals that a new program has.
+    The new process has imported what this one has. It leads a session of its own, and handles signals as a program does
+    that has just been started.
     """
-    sys.stdout.flush()
+    sys.stdout.flush()  # otherwise both processes would write what is still in the buffers
     sys.stderr.flush()
-    leave = os._exit  # the work may replace it
-    # Until it has its own handlers, the new process has those of this one, which would end the other processes.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    leave = os._exit  # kept here, because ``work`` may replace os._exit
+    # The new process begins with this one's handlers, which would end the other ranks. So signals wait until it has
+    # handlers of its own.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     pid = os.fork()
     if pid == 0:
         try:
@@ -48,12 +50,12 @@ def fork(work: Callable[[], object]) -> psutil.Process:
             for number in RESET:
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             work()
             leave(0)
         finally:
             leave(1)
-    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return psutil.Process(pid)
 
 
@@ -63,10 +65,11 @@ def wait(
     stop_at_failure: bool = False,
     watch: Callable[[Mapping[int, int]], None] = lambda statuses: None,
 ) -> dict[int, int]:
-    """Wait until all processes have ended, or for ``timeout`` seconds: {index of a process: its exit status}.
+    """Wait for ``timeout`` seconds at most, and return {index: exit status} of the processes that have ended.
 
-    A process that a signal has killed has the status -signal. With ``stop_at_failure``, the wait is over as soon as a
-    process has another status than 0. Meanwhile ``watch`` is called, several times a second, with the statuses so far.
+    A process that a signal has killed has the status -signal. The wait is over when all processes have ended; with
+    ``stop_at_failure``, as soon as one has another status than 0. Meanwhile ``watch`` is called, several times a
+    second, with the statuses so far.
     """
     statuses: dict[int, int] = {}
     deadline = time.monotonic() + timeout
@@ -95,14 +98,14 @@ def end(processes: Iterable[psutil.Process], grace: float = GRACE) -> None:
 
     With no seconds of grace all of them are killed at once.
     """
-    left = with_descendants(processes)
+    running = with_descendants(processes)
     if grace > 0:
-        # All of them are stopped until all have got SIGTERM: a rank that sees another end would print a traceback.
+        # All of them are paused until all have got SIGTERM: a rank that saw another one end would print a traceback.
         for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
-            send(number, left)
-        _, left = psutil.wait_procs(left, timeout=grace)
-    send(signal.SIGKILL, left)
-    psutil.wait_procs(left, timeout=GRACE)
+            send(number, running)
+        _, running = psutil.wait_procs(running, timeout=grace)
+    send(signal.SIGKILL, running)
+    psutil.wait_procs(running, timeout=GRACE)
 
 
 def send(number: signal.Signals, processes: Iterable[psutil.Process]) -> None:

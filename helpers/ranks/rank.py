@@ -66,6 +66,7 @@ class Call:
     timeout: float  # seconds
     environment: dict[str, str]
     backend: str = "gloo"  # or "nccl": then each rank has a GPU
+    check: bool = False  # look for mistakes that raise no error
 
 
 @dataclass(frozen=True)
@@ -165,9 +166,12 @@ def run(rank: int, call: Call, all_have_met: Callable[[], None]) -> bytes:
 
     share_cores(call.world_size)
     dist.set_debug_level_from_env()  # torch read the variable in the forkserver, before it had its value
+    # A forked rank has the forkserver's random state, so without a seed of their own all ranks would draw the same
+    # numbers. Under torchrun they differ. Python's random module takes care of that itself.
+    torch.seed()
     numpy = sys.modules.get("numpy")
     if numpy:
-        numpy.random.seed()  # a forked rank has the forkserver's state, so all ranks would draw the same numbers
+        numpy.random.seed()
     device = None
     if call.backend == "nccl":
         local_rank = int(os.environ["LOCAL_RANK"])
@@ -189,7 +193,13 @@ def run(rank: int, call: Call, all_have_met: Callable[[], None]) -> bytes:
     fn, variables, args, sources = pickle.loads((call.folder / "call").read_bytes())
     linecache.cache.update(sources)  # so that a traceback shows the notebook's lines
     first_args = [int(os.environ[variable]) for variable in variables]
-    result = fn(*first_args, *args)
+    if call.check:
+        from helpers.training_check import check_training  # here, because it imports much of torch
+
+        with check_training():
+            result = fn(*first_args, *args)
+    else:
+        result = fn(*first_args, *args)
     if device is not None:
         wait_for_gpu(device)
     try:
@@ -224,53 +234,65 @@ def wait_for_gpu(device: Any) -> None:
     torch.cuda.synchronize(device)
 
 
-def share_group() -> None:
-    """Let the function start and end a process group itself, as a script does, although launch has started one.
+@dataclass
+class GroupUse:
+    """What the function of a rank has done with the process group that launch started.
 
-    The function's first ``init_process_group`` makes no group: it raises ValueError unless the function asks for the
-    group that runs. The ``destroy_process_group`` after it leaves this group running. Every other start and end is
-    torch's own: a second start raises torch's error, and an end without a start before it ends the group of launch.
+    This record and the functions below hold no reference to the group: gloo closes the group's connections only when
+    the last reference to it is gone.
+    """
+
+    is_shared: bool = False  # the function called init_process_group, and was given the group of launch
+    has_ended: bool = False  # the function destroyed the group of launch, so it makes its own groups from then on
+
+
+def share_group() -> None:
+    """Replace torch's functions that start and end the default group, because launch has started a group already.
+
+    A function that was written for torchrun starts a group itself, for which torch would raise an error here. So its
+    first ``init_process_group`` makes no group: it checks that the function asks for a group like the one that runs,
+    and raises ValueError if not. The ``destroy_process_group`` that belongs to it leaves the group running. All other
+    calls are torch's: a second start raises its error, and an end without a start ends the group of launch.
     """
     import torch.distributed as dist
 
-    init = dist.init_process_group
-    destroy = dist.destroy_process_group
+    torch_init = dist.init_process_group
+    torch_destroy = dist.destroy_process_group
     actual = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    # "running", then "shared" or "ended". No name holds launch's group itself: its end has to close its connections.
-    state = "running"
+    use = GroupUse()
 
-    @functools.wraps(init)
+    @functools.wraps(torch_init)
     def init_process_group(*args: Any, **options: Any) -> None:
-        nonlocal state
-        if state != "running":
-            init(*args, **options)
+        if use.is_shared or use.has_ended:
+            torch_init(*args, **options)
             return
-        check_group(inspect.signature(init).bind(*args, **options).arguments, actual)
-        state = "shared"
+        requested = inspect.signature(torch_init).bind(*args, **options).arguments
+        check_group(requested, actual)
+        use.is_shared = True
 
-    @functools.wraps(destroy)
+    @functools.wraps(torch_destroy)
     def destroy_process_group(group: Any = None) -> None:
-        nonlocal state
-        if group is not None and group is not dist.group.WORLD:
-            destroy(group)
-        elif state == "shared":
-            state = "running"
-        else:
-            state = "ended"
-            destroy(group)
+        is_default_group = group is None or group is dist.group.WORLD
+        if is_default_group and use.is_shared:
+            use.is_shared = False
+            return
+        if is_default_group:
+            use.has_ended = True
+        torch_destroy(group)
 
-    for module in (dist, dist.distributed_c10d):  # a notebook's `from` import is read from the second
+    # cloudpickle reads what a notebook took by `from torch.distributed import ...` from the module that defines it.
+    for module in (dist, dist.distributed_c10d):
         module.init_process_group = init_process_group
         module.destroy_process_group = destroy_process_group
 
 
-def check_group(asked: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
-    """Raise ValueError where ``init_process_group`` is asked for another group than the one that runs."""
+def check_group(requested: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
+    """Raise ValueError where the arguments of ``init_process_group`` ask for another group than the one that runs."""
     for name, value in actual.items():
-        given = asked.get(name)
-        if given is None or given == -1:
+        given = requested.get(name)
+        if given is None or given == -1:  # the defaults, with which torch asks the environment variables
             continue
-        if str(value) in re.split("[:,]", str(given)):  # also in "cpu:gloo,cuda:nccl"
+        if str(value) in re.split("[:,]", str(given)):  # a backend may be one of several: "cpu:gloo,cuda:nccl"
             continue
         advice = f"leave {name} out"
         if "nccl" in str(given):

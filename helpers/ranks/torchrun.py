@@ -18,16 +18,17 @@ from helpers.ranks.rank import usable_cores
 
 # The system picks the store's port. The address is a number: --standalone would need the host's name to resolve.
 ON_THIS_MACHINE = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")
-INTERRUPTED = 130  # the exit status of a command that a signal ended
+INTERRUPTED = 130  # the exit status that shells give to a command that Ctrl-C ended: 128 and the number of SIGINT
 
 
 @contextlib.contextmanager
 def folder_until_a_signal() -> Iterator[str]:
-    """A temporary folder; meanwhile Ctrl-C, SIGTERM and SIGHUP end all that this process started, and this with 130.
+    """A context that gives a temporary folder, and in which Ctrl-C, SIGTERM or SIGHUP end this command.
 
-    The handler does not raise: in some places of torchrun an exception would be lost, or a rank that has just started.
+    The signal's handler ends all processes that this one started, removes the folder, and exits with status 130. It
+    does not raise KeyboardInterrupt: torchrun would catch it in some places, and in others lose track of a new rank.
     """
-    # nohup lets a command ignore SIGHUP, and it goes on ignoring it.
+    # A signal that is ignored already stays so: nohup starts a command that ignores SIGHUP.
     signals = [number for number in processes.STOPS if signal.getsignal(number) != signal.SIG_IGN]
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -36,18 +37,18 @@ def folder_until_a_signal() -> Iterator[str]:
         try:
             processes.end(psutil.Process().children())
             shutil.rmtree(folder, ignore_errors=True)
-            # The signal may have interrupted a print, so this does not print.
+            # The signal may have interrupted a print, and Python's streams refuse to print inside a print.
             os.write(2, b"Interrupted; all ranks are stopped.\n")
         finally:
             os._exit(INTERRUPTED)
 
-    folder = ""  # rmtree removes nothing until the folder is made
-    handlers = {number: signal.signal(number, stop) for number in signals}
+    folder = ""  # a signal may come before the folder is made; then rmtree removes nothing
+    old_handlers = {number: signal.signal(number, stop) for number in signals}
     try:
-        folder = tempfile.mkdtemp()  # a TemporaryDirectory would be removed at the end of a forked rank, too
+        folder = tempfile.mkdtemp()  # a forked rank that ends would remove a TemporaryDirectory of this process
         yield folder
     finally:
-        for number, handler in handlers.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -59,7 +60,10 @@ def set_defaults(nproc: int) -> None:
 
 
 def run(script: Path, nproc: int, flags: Sequence[str]) -> int:
-    """Run the script at a path on ``nproc`` ranks; return 0, or 1 if a rank failed. torchrun's logs go beside it."""
+    """Run a script on ``nproc`` ranks, and return the command's exit status: 0, or 1 if a rank failed.
+
+    torchrun writes its logs into the script's folder.
+    """
     set_defaults(nproc)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

@@ -7,8 +7,9 @@ the script, and last writes the ``report``. What it patches:
 - ``tensor``, ``placement``: tensors that say they are on a GPU, and how they get there and back;
 - ``nccl``, ``call_order``: process groups, and whether all ranks call the same collectives;
 - ``wrappers``: DDP, DTensor and modules;
-- ``events``: what the script does that somebody watches. An observer that looks for a mistake is called there.
+- ``events``: what the script does that is counted;
+- ``mistakes``: what it does that may be a mistake without an error. The command compares the ranks at the end.
 
-Of this project it imports ``helpers.command_line``, ``helpers.counts``, ``helpers.ranks`` and, to write a chapter's
-script, ``helpers.export``.
+Of this project it imports ``helpers.training_check``, ``helpers.command_line``, ``helpers.counts``, ``helpers.ranks``
+and, to write a chapter's script, ``helpers.export``.
 """

@@ -23,7 +23,10 @@ ORIGINAL_FUTURE: Any = dist.Work.get_future
 
 
 class CallOrder:
-    """One rank of a group: it compares its collectives with those of the other ranks, through the group's store."""
+    """Compares this rank's collectives in a group with those of the other ranks, through the group's store.
+
+    The first rank that makes its n-th call writes the call under the key ``call/n``, and the others compare theirs.
+    """
 
     store: Any
     rank_in_group: int
@@ -43,15 +46,19 @@ class CallOrder:
             raise COUNTS.refuse(message)
 
     def explain(self, error: Exception) -> Exception:
-        """What to raise where gloo has lost a peer: a rank that was refused, has ended, or called something else."""
+        """The error to raise in place of gloo's, which may say only that a peer's connection is lost.
+
+        It says that the ranks' calls differ, or which ranks did not come. If neither is so, or if a rank has raised an
+        exception of its own, which then is the cause, it is gloo's error.
+        """
         if self.store.check(["differ"]):
-            return RuntimeError(self.store.get("differ").decode())  # the rank that came last was refused for it
+            return RuntimeError(self.store.get("differ").decode())  # the rank that came last has it in its report
         missing = []
         for rank in range(self.group_size):
             if int(self.value_of(f"calls/{rank}") or 0) < self.calls:
                 missing.append(rank)
-        raised = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.glob("raised-*")
-        if not missing or any(raised) or not LOST.search(str(error)):
+        ranks_that_raised = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.glob("raised-*")
+        if not missing or any(ranks_that_raised) or not LOST.search(str(error)):
             return error
         return COUNTS.refuse(f"NCCL would hang here: ranks {missing} of the group did not come")
 
@@ -62,9 +69,10 @@ class CallOrder:
         return self.store.get(key).decode()
 
     def share_value(self, key: str, value: str, duty: str, timeout: timedelta) -> list[str]:
-        """Set this rank's value; return all ranks' when they have set theirs.
+        """Set this rank's value in the store, wait for those of the other ranks, and return all values by rank.
 
-        Raises RuntimeError after the timeout, with the ranks that did not do their ``duty``.
+        Raises RuntimeError after the timeout. It says which ranks did not set theirs; ``duty`` is what they would have
+        had to do for that, for the message: "the ranks [1] did not DUTY".
         """
         keys = [f"{key}/{rank}" for rank in range(self.group_size)]
         self.store.set(keys[self.rank_in_group], value)
@@ -76,7 +84,7 @@ class CallOrder:
         return [self.value_of(key) for key in keys]
 
     def remember(self, work: Any, outputs: Iterable[torch.Tensor] = ()) -> Any:
-        """The Work of a call, noted for its ``wait`` and ``get_future``."""
+        """Note a call's group and outputs, which ``wait`` and ``get_future`` below look up; return the call's Work."""
         GROUPS[work] = self
         OUTPUTS[work] = [*outputs]
         return work
@@ -88,7 +96,7 @@ OUTPUTS: WeakKeyDictionary[Any, list[torch.Tensor]] = WeakKeyDictionary()
 
 
 def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Work.wait. What gloo says of lost peers becomes what NCCL does without them."""
+    """Work.wait. gloo's error for a lost peer becomes one that says what NCCL would do: see ``CallOrder.explain``."""
     try:
         return ORIGINAL_WAIT(self, *args, **kwargs)
     except RuntimeError as error:
@@ -98,7 +106,7 @@ def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def get_future(self: Any) -> Any:
-    """Work.get_future. gloo has no Future of reduce_scatter, so the call is waited for."""
+    """Work.get_future. gloo has none for a reduce_scatter, so this waits for the call and returns a finished Future."""
     if self not in OUTPUTS:
         return ORIGINAL_FUTURE(self)
     wait(self)
@@ -122,13 +130,16 @@ def describe(name: str, args: Sequence[Any], group_size: int) -> str:
     ``name`` is a method of ProcessGroup or an operator of torch's C++, ``args`` are its arguments.
     """
     kind = kind_of(name)
-    tensors_of_args = [tensors_in([arg]) for arg in args]
-    tensors_of_args = [tensors for tensors in tensors_of_args if tensors]
+    tensors_of_args = []
+    for arg in args:
+        tensors = tensors_in([arg])
+        if tensors:
+            tensors_of_args.append(tensors)
     if kind in UNSIZED or not tensors_of_args:
         return kind
-    # The larger of input and output is the sum of what the ranks give or get. A functional operator has only its input.
+    # An all_gather's output and a reduce_scatter's input have the elements of all ranks; that argument is the largest.
     size = max(sum(tensor.numel() for tensor in tensors) for tensors in tensors_of_args)
-    if kind == "all_gather" and len(tensors_of_args) == 1:
+    if kind == "all_gather" and len(tensors_of_args) == 1:  # a functional operator, which returns its output
         size *= group_size
     dtype = str(tensors_of_args[0][0].dtype).removeprefix("torch.")
     return f"{kind} of {size} elements of {dtype}"

@@ -34,15 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=positive_seconds, default=120, metavar="S", help="seconds to run (default: 120)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write rank 0's counts there too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write rank 0's counts and the silent mistakes there too"
+    )
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="KIND", help="a kind of silent mistake that is meant"
+    )
     parser.add_argument("flags", nargs="*", default=[], metavar="-- FLAGS", help="the script's, after two dashes")
 
 
 def main(args: argparse.Namespace, flags: list[str]) -> int:
     """Rehearse a chapter, a notebook or a script; leave with the exit status 0 or 1, or return 1 without a script."""
-    package = args.chapter.partition(".")[0]  # to look for a module in it would import it
-    if args.module and not PathFinder.find_spec(package, [os.getcwd(), *sys.path]):
-        print(f"error: there is no module {args.chapter} here.\nStart in the folder that holds it.", file=sys.stderr)
+    problem = problem_of(args)
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
         return 1
     if args.json:
         args.json = args.json.absolute()  # the script may change its folder
@@ -67,21 +72,40 @@ def main(args: argparse.Namespace, flags: list[str]) -> int:
     os._exit(status)  # without the interpreter's end, which takes half a second when torch is loaded
 
 
+def problem_of(args: argparse.Namespace) -> str:
+    """Why the arguments cannot work and what to do, in two lines, or ""."""
+    if args.json and not args.json.absolute().parent.is_dir():
+        return f"{args.json}: there is no such folder.\nMake it, or name another file."
+    if args.module:
+        package = args.chapter.partition(".")[0]  # to look for a module in it would import it
+        if not PathFinder.find_spec(package, [os.getcwd(), *sys.path]):
+            return f"there is no module {args.chapter} here.\nStart in the folder that holds it."
+    if args.allow:
+        from helpers.training_check import check_allowed  # here, because it imports torch
+
+        try:
+            check_allowed(args.allow)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
 def is_script(path: Path) -> bool:
     return path.suffix == ".py" and path.is_file()
 
 
 def run(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> int:
-    """Run a script on ranks that are forked from this process, and wait; return 0, or 1 where one failed or hung.
+    """Run a script on ranks that are forked from this process, and wait.
 
-    ``folder`` takes the ranks' stacks and refusals, and torch's error files. A forked rank has its imports done, which
-    saves two seconds of a processor at each start.
+    Returns 0, or 1 where a rank failed or hung, or where a silent mistake was found. ``folder`` takes the ranks'
+    stacks, refusals and notes, and torch's error files. A forked rank has its imports done, which saves two seconds
+    of a processor at each start.
     """
     world_size = args.gpus * args.nodes
     set_defaults(world_size)
     import torch._dynamo  # otherwise each rank would import it: an optimizer's constructor does
 
-    from helpers.rehearsal import rank
+    from helpers.rehearsal import mistakes, rank
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -102,7 +126,10 @@ def run(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -
         print(trouble, file=sys.stderr, flush=True)
         end(ranks)
     del store  # the ranks needed it until now
-    return int(trouble != "")
+    # What the ranks of a script that failed have noted is cut short, and its error is no silent mistake.
+    if trouble or mistakes.write_section(folder, world_size, args.allow, args.json):
+        return 1
+    return 0
 
 
 def wait(ranks: Sequence[psutil.Process], folder: Path, timeout: float) -> str:

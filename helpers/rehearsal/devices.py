@@ -17,7 +17,7 @@ class Node:
 
     gpus = 1
     current = 0
-    initialized = False  # torch.cuda is, at the first use of a GPU; until then a mesh sets the current one
+    initialized = False  # whether a GPU was used. Until then, a device mesh of torch sets the current GPU.
     # DTensors draw random numbers from the GPU's generator: its seed, and how many numbers have been drawn.
     random_seed = torch.initial_seed() % 2**63
     random_offset = 0
@@ -27,7 +27,7 @@ ORIGINAL_GENERATOR: Any = torch.Generator
 
 
 class StandIn(type(ORIGINAL_GENERATOR)):  # type: ignore[misc]
-    """Makes a class stand for torch's ``original``: an object of either counts as one of the other's."""
+    """A metaclass for a class in the place of torch's ``original``: isinstance and == take the two for one class."""
 
     original: Any
 
@@ -42,7 +42,10 @@ class StandIn(type(ORIGINAL_GENERATOR)):  # type: ignore[misc]
 
 
 def accept_number(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch that also takes a GPU's number: C++ asks for the accelerator, and a CPU build has none."""
+    """Wrap a function of torch so that it takes a GPU's number as a device.
+
+    For a number, torch's C++ asks which accelerator the build is for, and a build for CPUs is for none.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if args and type(args[0]) is int:
@@ -75,7 +78,7 @@ class Generator(ORIGINAL_GENERATOR, metaclass=StandIn):
         generator.pretended_device = torch.device("cpu")
         if is_gpu(device):
             generator.pretended_device = torch.device("cuda", gpu_of(device))
-            cls.on_gpus[generator._cdata] = generator  # kept alive, so that no other gets its address
+            cls.on_gpus[generator._cdata] = generator  # this keeps it alive, so that no other gets its address
         return generator
 
     device: Any = property(lambda self: self.pretended_device)

@@ -1,9 +1,7 @@
 """What a rehearsed script does that somebody watches: its collectives and its optimizer steps.
 
-Each event comes here, whoever notices it, and ``counts`` counts it. To watch a script for a mistake, let an observer be
-called here: in ``collective`` for what the ranks send, in ``optimizer_step`` for parameters and gradients. ``patch``
-attaches to torch what has no function here yet: to see the batches of a loader, replace DataLoader.__iter__ there. What
-is found belongs into ``report``.
+Each event comes here, whoever notices it, and ``counts`` counts it. For mistakes a script is observed elsewhere, in
+``mistakes``, by what also observes a training on real GPUs.
 """
 
 from collections.abc import Sequence

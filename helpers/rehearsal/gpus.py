@@ -16,18 +16,17 @@ from helpers.counts import COUNTS, WAIT
 from helpers.rehearsal.devices import Node, gpu_of, replace
 
 MEMORY = 80 << 30  # bytes of each pretended GPU
-PRETENDED_NCCL = (2, 29, 7)  # its version, where PyTorch has none
+PRETENDED_NCCL = (2, 29, 7)  # NCCL's version, if PyTorch was built without it
 
-# Functions of torch.cuda by their answer.
-TRUE = "is_available is_bf16_supported can_device_access_peer".split()
-NOTHING = (
+RETURN_TRUE = "is_available is_bf16_supported can_device_access_peer".split()  # functions of torch.cuda
+RETURN_NONE = (
     "_lazy_call set_stream empty_cache ipc_collect reset_peak_memory_stats "
     "reset_accumulated_memory_stats reset_max_memory_allocated set_per_process_memory_fraction seed seed_all"
 ).split()
 
 
 def returning(value: Any) -> Callable[..., Any]:
-    """A new function that always returns this value. torch._dynamo wants a different function for each name."""
+    """A new function that always returns this value. It is a new one each time, because torch._dynamo wants that."""
     return lambda *args, **kwargs: value
 
 
@@ -84,7 +83,7 @@ class Event:
 
 
 def exchange(index: int) -> int:
-    """Make a GPU the current one, unless its number is below 0; return the number of the one before."""
+    """Make a GPU the current one, and return the number of the one before. A number below 0 changes nothing."""
     before = Node.current
     if index >= 0:
         Node.current = gpu_of(index)
@@ -142,7 +141,18 @@ stream_of = functools.cache(Stream)
 
 
 def patch() -> None:
-    """Replace what torch.cuda and torch.accelerator ask of CUDA. Their other functions are torch's own."""
+    """Replace those functions of torch.cuda and torch.accelerator that ask CUDA. Their other functions use these."""
+    patch_torch_cuda()
+    patch_accelerator()
+    if not torch.distributed.is_nccl_available():  # a build for CUDA knows the version that it has
+        replace(torch.cuda.nccl, version=lambda: PRETENDED_NCCL)
+    replace(torch.cuda.nccl, is_available=returning(True))
+    replace(torch.version, cuda=torch.version.cuda or "pretended")
+    patch_contexts()
+
+
+def patch_torch_cuda() -> None:
+    """Replace functions and classes of torch.cuda, also where its submodules have them by the same names."""
     stubs: dict[str, Any] = {
         "device_count": lambda: Node.gpus,
         "is_initialized": lambda: Node.initialized,
@@ -172,12 +182,16 @@ def patch() -> None:
         # Adam asks before each step. PyTorch's build for CUDA would start the driver, which is not here.
         "is_current_stream_capturing": returning(False),
     }
-    for name in TRUE:
+    for name in RETURN_TRUE:
         stubs[name] = returning(True)
-    for name in NOTHING:
+    for name in RETURN_NONE:
         stubs[name] = returning(None)
     for module in (torch.cuda, torch.cuda.graphs, torch.cuda.memory, torch.cuda.random):
         replace(module, **{name: stub for name, stub in stubs.items() if hasattr(module, name)})
+
+
+def patch_accelerator() -> None:
+    """Replace torch's C++ functions that say which accelerator there is, and which one of its devices is current."""
     gpu = torch.device("cuda")
     accelerator: dict[str, Any] = {
         "getAccelerator": lambda: gpu,
@@ -191,22 +205,19 @@ def patch() -> None:
         "isAllocatorInitialized": returning(False),
     }
     replace(torch._C, **{f"_accelerator_{name}": stub for name, stub in accelerator.items()})
-    # FSDP's mesh and a group's backend ask C++, too.
+    # FSDP's mesh and the backend of a process group ask these functions.
     replace(torch._C, _get_accelerator=lambda check=None: gpu, _cuda_getDevice=lambda: Node.current)
     replace(torch._C, _cuda_setDevice=exchange)
-    if not torch.distributed.is_nccl_available():  # PyTorch's build for CUDA knows the version that it has.
-        replace(torch.cuda.nccl, version=lambda: PRETENDED_NCCL)
-    replace(torch.cuda.nccl, is_available=returning(True))
-    replace(torch.version, cuda=torch.version.cuda or "pretended")
-    patch_contexts()
 
 
 def patch_contexts() -> None:
-    """Make autocast("cuda") the CPU's autocast, with the CPU's lists of operators, and leave CUDA out of profiles."""
-    # The classes are changed in place, because other classes derive from them.
+    """Make autocast("cuda") the CPU's autocast, with the CPU's lists of operators, and leave CUDA out of profiles.
+
+    Only the constructors of the classes are replaced, because other classes derive from them.
+    """
     init_autocast = torch.autocast.__init__
     init_profile = torch.profiler.profile.__init__
-    enabled_for = torch.is_autocast_enabled
+    torch_is_autocast_enabled = torch.is_autocast_enabled
 
     def init_autocast_on_cpu(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda":
@@ -222,7 +233,7 @@ def patch_contexts() -> None:
     def is_autocast_enabled(device_type: str = "cuda") -> bool:
         if device_type == "cuda":
             device_type = "cpu"
-        return enabled_for(device_type)
+        return torch_is_autocast_enabled(device_type)
 
     replace(torch.autocast, __init__=init_autocast_on_cpu)
     replace(torch.profiler.profile, __init__=init_profile_of_cpu)

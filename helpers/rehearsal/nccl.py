@@ -28,10 +28,10 @@ COLLECTIVES = (
     "reduce_scatter_single reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced alltoall alltoall_base "
     "all_to_all_single"
 ).split()
-IN_ROWS = ("alltoall_base", "all_to_all_single")  # their splits count rows
-COMPARED = ("gather", "scatter")  # NCCL compares shapes here, too
+SPLIT_BY_ROWS = ("alltoall_base", "all_to_all_single")  # their arguments may say how many rows each rank gets
+SAME_SHAPES = ("gather", "scatter")  # torch compares the shapes of their tensors, also for NCCL
 POINT_TO_POINT = "send recv recv_anysource".split()
-MISSING = [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
+NOT_IN_NCCL = [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
 
 GLOO: Any = c10d.ProcessGroupGloo
 GROUP: Any = dist.ProcessGroup
@@ -57,7 +57,7 @@ class PretendedNCCL(GLOO, CallOrder):
 
     Options: Any = Options
     instances: list["PretendedNCCL"] = []  # kept here, because torch keeps only the C++ half of a group alive
-    starts = 0  # of a default group, in this process
+    starts = 0  # how many default groups this process has started
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, timeout=options._timeout)
@@ -82,7 +82,7 @@ class PretendedNCCL(GLOO, CallOrder):
         self.connect(device.index)
 
     def perform_nocolor_split(self, device: Any) -> None:
-        """As ncclCommSplit: return when every rank of this group, the parent, has come to the same split."""
+        """Do as ncclCommSplit: return when every rank of this group, the parent, has come to the same split."""
         self.splits += 1
         duty = "call new_group, which splits the group that all ranks are in"
         self.share_value(f"split/{self.splits}", "called", duty, self.pretended_options._timeout)
@@ -94,10 +94,12 @@ class PretendedNCCL(GLOO, CallOrder):
         self.check_bound(gpu)
         node_and_gpu = f"{os.environ['GROUP_RANK']}/{gpu}"
         duty = "come to this communicator's first use"
-        gpus = self.share_value("gpu", node_and_gpu, duty, self.pretended_options._timeout)
-        twins = [rank for rank in range(self.group_size) if gpus[rank] == node_and_gpu]
-        if len(twins) > 1:
-            raise COUNTS.refuse(f"NCCL error: Duplicate GPU detected: ranks {twins} of a group are all on cuda:{gpu}")
+        gpus_of_ranks = self.share_value("gpu", node_and_gpu, duty, self.pretended_options._timeout)
+        same_gpu = [rank for rank in range(self.group_size) if gpus_of_ranks[rank] == node_and_gpu]
+        if len(same_gpu) > 1:
+            raise COUNTS.refuse(
+                f"NCCL error: Duplicate GPU detected: ranks {same_gpu} of a group are all on cuda:{gpu}"
+            )
         self.gpu = gpu
 
     def check_bound(self, gpu: int) -> None:
@@ -148,13 +150,13 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
 def check_operation(values: Sequence[Any]) -> None:
     """Raise torch's error where a call's options ask for a reduction that NCCL does not have."""
     for value in values:
-        for operation in MISSING:
+        for operation in NOT_IN_NCCL:
             if getattr(value, "reduceOp", None) == operation:
                 raise COUNTS.refuse(f"Cannot use ReduceOp.{operation.name} with NCCL", ValueError)
 
 
 def sent_tensors(args: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors that a call gives. Where an output comes first, the second argument is the input."""
+    """The tensors that a call sends. Where a call has an output and an input, the output is the first argument."""
     for arg in (*args[1:], *args):
         tensors = tensors_in([arg])
         if tensors:
@@ -163,7 +165,10 @@ def sent_tensors(args: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of ProcessGroup, wrapped: it checks and counts, then calls gloo with the CPU tensors inside."""
+    """Wrap a method of ProcessGroup: check and count its calls, and do their work with gloo and the CPU tensors inside.
+
+    A group without NCCL, and a call of CPU tensors, are gloo's on a cluster as well, so they are counted as that.
+    """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
@@ -186,16 +191,21 @@ def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def perform(original: Callable[..., Any], name: str, group: Any, nccl: PretendedNCCL, args: Any, kwargs: Any) -> Any:
-    """Call a method of ProcessGroup with the CPU tensors inside pretended ones, flat; return its Work."""
+    """Call a method of ProcessGroup with the CPU tensors inside pretended ones, and return its Work.
+
+    NCCL takes tensors of other shapes with as many elements, and lists of tensors that differ in size. gloo does not,
+    so tensors are made flat where that changes nothing, and such lists go by ``all_to_all_of_lists``.
+    """
     args = unwrap(args)
-    has_splits = name in IN_ROWS and any(args[2:4])
-    if name not in COMPARED and not has_splits:
+    has_splits = name in SPLIT_BY_ROWS and any(args[2:4])  # a flat tensor would have other rows
+    if name not in SAME_SHAPES and not has_splits:
         args = map_tensors(args, flattened)
     outputs = tensors_in(args[:1])
     if name == "alltoall":
-        return exchange(nccl, outputs, args[1])
+        return all_to_all_of_lists(nccl, outputs, inputs=args[1])
     if name == "allgather" and len({tensor.numel() for tensor in outputs}) > 1:
-        return exchange(nccl, outputs, args[1] * nccl.group_size)
+        # An all_gather is an all_to_all in which a rank sends the same to all.
+        return all_to_all_of_lists(nccl, outputs, inputs=args[1] * nccl.group_size)
     return original(group, *args, **unwrap(kwargs))
 
 
@@ -204,8 +214,8 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def exchange(nccl: PretendedNCCL, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-    """all_to_all of lists, whose tensors may have unequal sizes. An all_gather sends the same to all."""
+def all_to_all_of_lists(nccl: PretendedNCCL, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+    """Send the k-th input to rank k, and receive the k-th output from it. Their sizes may differ."""
     output_sizes = [tensor.numel() for tensor in outputs]
     input_sizes = [tensor.numel() for tensor in inputs]
     received = torch.empty(sum(output_sizes), dtype=outputs[0].dtype)
@@ -217,7 +227,7 @@ def exchange(nccl: PretendedNCCL, outputs: list[torch.Tensor], inputs: list[torc
 
 
 def barrier(self: Any, opts: Any = None, **kwargs: Any) -> Any:
-    """ProcessGroup.barrier: NCCL's makes a communicator, on a GPU that it guesses, and blocks the host to its end."""
+    """ProcessGroup.barrier. NCCL's makes a communicator if there is none yet, and blocks the host to its end."""
     if opts is None:
         opts = dist.BarrierOptions()
     nccl = nccl_of(self)
@@ -225,12 +235,7 @@ def barrier(self: Any, opts: Any = None, **kwargs: Any) -> Any:
         events.collective("barrier (gloo)")
         opts.device = torch.device("cpu")
         return ORIGINAL_BARRIER(self, opts, **kwargs)
-    gpu = self.rank() % Node.gpus
-    if nccl.gpu is not None:
-        gpu = nccl.gpu
-    if opts.device is not None and opts.device.type == "cuda" and opts.device.index is not None:
-        gpu = opts.device.index
-    nccl.connect(gpu)
+    nccl.connect(gpu_of_barrier(self, nccl, opts.device))
     COUNTS.count(WAIT, "barrier")
     nccl.announce("barrier")
     events.collective("barrier (NCCL)")
@@ -238,23 +243,42 @@ def barrier(self: Any, opts: Any = None, **kwargs: Any) -> Any:
     return nccl.remember(ORIGINAL_BARRIER(self, opts, **kwargs))
 
 
+def gpu_of_barrier(group: Any, nccl: PretendedNCCL, device: Any) -> int:
+    """The GPU of a barrier, which has no tensor that would say it.
+
+    It is the one that the call names, or else the communicator's, or else the one that NCCL guesses from the rank.
+    """
+    if device is not None and device.type == "cuda" and device.index is not None:
+        return int(device.index)
+    if nccl.gpu is not None:
+        return nccl.gpu
+    return int(group.rank() % Node.gpus)
+
+
 def check_operator(func: Any, args: Any) -> None:
-    """As ``checked``, for a functional collective or another operator by which C++ calls a group."""
+    """Count and check a collective that is an operator, as ``checked`` does for those that are methods of a group.
+
+    Functional collectives are operators, and torch's C++ calls a group by others.
+    """
     name = func.__name__.partition(".")[0].rstrip("_")
-    if name not in ("wait_tensor", "_wrap_tensor_autograd"):
+    if name not in ("wait_tensor", "_wrap_tensor_autograd"):  # these two send nothing
         events.collective(f"{name} (C++)", tensors_in(args[:1]))
     nccl = nccl_of(group_among(args))
     if nccl is None:
         return
     call = describe(name, args, nccl.group_size)
     if call:
-        [first, *_] = [tensor for tensor in tensors_in(args) if isinstance(tensor, CudaTensor)]
-        nccl.connect(first.index)
+        gpus = [tensor.index for tensor in tensors_in(args) if isinstance(tensor, CudaTensor)]
+        nccl.connect(gpus[0])
         nccl.announce(call)
 
 
 def group_among(args: Sequence[Any]) -> Any:
-    """The process group among an operator's arguments, where it is the last that could be one; or None."""
+    """The process group among an operator's arguments, or None.
+
+    A functional collective has the group's name as its last text, after that of a reduction. An operator of C++ has the
+    group in a ScriptObject.
+    """
     for arg in reversed(args):
         if isinstance(arg, str):
             return c10d._resolve_process_group(c10d.GroupName(arg))
@@ -266,6 +290,7 @@ def group_among(args: Sequence[Any]) -> Any:
 
 
 def patch() -> None:
+    """Put the pretended NCCL in the place of torch's, and let all calls of process groups go through the checks."""
     replace(c10d, ProcessGroupNCCL=PretendedNCCL, _NCCL_AVAILABLE=True, default_pg_nccl_timeout=timedelta(minutes=10))
     replace(dist, ProcessGroupNCCL=PretendedNCCL)
     # Without this, "nccl" builds ProcessGroupNCCL2 from torch 2.15 on, which torch calls in another way.
@@ -282,7 +307,7 @@ def patch() -> None:
 
 
 def device_types(group: Any) -> list[torch.device]:
-    """ProcessGroup's device types, without the CPU that only ``new_process_group`` has added."""
+    """The device types of a group's backends, without the CPU if only ``new_process_group`` has added it."""
     devices = ORIGINAL_DEVICE_TYPES.fget(group)
     if group in c10d._world.pg_map and "cpu" not in backends_of(group):
         devices = [device for device in devices if device.type != "cpu"]
@@ -290,7 +315,10 @@ def device_types(group: Any) -> list[torch.device]:
 
 
 def new_process_group(*args: Any, **kwargs: Any) -> Any:
-    """torch's maker of groups. NCCL also takes CPU tensors, which pretended ones are for torch's C++."""
+    """torch's function that makes a group. For the CPU, the group then has NCCL as its backend too.
+
+    torch's C++ looks for the backend of a tensor's device, and takes a pretended tensor for one on the CPU.
+    """
     group, *rest = ORIGINAL_HELPER(*args, **kwargs)
     if isinstance(group, dist.ProcessGroup) and nccl_of(group) and "cpu" not in backends_of(group):
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.NCCL, nccl_of(group))
@@ -303,7 +331,10 @@ def splits_off(parent: Any) -> bool:
 
 
 def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """torch's new_group. It refuses what would leave ranks waiting in a split of the parent."""
+    """torch's new_group. It raises an error for calls that would leave ranks waiting in a split of the parent.
+
+    If the default group is bound to a GPU, NCCL makes a smaller group by a split, in which all ranks take part.
+    """
     parent = c10d._get_default_group()
     if ranks is not None and len(ranks) < parent.size() and splits_off(parent):
         if kwargs.get("use_local_synchronization", False):
@@ -312,7 +343,8 @@ def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args
                 "is split off the parent, so every rank of the parent must call new_group (pytorch#129965)"
             )
         if backend and "nccl" not in backend:
-            # With any backend, torch makes the ranks outside split the parent; members split it with NCCL alone.
+            # torch lets the ranks outside of the new group split the parent in any case, and its members only if the
+            # new group's backend is NCCL.
             raise COUNTS.refuse(
                 f"new_group({list(ranks)}, backend={backend!r}) beside an NCCL group that is bound to a GPU: the ranks "
                 "outside wait in ncclCommSplit for members that never come; make the group of all ranks"
@@ -321,15 +353,18 @@ def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args
 
 
 def split_group(parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """torch's split_group. Pretended NCCL makes each of the new groups by new_group, which splits as well."""
+    """torch's split_group: a group for each list of the parent's ranks. Returns the first one that has this rank.
+
+    torch asks the backend to split itself, which gloo cannot. So each group is made by ``new_group``.
+    """
     parent = parent_pg or c10d._get_default_group()
     if not splits_off(parent):
         return ORIGINAL_SPLIT_GROUP(parent_pg, split_ranks, timeout, *args, **kwargs)
-    ranks = c10d.get_process_group_ranks(parent)
+    global_ranks = c10d.get_process_group_ranks(parent)  # the lists have the ranks' numbers in the parent
     options = {name: kwargs[name] for name in ("backend", "group_desc") if name in kwargs}
     own_group = None
     for split in split_ranks:
-        group = c10d.new_group([ranks[rank] for rank in split], timeout, **options)
+        group = c10d.new_group([global_ranks[rank] for rank in split], timeout, **options)
         if parent.rank() in split and own_group is None:
             own_group = group
     return own_group

@@ -26,6 +26,7 @@ LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "rand
 NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 
 flex: Any = sys.modules["torch._higher_order_ops.flex_attention"]  # its package has a function of this name
+ORIGINAL_COMPATIBLE: Any = torch._has_compatible_shallow_copy_type
 ORIGINAL_DATA: Any = torch.Tensor.data
 ORIGINAL_LOAD = torch.load
 ORIGINAL_ONE_HOT = torch.nn.functional.one_hot
@@ -33,30 +34,34 @@ ORIGINAL_TO: Any = torch.Tensor.to
 
 
 def patch() -> None:
-    torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor copies its values by an operator that is seen
+    """Replace every function of torch that makes a tensor or moves it to another device, and torch.compile."""
+    torch._C._set_only_lift_cpu_tensors(True)  # then torch.tensor copies its values to a GPU by an operator
     with warnings.catch_warnings():
         # PyTorch's build for CUDA has kernels already, and warns that these take their place.
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for operator in FACTORIES:
             LIBRARY.impl(operator, kernel(operator))
     for factory in _device_constructors():
-        module = torch.fft if factory.__name__.startswith("fft_") else torch
+        owner: Any = torch
+        if factory.__name__.startswith("fft_"):  # torch.fft.fftfreq is called fft_fftfreq
+            owner = torch.fft
         name = factory.__name__.removeprefix("fft_")
-        if getattr(module, name, None) is factory:
-            replace(module, **{name: on_any_device(factory)})
+        if getattr(owner, name, None) is factory:
+            replace(owner, **{name: on_any_device(factory)})
     for owner, names in ((torch, LIKE), (torch.Tensor, NEW)):
         replace(owner, **{name: on_any_device(getattr(owner, name)) for name in names})
     replace(torch.Tensor, to=to, cuda=cuda, pin_memory=pin_memory, data=property(ORIGINAL_DATA.__get__, set_data))
     replace(torch.Tensor, cpu=lambda self, memory_format=None: to(self, "cpu"))
     replace(torch.Tensor, is_pinned=lambda self, device=None: is_pinned(self))
     replace(torch.nn.functional, one_hot=one_hot)
-    replace(torch, load=load, compile=leave_eager)
+    replace(torch, load=load, compile=leave_eager, _has_compatible_shallow_copy_type=may_share_data)
+    # torch would trace or compile flex_attention. Pretended tensors get its uncompiled version, sdpa_dense.
     flex.flex_attention.py_impl(CudaTensor)(flex.sdpa_dense)
     flex.flex_attention.py_kernels[torch._C.DispatchKey.Autograd] = flex_attention
 
 
 def kernel(operator: Any) -> Callable[..., torch.Tensor]:
-    """A GPU's kernel of an operator that makes a tensor."""
+    """A CUDA kernel for an operator that makes a tensor: the CPU makes it, and a pretended tensor is put around it."""
 
     def make(*args: Any, device: Device = None, pin_memory: bool | None = None, **kwargs: Any) -> torch.Tensor:
         return CudaTensor(operator(*args, device="cpu", **kwargs), gpu_of(device))
@@ -72,8 +77,24 @@ def default_device() -> torch.device | None:
     return None
 
 
+def implied_device(name: str, source: torch.Tensor | None) -> Device:
+    """Where the function ``name`` makes a tensor if its call names no device; None where torch finds the right one.
+
+    ``source`` is the tensor that the function is given first, if it is given one.
+    """
+    if source is None:
+        return default_device()
+    if "tensor" in name or name == "asarray":
+        return source.device  # torch.tensor, new_tensor and their like copy the source to where it is
+    return None  # zeros_like and its like are operators on the source, and stay on its device by themselves
+
+
 def on_any_device(factory: Any) -> Callable[..., torch.Tensor]:
-    """A function or a method that makes a tensor, wrapped for what the kernels do not see: which GPU, and pinning."""
+    """Wrap a function or method of torch that makes a tensor, such as torch.zeros or Tensor.new_ones.
+
+    The wrapper does what the kernels above cannot, because torch's C++ keeps it from them: it finds the GPU that is
+    meant, moves the values of a tensor that is given as data, and marks the result as pinned.
+    """
     name = factory.__name__
 
     @functools.wraps(factory)
@@ -82,16 +103,14 @@ def on_any_device(factory: Any) -> Callable[..., torch.Tensor]:
         if args and isinstance(args[0], torch.Tensor):
             source = args[0]
         if device is None:
-            if source is None:
-                device = default_device()
-            elif "tensor" in name or name == "asarray":  # these copy a tensor to where it is
-                device = source.device
-        if source is not None and name in ("as_tensor", "asarray"):
+            device = implied_device(name, source)
+        if source is not None and name in ("as_tensor", "asarray"):  # these return a tensor itself if nothing changes
             return to(source, device, kwargs.get("dtype") or source.dtype)
         if is_gpu(device):
             device = torch.device("cuda", gpu_of(device))
         elif device is not None:
-            args = unwrap(args)  # torch's C++ takes a pretended tensor for the CPU's, and would not move its values
+            # For torch's C++ a pretended tensor is on the CPU already, so it would not be copied there.
+            args = unwrap(args)
         out = factory(*args, device=device, **kwargs)
         if pin_memory:
             return out.pin_memory()
@@ -99,7 +118,8 @@ def on_any_device(factory: Any) -> Callable[..., torch.Tensor]:
 
     builtin = _find_builtin(factory)
     if builtin:
-        _register_builtin(make, builtin)  # torch.jit.script knows its operators by the function
+        # torch.jit.script finds the operator of a function in a table, which has the original function alone.
+        _register_builtin(make, builtin)
     return make
 
 
@@ -120,15 +140,26 @@ def flex_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def set_data(self: torch.Tensor, values: torch.Tensor) -> None:
-    """``tensor.data = values``, also for values on another kind of device."""
-    moves = isinstance(self, CudaTensor) != isinstance(values, CudaTensor)
-    if moves and not isinstance(self, DTensor):
+    """``tensor.data = values``, also where one of the two is on a pretended GPU and the other on the CPU."""
+    changes_device = isinstance(self, CudaTensor) != isinstance(values, CudaTensor)
+    if changes_device and not isinstance(self, DTensor):
         set_values(self, values)
         return
     ORIGINAL_DATA.__set__(self, values)
     if isinstance(self, CudaTensor) and isinstance(values, CudaTensor):
         self.inner = values.inner
         self.index = values.index
+
+
+def may_share_data(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a module that moves may keep its parameter and set ``data``.
+
+    From meta to a GPU it makes a new parameter, which unties tied weights. torch's C++ takes a pretended tensor for one
+    of the CPU, with wrong answers about meta.
+    """
+    if tensor.is_meta != other.is_meta:
+        return False
+    return bool(ORIGINAL_COMPATIBLE(tensor, other))
 
 
 def index_of(tensor: torch.Tensor) -> int | None:
@@ -159,7 +190,10 @@ class Copy(torch.autograd.Function):
 
 
 def move(tensor: torch.Tensor, device: Device, non_blocking: bool = False) -> torch.Tensor:
-    """The tensor on a device; of a DTensor, the local part. A copy is counted; what is there already is returned."""
+    """Return the tensor if it is on the device already, or else a copy that is there, and count the copy.
+
+    A DTensor moves by its local part.
+    """
     if isinstance(tensor, DTensor):
         if is_gpu(device) == is_gpu(tensor.device):
             return tensor
@@ -185,6 +219,7 @@ def move(tensor: torch.Tensor, device: Device, non_blocking: bool = False) -> to
 
 def to(self: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> torch.Tensor:
     """Tensor.to, in all its forms: (device, dtype, non_blocking, copy), (dtype, …) and (other, …)."""
+    # torch's own parser takes the first form and the second, without ``copy``. The others are rewritten for it.
     for keyword in ("other", "device"):
         if keyword in kwargs:
             args = (kwargs.pop(keyword), *args)
@@ -192,24 +227,27 @@ def to(self: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> tor
         copy = args[-1]
         args = args[:-1]
     if args and isinstance(args[0], torch.Tensor):
-        args = (args[0].device, args[0].dtype, *args[1:])
+        other = args[0]
+        args = (other.device, other.dtype, *args[1:])
     device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-    tensor = self
-    changes: dict[str, Any] = {}  # which torch's own function makes
+
+    # ``move`` changes between host and GPU; what remains is left to torch's own function.
+    moved = self
+    remaining: dict[str, Any] = {}
     if device is not None:
         if device.type in ("cpu", "cuda"):
-            tensor = move(self, device, non_blocking)
+            moved = move(self, device, non_blocking)
         else:
-            changes["device"] = device
+            remaining["device"] = device
     if dtype is not None:
-        changes["dtype"] = dtype
+        remaining["dtype"] = dtype
     if memory_format is not None:
-        changes["memory_format"] = memory_format
-    if copy and tensor is self:
-        changes["copy"] = True
-    if not changes:
-        return tensor
-    return ORIGINAL_TO(tensor, **changes)
+        remaining["memory_format"] = memory_format
+    if copy and moved is self:
+        remaining["copy"] = True
+    if not remaining:
+        return moved
+    return ORIGINAL_TO(moved, **remaining)
 
 
 def cuda(self: torch.Tensor, device: Device = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -232,21 +270,23 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
     Of a map_location that is a dict, the first value counts. A function is taken for one that returns CPU tensors.
     """
-    target = map_location
+    device = map_location
     if isinstance(map_location, dict):
-        target = next(iter(map_location.values()))
-    if callable(target):
-        target = "cpu"
-    location = None
-    if target is not None:
-        location = "cpu"  # of the tensors inside
-    MAP_LOCATIONS.append(target)
+        device = next(iter(map_location.values()))
+    if callable(device):
+        device = "cpu"
+    # A file has the CPU tensors that are inside pretended ones. torch reads these, and then calls ``rebuild``, which
+    # finds the device in MAP_LOCATIONS.
+    location_of_inner_tensors = None
+    if device is not None:
+        location_of_inner_tensors = "cpu"
+    MAP_LOCATIONS.append(device)
     try:
-        out = ORIGINAL_LOAD(f, map_location=location, **kwargs)
+        out = ORIGINAL_LOAD(f, map_location=location_of_inner_tensors, **kwargs)
     finally:
         MAP_LOCATIONS.pop()
-    if is_gpu(target) and not isinstance(map_location, dict):
-        return tree_map_only(torch.Tensor, lambda tensor: move(tensor, target), out)
+    if is_gpu(device) and not isinstance(map_location, dict):  # tensors that were saved on the CPU go there as well
+        return tree_map_only(torch.Tensor, lambda tensor: move(tensor, device), out)
     return out
 
 

@@ -14,9 +14,11 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from helpers.counts import COUNTS
 from helpers.ranks.rank import TORCHRUN_VARIABLES, rank_variables
-from helpers.rehearsal import devices, events, gpus, nccl, placement, report, wrappers
+from helpers.rehearsal import devices, events, gpus, mistakes, nccl, placement, report, wrappers
 from helpers.rehearsal.devices import Node
 
 EXIT = os._exit
@@ -35,6 +37,8 @@ def prepare_process() -> None:
     numpy = sys.modules.get("numpy")
     if numpy:
         numpy.random.seed()  # otherwise all ranks would draw the same numbers
+    torch.seed()  # likewise
+    Node.random_seed = torch.initial_seed() % 2**63
 
 
 def variables(rank: int, gpus: int, nodes: int, port: int, folder: Path) -> dict[str, str]:
@@ -75,9 +79,13 @@ def write_stacks(path: Path, thread: int) -> None:
 
 
 def hide_this_package(first_path: str) -> None:
-    """Let the script import a module of its own that is called helpers, also a folder, instead of this package."""
+    """Let the script import a module of its own that is called helpers, also a folder, instead of this package.
+
+    What observes the script stays, because a script that itself calls ``check_training`` needs the copy that knows
+    pretended tensors.
+    """
     for name in list(sys.modules):
-        if name.split(".")[0] == "helpers" and not name.startswith("helpers.rehearsal"):
+        if name.split(".")[0] == "helpers" and not name.startswith(("helpers.rehearsal", "helpers.training_check")):
             del sys.modules[name]
     if os.path.isdir(os.path.join(first_path, "helpers")):  # anything else on the path would precede a folder
         sys.path[1:] = [folder for folder in sys.path[1:] if folder != ROOT]
@@ -107,7 +115,7 @@ def run_as_main(script: str, is_module: bool, folder: Path) -> int:
 def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> NoReturn:
     """Run the script as ``__main__`` on this node's pretended GPUs, and leave with its exit status.
 
-    ``args`` are the command's. ``folder`` takes the last refusal.
+    ``args`` are the command's. ``folder`` takes the last refusal, and the notes from which silent mistakes are found.
     """
     process = os.getpid()
     rank = os.environ["RANK"]
@@ -122,12 +130,15 @@ def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) 
                 report.write(args.json)
                 sys.stdout.flush()
                 sys.stderr.flush()
+            if status == 0:
+                mistakes.write_notes(observer, folder)
         EXIT(status)
 
     # Not a threading.Thread: the script may count those.
     _thread.start_new_thread(write_stacks, (folder / f"stack{rank}", _thread.get_ident()))
     warnings.filterwarnings("ignore", message=".*wrapper subclass.*")
     pretend(args.gpus)
+    observer = mistakes.observe()
     os._exit = leave
     sys.argv = [script, *flags]
     sys.path[0] = os.path.dirname(os.path.abspath(script))

@@ -117,7 +117,11 @@ class CudaTensor(Base):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run an operator on the CPU tensors inside, and wrap its results. Raises and counts what a GPU would."""
+        """Run an operator on the CPU tensors inside, and return its results as tensors on the GPU.
+
+        torch calls this for each operator that gets a pretended tensor. Before it runs, errors are raised that CUDA
+        would raise, and waits and copies are counted.
+        """
         kwargs = dict(kwargs or {})
         tensors = tensors_in((*args, *kwargs.values()))
         pretended = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
@@ -134,12 +138,12 @@ class CudaTensor(Base):
         if func._schema.is_mutable:
             for tensor in pretended:
                 follow_shape(tensor)
-        # In-place and out= variants return one of their arguments, so its wrapper has to come back.
-        arguments = {id(cpu_tensor(tensor)): tensor for tensor in tensors}
+        # In-place and out= variants return one of their arguments: not a new wrapper, but the one that was given.
+        given = {id(cpu_tensor(tensor)): tensor for tensor in tensors}
 
         def wrap(result: torch.Tensor) -> torch.Tensor:
-            if id(result) in arguments:
-                return arguments[id(result)]
+            if id(result) in given:
+                return given[id(result)]
             return CudaTensor(result, index)
 
         return map_tensors(out, wrap)
@@ -169,19 +173,24 @@ torch.serialization.add_safe_globals([CudaTensor, rebuild])
 
 
 def set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """``tensor.data = values`` where the values are on another kind of device, to which the tensor then moves."""
-    grad = tensor.grad
-    tensor.grad = None
+    """``tensor.data = values`` where one of the two is on a pretended GPU and the other is on the CPU.
+
+    torch's own setter cannot change a tensor's class, which is another one on a pretended GPU. swap_tensors can: it
+    exchanges all that two tensors are and have, so whoever refers to ``tensor`` then has the replacement.
+    """
     replacement = values.detach()
     if isinstance(tensor, torch.nn.Parameter):
-        replacement = torch.nn.Parameter(replacement, False)
-    torch.utils.swap_tensors(tensor, replacement.requires_grad_(tensor.requires_grad))
+        replacement = torch.nn.Parameter(replacement, requires_grad=False)  # or else the swap would leave no parameter
+    replacement.requires_grad_(tensor.requires_grad)
+    grad = tensor.grad
+    tensor.grad = None  # the swap would give the gradient away; it comes back below, on the new device
+    torch.utils.swap_tensors(tensor, replacement)
     if grad is None:
         return
-    grad = cpu_tensor(grad)
     if isinstance(values, CudaTensor):
-        grad = CudaTensor(grad, values.index)
-    tensor.grad = grad
+        tensor.grad = CudaTensor(cpu_tensor(grad), values.index)
+    else:
+        tensor.grad = cpu_tensor(grad)
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -192,7 +201,10 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """An operator's arguments or result, with each tensor changed. torch's tree_map takes longer than the operator."""
+    """A copy of an operator's arguments or result, in which ``change`` has replaced each tensor.
+
+    torch's tree_map does the same, and takes longer than an operator on a small tensor.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):
@@ -220,16 +232,18 @@ def on_host(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def called_by_torch_itself() -> bool:
-    """Whether C++ calls the operator: autograd's engine or DDP's reducer. The tensors that they make are the CPU's.
+    """Whether torch's C++ calls the running operator, not a line of the script: autograd's engine or DDP's reducer.
 
-    C++ has no frames in Python. So it is the caller where the innermost line of Python, but for this file's, is the one
-    that enters the engine, or one of DDP's own. A hook has a line of its own.
+    They make tensors on the CPU for pretended ones, which no GPU would see, so nothing is checked or counted there.
+    C++ has no frames in Python. So it is the caller if the innermost Python function, apart from this file's, is the
+    one that starts the engine or one of DDP. An operator in a hook has the hook's function.
     """
     frame = frame_outside(__file__)
-    return frame is not None and (
-        frame.f_code.co_name == "_engine_run_backward"
-        or frame.f_code.co_filename.endswith(("nn/parallel/distributed.py", "torch/distributed/utils.py"))
-    )
+    if frame is None:
+        return False
+    starts_engine = frame.f_code.co_name == "_engine_run_backward"
+    is_of_ddp = frame.f_code.co_filename.endswith(("nn/parallel/distributed.py", "torch/distributed/utils.py"))
+    return starts_engine or is_of_ddp
 
 
 def check_generator(generator: Any) -> None:
@@ -239,19 +253,25 @@ def check_generator(generator: Any) -> None:
 
 
 def check_devices(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
-    """Raise torch's RuntimeError for arguments on different devices."""
+    """Raise torch's RuntimeError where an operator gets ``tensors`` that are on different devices.
+
+    Indices on the CPU are allowed. torch uploads them, and the upload is counted.
+    """
     if func in COPIES or func.namespace in COLLECTIVES:
         return
-    host = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor)]
     if func in INDEXING and isinstance(args[0], CudaTensor):
-        # torch uploads indices from the CPU, so only the other arguments have to be on the GPU.
-        if on_host([args[1]]):
+        _, indices, *other_args = args
+        if on_host([indices]):
             COUNTS.count(UPLOAD, "index")
-        host = on_host(args[2:])
+        cpu_tensors = on_host(other_args)
+    else:
+        cpu_tensors = on_host(tensors)
     devices = {f"cuda:{tensor.index}" for tensor in tensors if isinstance(tensor, CudaTensor)}
-    for tensor in host:
-        may_be_anywhere = tensor.dim() == 0 or tensor.numel() == 0
-        if not may_be_anywhere:
+    for tensor in cpu_tensors:
+        # torch takes a tensor without dimensions for a number, which is allowed beside tensors of any device. An empty
+        # one has no values that would have to be read.
+        is_number_or_empty = tensor.dim() == 0 or tensor.numel() == 0
+        if not is_number_or_empty:
             devices.add(str(tensor.device))
     if len(devices) > 1 and not called_by_torch_itself():
         message = "Expected all tensors to be on the same device, but found at least two devices"
@@ -259,15 +279,16 @@ def check_devices(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
 
 
 def count_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Count an operator at which the host waits for the GPU, or a copy between the two."""
+    """Count the operator if the host waits for the GPU at it, or if it copies between the two."""
     if func is aten.copy_.default:
         target, source = args[:2]
-        upload = isinstance(target, CudaTensor)
-        if upload != isinstance(source, CudaTensor) and not called_by_torch_itself():
+        to_gpu = isinstance(target, CudaTensor)
+        from_gpu = isinstance(source, CudaTensor)
+        if to_gpu != from_gpu and not called_by_torch_itself():
             non_blocking = kwargs.get("non_blocking", False)
             if len(args) > 2:
                 non_blocking = args[2]
-            count_copy(source, upload, non_blocking)
+            count_copy(source, upload=to_gpu, non_blocking=non_blocking)
     elif needs_values(func, args, kwargs):
         name = func.__name__.partition(".")[0]
         COUNTS.count(WAIT, REPORTED_NAMES.get(name, name))
@@ -278,9 +299,10 @@ def needs_values(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if VALUES_DECIDE.isdisjoint(func.tags) or func.namespace != "aten":
         return False
     if func is aten.index.Tensor:
-        return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))  # of masks, not numbers
+        # A mask selects as many elements as it has True. Indices that are numbers select as many as there are numbers.
+        return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
     if func is aten.repeat_interleave.Tensor:
-        return kwargs.get("output_size") is None
+        return kwargs.get("output_size") is None  # the caller can say the size
     return True
 
 

@@ -50,6 +50,7 @@ def patch() -> None:
 
 
 def patch_ddp() -> None:
+    """Let DDP work with pretended tensors, and count its all-reduces."""
     original_init = DistributedDataParallel.__init__
     original_forward = DistributedDataParallel.forward
 
@@ -89,13 +90,14 @@ def patch_dtensor() -> None:
 
 
 def allow_sharding(operator: Any, results: int, tensors: int) -> None:
-    """Let the CPU's fused attention be split as the GPU's is, by sequences or by heads.
+    """Tell DTensor that the CPU's fused attention can be split by sequences or by heads, as it knows of the GPU's.
 
-    After its tensors, the operator has two arguments that are none.
+    ``results`` and ``tensors`` are the numbers of its results and of the tensors among its arguments.
     """
     shardings = []
     for placement in (Replicate(), Shard(0), Shard(1)):
-        shardings.append(([placement] * results, [placement] * tensors + [None, None]))
+        other_arguments = [None, None]  # dropout's probability, and whether the attention is causal
+        shardings.append(([placement] * results, [placement] * tensors + other_arguments))
     register_sharding(operator.default)(lambda *args, **kwargs: shardings)
 
 
@@ -109,44 +111,62 @@ def refusing(message: str) -> Callable[..., Any]:
 
 
 def of_this_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that gives CPU tensors of DDP's C++, wrapped: it gives tensors on the current GPU with their values."""
+    """Wrap a method that returns CPU tensors of DDP's C++, so that it returns pretended tensors that share them."""
     return lambda self: map_tensors(original(self), lambda tensor: CudaTensor(tensor, Node.current))
 
 
 def count_reduction(model: Any, group: Any, out: Any) -> None:
-    """Count, at the line of the forward pass, the all-reduces that DDP's C++ will start in backward.
+    """Count the all-reduces of a DDP model's gradients, and let the ranks compare whether all of them start these.
 
-    When backward reaches the model, the ranks compare whether all of them have come there.
+    DDP's C++ starts the all-reduces in backward, where Python does not see them. So they are counted here, at the line
+    of the script that runs the model, which returned ``out``. A hook announces them to the ``group`` during backward.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     events.collective("allreduce by DDP, in backward", parameters)
-    data = model._get_ddp_logging_data()
-    sizes = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "")
-    line = script_line()
-    if model in BUCKETS:
-        line = BUCKETS[model].line
-    BUCKETS[model] = Buckets(line, [int(size) for size in sizes.split(",") if size.strip()])
+    note_buckets(model)
     outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
     # In DDP's join a rank without inputs takes part as well, in C++, where it cannot announce its call.
     if outputs and not model._join_config.enable:
         gradients = sum(parameter.numel() for parameter in parameters)
+        # One output is enough to notice that backward has come to the model. Autograd comes to the newest one first.
         outputs[-1].register_hook(lambda grad: group.announce(f"DDP's all_reduce of {gradients} gradients"))
 
 
+def note_buckets(model: Any) -> None:
+    """Note the sizes of a DDP model's buckets for the report, with the line at which the model ran first.
+
+    They are noted at each run, because DDP forms its buckets anew after the first backward pass.
+    """
+    data = model._get_ddp_logging_data()
+    sizes = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "")  # such as "1024, 2048", in bytes
+    line = script_line()
+    if model in BUCKETS:
+        line = BUCKETS[model].line
+    BUCKETS[model] = Buckets(line, [int(size) for size in sizes.split(",") if size.strip()])
+
+
 def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Module._apply, which moves a module. weight_norm's result would keep hold of the parameters that it came from."""
-    # No variable of this function may hold a tensor: a tensor that is held cannot move.
-    derived = [name for name, value in vars(self).items() if isinstance(value, torch.Tensor) and value.grad_fn]
-    for name in derived:
+    """Module._apply, with which a module moves to a device. It first cuts computed attributes off their graphs.
+
+    A parameter moves by ``set_values``, whose swap fails while anything else refers to the parameter. weight_norm keeps
+    the weight that it has computed as an attribute, and the weight's graph refers to the parameters.
+    """
+    # The list holds names, because a variable that held a tensor would refer to it as well.
+    computed = [name for name, value in vars(self).items() if isinstance(value, torch.Tensor) and value.grad_fn]
+    for name in computed:
         vars(self)[name] = vars(self)[name].detach()
     return ORIGINAL_APPLY(self, *args, **kwargs)
 
 
 def group_tensors(tensors: Any, with_indices: bool) -> dict[Any, Any]:
-    """How clipping and optimizers group tensors by device and type. Their C++ takes all devices for the CPU."""
+    """{(device, dtype): tensors}, as gradient clipping and optimizers ask torch's C++ for it.
+
+    C++ takes every pretended tensor for one on the CPU, so the device in the key is replaced by the tensors' own.
+    """
     groups = {}
-    for (device, dtype), (lists, indices) in ORIGINAL_GROUPING(tensors, with_indices).items():
+    for (device_in_cpp, dtype), (lists, indices) in ORIGINAL_GROUPING(tensors, with_indices).items():
         present = [tensor for tensor in lists[0] if tensor is not None]
+        device = device_in_cpp
         if present:
             device = present[0].device
         groups[device, dtype] = (lists, indices)
@@ -155,17 +175,22 @@ def group_tensors(tensors: Any, with_indices: bool) -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def own_random_numbers(self: Any, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
-    """Where a DTensor draws random numbers: each shard has numbers of its own, and equal parts have equal numbers."""
+    """Give the CPU's generator a seed for this rank's part of a DTensor, while the block draws random numbers for it.
+
+    Different shards get different numbers, and replicas of a shard equal ones, as on GPUs. There the generator can
+    begin at any offset of its sequence, and torch computes the offset of each shard. The CPU's generator cannot, so the
+    seed is made of that offset. ``self`` is torch's tracker of offsets, ``spec`` says how the DTensor is divided.
+    """
     if generator is not None or not self.distribute_region_enabled:
         yield
         return
-    # PyTorch 2.11 has these two methods and no function that returns what they add.
+    # torch 2.11 has no functions that return these offsets, only methods that add them to a state.
     state = SimpleNamespace(offset=0)
     self._set_pre_op_offset(state, spec)
-    shard_offset = state.offset
+    offset_of_shard = state.offset
     self._set_post_op_offset(state, spec, 0)
-    numbers_of_the_tensor = state.offset
+    numbers_drawn = state.offset
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(hash((Node.random_seed, Node.random_offset + shard_offset)) % 2**63)
+        torch.default_generator.manual_seed(hash((Node.random_seed, Node.random_offset + offset_of_shard)) % 2**63)
         yield
-    Node.random_offset += numbers_of_the_tensor
+    Node.random_offset += numbers_drawn

@@ -169,20 +169,24 @@ def on_rank0(function: Callable, *args: Any, group: ProcessGroup | None = None) 
 
 
 def make_temporary(path: Path, step: int) -> None:
-    """Make the folder of a new checkpoint, and remove what killed runs left."""
+    """Make the folder of a new checkpoint, and remove what killed runs left.
+
+    A damaged checkpoint of this step or a later one is removed, because the run has
+    gone back behind it. One that is good raises CheckpointError.
+    """
     for leftover in path.parent.glob(".step_*"):
         # In another unfinished folder a save in the background is still writing.
         if leftover == path or leftover not in UNFINISHED:
             shutil.rmtree(leftover)
-    for newer in finished(path.parent):
-        if step_of(newer) < step:
+    for existing in finished(path.parent):
+        if step_of(existing) < step:
             continue
-        if damage(newer) is None:
+        if damage(existing) is None:
             raise CheckpointError(
-                f"{newer} is there, and step {step} is not newer.\n"
+                f"{existing} is there, and step {step} is not newer.\n"
                 "Go on from it, or save elsewhere."
             )
-        remove(newer)
+        remove(existing)
     path.mkdir(parents=True)
 
 
@@ -190,7 +194,7 @@ def put_in_place(
     path: Path, failures: list[str | None], written: list[dict], keep: int
 ) -> None:
     """Write the manifest, give the folder its final name, and remove older ones."""
-    final = path.with_name(path.stem[1:])
+    final = path.with_name(path.stem[1:])  # .step_00000100.tmp becomes step_00000100
     try:
         for rank, failure in enumerate(failures):
             if failure is not None:
@@ -216,7 +220,9 @@ def put_in_place(
 
 def remove(path: Path) -> None:
     """Remove a checkpoint. It is renamed first, so a kill leaves none that is half."""
-    shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))
+    hidden = path.with_name(f".{path.name}.old")
+    path.rename(hidden)
+    shutil.rmtree(hidden)
 
 
 # --- Finding and checking checkpoints
@@ -235,9 +241,9 @@ def finished(folder: Path) -> list[Path]:
 
 
 def damage(path: Path) -> str | None:
-    """Which of a checkpoint's files is missing or has another length; None if none.
+    """Says which of a checkpoint's files is missing or has another length, or None.
 
-    No file is read but the manifest, so it is quick for a checkpoint of any size.
+    It reads only the manifest, so it is quick for a checkpoint of any size.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
@@ -293,7 +299,7 @@ def verify(path: str | Path) -> None:
 
 
 def changed_bytes(path: Path) -> str | None:
-    """Which of a checkpoint's files has another hash than was saved; None if none."""
+    """Says which of a checkpoint's files has another hash than was saved, or None."""
     manifest = json.loads((path / MANIFEST).read_bytes())
     files = [path / name for name in manifest]
     with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock
@@ -338,11 +344,12 @@ class BackgroundSaves:
     def __init__(self) -> None:
         # The thread that writes and the one that trains both communicate. In one group
         # their messages could meet in another order on each rank, so each has its own.
-        self.writing = dist.new_group(backend="gloo")
-        self.asking = dist.new_group(backend="gloo")
+        self.writing_group = dist.new_group(backend="gloo")
+        self.training_group = dist.new_group(backend="gloo")
         self.thread = ThreadPoolExecutor(1)
         self.saving: Future | None = None
-        self.question: tuple[dist.Work, torch.Tensor] | None = None
+        # A running all-reduce, and its result: 1 if every rank has written, else 0.
+        self.all_have_written: tuple[dist.Work, torch.Tensor] | None = None
 
     def start(self, state: dict, folder: Path, step: int, keep: int = 3) -> None:
         """Copy the tensors of ``state`` to the CPU, and return; on every rank."""
@@ -354,35 +361,35 @@ class BackgroundSaves:
 
     def save(self, state: dict, folder: Path, step: int, keep: int) -> Path:
         """Write the copy. This runs in the thread."""
-        with new_checkpoint(folder, step, keep, self.writing) as path:
-            save_sharded(state, path, self.writing)
+        with new_checkpoint(folder, step, keep, self.writing_group) as path:
+            save_sharded(state, path, self.writing_group)
         return path.with_name(path.stem[1:])
 
     def finished(self) -> Path | None:
         """The new checkpoint's folder, in the same step on every rank, or None.
 
-        Call it once a step, on every rank. Each call asks all ranks whether they have
-        written, and reads the answer to the call before, so that no rank has to wait.
+        Call it once a step, on every rank. Each call starts an all-reduce of whether
+        the ranks have written, and the next call reads its result. So no rank waits.
         """
         if self.saving is None:
             return None
-        if self.question is not None:
-            work, all_done = self.question
-            self.question = None
+        if self.all_have_written is not None:
+            work, minimum = self.all_have_written
+            self.all_have_written = None
             work.wait()
-            if all_done.item():
-                saved = self.saving
+            if minimum.item() == 1:
+                saving = self.saving
                 self.saving = None
-                return saved.result()
-        done = torch.tensor(int(self.saving.done()))
+                return saving.result()  # the folder, or it raises the save's error
+        has_written = torch.tensor(int(self.saving.done()))
         work = dist.all_reduce(
-            done, dist.ReduceOp.MIN, group=self.asking, async_op=True
+            has_written, dist.ReduceOp.MIN, group=self.training_group, async_op=True
         )
-        self.question = (work, done)
+        self.all_have_written = (work, has_written)
         return None
 
     def wait(self) -> None:
         """Wait for a save that still runs, on every rank. Call it after training."""
         while self.saving is not None:
-            self.saving.exception()  # waits; finished() raises it
+            self.saving.exception()  # waits for the thread; finished() raises the error
             self.finished()

@@ -15,7 +15,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     rows = torch.tensor(np.loadtxt(str(file), delimiter=","))  # [1797, 65]
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     rows = rows[order]
-    images = rows[:, :64].float() / 16
+    images = rows[:, :64].float() / 16  # the grey levels are 0 to 16
     labels = rows[:, 64].long()
     train_set = TensorDataset(images[:1440], labels[:1440])
     val_set = TensorDataset(images[1440:], labels[1440:])

@@ -78,7 +78,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
-    """As ``main``, until the moment ``end``, with scripts and logs in a folder. ValueError where it cannot begin."""
+    """Verify until the moment ``end``, with scripts and logs in a folder; return the exit status.
+
+    Raises ValueError with two lines where it cannot begin.
+    """
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -106,7 +109,7 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
     say("page", str(args.out / "page.md"))
     differs = any(step.differences for step in record.steps.values())
     has_trouble = any(probe.trouble for probe in record.probes.values())
-    return int(bool(missing) or differs or has_trouble)
+    return 1 if missing or differs or has_trouble else 0
 
 
 def steps_to_take(args: argparse.Namespace, launcher: Launcher, gpus: int, scripts: list[Path]) -> dict[str, TakeStep]:
@@ -207,7 +210,7 @@ def line_of_step(step: Step) -> str:
 
 
 def facts_of(machine: Machine, launcher: Launcher) -> dict[str, str]:
-    """Whose the figures are: the first rows of the page."""
+    """The first rows of the page, which say on what and how the figures were measured."""
     facts = {
         "machine": str(machine),
         "ranks of the scripts": str(launcher.ranks),

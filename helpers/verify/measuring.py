@@ -16,15 +16,14 @@ def measure(launcher: Launcher, task: Task, gpus: int) -> Probe:
     What it yielded before it failed or hung is kept. Raises OutOfTime where the end of all steps came first.
     """
     results = launcher.folder / f"{task.name}.jsonl"
-    device = "cuda"
+    device = "cpu" if launcher.rehearsal else "cuda"
     ranks = gpus if task.several_gpus else 1
-    variables = {"OMP_NUM_THREADS": launcher.threads or str(threads_of_a_rank(ranks, 1))}
-    if launcher.rehearsal:
-        device = "cpu"
-        variables["CUDA_VISIBLE_DEVICES"] = ""
     words = ["-m", PROGRAM, task.module, task.name, device, str(results)]
     if task.several_gpus:
         words = ["-m", *TORCHRUN, f"--nproc-per-node={ranks}", *words]
+    variables = {"OMP_NUM_THREADS": launcher.threads or str(threads_of_a_rank(ranks, 1))}
+    if launcher.rehearsal:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
     finished = launcher.python(words, task.name, task.seconds, **variables)
 
     trouble = ""

@@ -1,7 +1,7 @@
 """Run a script as this rank and count what it does on its GPU: ``torchrun observer.py DIR SCRIPT FLAGS``.
 
-Each rank writes DIR/rank<N>.json. The host's waits are what torch warns of (``torch.cuda.set_sync_debug_mode``), and
-calls that wait by their name. Collectives are counted where the rehearsal counts them, and by its names.
+Each rank writes DIR/rank<N>.json. Counted are the host's waits for the GPU, which torch tells by warnings
+(``torch.cuda.set_sync_debug_mode``), and collectives, at the same places and by the same names as in a rehearsal.
 """
 
 import faulthandler
@@ -42,66 +42,72 @@ def current_line() -> str:
     return script_line(sys._current_frames()[main_thread])
 
 
-SEEN = Counts(current_line)
+OBSERVED = Counts(current_line)  # what this rank has done at each line of the script
 
 
 def count_calls(owner: Any, name: str, count: Callable[..., None]) -> None:
     """Replace a function by one that calls ``count`` with its arguments before it does its work."""
     original = getattr(owner, name)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def counted_call(*args: Any, **kwargs: Any) -> Any:
         count(*args, **kwargs)
         return original(*args, **kwargs)
 
-    replace(owner, **{name: call})
+    replace(owner, **{name: counted_call})
 
 
 def count_waits() -> None:
-    """Count torch's warnings, and calls of ``synchronize``, of which it does not always warn."""
+    """Count from now on each time that the host waits until the GPU has done its work.
+
+    torch warns of most of these waits in its mode for it. Of calls of ``synchronize`` it does not always warn, so these
+    are counted by their name, and a warning that one of them causes is left out.
+    """
     show_warning: Any = warnings.showwarning
 
     def count_warning(message: Any, *args: Any, **kwargs: Any) -> None:
-        if not str(message).startswith(SYNC):
+        is_of_wait = str(message).startswith(SYNC)
+        if not is_of_wait:
             show_warning(message, *args, **kwargs)
             return
         caller = frame_outside(warnings.__file__, __file__, counts.__file__)
-        if caller is not None and caller.f_code.co_name in ("synchronize", "barrier"):
-            return  # Calls of these are counted by their names.
-        SEEN.count(WAIT, "torch's warning")
+        # torch's functions of these names, which call what waits, are counted by observe_gpu and below.
+        is_counted_by_name = caller is not None and caller.f_code.co_name in ("synchronize", "barrier")
+        if not is_counted_by_name:
+            OBSERVED.count(WAIT, "torch's warning")
 
     warnings.showwarning = count_warning
     warnings.filterwarnings("always", message=SYNC)  # By default only the first warning of a line is shown.
     torch.cuda.set_sync_debug_mode("warn")
     for owner in (torch.cuda, torch.accelerator, torch.cuda.Event, torch.cuda.Stream):
-        count_calls(owner, "synchronize", lambda *args, **kwargs: SEEN.count(WAIT, "synchronize"))
+        count_calls(owner, "synchronize", lambda *args, **kwargs: OBSERVED.count(WAIT, "synchronize"))
 
 
 def count_collective(name: str, group: Any, *args: Any, **kwargs: Any) -> None:
-    """Count a call of a method of ProcessGroup."""
+    """Count a call of a method of ProcessGroup: with tensors on a GPU it is NCCL's, otherwise gloo's."""
     backend = "gloo"
     if any(tensor.is_cuda for tensor in tensors_in((*args, *kwargs.values()))):
         backend = "NCCL"
     if name == "barrier" and nccl_of(group):
         backend = "NCCL"
-        SEEN.count(WAIT, name)
-    SEEN.count(COLLECTIVE, f"{name} ({backend})")
+        OBSERVED.count(WAIT, name)  # NCCL's barrier waits on the host.
+    OBSERVED.count(COLLECTIVE, f"{name} ({backend})")
 
 
 def count_pass(model: Any, *args: Any, **kwargs: Any) -> None:
-    """Count a forward pass of DDP: the backward that follows all-reduces the gradients, in C++."""
+    """Count a forward pass of DDP for its backward, whose all-reduces of gradients start in C++ and go unseen."""
     if torch.is_grad_enabled() and model.require_backward_grad_sync and nccl_of(model.process_group):
-        SEEN.count(COLLECTIVE, "allreduce by DDP, in backward")
+        OBSERVED.count(COLLECTIVE, "allreduce by DDP, in backward")
 
 
 class CollectivesOfDTensor(TorchDispatchMode):
-    """Counts the collectives that DTensor starts, which are operators."""
+    """Counts the collectives that DTensor starts as operators, without a call of ProcessGroup from Python."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, (DTensor, CudaTensor)) for kind in types):
-            return NotImplemented  # torch makes plain operators of it, which come here, too.
+            return NotImplemented  # torch turns it into operators of plain tensors, which come here, too.
         name = func.__name__.partition(".")[0]
         if func.namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
-            SEEN.count(COLLECTIVE, f"{name.rstrip('_')} (C++)")
+            OBSERVED.count(COLLECTIVE, f"{name.rstrip('_')} (C++)")
         if kwargs is None:
             kwargs = {}
         return func(*args, **kwargs)
@@ -126,7 +132,7 @@ class Report:
         record = {
             "seconds": time.monotonic() - self.start,
             "memory": peak_memory,
-            "lines": [asdict(row) for row in SEEN.rows()],
+            "lines": [asdict(row) for row in OBSERVED.rows()],
         }
         self.part.write_text(json.dumps(record))
         self.part.replace(self.path)
@@ -139,8 +145,8 @@ def observe_gpu() -> None:
         if hasattr(GROUP, name):  # PyTorch 2.11 and 2.12 do not have all of them.
             count_calls(GROUP, name, partial(count_collective, name))
     count_calls(DistributedDataParallel, "forward", count_pass)
-    optimizer.register_optimizer_step_post_hook(SEEN.count_step)
-    CollectivesOfDTensor().__enter__()
+    optimizer.register_optimizer_step_post_hook(OBSERVED.count_step)
+    CollectivesOfDTensor().__enter__()  # It stays for the rest of the process.
 
 
 def main(folder: str, script: str, *flags: str) -> None:
@@ -153,9 +159,10 @@ def main(folder: str, script: str, *flags: str) -> None:
         report.write()
         exit_at_once(status)
 
-    os._exit = write_and_exit  # type: ignore[assignment]
+    os._exit = write_and_exit  # type: ignore[assignment]  # It would skip the finally below.
     stack = open(Path(folder, f"stack{rank}"), "w")  # It stays open while the rank runs.
-    faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)
+    faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)  # The signal asks where a rank hangs.
+    # Python would give a script that it starts these arguments and this path.
     sys.argv = [script, *flags]
     sys.path[0] = os.path.dirname(script)
     try:

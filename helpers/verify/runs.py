@@ -56,10 +56,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Runs scripts on so many ranks; their GPUs are real, or pretended in a rehearsal. Logs go to the folder.
+    """Runs scripts on so many ranks, on real GPUs or, in a rehearsal of the verification, on pretended ones.
 
-    Nothing runs longer than to the moment ``end``, of time.monotonic(). ``threads`` is what the user has set
-    OMP_NUM_THREADS to, if he has.
+    Logs go to the folder. Nothing runs longer than to the moment ``end``, of time.monotonic(). ``threads`` is what the
+    user has set OMP_NUM_THREADS to, if he has.
     """
 
     ranks: int
@@ -73,9 +73,9 @@ class Launcher:
         return shlex.join(["torchrun", f"--nproc-per-node={self.ranks}", script.name, *flags])
 
     def python(self, words: list[str], name: str, timeout: float, **variables: str) -> Finished:
-        """Run ``python words`` for at most so many seconds. Its output goes to logs of this name.
+        """Run ``python words`` for at most so many seconds, with these environment variables added.
 
-        Raises OutOfTime where all steps must end earlier.
+        Its output goes to logs of this name. Raises OutOfTime where all steps must end earlier.
         """
         left = self.end - ENDING - time.monotonic()
         if left <= 0:
@@ -121,26 +121,29 @@ class Launcher:
         counts = folder / "counts.json"  # A rehearsal writes it; the observer writes a file for each rank.
         pretended = kind == "rehearsed" or (self.rehearsal and kind != "gloo")
 
-        words = [str(script), *flags]
+        program = [str(script), *flags]
         if kind != "rehearsed":
-            words = [str(OBSERVER), str(folder), *words]
+            program = [str(OBSERVER), str(folder), *program]
         if pretended:
+            file, *arguments = program
             options = [f"--gpus={self.ranks}", f"--timeout={timeout:g}", f"--json={counts}"]
-            words = ["-m", "helpers", "rehearse", words[0], *options, "--", *words[1:]]
-            timeout += GRACE
+            words = ["-m", "helpers", "rehearse", file, *options, "--", *arguments]
+            limit = timeout + GRACE
         else:
-            words = ["-m", *TORCHRUN, f"--nproc-per-node={self.ranks}", *words]
+            words = ["-m", *TORCHRUN, f"--nproc-per-node={self.ranks}", *program]
+            limit = timeout
         variables = {"OMP_NUM_THREADS": self.threads or str(threads_of_a_rank(self.ranks, at_once))}
         if pretended or kind == "gloo":
             variables["CUDA_VISIBLE_DEVICES"] = ""
-        finished = self.python(words, name, timeout, **variables)
+        finished = self.python(words, name, limit, **variables)
 
+        records = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
         seconds = 0.0
         lines: list[dict[str, Any]] = []
-        records = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
         if records:
-            seconds = records[0]["seconds"]
-            lines = records[0]["lines"]
+            rank_0 = records[0]
+            seconds = rank_0["seconds"]
+            lines = rank_0["lines"]
         if kind == "rehearsed" and counts.exists():
             lines = json.loads(counts.read_text())["lines"]
         return Run(
@@ -187,17 +190,18 @@ def trouble_of(finished: Finished, folder: Path) -> str:
 
 
 def cause(errors: str) -> str:
-    """The line of a standard error that says why a program failed."""
+    """The line of a standard error that says why a program failed: its last exception, or signal, or last line."""
     lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in errors.splitlines()]
-    exceptions = [
-        line
-        for line in lines
-        if re.match(r"(\S+:\d+: )?[\w.]*(Error|Exception)\b", line) and "ChildFailedError" not in line
-    ]
+    exceptions = []
+    for line in lines:
+        is_exception = re.match(r"(\S+:\d+: )?[\w.]*(Error|Exception)\b", line)
+        # ChildFailedError is torchrun's own, which only says that a rank failed.
+        if is_exception and "ChildFailedError" not in line:
+            exceptions.append(line)
     signals = [line for line in lines if re.search(r"Signal \d+", line)]
-    for found in (exceptions, signals, lines):
-        if found:
-            return shortened(found[-1])
+    for candidates in (exceptions, signals, lines):
+        if candidates:
+            return shortened(candidates[-1])
     return "no message"
 
 

@@ -17,17 +17,18 @@ LAUNCH_SECONDS = 180  # The checks take about a minute.
 
 
 def chapter(launcher: Launcher, script: Path, facts: ScriptFacts, timeout: float) -> Step:
-    """A script on GPUs, on gloo and rehearsed, and what differed."""
+    """Run a script on GPUs, on gloo and rehearsed, at once if there are cores for it, and compare the three runs."""
     flags = facts.quick_flags.split()
     at_once = 1
     if (os.cpu_count() or 1) >= CORES_FOR_RUNS_AT_ONCE * launcher.ranks:
         at_once = len(KINDS)
     with ThreadPoolExecutor(at_once) as pool:
-        futures = [pool.submit(launcher.run, kind, script, flags, timeout, at_once) for kind in KINDS]
-    on_gpus, on_gloo, rehearsed = (future.result() for future in futures)
+        runs = [pool.submit(launcher.run, kind, script, flags, timeout, at_once) for kind in KINDS]
+    on_gpus, on_gloo, rehearsed = (run.result() for run in runs)
+
     counts = event_counts(on_gpus.lines)
     waits = sum(count.in_all for event, count in counts.items() if event.endswith(" waits"))
-    collectives = sum(count.in_all for count in counts.values()) - waits
+    collectives = sum(count.in_all for count in counts.values()) - waits  # All events are one or the other.
     return Step(
         differences=differences(on_gpus, on_gloo, rehearsed, facts.tolerance),
         summary=f"result as on gloo; {waits} waits and {collectives} collectives as rehearsed",
@@ -39,7 +40,7 @@ def chapter(launcher: Launcher, script: Path, facts: ScriptFacts, timeout: float
 
 
 def doctor(launcher: Launcher, gpus: int, timeout: float) -> Step:
-    """The doctor on all GPUs, in a rehearsal on gloo; a problem is a difference."""
+    """Run the doctor on all GPUs, in a rehearsal on gloo; a problem that it finds is a difference."""
     words = ["-m", "helpers", "doctor", f"--nproc={gpus}"]
     if launcher.rehearsal:
         words.append("--backend=gloo")
@@ -47,12 +48,15 @@ def doctor(launcher: Launcher, gpus: int, timeout: float) -> Step:
 
 
 def launch_checks(launcher: Launcher, checks: Path = LAUNCH_CHECKS, timeout: float = LAUNCH_SECONDS) -> Step:
-    """The checks that ranks of a cell use GPUs, of which the program prints a line each; one that fails differs."""
+    """Run the checks that ranks of a notebook's cell use GPUs; a check that fails is a difference."""
     return program(launcher, "launch on GPUs", [str(checks)], timeout, bad="FAILED", summary="all checks passed")
 
 
 def program(launcher: Launcher, name: str, words: list[str], timeout: float, bad: str, summary: str) -> Step:
-    """Run a program whose lines that begin with the word ``bad`` are differences. It has to end with 0."""
+    """Run ``python words``, a program that has to end with status 0 and prints a line for each thing it checks.
+
+    Lines that begin with the word ``bad`` are differences. ``summary`` is said where there is none.
+    """
     finished = launcher.python(words, name, timeout)
     lines = [line for line in finished.out.splitlines() if line.startswith(bad)]
     if finished.status is None:

@@ -73,8 +73,8 @@ def run(lie: Lie, chapter: str) -> Failure | None:
         if lie.changes_notebook:
             notebook.write_text(lie.tell(notebook.read_text()))
 
-        failure = Path(folder, "failure.json")
-        proof = Path(folder, "told")
+        failure = Path(folder, "failure.json")  # load/first_failure.py, a plugin of pytest, writes it
+        proof = Path(folder, "told")  # load/sitecustomize.py makes it in the process that imports the lie's module
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE / "load"), str(project)]),
@@ -157,6 +157,7 @@ def read_notebook(path: Path) -> nbformat.NotebookNode:
 
 
 def section_of(nb: nbformat.NotebookNode, cell_id: str) -> Section:
+    """The part of a notebook in which a cell is."""
     [position] = [index for index, cell in enumerate(nb.cells) if cell.id == cell_id]
     before = prose_of(nb.cells[:position])
     after = prose_of(nb.cells[position:])
@@ -204,7 +205,8 @@ def key(row: dict[str, str]) -> tuple[str, str]:
 
 def record(row: dict[str, str]) -> None:
     """Write a row to the record, in the order of the lies, and remove rows of lies that no longer exist."""
-    rows = {key(entry): entry for entry in [*read_record(), row]}
+    rows = {key(stored): stored for stored in read_record()}
+    rows[key(row)] = row
     order = [(lie.says, label(chapter)) for lie, chapter in PAIRS]
     with RECORD.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -216,21 +218,31 @@ def record(row: dict[str, str]) -> None:
 
 
 def tell(names: list[str], jobs: int) -> int:
-    """Tell these lies, record what the cells said, and print a line for each. Returns how many have a problem."""
-    problems = []
+    """Run the chapters of these lies, a few at a time, and record what the cells said.
+
+    Returns how many of the runs have a problem.
+    """
+    chosen = [(lie, chapter) for lie, chapter in PAIRS if lie.name in names]
+    lies_with_problem = []
     with ThreadPoolExecutor(jobs) as pool:
-        pending = {pool.submit(run, lie, chapter): (lie, chapter) for lie, chapter in PAIRS if lie.name in names}
-        for future in as_completed(pending):
-            lie, chapter = pending[future]
-            verdict = verdict_on(lie, chapter, future.result())
+        runs = {pool.submit(run, lie, chapter): (lie, chapter) for lie, chapter in chosen}
+        for finished in as_completed(runs):
+            lie, chapter = runs[finished]
+            verdict = verdict_on(lie, chapter, finished.result())
             record(verdict.row)
-            said = [verdict.row[column] for column in ("Cell", "By", "What the cell said")]
-            print(f"{lie.name}, chapter {chapter}: {' '.join(said)}", flush=True)
+            show(lie, chapter, verdict)
             if verdict.problem:
-                print(f"  {verdict.problem}", flush=True)
-                problems.append(lie.name)
-    print(f"{len(pending)} told, {len(problems)} bad: {', '.join(problems)}")
-    return len(problems)
+                lies_with_problem.append(lie.name)
+    print(f"{len(chosen)} told, {len(lies_with_problem)} bad: {', '.join(lies_with_problem)}")
+    return len(lies_with_problem)
+
+
+def show(lie: Lie, chapter: str, verdict: Verdict) -> None:
+    """Print in one line what the cell said, and the problem, if there is one, in a second."""
+    said = [verdict.row[column] for column in ("Cell", "By", "What the cell said")]
+    print(f"{lie.name}, chapter {chapter}: {' '.join(said)}", flush=True)
+    if verdict.problem:
+        print(f"  {verdict.problem}", flush=True)
 
 
 def main() -> int:
@@ -241,7 +253,8 @@ def main() -> int:
     for name in options.names:
         if name not in LIES:
             parser.error(f"there is no lie {name}; the lies are {', '.join(LIES)}")
-    return int(tell(options.names or list(LIES), options.jobs) > 0)
+    problems = tell(options.names or list(LIES), options.jobs)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

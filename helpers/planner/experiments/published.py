@@ -8,7 +8,7 @@ import csv
 import inspect
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -39,7 +39,11 @@ def states_difference(parameters: float, ranks: int, ranks_after: int) -> float:
 
 
 def deepspeed(parameters: float, ranks: int, offload: str = "") -> float:
-    """Bytes on a GPU under ZeRO-2 by DeepSpeed (deepspeed/runtime/zero, estimate_zero2_model_states_mem_needs)."""
+    """Bytes on a GPU under ZeRO-2 by DeepSpeed's estimate, whose formula this is.
+
+    The estimate is estimate_zero2_model_states_mem_needs of deepspeed/runtime/zero. Parameters and gradients have 2
+    bytes each on every GPU, and the ranks share 16 bytes; with offload only the parameters are on the GPU.
+    """
     if offload:
         return 2 * parameters
     return 4 * parameters + 16 * parameters / ranks
@@ -66,16 +70,18 @@ def utilization(
 def days(
     tokens: float, gpus: int, tflops: float, model: Model | None = None, parameters: float = 0, recompute: str = "none"
 ) -> float:
-    """Days of training: by the model's count of FLOPs, or without a model by the number of parameters.
+    """Days of training on GPUs that each reach a speed, ``tflops`` in FLOP/s.
 
-    8TP with full recomputation, 6TP without (Narayanan et al. 2021, equation 4).
+    FLOPs are counted from the model, or without one from the number of parameters P: 8TP for T tokens with full
+    recomputation, 6TP without (Narayanan et al. 2021, equation 4).
     """
     if model:
         flops = model.flops_per_token("gemm", recompute) * tokens
     else:
-        per_parameter = 8 if recompute == "full" else 6
-        flops = per_parameter * parameters * tokens
-    return flops / (gpus * tflops) / 86400
+        per_parameter_and_token = 8 if recompute == "full" else 6
+        flops = per_parameter_and_token * parameters * tokens
+    seconds = flops / (gpus * tflops)
+    return seconds / 86400
 
 
 def busbw(collective: str, ranks: int, bytes: float, seconds: float) -> float:
@@ -108,7 +114,7 @@ QUANTITIES: dict[str, Callable[..., float]] = {
 
 @dataclass(frozen=True)
 class Relation:
-    """A row that has all of these columns must satisfy: product of factors / divisor = result."""
+    """What a row's columns must satisfy if it has all of these: the product of factors / divisor is the result."""
 
     factors: tuple[str, ...]
     result: str
@@ -123,6 +129,17 @@ class Relation:
     def words(self) -> str:
         product = " x ".join(self.factors)
         return f"{product} / {self.divisor}" if self.divisor else product
+
+    def tolerance(self, row: Mapping[str, Any]) -> Decimal:
+        """The relative difference that a row may have: 1 %, and half of the last published digit of each number."""
+        if self.exact:
+            return Decimal(0)
+        tolerance = Decimal("0.01")
+        for column in self.columns:
+            number = row[column]
+            if isinstance(number, Decimal) and column != "peak":  # A data sheet's peak is not rounded.
+                tolerance += half_unit(number) / number
+        return tolerance
 
 
 SHAPE = "the model's shape"  # the parameters that it makes, a column that every row with a model gets
@@ -139,7 +156,7 @@ RELATIONS = (
 
 
 def contradictions(row: dict[str, Any]) -> list[str]:
-    """What disagrees in a row's own columns by more than 1 % and the digits with which these were published.
+    """Say in a line each which of a row's columns disagree by more than their rounding explains.
 
     row: {column: number}; those with a decimal point as Decimal, because their last digit may be rounded.
     """
@@ -154,14 +171,7 @@ def contradictions(row: dict[str, Any]) -> list[str]:
         if relation.divisor:
             left /= Decimal(row[relation.divisor])
         right = Decimal(row[relation.result])
-        slack = Decimal(0)
-        if not relation.exact:
-            slack = Decimal("0.01")
-            for column in relation.columns:
-                number = row[column]
-                if isinstance(number, Decimal) and column != "peak":  # A data sheet's peak is not rounded.
-                    slack += half_unit(number) / number
-        if abs(left / right - 1) > slack:
+        if abs(left / right - 1) > relation.tolerance(row):
             wrong.append(f"{relation.words} and {relation.result} are {float(left):.6g} and {float(right):.6g}")
     return wrong
 

@@ -20,11 +20,12 @@ from helpers.planner.step_time import COVERAGE, Constants, StepWork, count_work,
 
 MEASURED = Path(__file__).parents[3] / "book" / "recorded" / "vtrain.csv"
 MEGATRON = Conventions(states="zero")  # gradients are summed in 16 bits
-# Where the fit starts, and what pulls it back: the standard deviation of each constant's logarithm. in_node was
-# measured: 234.89 GB/s of 300, an all-reduce of 16 GiB on 8 A100s. The others are wide.
+# Where the fit starts, and near to which it stays. in_node was measured: an all-reduce of 16 GiB on 8 A100s reached
+# 234.89 of 300 GB/s.
 PRIOR = Constants(matmul=0.75, memory=0.8, in_node=0.78, between=0.75, launch=0.001)
+# How near: the standard deviation of each constant's logarithm. Only in_node's is narrow.
 WIDTH = Constants(matmul=0.15, memory=0.15, in_node=0.05, between=0.25, launch=1.0)
-NOISE = 0.08  # of a measured step, as a share. A step that is off by more counts less, so that no outlier leads.
+NOISE = 0.08  # the standard deviation of log(predicted / measured): a step is usually off by some 8 %
 
 
 @dataclass(frozen=True)
@@ -80,22 +81,25 @@ def step_of(row: dict[str, str]) -> Step:
 
 
 def fit(steps: Sequence[Step]) -> Constants:
-    """The Constants that fit measured steps: least squares of log(predicted / measured), pulled to PRIOR.
+    """Find the Constants whose predictions are nearest to measured steps and which stay near to PRIOR. Deterministic.
 
-    On the constants' logarithms. A step that is off by much more than NOISE counts by its distance, not its square
-    (pseudo-Huber). Deterministic.
+    It is a least-squares fit of log(predicted / measured), in units of NOISE, and of the logarithms of the constants,
+    as distances from PRIOR in units of WIDTH. Logarithms make a factor of 1.1 up as bad as one down, and keep the
+    constants positive.
     """
-    start = np.log(astuple(PRIOR))
+    prior = np.log(astuple(PRIOR))
     width = np.array(astuple(WIDTH))
 
-    def residuals(logs: np.ndarray) -> np.ndarray:
-        constants = Constants(*np.exp(logs))
-        off = np.array([step.log_error(constants) for step in steps]) / NOISE
-        robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1))
-        return np.concatenate([robust, (logs - start) / width])
+    def residuals(log_constants: np.ndarray) -> np.ndarray:
+        constants = Constants(*np.exp(log_constants))
+        errors = np.array([step.log_error(constants) for step in steps]) / NOISE
+        # The pseudo-Huber loss: beyond NOISE an error counts by its size and no longer by its square, so that a few
+        # outliers do not lead. least_squares takes the square of what is returned, so this is the loss's root.
+        robust_errors = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
+        return np.concatenate([robust_errors, (log_constants - prior) / width])
 
-    logs = least_squares(residuals, start, xtol=1e-12, ftol=1e-14).x
-    return Constants(*np.exp(logs).tolist())
+    log_constants = least_squares(residuals, prior, xtol=1e-12, ftol=1e-14).x
+    return Constants(*np.exp(log_constants).tolist())
 
 
 @dataclass(frozen=True)
@@ -104,33 +108,38 @@ class LeftOut:
 
     size: str
     gpus: int
-    steps: int
-    error: float  # mean of |predicted / measured - 1|
-    picked: float  # seconds of the layout that is predicted to be fastest, beside the fastest measured: 1 is best
-    logs: list[float]  # log(predicted / measured)
+    steps: int  # how many were measured
+    error: float  # the mean of |predicted / measured - 1|
+    # How good the planner's choice is: the measured seconds of the layout that is predicted to be the fastest, divided
+    # by the seconds of the layout that was measured to be the fastest. 1 is best.
+    picked: float
+    logs: list[float]  # log(predicted / measured) of each step
 
 
 def left_out(steps: Sequence[Step] = ()) -> list[LeftOut]:
-    """Each model size, left out. In vTrain's file each size has one number of GPUs: they are left out together."""
+    """Leave out each model size in turn, fit the constants on the others, and predict its steps with these.
+
+    In vTrain's file each size has one number of GPUs, so a number of GPUs is left out with its size.
+    """
     steps = steps or measured()
-    sizes = []
+    results = []
     for size in dict.fromkeys(step.model.name for step in steps):
         left = [step for step in steps if step.model.name == size]
         constants = fit([step for step in steps if step.model.name != size])
-        logs = np.array([step.log_error(constants) for step in left])
+        log_errors = np.array([step.log_error(constants) for step in left])
         seconds = np.array([step.seconds for step in left])
-        predicted = np.exp(logs) * seconds
-        sizes.append(
+        predicted = np.exp(log_errors) * seconds
+        results.append(
             LeftOut(
                 size=size,
                 gpus=left[0].layout.gpus,
                 steps=len(left),
-                error=float(np.abs(np.expm1(logs)).mean()),
+                error=float(np.abs(np.expm1(log_errors)).mean()),
                 picked=float(seconds[predicted.argmin()] / seconds.min()),
-                logs=logs.tolist(),
+                logs=log_errors.tolist(),
             )
         )
-    return sizes
+    return results
 
 
 def mean_error(sizes: Sequence[LeftOut]) -> float:
@@ -139,19 +148,20 @@ def mean_error(sizes: Sequence[LeftOut]) -> float:
 
 
 def interval_factor(sizes: Sequence[LeftOut]) -> float:
-    """The factor within which COVERAGE of the left-out predictions lie: FACTOR."""
+    """The factor by which at most COVERAGE of the left-out predictions are off: INTERVAL_FACTOR of step_time.py."""
     logs = np.concatenate([size.logs for size in sizes])
     return float(np.exp(np.quantile(np.abs(logs), COVERAGE)))
 
 
 def coverage() -> float:
-    """The share of steps inside an interval whose factor was found without their model size, as were the constants.
+    """The share of measured steps inside an interval that was predicted without any step of their model size.
 
-    For each size the factor comes from the other sizes alone, each predicted by a fit that saw neither.
+    For each size, both the constants and the interval's factor come from the other sizes alone. The factor is that of
+    predictions of these other sizes, each by a fit that saw neither it nor the size in question.
     """
     inside = 0
     for size in left_out():
-        seen = [step for step in measured() if step.model.name != size.size]
-        limit = np.log(interval_factor(left_out(seen)))
-        inside += sum(abs(log) <= limit for log in size.logs)
+        other_steps = [step for step in measured() if step.model.name != size.size]
+        log_factor = np.log(interval_factor(left_out(other_steps)))
+        inside += sum(abs(log) <= log_factor for log in size.logs)
     return inside / len(measured())

@@ -20,35 +20,36 @@ def slowest(seconds: float, device: torch.device) -> float:
 
 
 def bus_bandwidth(device: torch.device) -> Iterator[Figure]:
-    """GB/s by size, as nccl-tests defines them.
+    """Yields the bus bandwidth of all-reduces of growing size in GB/s, as nccl-tests defines it.
 
     An all-reduce of S bytes among N ranks that takes t seconds has the bus bandwidth S/t · 2(N - 1)/N: what each link
     carries, whatever N is (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
     """
     start_group(device, alone=False)
     ranks = dist.get_world_size()
-    largest = MESSAGE
+    smallest_size = 1 << 10  # bytes
+    largest_size = MESSAGE
     if device.type == "cpu":
-        largest = 1 << 14
-    size = 1 << 10
-    while size <= largest:
-        x = torch.zeros(size // 4, device=device)
+        largest_size = 1 << 14
+    size = smallest_size
+    while size <= largest_size:
+        x = torch.zeros(size // 4, device=device)  # float32: 4 bytes a number
         seconds = slowest(seconds_of(partial(dist.all_reduce, x), device), device)
-        if size == 1 << 10:
+        if size == smallest_size:
             yield Figure(f"{all_reduce_name(size)}, time", 1e6 * seconds, "us")
         yield Figure(all_reduce_name(size), size / seconds * 2 * (ranks - 1) / ranks / 1e9, "GB/s")
         size *= 4
 
 
 def overlap(device: torch.device) -> Iterator[Figure]:
-    """Time of matrix products, of an all-reduce, of both at once, and of an all-reduce to which a rank comes late."""
+    """Yields how much of an all-reduce hides behind matrix products, and how long a rank waits for a late one."""
     start_group(device, alone=False)
-    size = 8192
+    matrix_size = 8192
     numbers = 1 << 26
     if device.type == "cpu":
-        size = 128
+        matrix_size = 128
         numbers = 1 << 12
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    a = torch.randn(matrix_size, matrix_size, device=device, dtype=torch.bfloat16)
     message = torch.zeros(numbers, device=device)
 
     def products() -> None:
@@ -60,16 +61,23 @@ def overlap(device: torch.device) -> Iterator[Figure]:
         products()
         work.wait()
 
-    alone = slowest(seconds_of(products, device), device)
-    communication = slowest(seconds_of(lambda: dist.all_reduce(message), device), device)
+    products_alone = slowest(seconds_of(products, device), device)
+    all_reduce_alone = slowest(seconds_of(lambda: dist.all_reduce(message), device), device)
     together = slowest(seconds_of(both, device), device)
-    yield Figure("matrix products alone", 1e3 * alone, "ms")
-    yield Figure("all-reduce alone", 1e3 * communication, "ms")
+    yield Figure("matrix products alone", 1e3 * products_alone, "ms")
+    yield Figure("all-reduce alone", 1e3 * all_reduce_alone, "ms")
     yield Figure("both at once", 1e3 * together, "ms")
-    hidden = (alone + communication - together) / min(alone, communication)
+    # One after the other they would take the sum, so what is missing from it ran at the same time. That can be at most
+    # the shorter of the two.
+    seconds_at_once = products_alone + all_reduce_alone - together
+    hidden = seconds_at_once / min(products_alone, all_reduce_alone)
     yield Figure("of the shorter one, hidden", 100 * hidden, "%")
+    yield from late_rank(message, device)
 
-    late_by = 0.1
+
+def late_rank(message: torch.Tensor, device: torch.device) -> Iterator[Figure]:
+    """Let the last rank come late to an all-reduce; yields when the call returns on this rank, and when it is done."""
+    late_by = 0.1  # seconds
     dist.barrier()
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(late_by)

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from helpers.ranks import processes
@@ -140,30 +141,38 @@ def shortened(output: str) -> str:
     return f"{output[:BEGINNING]}\n...\n{output[-END:]}"
 
 
+@dataclass(frozen=True)
+class StartedRank:
+    """A rank of a mistake's program, and the file that it prints to."""
+
+    mistake: Mistake
+    process: psutil.Process
+    log: Path
+
+
 def run_all(mistakes: Sequence[Mistake], limit: float) -> dict[str, str]:
-    """{name: what its ranks printed}, of programs that run at once and are killed after so many seconds."""
-    ranks = []
-    logs: list[Path] = []
-    mistake_of_rank = []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
+    """Run all programs at once, and kill them after so many seconds: {name: what its ranks printed}."""
+    ranks: list[StartedRank] = []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as held:  # held until the programs have ended
         for mistake in mistakes:
             port = held.enter_context(hold_port())
             for rank in range(mistake.ranks):
-                logs.append(Path(folder, str(len(logs))))
-                log = held.enter_context(logs[-1].open("w"))
+                path = Path(folder, str(len(ranks)))
+                log = held.enter_context(path.open("w"))
                 command = [sys.executable, "-c", PROGRAM.format(code=mistake.code)]
                 environment = {**os.environ, **variables(rank, mistake.ranks, port)}
-                ranks.append(
-                    processes.start(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-                )
-                mistake_of_rank.append(mistake)
-        statuses = processes.wait(ranks, limit)
-        processes.end(ranks, grace=0)
+                process = processes.start(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                ranks.append(StartedRank(mistake, process, path))
+        started = [rank.process for rank in ranks]
+        statuses = processes.wait(started, limit)
+        processes.end(started, grace=0)
+
         outputs = {mistake.name: "" for mistake in mistakes}
-        for number, mistake in enumerate(mistake_of_rank):
+        for number, started_rank in enumerate(ranks):
+            name = started_rank.mistake.name
             if number not in statuses:
-                outputs[mistake.name] += f"(killed after {limit} s)\n"
-            outputs[mistake.name] += logs[number].read_text("utf-8", "replace")
+                outputs[name] += f"(killed after {limit} s)\n"
+            outputs[name] += started_rank.log.read_text("utf-8", "replace")
     return outputs
 
 

@@ -47,16 +47,18 @@ def describe(item: Any, error: Exception) -> tuple[str, str]:
 
 
 def describe_exception(name: str, value: str, traceback: str, source: str) -> tuple[str, str]:
-    """As ``describe``, of an exception that a cell with this source raised."""
+    """(kind, what the cell said), as from ``describe``, of an exception that a cell with this source raised."""
     text = f"{name}: {value}"
     lie = os.environ["WORLD_SIZE_ONE_LIE"]
-    from_the_lie = "lies.py" in traceback or "lies.py" in value or f"{lie}." in value
-    if name in ("ImportError", "NameError") or (from_the_lie and re.search(FAULT, text)):
+    is_from_the_lie = "lies.py" in traceback or "lies.py" in value or f"{lie}." in value
+    # Such an error says that the lie itself is wrong: it uses what does not exist.
+    if name in ("ImportError", "NameError") or (is_from_the_lie and re.search(FAULT, text)):
         return "fault", text
     if name == "AssertionError":
         lines = re.findall(r"^-+> *\d+ (.*)$", traceback, re.MULTILINE)  # IPython's arrows
         if lines:
-            value = assert_with_line(source, lines[-1].strip())
+            innermost_line = lines[-1].strip()
+            return "assert", assert_with_line(source, innermost_line)
         return "assert", value
     if name == "RankError" and ": AssertionError" in value:
         return "assert", text
