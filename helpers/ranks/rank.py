@@ -166,12 +166,7 @@ def run(rank: int, call: Call, all_have_met: Callable[[], None]) -> bytes:
 
     share_cores(call.world_size)
     dist.set_debug_level_from_env()  # torch read the variable in the forkserver, before it had its value
-    # A forked rank has the forkserver's random state, so without a seed of their own all ranks would draw the same
-    # numbers. Under torchrun they differ. Python's random module takes care of that itself.
-    torch.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy:
-        numpy.random.seed()
+    draw_own_numbers()
     device = None
     if call.backend == "nccl":
         local_rank = int(os.environ["LOCAL_RANK"])
@@ -209,6 +204,19 @@ def run(rank: int, call: Call, all_have_met: Callable[[], None]) -> bytes:
             f"the result, a {type(result).__name__}, cannot be sent back ({error}).\n"
             "Return tensors, arrays or plain objects."
         ) from None
+
+
+def draw_own_numbers() -> None:
+    """Seed this forked rank at random, because with its parent's random state all ranks would draw the same numbers.
+
+    Under torchrun they differ. Python's random module takes care of that itself.
+    """
+    import torch
+
+    torch.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy:
+        numpy.random.seed()
 
 
 def share_cores(world_size: int) -> None:

@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 
 from helpers.counts import COUNTS
-from helpers.ranks.rank import TORCHRUN_VARIABLES, rank_variables
+from helpers.ranks.rank import TORCHRUN_VARIABLES, draw_own_numbers, rank_variables
 from helpers.rehearsal import devices, events, gpus, mistakes, nccl, placement, report, wrappers
 from helpers.rehearsal.devices import Node
 
@@ -34,10 +34,7 @@ def prepare_process() -> None:
     if os.environ.get("PYTHONPATH"):
         paths.insert(0, os.environ["PYTHONPATH"])
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    numpy = sys.modules.get("numpy")
-    if numpy:
-        numpy.random.seed()  # otherwise all ranks would draw the same numbers
-    torch.seed()  # likewise
+    draw_own_numbers()
     Node.random_seed = torch.initial_seed() % 2**63
 
 

@@ -77,11 +77,13 @@ def sgd(model, lr=0.1):
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def train(model, optimizer, steps=STEPS, batch=own_batch):
+def train(model, optimizer, steps=STEPS, batch=own_batch, after_backward=None):
     for _ in range(steps):
         inputs, targets = batch()
         optimizer.zero_grad()
         F.mse_loss(model(inputs), targets).backward()
+        if after_backward is not None:
+            after_backward(model)
         optimizer.step()
 
 
@@ -169,13 +171,7 @@ def batches_drawn_with_one_seed(wrong):
         return data[starts], data[starts]
 
     model = network()
-    optimizer = sgd(model)
-    for _ in range(STEPS):
-        inputs, targets = draw()
-        optimizer.zero_grad()
-        F.mse_loss(model(inputs), targets).backward()
-        average_gradients(model)
-        optimizer.step()
+    train(model, sgd(model), batch=draw, after_backward=average_gradients)
 
 
 @mistake("same_order")
@@ -273,13 +269,7 @@ def a_replicated_weight_with_a_partial_gradient(wrong):
 def weights_that_nobody_broadcast(wrong):
     torch.manual_seed(dist.get_rank() if wrong else 0)
     model = nn.Linear(8, 8, device=DEVICE)
-    optimizer = sgd(model)
-    for _ in range(STEPS):
-        inputs, targets = own_batch()
-        optimizer.zero_grad()
-        F.mse_loss(model(inputs), targets).backward()
-        average_gradients(model)
-        optimizer.step()
+    train(model, sgd(model), after_backward=average_gradients)
 
 
 @mistake("different_start")
