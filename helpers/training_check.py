@@ -649,9 +649,9 @@ class Patches:
     def replace(self, owner: Any, name: str, call: Any) -> None:
         """Put a function in the place of ``owner.name``, until ``remove``."""
         original = getattr(owner, name)
-        inherited = isinstance(owner, type) and name not in vars(owner)
+        is_inherited = isinstance(owner, type) and name not in vars(owner)
         setattr(owner, name, call)
-        if inherited:
+        if is_inherited:  # without its own attribute, the class has its parent's again
             self.undo.append(lambda: delattr(owner, name))
         else:
             self.undo.append(lambda: setattr(owner, name, original))
@@ -669,7 +669,8 @@ class Patches:
 
     def remove(self) -> None:
         while self.undo:
-            self.undo.pop()()
+            restore = self.undo.pop()
+            restore()
 
 
 class LoaderObserver:
@@ -729,13 +730,15 @@ class LoaderObserver:
         patches.replace(_MapDatasetFetcher, "fetch", fetch)
 
     def begin_epoch(self, iterator: Any, loader: Any) -> None:
+        """Note what the loader and its sampler say of the epoch that begins."""
         if loader not in self.loaders:
             self.loaders[loader] = next(self.next_numbers)
-        sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
-        divided = isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
-        stream = isinstance(loader.dataset, IterableDataset)
+        sampler = loader.sampler
+        if loader.batch_sampler is not None:
+            sampler = getattr(loader.batch_sampler, "sampler", None)
+        is_stream = isinstance(loader.dataset, IterableDataset)
         samples = 0
-        if not stream and hasattr(loader.dataset, "__len__"):
+        if not is_stream and hasattr(loader.dataset, "__len__"):
             samples = len(loader.dataset)
         padded_length = 0
         if isinstance(sampler, DistributedSampler) and not sampler.drop_last and sampler.total_size != samples:
@@ -746,7 +749,7 @@ class LoaderObserver:
             dataset=dataset_checksum(loader.dataset),
             samples=samples,
             sampler=type(sampler).__name__,
-            divided=divided,
+            divided=isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1,
             shuffled=bool(getattr(sampler, "shuffle", False)),
             sampler_epoch=getattr(sampler, "epoch", -1),
             padded_length=padded_length,
@@ -754,7 +757,7 @@ class LoaderObserver:
         )
         self.epochs[iterator] = epoch
         self.record.epochs.append(epoch)
-        if stream and loader.num_workers > 1:
+        if is_stream and loader.num_workers > 1:
             self.streams[iterator] = []
 
     def forget_epoch(self, iterator: Any, *args: Any, **kwargs: Any) -> None:
@@ -1969,15 +1972,8 @@ def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
     """Replicas of DDP or of a DTensor that differ. They have to begin equal, and each step has to leave them equal."""
     if not equal(record.device for record in records):
         return []  # GPUs of two kinds may round differently
-    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}  # {(a model, the ranks of replicas): parameters' keys}
-    for record in records:
-        for key, parameter in record.parameters.items():
-            if len(parameter.replicas) > 1:
-                keys = groups.setdefault((parameter.model, parameter.replicas), [])
-                if key not in keys:
-                    keys.append(key)
     findings = []
-    for (model, ranks), keys in groups.items():
+    for (model, ranks), keys in replicated_parameters(records).items():
         holders = [record for record in records if record.rank in ranks and keys[0] in record.parameters]
         if len(holders) < 2 or left_out_steps(model, holders):
             continue
@@ -1988,11 +1984,24 @@ def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
             sentence = f"{names_of(different)} differ on {listed(ranks)} before the first step."
             findings.append(finding("different_start", place, ranks, sentence))
         elif holders[0].parameters[keys[0]].kind == "DDP":
+            # A script that sends weights or gradients itself may mean its replicas to differ for some steps.
             if not any(record.sent_large for record in holders):
                 findings += explain_drift(model, ranks, keys, holders)
         else:
             findings += find_gradients_that_differ(ranks, keys, holders)
     return findings
+
+
+def replicated_parameters(records: Sequence[Record]) -> dict[tuple[str, tuple[int, ...]], list[str]]:
+    """{(a model, the ranks that hold replicas): the keys of the parameters of which they hold them}."""
+    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for record in records:
+        for key, parameter in record.parameters.items():
+            if len(parameter.replicas) > 1:
+                keys = groups.setdefault((parameter.model, parameter.replicas), [])
+                if key not in keys:
+                    keys.append(key)
+    return groups
 
 
 def explain_drift(model: str, ranks: tuple[int, ...], keys: list[str], holders: Sequence[Record]) -> list[Finding]:
@@ -2011,23 +2020,31 @@ def explain_drift(model: str, ranks: tuple[int, ...], keys: list[str], holders: 
     if not different:
         return []
     for steps in suspects:
-        for step in steps:
-            calls = step.calls[model]
-            if calls.not_synchronized is not None:
-                sentence = "The last call before optimizer.step() is inside no_sync: its gradients stay on their rank."
-                return [finding("not_synchronized", calls.not_synchronized, ranks, sentence)]
-            if calls.around is not None and not calls.synchronized:
-                sentence = "The module inside DDP is called here, not DDP: no gradient is averaged before the step."
-                return [finding("around_the_wrapper", calls.around, ranks, sentence)]
-        if not equal(step.rates for step in steps):
-            rates = " and ".join(dict.fromkeys(f"{step.rates[0]:g}" for step in steps if step.rates))
-            sentence = f"From step {steps[0].number} on, replicas use different learning rates: {rates}."
-            return [finding("different_rates", steps[0].place, ranks, sentence)]
+        reason = reason_to_drift(model, ranks, steps)
+        if reason is not None:
+            return [reason]
     step = suspects[-1][0]
     sentence = (
         f"{names_of(different)} differ on {listed(ranks)} after step {step.number}, although DDP made them equal."
     )
     return [finding("drift", step.place, ranks, sentence)]
+
+
+def reason_to_drift(model: str, ranks: tuple[int, ...], steps: Sequence[Step]) -> Finding | None:
+    """The mistake before one step after which DDP's replicas differ, or None. ``steps`` are the ranks' notes of it."""
+    for step in steps:
+        calls = step.calls[model]
+        if calls.not_synchronized is not None:
+            sentence = "The last call before optimizer.step() is inside no_sync: its gradients stay on their rank."
+            return finding("not_synchronized", calls.not_synchronized, ranks, sentence)
+        if calls.around is not None and not calls.synchronized:
+            sentence = "The module inside DDP is called here, not DDP: no gradient is averaged before the step."
+            return finding("around_the_wrapper", calls.around, ranks, sentence)
+    if equal(step.rates for step in steps):
+        return None
+    rates = " and ".join(dict.fromkeys(f"{step.rates[0]:g}" for step in steps if step.rates))
+    sentence = f"From step {steps[0].number} on, replicas use different learning rates: {rates}."
+    return finding("different_rates", steps[0].place, ranks, sentence)
 
 
 def find_gradients_that_differ(ranks: tuple[int, ...], keys: list[str], holders: Sequence[Record]) -> list[Finding]:
