@@ -211,15 +211,15 @@ def perform(original: Callable[..., Any], name: str, group: Any, nccl: Pretended
     args = unwrap(args)
     if name not in SAME_SHAPES and not divides_rows(name, args):
         args = map_tensors(args, flattened)
+    # The first argument of both is the output, and the second is the input. An all_gather's input is a list of one.
+    outputs = tensors_in(args[:1])
     if name == "alltoall":
-        outputs, inputs, *_ = args
+        inputs = args[1]
         return all_to_all_of_lists(nccl, outputs, inputs)
-    if name == "allgather":
-        output_lists, inputs, *_ = args  # of one list and one tensor: there is one GPU in a process
-        outputs = tensors_in(output_lists)
-        if len({tensor.numel() for tensor in outputs}) > 1:
-            # An all_gather is an all_to_all in which a rank sends its input to all.
-            return all_to_all_of_lists(nccl, outputs, inputs * nccl.group_size)
+    if name == "allgather" and len({tensor.numel() for tensor in outputs}) > 1:
+        # An all_gather is an all_to_all in which a rank sends the same tensor to all.
+        input_for_each_rank = args[1] * nccl.group_size
+        return all_to_all_of_lists(nccl, outputs, input_for_each_rank)
     return original(group, *args, **unwrap(kwargs))
 
 
@@ -230,8 +230,8 @@ def divides_rows(name: str, args: Sequence[Any]) -> bool:
     """
     if name not in ("alltoall_base", "all_to_all_single"):
         return False
-    lists_of_rows = args[2:4]
-    return any(lists_of_rows)
+    rows_of_output_and_input = args[2:4]
+    return any(rows_of_output_and_input)
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
