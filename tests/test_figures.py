@@ -12,7 +12,7 @@ from matplotlib import pyplot
 from nbval.plugin import get_sanitize_patterns
 
 from helpers.figures import drawing
-from helpers.figures.ddp import bucket_map, ddp_overlap, exposed, overlap_schedule, replicas
+from helpers.figures.ddp import ddp_overlap, exposed, overlap_schedule, replicas
 from helpers.figures.drawing import RANK_COLORS, canvas, rank_color, show
 from helpers.figures.sliders import explore
 
@@ -44,7 +44,6 @@ def test_the_picture_of_the_three_places_has_the_ranks_colors():
 def every_figure():
     yield replicas()
     yield ddp_overlap(8, 16)
-    yield bucket_map([[("2.weight", 5120), ("2.bias", 40)], [("0.weight", 2**20)]])
     yield drawing.lines({0: [3, 2, 1], "plain": [1, 2, 3]}, [1, 2, 3], "step", "loss")
     yield drawing.bars({"fp32": 4.0, "fp16": 2.0}, "megabytes")
     yield drawing.timeline({rank: [("compute", 0, 3, ""), ("network", 2, 4, "")] for rank in (0, 1)}, "time (ms)")

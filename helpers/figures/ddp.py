@@ -1,4 +1,4 @@
-"""Chapter 4's figures: what DDP is, when a step computes and when it waits, and which gradients share a bucket."""
+"""Chapter 4's figures: what DDP is, and when a step computes and when it waits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -234,32 +234,3 @@ def replicas() -> Figure:
 def arrow_down(ax: Axes, x: float, start: float, end: float) -> None:
     look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "color": INK, "linewidth": 1}
     ax.add_artist(FancyArrowPatch((x, start), (x, end), shrinkA=0, shrinkB=0, clip_on=False, **look))
-
-
-@style()
-def bucket_map(buckets: Sequence[Sequence[tuple[str, int]]]) -> Figure:
-    """A Figure of DDP's buckets, one below the other, in the order in which DDP reduces them.
-
-    A bucket is a list of (parameter's name, bytes). A parameter's box is as wide as it has bytes.
-    """
-    left = 92
-    width = 560  # of the largest bucket
-    gap = 4  # between two boxes
-    row_height = 38
-    min_box = 6  # a smaller box would not be seen
-    min_named_box = 60  # a name does not fit into a smaller one
-    largest = max(sum(size for _, size in bucket) for bucket in buckets)
-    fig, ax = canvas(left + width + 8, row_height * len(buckets) + 10)
-    for row, bucket in enumerate(buckets):
-        y = 6 + row_height * row
-        total = sum(size for _, size in bucket)
-        ax.text(0, y + 13, f"bucket {row}")
-        ax.text(0, y + 28, f"{total / 2**20:.2f} MiB", color=(INK, 0.7), fontsize=11)
-        x: float = left
-        for name, size in bucket:
-            box_width = max(min_box, (width - gap * len(bucket)) * size / largest)
-            boxes(ax, [(x, y, box_width, 28)], facecolor=(INK, 0.18), edgecolor=INK, linewidth=1)
-            if box_width > min_named_box:
-                ax.text(x + box_width / 2, y + 19, name, ha="center")
-            x += box_width + gap
-    return fig

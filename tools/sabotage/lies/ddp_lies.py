@@ -14,7 +14,7 @@ def ddp_without_its_first_broadcast(module: Any) -> None:
     replace(module, "_sync_module_states", nothing)
 
 
-@lie("04", "no_sync", module=DDP)
+@lie("04 04b", "no_sync", module=DDP)
 def no_sync_that_syncs(module: Any) -> None:
     """`no_sync` sends the gradients all the same."""
 
@@ -33,7 +33,7 @@ def ddp_adds_up_gradients(module: Any) -> None:
         return output
 
 
-@lie("04", "buffers|running", module=DDP)
+@lie("04b", "buffers|running", module=DDP)
 def ddp_never_copies_buffers(module: Any) -> None:
     """DDP does not copy rank 0's buffers before a forward."""
     replace(module.DistributedDataParallel, "_sync_buffers", nothing)
@@ -55,12 +55,12 @@ def ddp_first_bucket_is_as_large_as_the_others(module: Any) -> None:
 
 
 @lie("04", "order", notebook=True)
-def ranks_keep_their_own_order_of_buckets(text: str) -> str:
-    """In DDP by hand each rank lays its buckets out in the order of its own gradients."""
-    return swap(text, "dist.broadcast(order, src=0)", "order.clone()")
+def ranks_send_in_one_order(text: str) -> str:
+    """In DDP by hand rank 1 sends its buckets in rank 0's order, where it should send them in its own."""
+    return swap(text, "buckets.reverse()", "pass")
 
 
-@lie("04", "buffers", module=DDP)
+@lie("04b", "buffers", module=DDP)
 def ddp_does_not_copy_buffers_when_built(module: Any) -> None:
     """DDP does not copy rank 0's buffers when it is built."""
 
@@ -78,7 +78,7 @@ def clip_grad_norm_clips_at_twice_the_norm(module: Any) -> None:
         return original(parameters, 2 * max_norm, *inputs, **keywords)
 
 
-@lie("04", "Join|uneven", module="torch.distributed.algorithms.join")
+@lie("04b", "Join|uneven", module="torch.distributed.algorithms.join")
 def join_does_not_shadow(module: Any) -> None:
     """`Join` does not shadow the collectives of the ranks that still train."""
     replace(module.Join, "_get_num_nonjoined_procs", lambda self: 0)
@@ -87,22 +87,23 @@ def join_does_not_shadow(module: Any) -> None:
 @lie("04", "sampler|step count", notebook=True)
 def ranks_without_a_sampler_see_other_images(text: str) -> str:
     """Without a sampler, each rank takes other images than the others."""
-    return swap(text, "next(iter(DataLoader(train_set, 96)))", "next(iter(make_loader(train_set, 192, 0)))")
+    everything = r"next(iter(loaders[\"no sampler, batch size 96\"]))"
+    return swap(text, everything, "next(iter(make_loader(train_set, 192, 0)))")
 
 
-@lie("04", "inplace|two forwards", notebook=True)
+@lie("04b", "inplace|two forwards", notebook=True)
 def two_batches_are_not_joined(text: str) -> str:
     """Two batches that should be joined go through the DDP model one after the other."""
-    return swap(text, r"if how == \"joined\":", r"if how == \"never\":")
+    return swap(text, "model(torch.cat([real, fake])).chunk(2)", "model(real), model(fake)")
 
 
-@lie("04", "search|unused", notebook=True)
-def the_gradient_to_compare_with_is_searched_for_too(text: str) -> str:
-    """The DDP without a search for unused parameters searches, too."""
-    return swap(text, "(everyone, {}, 3)", "(everyone, {name: True}, 3)")
+@lie("04b", "search|unused", module=DDP)
+def ddp_never_searches(module: Any) -> None:
+    """DDP does not search for unused parameters, whatever `find_unused_parameters` says."""
+    build_with(module.DistributedDataParallel, find_unused_parameters=False)
 
 
-@lie("04", "reentrant", module="torch.utils.checkpoint")
+@lie("04b", "reentrant", module="torch.utils.checkpoint")
 def checkpointing_is_always_reentrant(module: Any) -> None:
     """`checkpoint` ignores `use_reentrant=False`."""
 
@@ -111,10 +112,54 @@ def checkpointing_is_always_reentrant(module: Any) -> None:
         return original(*inputs, **keywords | {"use_reentrant": True})
 
 
-@lie("04", "float16|fp16", module="torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+@lie("04b", "float16|fp16|half", module="torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
 def the_float16_hook_sends_float32(module: Any) -> None:
     """`fp16_compress_hook` sends float32, as DDP does without a hook."""
     replace(module, "fp16_compress_hook", module.allreduce_hook)
+
+
+@lie("04b", "SyncBatchNorm", module="torch.nn.modules.batchnorm")
+def batchnorms_are_not_converted(module: Any) -> None:
+    """`convert_sync_batchnorm` returns the model as it is."""
+    replace(module.SyncBatchNorm, "convert_sync_batchnorm", lambda model: model)
+
+
+@lie("04b", "method", module=DDP)
+def ddp_hands_on_methods(module: Any) -> None:
+    """A method of the model can be called on the DDP object."""
+
+    @instead_of(module.DistributedDataParallel, "__getattr__")
+    def __getattr__(true: Any, self: Any, name: str) -> Any:
+        if name == "loss":
+            return self.module.loss
+        return true(self, name)
+
+
+@lie("04b", "view", module=DDP)
+def gradients_are_never_views(module: Any) -> None:
+    """DDP keeps the gradients apart from its buckets, whatever `gradient_as_bucket_view` says."""
+    build_with(module.DistributedDataParallel, gradient_as_bucket_view=False)
+
+
+@lie("04b", "EMA|AveragedModel", module="torch.optim.swa_utils")
+def the_average_is_the_latest(module: Any) -> None:
+    """The exponential average of the weights is the latest weights, whatever its decay."""
+
+    @instead_of(module, "get_ema_multi_avg_fn")
+    def get_ema_multi_avg_fn(true: Any, decay: float) -> Any:
+        return true(0.0)
+
+
+@lie("04b", "[Gg]ather|contrastive", notebook=True)
+def gathered_features_have_their_own_gradient_only(text: str) -> str:
+    """The gradient of gathered features is that of this rank's loss alone."""
+    return swap(text, "dist.all_reduce(gradient)  # what all", "pass  # what all")
+
+
+@lie("04b", "each node|local rank", notebook=True)
+def rank_zero_prepares_for_each_node(text: str) -> str:
+    """Where rank 0 alone prepares, the other node has the data too."""
+    return swap(text, r"f\"rank 0 prepares, node {node}\"", r"f\"rank 0 prepares, node\"")
 
 
 # --- Automatic mixed precision

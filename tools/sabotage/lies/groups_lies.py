@@ -56,7 +56,7 @@ def launch_returns_results_backwards(module: Any) -> None:
         return original(*inputs, **keywords)[::-1]
 
 
-@lie("00 06c 02 03b 04", "hang|stands still|timeout|wait|never come", module=LAUNCH)
+@lie("00 06c 02 03b 04b", "hang|stands still|timeout|wait|never come", module=LAUNCH)
 def launch_forgives_a_hang(module: Any) -> None:
     """`launch` returns when a rank hangs, and says nothing."""
 
@@ -267,9 +267,9 @@ def receives_of_a_batch_are_turned_round(c10d: Any) -> None:
         return original([*operations[::-1]] if all(each.op is c10d.irecv for each in operations) else operations)
 
 
-@lie("02", "gaps", module=C10D)
-def broadcast_minds_gaps(c10d: Any) -> None:
-    """On gloo `broadcast` is right for a tensor with gaps, too."""
+@lie("02b", "contiguous", module=C10D)
+def broadcast_is_right_for_a_column(c10d: Any) -> None:
+    """On gloo `broadcast` is right for a non-contiguous tensor, too."""
 
     @instead_of(c10d, "broadcast")
     def broadcast(original: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
@@ -280,7 +280,7 @@ def broadcast_minds_gaps(c10d: Any) -> None:
         return work
 
 
-@lie("02", "reduce.scatter", module=C10D)
+@lie("02b", "reduce.scatter", module=C10D)
 def reduce_scatter_is_its_own_exchange(c10d: Any) -> None:
     """On gloo `reduce_scatter` is not an all-reduce: rank 0 gets the sum, and deals it out."""
 
