@@ -8,7 +8,8 @@ certain. The file needs PyTorch and the standard library alone, so a script can 
 
     torchrun --nproc-per-node=2 training_check.py train.py --flags-of-the-script
 
-First come the kinds of mistakes and the notes of a rank, then what observes a rank, then the rules that compare ranks.
+First come the kinds of mistakes and the notes of a rank, then what observes a rank, then the rules that compare ranks,
+and last ``check_training`` and the command. "The reader" is whoever reads the report: the author of the training.
 """
 
 import argparse
@@ -219,8 +220,18 @@ class Finding:
 
 
 def finding(kind: str, place: Place, ranks: Iterable[int], sentence: str) -> Finding:
+    """A finding of a kind, whose cure and page are added."""
     known = KINDS[kind]
-    return Finding(kind, place.file, place.line, tuple(sorted(ranks)), sentence, known.cure, known.page, known.is_note)
+    return Finding(
+        kind=kind,
+        file=place.file,
+        line=place.line,
+        ranks=tuple(sorted(ranks)),
+        sentence=sentence,
+        cure=known.cure,
+        page=known.page,
+        is_note=known.is_note,
+    )
 
 
 # --- the notes of a rank ----------------------------------------------------------------------------------------------
@@ -268,76 +279,88 @@ class Forward:
 class Calls:
     """How a wrapped model was called before a step. The counts run from the first step on."""
 
-    synchronizing: int  # calls in which this rank meets its peers
+    synchronizing: int  # calls of forward in which this rank communicates with its peers
     averaged: int  # backward passes that averaged the gradients
-    synchronized: bool = False  # since the last step
+    synchronized: bool = False  # whether a call since the last step was a synchronizing one
     not_synchronized: Place | None = None  # the last call before the step, if it was in no_sync
-    around: Place | None = None  # a call of the wrapped module itself
-    places: list[Place] = field(default_factory=list)  # of the synchronizing calls
+    around: Place | None = None  # a call of the wrapped module itself, past its wrapper
+    places: list[Place] = field(default_factory=list)  # the lines of the synchronizing calls
 
 
 @dataclass
 class Step:
-    """One step of an optimizer. ``weights`` and ``gradients`` are checksums by the parameter's key."""
+    """One step of an optimizer. The dictionaries from ``before`` on have the parameters' keys (see Record)."""
 
-    optimizer: int
-    number: int
+    optimizer: int  # which of the rank's optimizers, from 0
+    number: int  # which of the optimizer's steps, from 1
     place: Place
-    rates: tuple[float, ...]
-    settings: int
-    calls: dict[str, Calls]
-    before: dict[str, int] = field(default_factory=dict)
-    gradients: dict[str, int] = field(default_factory=dict)
-    gradient_means: dict[str, float] = field(default_factory=dict)
-    after: dict[str, int] = field(default_factory=dict)
+    rates: tuple[float, ...]  # the learning rate of each group of parameters
+    settings: int  # a checksum of the optimizer's other settings
+    calls: dict[str, Calls]  # by the model's name
+    before: dict[str, int] = field(default_factory=dict)  # checksums of the weights before the first step
+    gradients: dict[str, int] = field(default_factory=dict)  # checksums
+    gradient_means: dict[str, float] = field(default_factory=dict)  # mean absolute values, of DTensors only
+    after: dict[str, int] = field(default_factory=dict)  # checksums of the weights after the step
 
 
 @dataclass
 class Epoch:
-    """One pass over a DataLoader. ``indices`` are checksums of the indices of its first batches."""
+    """One pass over a DataLoader."""
 
-    loader: int
+    loader: int  # which of the rank's loaders, from 0
     place: Place
-    dataset: int | None
-    samples: int  # of the dataset, or 0 for a stream
-    sampler: str
-    divided: bool  # by a DistributedSampler
+    dataset: int | None  # a checksum, or None if the dataset holds nothing that could be summed
+    samples: int  # samples of the dataset, or 0 for a stream
+    sampler: str  # the name of the sampler's class
+    divided: bool  # whether a DistributedSampler divides the dataset among ranks
     shuffled: bool
-    sampler_epoch: int
-    padded_length: int  # with what the sampler added, or 0
-    indices: list[int] = field(default_factory=list)
-    noise: list[int] = field(default_factory=list)  # of the random states from which its first batches drew, or 0
-    models: list[str] = field(default_factory=list)  # that got its batches, with gradients
-    steps: int = 0  # of an optimizer, after a batch of this loader
-    evaluated: int = 0  # batches that a model got without gradients
+    sampler_epoch: int  # what set_epoch was given last, or -1 for a sampler that has no epoch
+    padded_length: int  # samples of all ranks with those that the sampler repeats, or 0 if it repeats none
+    indices: list[int] = field(default_factory=list)  # checksums of the indices of its first batches
+    # For each of the first batches a checksum of the random states that loading it changed, or 0 if it changed none:
+    noise: list[int] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)  # the models that got its batches while gradients were recorded
+    steps: int = 0  # steps of an optimizer after a batch of this loader
+    evaluated: int = 0  # batches that a model got while no gradients were recorded
 
 
 @dataclass
 class Evaluation:
-    """The first call of an evaluation. ``reduced``: afterwards this rank reduced or gathered a small tensor."""
+    """The first call of an evaluation. ``inputs``, ``weights`` and ``buffers`` are checksums."""
 
     model: str
-    number: int
+    number: int  # which of the model's evaluations, from 0
     place: Place
     inputs: int
-    weights: int
-    buffers: dict[str, int]
-    reduced: bool = False
+    weights: int  # of all parameters, or 0 if the model is sharded
+    buffers: dict[str, int]  # the batch statistics by their names in the model
+    reduced: bool = False  # whether this rank communicated afterwards, as in adding up the ranks' results
 
 
 @dataclass
 class Dropout:
-    """A dropout's input and output on a tensor-parallel rank."""
+    """A dropout on a tensor-parallel rank: checksums of its input and its output."""
 
     place: Place
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # of the tensor-parallel group
     before: int
     after: int
 
 
+@dataclass(frozen=True)
+class Save:
+    """The first time that a rank writes a file with torch.save, after so many steps of its optimizers."""
+
+    steps_made: int
+    place: Place
+
+
 @dataclass
 class Record:
-    """All notes of one rank."""
+    """All notes of one rank.
+
+    A model's name and a parameter's key, such as "DDP Net 1" and "DDP Net 1: weight", are the same on all ranks.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -351,12 +374,17 @@ class Record:
     evaluations: list[Evaluation] = field(default_factory=list)
     dropouts: list[Dropout] = field(default_factory=list)
     loss_reads: list[Place] = field(default_factory=list)
-    saves: dict[str, tuple[int, Place]] = field(default_factory=dict)  # {file: (steps made, line)}
-    sent_large: bool = False  # tensors that may be gradients or weights, by code that is not torch's own
-    sent_sizes: set[int] = field(default_factory=set)  # of small tensors
-    averages_gradients: bool = False  # by hand: it sends the gradient of each parameter
+    saves: dict[str, Save] = field(default_factory=dict)  # by the file's path
+    # What the script's own code communicates, and not DDP, fully_shard or another part of torch for it:
+    sent_large: bool = False  # whether it sends tensors that may be gradients or weights
+    sent_sizes: set[int] = field(default_factory=set)  # the numbers of elements of the small tensors that it sends
+    averages_gradients: bool = False  # whether it sends the gradient of each parameter before a step
     findings: list[Finding] = field(default_factory=list)  # of which one rank can be certain alone
     failures: list[str] = field(default_factory=list)  # tracebacks of this check itself
+
+    def add_finding(self, kind: str, place: Place, sentence: str) -> None:
+        """Add a mistake of this rank. ``rank`` may not be known yet, so ``TrainingObserver.stop`` fills it in."""
+        self.findings.append(finding(kind, place, (), sentence))
 
 
 # --- the reader's lines, and checksums --------------------------------------------------------------------------------
@@ -365,21 +393,28 @@ LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdl
 TORCH = os.path.dirname(os.path.realpath(torch.__file__))
 THIS_FILE = os.path.realpath(__file__)
 CHUNK = 2**23  # bytes of a tensor that are summed at once
-SMALL = 16  # elements: a tensor of so many is a metric, unless a parameter has the same size
-MASK = 2**64 - 1
-OTHER_LIBRARIES = {"horovod", "deepspeed", "mpi4py", "colossalai", "bagua", "ray"}
+# A tensor of at most so many elements is taken for a metric, unless a parameter has the same size.
+LARGEST_METRIC = 16
+OTHER_LIBRARIES = {"horovod", "deepspeed", "mpi4py", "colossalai", "bagua", "ray"}  # they communicate without torch
+# Notes of the first batches, calls and failures are enough for a comparison, and must not grow with the training:
+MOST_BATCHES = 32  # in each epoch
+MOST_DROPOUTS = 64
+MOST_EVALUATIONS = 8  # of each model
+MOST_FAILURES = 20
 
 
 @functools.cache
 def is_readers(file: str) -> bool:
-    """Whether a source file is the reader's, and not a library's."""
+    """Whether a source file is the reader's own code, and not a library's or this check's."""
     if file.startswith("<frozen"):
         return False
     path = os.path.realpath(file)
     if path == THIS_FILE or path.startswith((TORCH, *LIBRARIES)):
         return False
-    folder = os.path.dirname(THIS_FILE)  # in this project it is that of the launchers
-    return os.path.basename(folder) != "helpers" or not path.startswith(folder + os.sep)
+    folder = os.path.dirname(THIS_FILE)
+    # In the project that this file is from, its folder is a library, which launches the reader's code.
+    is_launcher = os.path.basename(folder) == "helpers" and path.startswith(folder + os.sep)
+    return not is_launcher
 
 
 def readers_line() -> Place:
@@ -393,7 +428,10 @@ def readers_line() -> Place:
 
 
 def part_of_torch() -> str:
-    """The part of torch from which a collective is called, such as "nn/parallel/distributed.py", "" for the reader."""
+    """The file of torch that calls a function, such as "nn/parallel/distributed.py", or "" if the reader's code does.
+
+    The files through which every collective goes do not count.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         file = os.path.realpath(frame.f_code.co_filename)
@@ -425,7 +463,10 @@ def value_of(tensor: torch.Tensor) -> float:
 
 @torch.no_grad()
 def checksum_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit number of a tensor's bytes, on its device. Each word is multiplied by an odd number of its own."""
+    """A 64-bit checksum of a tensor's bytes, on its device, so that nothing waits for a GPU.
+
+    Each word of 8 bytes is multiplied by an odd number of its own, so that words in another order give another sum.
+    """
     data = local_part(tensor).detach()
     if data.layout != torch.strided or data.is_quantized or data.is_meta:
         return torch.zeros((), dtype=torch.int64)
@@ -436,33 +477,33 @@ def checksum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     data = data.resolve_neg().contiguous().flatten().view(torch.uint8)
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
     for number, part in enumerate(data.split(CHUNK)):
-        words = nn.functional.pad(part, (0, -len(part) % 8)).view(torch.int64)
-        first = number * CHUNK // 4 + 1
-        mixed = words * torch.arange(first, first + 2 * len(words), 2, device=data.device)
-        total += (mixed ^ (mixed >> 32)).sum()  # whole numbers wrap at 2**64
+        missing_bytes = -len(part) % 8
+        words = nn.functional.pad(part, (0, missing_bytes)).view(torch.int64)
+        words_before = number * CHUNK // 8
+        first = 2 * words_before + 1
+        odd_numbers = torch.arange(first, first + 2 * len(words), 2, device=data.device)
+        products = words * odd_numbers
+        total += (products ^ (products >> 32)).sum()  # integers of torch wrap at 2**64
     return total
 
 
 def checksums(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    """The checksum of each tensor, 0 for None, with one copy from each device."""
-    sums: dict[torch.device, list[torch.Tensor]] = {}
-    places: list[tuple[torch.device, int] | None] = []
-    for tensor in tensors:
-        if tensor is None:
-            places.append(None)
-            continue
-        total = checksum_tensor(tensor)
-        on_device = sums.setdefault(total.device, [])
-        places.append((total.device, len(on_device)))
-        on_device.append(total)
-    numbers = {device: torch.stack(totals).tolist() for device, totals in sums.items()}
-    return [0 if place is None else numbers[place[0]][place[1]] for place in places]
+    """The checksum of each tensor, and 0 for None. The sums of one device are copied to the host together."""
+    sums = {index: checksum_tensor(tensor) for index, tensor in enumerate(tensors) if tensor is not None}
+    numbers = [0] * len(tensors)
+    for device in {total.device for total in sums.values()}:
+        sums_on_device = {index: total for index, total in sums.items() if total.device == device}
+        values = torch.stack(list(sums_on_device.values())).tolist()
+        for index, value in zip(sums_on_device, values, strict=True):
+            numbers[index] = value
+    return numbers
 
 
 def combined(numbers: Iterable[int]) -> int:
+    """One 64-bit checksum of several, which depends on their order."""
     total = 0
     for number in numbers:
-        total = (total * 1_000_003 + number) & MASK
+        total = (total * 1_000_003 + number) % 2**64
     return total
 
 
@@ -490,28 +531,33 @@ def random_state(device: torch.device) -> int:
 def random_states(dataset: Any) -> dict[str, int]:
     """Checksums of the random states from which a dataset may draw: torch's, Python's, NumPy's and its own."""
     generators = {"torch": torch.default_generator}
-    depth = 0
+    depth = 0  # of datasets inside datasets
     while dataset is not None:
         for name, value in getattr(dataset, "__dict__", {}).items():
             if isinstance(value, torch.Generator):
                 generators[f"{depth} {name}"] = value
-        dataset = getattr(dataset, "dataset", None)  # that of a Subset
+        dataset = getattr(dataset, "dataset", None)  # a Subset has the dataset that it is a part of
         depth += 1
-    states = dict(zip(generators, checksums([one.get_state() for one in generators.values()]), strict=True))
+    sums = checksums([generator.get_state() for generator in generators.values()])
+    states = dict(zip(generators, sums, strict=True))
     states["random"] = crc(random.getstate())
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
+        _, keys, *rest = numpy.random.get_state()
         states["numpy"] = crc((keys.tobytes(), rest))
     return states
 
 
 def crc(value: object) -> int:
+    """A checksum of a value that Python prints in the same way on each rank."""
     return zlib.crc32(repr(value).encode())
 
 
 def dataset_checksum(dataset: Any, depth: int = 2) -> int | None:
-    """A number that differs for different data, from the tensors, lists and names that a dataset holds, or None."""
+    """A checksum of the tensors, lists and names that a dataset holds, or None if it holds none of these.
+
+    It looks into objects that the dataset holds, such as another dataset, down to ``depth``.
+    """
     parts: list[Any] = []
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if isinstance(value, torch.Tensor):
@@ -519,7 +565,7 @@ def dataset_checksum(dataset: Any, depth: int = 2) -> int | None:
         elif isinstance(value, (str, int, float)):
             parts.append((name, value))
         elif isinstance(value, (list, tuple, range)) and len(value) > 0:
-            # A list of a million file names is told from another by its length and its ends.
+            # Its length and its two ends are enough to distinguish a list of a million file names from another.
             ends = [part for part in (value[0], value[-1]) if isinstance(part, (str, int, float, tuple))]
             tensors = [part for part in value if isinstance(part, torch.Tensor)]
             shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -547,27 +593,31 @@ class Patches:
 
     def __init__(self, record: Record) -> None:
         self.record = record
-        self.process = os.getpid()  # a DataLoader's workers are forks, and nobody reads their notes
+        self.process = os.getpid()
         self.thread = threading.get_ident()
-        self.busy = False  # what a hook calls is not the script's
+        self.is_in_hook = False
         self.undo: list[Callable[[], None]] = []
-        self.functions: dict[int, tuple[Any, Any]] = {}  # {id of the original: (original, what replaces it)}
+        self.functions: dict[int, tuple[Any, Any]] = {}  # {id of the original: (the original, its replacement)}
 
     def is_on(self) -> bool:
-        mine = os.getpid() == self.process and threading.get_ident() == self.thread
-        return mine and not self.busy and bool(self.undo)
+        """Whether a call is noted: the script's own, in the process and the thread that train.
+
+        A DataLoader's workers are forks of the process, and nobody would read their notes.
+        """
+        is_training = os.getpid() == self.process and threading.get_ident() == self.thread
+        return is_training and not self.is_in_hook and bool(self.undo)
 
     def run(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a hook returns, or None if it failed."""
-        self.busy = True
+        """Call a hook; return what it returns, or None if it failed. What the hook itself calls is not noted."""
+        self.is_in_hook = True
         try:
             return hook(*args, **kwargs)
         except Exception:
-            if len(self.record.failures) < 20:
+            if len(self.record.failures) < MOST_FAILURES:
                 self.record.failures.append(traceback.format_exc())
             return None
         finally:
-            self.busy = False
+            self.is_in_hook = False
 
     def before(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
         """Call ``hook`` with the arguments of each call of ``owner.name``, before it."""
@@ -597,10 +647,11 @@ class Patches:
         self.replace(owner, name, call)
 
     def replace(self, owner: Any, name: str, call: Any) -> None:
+        """Put a function in the place of ``owner.name``, until ``remove``."""
         original = getattr(owner, name)
-        inherited = isinstance(owner, type) and name not in vars(owner)
+        is_inherited = isinstance(owner, type) and name not in vars(owner)
         setattr(owner, name, call)
-        if inherited:
+        if is_inherited:  # without its own attribute, the class has its parent's again
             self.undo.append(lambda: delattr(owner, name))
         else:
             self.undo.append(lambda: setattr(owner, name, original))
@@ -611,13 +662,15 @@ class Patches:
         """Replace functions in all modules, because ``from torch.x import f`` copies them."""
         for module in list(sys.modules.values()):
             for name, value in list(getattr(module, "__dict__", {}).items()):
-                if id(value) in self.functions and self.functions[id(value)][0] is value:
-                    setattr(module, name, self.functions[id(value)][1])
+                original, replacement = self.functions.get(id(value), (None, None))
+                if original is not None and value is original:
+                    setattr(module, name, replacement)
                     self.undo.append(functools.partial(setattr, module, name, value))
 
     def remove(self) -> None:
         while self.undo:
-            self.undo.pop()()
+            restore = self.undo.pop()
+            restore()
 
 
 class LoaderObserver:
@@ -625,142 +678,169 @@ class LoaderObserver:
 
     def __init__(self, record: Record, patches: Patches) -> None:
         self.record = record
-        self.loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.numbers = itertools.count()  # of loaders, also of those that are gone
-        self.epochs: weakref.WeakKeyDictionary[Any, Epoch] = weakref.WeakKeyDictionary()  # by iterator
-        self.prefetched: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # before its epoch
-        self.streams: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-        self.noise = 0  # of the batch that is fetched: see Epoch
-        self.drawn: Epoch | None = None  # gave the last batch, which no model got so far
-        self.trained: Epoch | None = None  # gave the batch that a model got last, with gradients
-        self.evaluated: Epoch | None = None  # a padded one that is finished
-        iterator = dataloader_module._BaseDataLoaderIter
-        patches.after(DataLoader, "__iter__", self.begin)
-        patches.before(iterator, "_reset", self.end)
-        patches.after(iterator, "_next_index", self.draw)
-        original = iterator.__next__
-
-        def next_batch(loader: Any) -> Any:
-            try:
-                batch = original(loader)
-            except StopIteration:
-                if patches.is_on():
-                    patches.run(self.finish, loader)
-                raise
-            if patches.is_on():
-                patches.run(self.deliver, loader, batch)
-            return batch
-
-        patches.replace(iterator, "__next__", next_batch)
-        fetch = _MapDatasetFetcher.fetch
-
-        def fetch_batch(fetcher: Any, index: Any) -> Any:
-            """A loader without workers calls it here; in a worker nothing is noted."""
-            before: dict[str, int] = {}
-            if patches.is_on():
-                before = patches.run(random_states, fetcher.dataset) or {}
-            batch = fetch(fetcher, index)
-            if patches.is_on():
-                patches.run(self.fetched, before, fetcher.dataset)
-            return batch
-
-        patches.replace(_MapDatasetFetcher, "fetch", fetch_batch)
+        self.loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # {loader: its number}
+        self.next_numbers = itertools.count()  # a loader that is gone keeps its number
+        # By the iterator of a loader:
+        self.epochs: weakref.WeakKeyDictionary[Any, Epoch] = weakref.WeakKeyDictionary()
+        self.prefetched: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # indices, as in Epoch
+        self.streams: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # checksums of batches
+        self.noise = 0  # of the latest batch, as in Epoch
+        self.waiting_epoch: Epoch | None = None  # the epoch of the latest batch, until a model is called
+        self.training_epoch: Epoch | None = None  # the epoch of the batch that was trained on last
+        self.padded_evaluation: Epoch | None = None  # an evaluation with repeated samples that has just ended
+        iterator_class = dataloader_module._BaseDataLoaderIter
+        patches.after(DataLoader, "__iter__", self.begin_epoch)
+        patches.before(iterator_class, "_reset", self.forget_epoch)
+        patches.after(iterator_class, "_next_index", self.note_indices)
+        self.wrap_next(iterator_class, patches)
+        self.wrap_fetch(patches)
         patches.after(dist, "all_reduce", self.find_padding)
         patches.after(dist, "reduce", self.find_padding)
 
-    def begin(self, iterator: Any, loader: Any) -> None:
+    def wrap_next(self, iterator_class: Any, patches: Patches) -> None:
+        """Observe the batches that the training loop gets, and the end of each epoch."""
+        original = iterator_class.__next__
+
+        def next_batch(iterator: Any) -> Any:
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                if patches.is_on():
+                    patches.run(self.end_epoch, iterator)
+                raise
+            if patches.is_on():
+                patches.run(self.note_batch, iterator, batch)
+            return batch
+
+        patches.replace(iterator_class, "__next__", next_batch)
+
+    def wrap_fetch(self, patches: Patches) -> None:
+        """Observe whether loading a batch draws random numbers. A loader with workers loads in them, unobserved."""
+        original = _MapDatasetFetcher.fetch
+
+        def fetch(fetcher: Any, indices: Any) -> Any:
+            before: dict[str, int] = {}
+            if patches.is_on():
+                before = patches.run(random_states, fetcher.dataset) or {}
+            batch = original(fetcher, indices)
+            if patches.is_on():
+                patches.run(self.note_noise, before, fetcher.dataset)
+            return batch
+
+        patches.replace(_MapDatasetFetcher, "fetch", fetch)
+
+    def begin_epoch(self, iterator: Any, loader: Any) -> None:
+        """Note what the loader and its sampler say of the epoch that begins."""
         if loader not in self.loaders:
-            self.loaders[loader] = next(self.numbers)
-        number = self.loaders[loader]
-        sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
-        divided = isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
-        stream = isinstance(loader.dataset, IterableDataset)
+            self.loaders[loader] = next(self.next_numbers)
+        sampler = loader.sampler
+        if loader.batch_sampler is not None:
+            sampler = getattr(loader.batch_sampler, "sampler", None)
+        is_stream = isinstance(loader.dataset, IterableDataset)
         samples = 0
-        if not stream and hasattr(loader.dataset, "__len__"):
+        if not is_stream and hasattr(loader.dataset, "__len__"):
             samples = len(loader.dataset)
         padded_length = 0
         if isinstance(sampler, DistributedSampler) and not sampler.drop_last and sampler.total_size != samples:
             padded_length = sampler.total_size
         epoch = Epoch(
-            loader=number,
+            loader=self.loaders[loader],
             place=readers_line(),
             dataset=dataset_checksum(loader.dataset),
             samples=samples,
             sampler=type(sampler).__name__,
-            divided=divided,
+            divided=isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1,
             shuffled=bool(getattr(sampler, "shuffle", False)),
             sampler_epoch=getattr(sampler, "epoch", -1),
             padded_length=padded_length,
-            indices=self.prefetched.pop(iterator, []),
+            indices=self.prefetched.pop(iterator, []),  # workers begin before __iter__ returns
         )
         self.epochs[iterator] = epoch
         self.record.epochs.append(epoch)
-        if stream and loader.num_workers > 1:
+        if is_stream and loader.num_workers > 1:
             self.streams[iterator] = []
 
-    def end(self, iterator: Any, *args: Any, **kwargs: Any) -> None:
+    def forget_epoch(self, iterator: Any, *args: Any, **kwargs: Any) -> None:
         """A loader with persistent workers uses its iterator again in the next epoch."""
         self.epochs.pop(iterator, None)
 
-    def draw(self, index: Any, iterator: Any) -> None:
-        if index is None:
+    def note_indices(self, indices: Any, iterator: Any) -> None:
+        """Note the indices of one batch, which the sampler has just given."""
+        if indices is None:
             return
         epoch = self.epochs.get(iterator)
-        indices = self.prefetched.setdefault(iterator, []) if epoch is None else epoch.indices
-        if len(indices) < 32:
-            indices.append(crc(index))
+        if epoch is None:
+            noted = self.prefetched.setdefault(iterator, [])
+        else:
+            noted = epoch.indices
+        if len(noted) < MOST_BATCHES:
+            noted.append(crc(indices))
 
-    def fetched(self, before: dict[str, int], dataset: Any) -> None:
+    def note_noise(self, before: dict[str, int], dataset: Any) -> None:
+        """Note from which random states a batch was made: those that are other ones than ``before``."""
         after = random_states(dataset)
         self.noise = combined(before[name] for name in before if after.get(name) != before[name])
 
-    def deliver(self, iterator: Any, batch: Any) -> None:
-        self.drawn = self.epochs.get(iterator)
-        if self.drawn is not None and len(self.drawn.noise) < 32:
-            self.drawn.noise.append(self.noise)
+    def note_batch(self, iterator: Any, batch: Any) -> None:
+        epoch = self.epochs.get(iterator)
+        self.waiting_epoch = epoch
+        if epoch is not None:
+            if len(epoch.noise) < MOST_BATCHES:
+                epoch.noise.append(self.noise)
+            if iterator in self.streams:
+                self.check_stream(iterator, batch, epoch)
         self.noise = 0
-        batches = self.streams.get(iterator)
-        if batches is None or self.drawn is None:
-            return
+
+    def check_stream(self, iterator: Any, batch: Any, epoch: Epoch) -> None:
+        """Find workers of which each yields the whole stream.
+
+        A loader takes one batch from each worker in turn. So the batches of a round are equal then, and because a
+        stream of equal batches is no mistake, those of three rounds have to differ from each other.
+        """
         workers = iterator._num_workers
+        batches = self.streams[iterator]
         batches.append(combined(checksums(list(tensors_in(batch)))))
         if len(batches) < 3 * workers:
             return
         del self.streams[iterator]
         rounds = [set(batches[first : first + workers]) for first in range(0, 3 * workers, workers)]
-        repeated = all(len(batches_of_round) == 1 for batches_of_round in rounds)
-        if repeated and len(set.union(*rounds)) == 3:
+        equal_in_rounds = all(len(batches_of_round) == 1 for batches_of_round in rounds)
+        if equal_in_rounds and len(set(batches)) == 3:
             sentence = f"All {workers} workers of this loader yield the same batches, one after the other."
-            self.record.findings.append(finding("stream_repeated", self.drawn.place, (), sentence))
+            self.record.add_finding("stream_repeated", epoch.place, sentence)
 
-    def finish(self, iterator: Any) -> None:
+    def end_epoch(self, iterator: Any) -> None:
+        """Note an evaluation that got repeated samples. In fewer than 8 samples a number may be equal by chance."""
         epoch = self.epochs.get(iterator)
         if epoch is None:
             return
         if epoch.padded_length >= 8 and epoch.evaluated > 0 and epoch.steps == 0:
-            self.evaluated = epoch
+            self.padded_evaluation = epoch
 
     def model_called(self, model: str, with_gradients: bool) -> None:
-        """Note what the last batch was for. A model's first call after the batch shows it."""
-        if self.drawn is None:
+        """Note whether the latest batch is trained on or evaluated, which a model's first call after it shows."""
+        epoch = self.waiting_epoch
+        if epoch is None:
             return
         if with_gradients:
-            self.trained = self.drawn
-            self.evaluated = None
-            if model not in self.drawn.models:
-                self.drawn.models.append(model)
+            self.training_epoch = epoch
+            self.padded_evaluation = None
+            if model not in epoch.models:
+                epoch.models.append(model)
         else:
-            self.drawn.evaluated += 1
-        self.drawn = None
+            epoch.evaluated += 1
+        self.waiting_epoch = None
 
-    def stepped(self) -> None:
-        if self.trained is not None:
-            self.trained.steps += 1
+    def optimizer_steps(self) -> None:
+        if self.training_epoch is not None:
+            self.training_epoch.steps += 1
 
     def find_padding(self, result: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
-        """After an evaluation: does a reduced tensor hold the number of samples with the padding?"""
-        epoch = self.evaluated
-        if epoch is None or result is not None or not isinstance(tensor, torch.Tensor) or tensor.numel() > SMALL:
+        """Find the number of samples with the repeated ones in a tensor that is reduced after an evaluation."""
+        epoch = self.padded_evaluation
+        if epoch is None or not isinstance(tensor, torch.Tensor) or tensor.numel() > LARGEST_METRIC:
+            return
+        if result is not None:  # the Work of an asynchronous collective, which has not yet filled the tensor
             return
         values = local_part(tensor).flatten().tolist()
         if epoch.padded_length in values:
@@ -769,8 +849,25 @@ class LoaderObserver:
                 f"The evaluation counts {epoch.padded_length} samples of {epoch.samples}: the DistributedSampler "
                 f"of the loop in line {epoch.place.line} gives {added} of them twice."
             )
-            self.record.findings.append(finding("counted_twice", readers_line(), (), sentence))
-            self.evaluated = None
+            self.record.add_finding("counted_twice", readers_line(), sentence)
+            self.padded_evaluation = None
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A call that clips the gradients of parameters, which are given by their ids."""
+
+    parameters: set[int]
+    place: Place
+
+
+@dataclass(frozen=True)
+class ObservedScheduler:
+    """A learning-rate scheduler, and in which order it and its optimizer step."""
+
+    scheduler: Any
+    first_step: Place
+    order: list[str]  # "scheduler" and "optimizer"; begins with "later" if what came before is not known
 
 
 class ScalerObserver:
@@ -778,17 +875,16 @@ class ScalerObserver:
 
     def __init__(self, record: Record, patches: Patches) -> None:
         self.record = record
-        self.scaled: dict[int, Any] = {}  # scalers that scaled a loss
-        self.used: set[int] = set()  # scalers whose step was called
-        self.unscaled_by_hand: set[int] = set()  # scalers whose scale the script reads
-        self.clips: list[tuple[set[int], Place]] = []  # since the last step: parameters, and where
-        self.direct_steps: dict[int, Place] = {}  # of optimizers with a loss that some scaler scaled
-        self.stepping = False  # a scaler's step calls the optimizer's
-        self.stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
-        self.schedulers: dict[int, Any] = {}
-        self.orders: dict[int, list[str]] = {}  # in which each scheduler and its optimizer step
-        self.first_steps: dict[int, Place] = {}  # of schedulers
-        self.scheduler_depth = 0
+        # Scalers by their ids:
+        self.scalers: dict[int, Any] = {}  # those that scaled a loss
+        self.stepped_scalers: set[int] = set()
+        self.unscaled_by_hand: set[int] = set()  # those whose scale the script reads
+        self.direct_steps: dict[int, Place] = {}  # where an optimizer steps by itself with gradients of this scale
+        self.clips: list[Clip] = []  # since the last step
+        self.is_in_scaler_step = False  # a scaler's step calls the optimizer's
+        self.stepped_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.schedulers: dict[int, ObservedScheduler] = {}  # by the scheduler's id
+        self.scheduler_depth = 0  # a SequentialLR calls the step of other schedulers within its own
         patches.before(GradScaler, "scale", self.scale)
         patches.before(GradScaler, "get_scale", self.read_scale)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -800,19 +896,21 @@ class ScalerObserver:
 
     def scale(self, scaler: Any, outputs: Any) -> None:
         if scaler.is_enabled():
-            self.scaled[id(scaler)] = scaler
+            self.scalers[id(scaler)] = scaler
 
     def read_scale(self, scaler: Any) -> None:
+        """Note that the script's own code asks for the scale, so it may divide gradients by it."""
         if part_of_torch() == "":
             self.unscaled_by_hand.add(id(scaler))
 
     def is_scaling(self, scaler: Any) -> bool:
-        """Whether the gradients are certainly a multiple of the true ones."""
-        if id(scaler) not in self.scaled or id(scaler) in self.unscaled_by_hand or scaler._scale is None:
+        """Whether a scaler certainly multiplied the gradients, and nobody but its ``unscale_`` divides them again."""
+        if id(scaler) not in self.scalers or id(scaler) in self.unscaled_by_hand or scaler._scale is None:
             return False
         return value_of(scaler._scale) != 1.0
 
     def is_unscaled(self, scaler: Any, optimizer: Any) -> bool:
+        """Whether ``scaler.unscale_(optimizer)`` was called since the last step."""
         state = scaler._per_optimizer_states.get(id(optimizer))
         return state is not None and state["stage"].name != "READY"
 
@@ -822,16 +920,16 @@ class ScalerObserver:
         @functools.wraps(original)
         def clip(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(parameters, torch.Tensor):
-                parameters = list(parameters)  # a generator gives them once, and they are needed twice
+                parameters = list(parameters)  # a generator yields them once, and they are needed twice
             norm = original(parameters, limit, *args, **kwargs)
             if patches.is_on():
-                patches.run(self.clip, parameters, limit, norm)
+                patches.run(self.note_clip, parameters, limit, norm)
             return norm
 
         patches.replace(nn.utils, name, clip)
 
-    def clip(self, parameters: Any, limit: Any, norm: Any) -> None:
-        """Note which gradients are clipped, unless their norm is only measured, or is below the limit."""
+    def note_clip(self, parameters: Any, limit: Any, norm: Any) -> None:
+        """Note which gradients were clipped, unless their norm was only measured, or was below the limit."""
         if float(limit) == float("inf"):
             return
         # A DTensor's norm is not looked at, because its value would take a collective.
@@ -839,7 +937,7 @@ class ScalerObserver:
             if value_of(norm) <= float(limit):
                 return
         clipped = {id(parameter) for parameter in tensors_in(parameters)}
-        self.clips.append((clipped, readers_line()))
+        self.clips.append(Clip(clipped, readers_line()))
 
     def wrap_step(self, patches: Patches) -> None:
         original = GradScaler.step
@@ -847,36 +945,37 @@ class ScalerObserver:
         @functools.wraps(original)
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if patches.is_on():
-                patches.run(self.step, scaler, optimizer)
-            self.stepping = True
+                patches.run(self.scaler_steps, scaler, optimizer)
+            self.is_in_scaler_step = True
             try:
                 return original(scaler, optimizer, *args, **kwargs)
             finally:
-                self.stepping = False
+                self.is_in_scaler_step = False
 
         patches.replace(GradScaler, "step", step)
 
-    def step(self, scaler: Any, optimizer: Any) -> None:
-        self.used.add(id(scaler))
-        self.optimizer_stepped(optimizer)
+    def scaler_steps(self, scaler: Any, optimizer: Any) -> None:
+        """Before ``scaler.step(optimizer)``: find gradients of this optimizer that were clipped while scaled."""
+        self.stepped_scalers.add(id(scaler))
+        self.note_order(optimizer)
         if self.is_scaling(scaler) and not self.is_unscaled(scaler, optimizer):
-            mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            for clipped, place in self.clips:
-                if clipped & mine:
+            parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for clip in self.clips:
+                if not clip.parameters.isdisjoint(parameters):
                     scale = value_of(scaler._scale)
                     sentence = (
                         f"The gradients are clipped while they are still multiplied by the loss scale, {scale:g}."
                     )
-                    self.record.findings.append(finding("clipped_while_scaled", place, (), sentence))
+                    self.record.add_finding("clipped_while_scaled", clip.place, sentence)
         self.clips = []
 
     def optimizer_steps(self, optimizer: Any) -> None:
-        """Before an optimizer's step that no scaler calls."""
-        if self.stepping:
+        """Before an optimizer's step: if no scaler calls it, note whether its gradients are scaled."""
+        if self.is_in_scaler_step:
             return
         self.clips = []
-        self.optimizer_stepped(optimizer)
-        for scaler in self.scaled.values():
+        self.note_order(optimizer)
+        for scaler in self.scalers.values():
             if self.is_scaling(scaler) and not self.is_unscaled(scaler, optimizer):
                 self.direct_steps[id(scaler)] = readers_line()
 
@@ -887,7 +986,7 @@ class ScalerObserver:
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             if patches.is_on() and self.scheduler_depth == 0:
                 patches.run(self.scheduler_steps, scheduler)
-            self.scheduler_depth += 1  # a SequentialLR steps others
+            self.scheduler_depth += 1
             try:
                 return original(scheduler, *args, **kwargs)
             finally:
@@ -899,47 +998,73 @@ class ScalerObserver:
         steps_made = getattr(scheduler, "_step_count", 0)
         if steps_made == 0:  # it is being built, or it counts no steps
             return
-        number = id(scheduler)
-        if number in self.orders:
-            self.orders[number].append("scheduler")
+        if id(scheduler) in self.schedulers:
+            self.schedulers[id(scheduler)].order.append("scheduler")
             return
         optimizer = scheduler.optimizer
-        stepped = optimizer in self.stepped or getattr(optimizer, "_opt_called", False)
-        first = steps_made == 1 and scheduler.last_epoch == 0 and not stepped
-        self.schedulers[number] = scheduler
-        self.orders[number] = ["scheduler" if first else "later"]
-        self.first_steps[number] = readers_line()
+        has_stepped = optimizer in self.stepped_optimizers or getattr(optimizer, "_opt_called", False)
+        is_first_of_all = steps_made == 1 and scheduler.last_epoch == 0 and not has_stepped
+        order = ["scheduler"] if is_first_of_all else ["later"]
+        self.schedulers[id(scheduler)] = ObservedScheduler(scheduler, readers_line(), order)
 
-    def optimizer_stepped(self, optimizer: Any) -> None:
-        self.stepped.add(optimizer)
-        for number, scheduler in self.schedulers.items():
-            if scheduler.optimizer is optimizer:
-                self.orders[number].append("optimizer")
+    def note_order(self, optimizer: Any) -> None:
+        """Note an optimizer's step for each scheduler that changes its learning rates."""
+        self.stepped_optimizers.add(optimizer)
+        for observed in self.schedulers.values():
+            if observed.scheduler.optimizer is optimizer:
+                observed.order.append("optimizer")
 
     def close(self) -> None:
-        """Add what is certain only at the end."""
-        for number, place in self.direct_steps.items():
-            if number not in self.used and number not in self.unscaled_by_hand:
+        """Add the findings that are certain only at the end."""
+        for scaler, place in self.direct_steps.items():
+            if scaler not in self.stepped_scalers and scaler not in self.unscaled_by_hand:
                 sentence = "optimizer.step() applies gradients that are still multiplied by the loss scale."
-                self.record.findings.append(finding("wrong_order", place, (), sentence))
-        for number, order in self.orders.items():
-            if order[:6] == ["scheduler", "optimizer"] * 3:
+                self.record.add_finding("wrong_order", place, sentence)
+        for observed in self.schedulers.values():
+            if observed.order[:6] == ["scheduler", "optimizer"] * 3:
                 sentence = "The scheduler steps before the optimizer, so the first learning rate is never used."
-                self.record.findings.append(finding("wrong_order", self.first_steps[number], (), sentence))
+                self.record.add_finding("wrong_order", observed.first_step, sentence)
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """An attribute of a module that holds a parameter, or has held one."""
+
+    owner: weakref.ref  # the module
+    name: str
+
+    def parameter(self) -> Any:
+        """The parameter that the attribute holds now, or None."""
+        module = self.owner()
+        if module is None:
+            return None
+        return module._parameters.get(self.name)
+
+
+@dataclass(frozen=True)
+class Load:
+    """A call of ``load_state_dict(strict=False)``."""
+
+    has_match: bool  # whether the module has any of the keys that it was given
+    place: Place
+    example: str  # names a key that the module has, and one that it was given
 
 
 class StateObserver:
-    """Notes loads that fill nothing, ties between weights that break, and files that ranks write."""
+    """Notes loads that fill nothing, ties between weights that break, and files that ranks write.
+
+    Weights are tied if several attributes of modules hold one parameter. A tie is the list of these attributes; it is
+    kept when the attributes get other parameters, because they should again be one.
+    """
 
     def __init__(self, record: Record, patches: Patches, steps_made: Callable[[], int]) -> None:
         self.record = record
         self.steps_made = steps_made
-        # A parameter that two modules hold is a tie, a list of (module, name). Once made, it outlives the parameter.
-        # The parameters are known by their ids, because torch.utils.swap_tensors refuses one with a weak reference.
-        self.places: dict[int, list[tuple[weakref.ref, str]]] = {}
-        self.ties: list[list[tuple[weakref.ref, str]]] = []
-        self.loading = False
-        self.loads: dict[int, list[tuple[bool, Place, str]]] = {}  # by the keys that were given: did any match?
+        # By the parameter's id, because torch.utils.swap_tensors refuses a parameter that has a weak reference.
+        self.attributes: dict[int, list[Attribute]] = {}
+        self.ties: list[list[Attribute]] = []
+        self.is_loading = False
+        self.loads: dict[int, list[Load]] = {}  # by a checksum of the keys that were given
         patches.before(nn.Module, "register_parameter", self.register)
         patches.before(nn.Module, "load_state_dict", self.load)
         patches.after(nn.Module, "load_state_dict", self.loaded)
@@ -952,88 +1077,85 @@ class StateObserver:
                 self.register(module, name, parameter)
 
     def register(self, module: nn.Module, name: str, parameter: Any) -> None:
-        if not self.loading:
-            self.forget_tie(module, name)  # the script itself gives this place a parameter: it decides anew
+        """Note that a module gets a parameter, and find the other attributes that hold it already."""
+        if not self.is_loading:
+            self.forget_ties_of(module, name)  # the script itself assigns a parameter, so it decides what is tied
         if not isinstance(parameter, nn.Parameter):
             return
-        tie = self.places.get(id(parameter), [])
-        if not any(holds(place, parameter) for place in tie):
-            tie = []  # of an earlier parameter with this id, which is gone
-        tie.append((weakref.ref(module), name))
-        self.places[id(parameter)] = tie
-        if len(tie) == 2:
-            self.ties.append(tie)
+        holders = self.attributes.get(id(parameter), [])
+        if not any(attribute.parameter() is parameter for attribute in holders):
+            holders = []  # they held an earlier parameter with this id, which is gone
+        holders.append(Attribute(weakref.ref(module), name))
+        self.attributes[id(parameter)] = holders
+        if len(holders) == 2:  # a third attribute joins the list that is a tie already
+            self.ties.append(holders)
 
-    def forget_tie(self, module: nn.Module, name: str) -> None:
+    def forget_ties_of(self, module: nn.Module, name: str) -> None:
         for tie in self.ties:
-            tie[:] = [place for place in tie if place[0]() is not module or place[1] != name]
+            # In place, because ``attributes`` has the same list.
+            tie[:] = [attribute for attribute in tie if attribute.owner() is not module or attribute.name != name]
 
     def load(self, module: nn.Module, state: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
-        self.loading = True
-        # Not state_dict(), whose hooks may communicate.
+        self.is_loading = True
+        # Not the keys of state_dict(), whose hooks may communicate.
         own = {name for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())}
         if strict or not own or not state:
             return
         given = sorted(state)
         example = f"it has {min(own)}, and was given {given[0]}"
-        self.loads.setdefault(crc(given), []).append((not own.isdisjoint(given), readers_line(), example))
+        load = Load(not own.isdisjoint(given), readers_line(), example)
+        self.loads.setdefault(crc(given), []).append(load)
 
     def loaded(self, result: Any, *args: Any, **kwargs: Any) -> None:
-        self.loading = False
+        self.is_loading = False
 
     def load_distributed(self, result: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+        """After ``dcp.load``: find what the checkpoint has and the given state has no place for."""
         planner = kwargs.get("planner")
         path = kwargs.get("checkpoint_id")
         if path is None or not os.path.isdir(path):
             return
         saved = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
         for name, part in state.items():
-            if not isinstance(part, dict) or "param_groups" not in part or part.get("state"):
+            is_optimizer = isinstance(part, dict) and "param_groups" in part
+            if not is_optimizer or part.get("state"):
                 continue
             if any(key.startswith(f"{name}.state.") for key in saved):
                 sentence = (
                     f"The checkpoint holds the optimizer's moments, and {name!r} has no place for them: "
                     "the state of an optimizer that has made no step is empty."
                 )
-                self.record.findings.append(finding("nothing_restored", readers_line(), (), sentence))
+                self.record.add_finding("nothing_restored", readers_line(), sentence)
         asked = {key for key, value in flat(state) if isinstance(value, torch.Tensor)}
         if getattr(planner, "allow_partial_load", False) and asked and asked.isdisjoint(saved):
             sentence = f"Not one tensor was loaded: {min(asked)} was asked for, and the checkpoint has {min(saved)}."
-            self.record.findings.append(finding("nothing_restored", readers_line(), (), sentence))
+            self.record.add_finding("nothing_restored", readers_line(), sentence)
 
     def save(self, value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(file, (str, os.PathLike)) and not os.fspath(file).startswith("/dev/"):
             path = os.path.realpath(file)
-            self.record.saves.setdefault(path, (self.steps_made(), readers_line()))
+            self.record.saves.setdefault(path, Save(self.steps_made(), readers_line()))
 
     def broken_ties(self, model: nn.Module) -> Iterator[str]:
-        """The names of weights of a model that were one parameter, and are no longer."""
-        paths = {id(module): path for path, module in model.named_modules()}
+        """For each tie of a model whose attributes hold several parameters now: the names of these parameters."""
+        paths = {module: path for path, module in model.named_modules()}
         for tie in self.ties:
-            names: dict[int, str] = {}  # of the parameters that stand at the tied places now
-            for owner, name in tie:
-                module = owner()
-                if module is None or id(module) not in paths:
+            names: dict[nn.Parameter, str] = {}  # for a parameter with several names, the first one
+            for attribute in tie:
+                parameter = attribute.parameter()
+                if parameter is None or attribute.owner() not in paths:
                     continue
-                parameter = module._parameters.get(name)
-                if parameter is not None:
-                    names.setdefault(id(parameter), f"{paths[id(module)]}.{name}".lstrip("."))
+                path = paths[attribute.owner()]
+                names.setdefault(parameter, f"{path}.{attribute.name}".lstrip("."))
             if len(names) > 1:
                 yield " and ".join(names.values())
 
     def close(self) -> None:
+        """Find state dictionaries that matched no module. A script may try one on several modules in turn."""
         for loads in self.loads.values():
-            if not any(matched for matched, _, _ in loads):
-                _, place, example = loads[0]
-                sentence = f"load_state_dict(strict=False) matched no key of the module: {example}."
-                self.record.findings.append(finding("nothing_loaded", place, (), sentence))
-
-
-def holds(place: tuple[weakref.ref, str], parameter: Any) -> bool:
-    """Whether a module still has this very parameter under the name."""
-    owner, name = place
-    module = owner()
-    return module is not None and module._parameters.get(name) is parameter
+            if not any(load.has_match for load in loads):
+                sentence = f"load_state_dict(strict=False) matched no key of the module: {loads[0].example}."
+                self.record.add_finding("nothing_loaded", loads[0].place, sentence)
 
 
 def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -1048,6 +1170,7 @@ def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 class CommunicationObserver:
     """Notes whether the script's own code sends tensors, large as gradients or small as metrics."""
 
+    # The names of all collectives, as methods of a process group and as functional collectives:
     METHODS = (
         "allreduce allreduce_coalesced broadcast reduce scatter gather gather_single allgather allgather_coalesced "
         "_allgather_base all_gather_single all_gather_single_coalesced allgather_into_tensor_coalesced reduce_scatter "
@@ -1060,14 +1183,22 @@ class CommunicationObserver:
         "reduce_scatter_tensor_autograd all_reduce_coalesced all_to_all_single_autograd permute_tensor "
         "all_gather_into_tensor_coalesced reduce_scatter_tensor_coalesced"
     ).split()
-    OWN = ("nn/parallel/", "distributed/fsdp/", "distributed/_composable/", "distributed/checkpoint/", "nn/modules/")
+    # The folders of torch whose collectives are not the script's own, because torch itself averages what it has to:
+    # DDP, fully_shard, ZeroRedundancyOptimizer, DTensors, SyncBatchNorm, and checkpoints, which average nothing.
+    PARTS_OF_TORCH = (
+        "nn/parallel/",
+        "nn/modules/",
+        "distributed/fsdp/",
+        "distributed/_composable/",
+        "distributed/checkpoint/",
+        "distributed/optim/",
+        "distributed/tensor/",
+    )
 
     def __init__(self, record: Record, patches: Patches, sent: Callable[[], None]) -> None:
         self.record = record
-        self.sent = sent
-        self.addresses: set[int] = set()  # of the tensors that were sent since the last step
-        # With DDP and ZeRO, and with DTensors, torch averages what is to be averaged.
-        self.torch_averages = (*self.OWN, "distributed/optim/", "distributed/tensor/")
+        self.sent = sent  # is called after each call that sends
+        self.addresses: set[int] = set()  # where the tensors that were sent since the last step begin in memory
         for name in self.METHODS:
             if hasattr(dist.ProcessGroup, name):  # not every version has all of them
                 patches.before(dist.ProcessGroup, name, self.send)
@@ -1084,29 +1215,30 @@ class CommunicationObserver:
         self.note(list(tensors_in([args, kwargs])))
 
     def note(self, tensors: list[torch.Tensor]) -> None:
-        part = part_of_torch()
-        if part.startswith(self.torch_averages):
+        """Note the tensors of a call, unless a part of torch calls it."""
+        if part_of_torch().startswith(self.PARTS_OF_TORCH):
             return
         for tensor in tensors:
-            pickled = tensor.dtype == torch.uint8 and tensor.numel() < 4096
-            if tensor.numel() <= SMALL or pickled:
+            # Functions such as all_gather_object send Python objects as bytes.
+            is_small_object = tensor.dtype == torch.uint8 and tensor.numel() < 4096
+            if tensor.numel() <= LARGEST_METRIC or is_small_object:
                 self.record.sent_sizes.add(tensor.numel())
             else:
                 self.record.sent_large = True
-            if isinstance(tensor, torch.Tensor) and len(self.addresses) < 100_000:
+            if len(self.addresses) < 100_000:  # a script that never steps must not fill the memory
                 self.addresses.add(local_part(tensor).data_ptr())
         self.sent()
 
 
 @dataclass(eq=False)
 class ObservedModel:
-    """A module that the training loop calls, and what is counted of it."""
+    """A module that the training loop calls, and how it was called so far."""
 
     module: nn.Module
     note: Model
-    name: str = ""  # once the training uses it
-    calls: Calls = field(default_factory=lambda: Calls(0, 0))
-    waits_for_backward: bool = False
+    name: str = ""  # empty until the training uses the module
+    calls: Calls = field(default_factory=lambda: Calls(synchronizing=0, averaged=0))
+    waits_for_backward: bool = False  # since a forward whose backward will average the gradients
 
 
 class TrainingObserver:
@@ -1117,21 +1249,23 @@ class TrainingObserver:
         self.record = Record()
         self.patches = Patches(self.record)
         self.store: Any = None  # of the process group
-        self.models: dict[int, ObservedModel] = {}
-        self.inside_ddp: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
-        self.active_ddp: list[nn.Module] = []
-        self.depth = 0  # of module calls
-        self.backward_depth = 0
-        self.drops = False  # a dropout of the current forward pass draws random numbers
-        self.optimizers: dict[int, Any] = {}
-        self.built: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()
+        self.models: dict[int, ObservedModel] = {}  # by the module's id
+        # {a module inside DDP: a reference to the DistributedDataParallel}
+        self.wrapper_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
+        self.running_ddp: list[nn.Module] = []  # the DistributedDataParallel modules whose forward runs
+        self.call_depth = 0  # how many calls of modules run, each inside the one before
+        self.backward_depth = 0  # likewise, of backward passes
+        self.random_state = 0  # a checksum of the random state before the current call of a model
+        self.has_dropped = False  # whether a dropout drew random numbers in the current call of a model
+        self.optimizers: dict[int, ObservedOptimizer] = {}  # by the optimizer's id
+        self.built: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()  # where an optimizer was built
         self.stepping: Any = None  # the optimizer whose step runs
-        self.evaluation: Evaluation | None = None
+        self.evaluation: Evaluation | None = None  # the current one; None while the model is trained
         self.is_finished = False
         self.hooks: list[Any] = []
 
     def start(self, note_existing: bool = True) -> None:
-        """Begin to observe. ``note_existing``: look for the modules that the script has built before."""
+        """Begin to observe. ``note_existing``: look for the modules that the script has built already."""
         patches = self.patches
         self.loaders = LoaderObserver(self.record, patches)
         self.scalers = ScalerObserver(self.record, patches)
@@ -1183,11 +1317,11 @@ class TrainingObserver:
         self.optimizers.clear()
         del self.loaders, self.scalers, self.states, self.communication
         rank = self.record.rank
-        self.record.findings = [
-            Finding(**{**vars(found), "ranks": (rank,)}) for found in dict.fromkeys(self.record.findings)
-        ]
+        different_findings = dict.fromkeys(self.record.findings)
+        self.record.findings = [replace(found, ranks=(rank,)) for found in different_findings]
 
     def see_group(self) -> None:
+        """Note this rank's number in the process group, whose store the notes will go through."""
         self.record.rank = dist.get_rank()
         self.record.world_size = dist.get_world_size()
         self.store = distributed_c10d._get_default_store()
@@ -1195,59 +1329,60 @@ class TrainingObserver:
     # --- calls of modules
 
     def wrap_module_calls(self) -> None:
+        """Observe the calls of models: modules that no other module calls, and DDP, which may be inside another."""
         original = nn.Module.__call__
         patches = self.patches
 
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # While a graph is compiled, or a checkpointed part is recomputed in backward, nothing new is called.
-            if torch.compiler.is_compiling() or self.backward_depth or not patches.is_on():
+            if torch.compiler.is_compiling() or self.backward_depth > 0 or not patches.is_on():
                 return original(module, *args, **kwargs)
-            is_ddp = isinstance(getattr(module, "_orig_mod", module), DistributedDataParallel)
-            self.depth += 1
+            inner = uncompiled(module)
+            is_ddp = isinstance(inner, DistributedDataParallel)
+            is_model = self.call_depth == 0 or is_ddp
+            self.call_depth += 1
             forward = None
-            if self.depth == 1 or is_ddp:
-                forward = patches.run(self.enter, module, args, kwargs)
-            elif self.inside_ddp:
+            if is_model:
+                forward = patches.run(self.before_model, inner, args, kwargs)
+            elif self.wrapper_of:
                 patches.run(self.check_wrapper, module)
             if is_ddp:
-                self.active_ddp.append(getattr(module, "_orig_mod", module))
+                self.running_ddp.append(inner)
             try:
                 output = original(module, *args, **kwargs)
                 if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-                    patches.run(self.drop, module, args, output)
-                if self.depth == 1 or is_ddp:
-                    patches.run(self.leave, module, forward)
+                    patches.run(self.note_dropout, args, output)
+                if is_model and forward is not None:
+                    patches.run(self.after_model, inner, forward)
                 return output
             finally:
-                self.depth -= 1
+                self.call_depth -= 1
                 if is_ddp:
-                    self.active_ddp.pop()
+                    self.running_ddp.pop()
 
         patches.replace(nn.Module, "__call__", call)
 
     def observed(self, module: nn.Module) -> ObservedModel | None:
-        """The notes of a module that has parameters."""
+        """The notes of a module, or None for a module without parameters, such as a loss.
+
+        A module that was known before ``fully_shard`` wrapped it is looked at again.
+        """
         known = self.models.get(id(module))
         if known is not None and (known.note.wrapper or not isinstance(module, FSDPModule)):
             return known
         if next(module.parameters(), None) is None:
             return None
-        inner = module
-        wrapper = ""
-        data_ranks: tuple[int, ...] = ()
+        model = Model(wrapper="", data_ranks=())
         if isinstance(module, DistributedDataParallel):
-            inner = module.module
-            wrapper = "DDP"
-            data_ranks = tuple(dist.get_process_group_ranks(module.process_group))
-            for part in inner.modules():
-                self.inside_ddp[part] = weakref.ref(module)
+            model = Model("DDP", tuple(dist.get_process_group_ranks(module.process_group)))
+            for part in module.module.modules():
+                self.wrapper_of[part] = weakref.ref(module)
         else:
             sharded = next((part for part in module.modules() if isinstance(part, FSDPModule)), None)
             if sharded is not None:
-                wrapper = "FSDP"
-                data_ranks = mesh_ranks(sharded)
-        self.models[id(module)] = ObservedModel(module, Model(wrapper, data_ranks))
+                model = Model("FSDP", mesh_ranks(sharded))
+        self.models[id(module)] = ObservedModel(module, model)
         return self.models[id(module)]
 
     def use(self, model: ObservedModel) -> None:
@@ -1262,89 +1397,95 @@ class TrainingObserver:
         model.name = f"{kind} {len(earlier) + 1}"
         self.record.models[model.name] = model.note
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
-        """Before a call of a model, or of a loss or a metric, which have no parameters."""
-        module = getattr(module, "_orig_mod", module)  # of torch.compile
+    def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
+        """Before a call of a model, or of a loss or a metric, which have no parameters.
+
+        Returns notes that ``after_model`` completes: of each call in training, and of the first one of an evaluation.
+        """
         self.check_wrapper(module)
         model = self.observed(module)
         if model is None:
             return None
         self.use(model)
-        gradients = torch.is_grad_enabled()
-        self.loaders.model_called(model.name, gradients)
-        self.count_call(model, gradients)
-        inputs = list(tensors_in([args, kwargs]))
-        if gradients:
+        with_gradients = torch.is_grad_enabled()
+        self.loaders.model_called(model.name, with_gradients)
+        self.count_call(model, with_gradients)
+        if with_gradients:
             self.evaluation = None
         elif self.evaluation is not None or module.training:
             return None
+        inputs = list(tensors_in([args, kwargs]))
         forward = Forward(
             model=model.name,
             place=readers_line(),
             inputs=combined(checksums(inputs)),
             elements=sum(tensor.numel() for tensor in inputs),
         )
-        self.drops = False
+        self.has_dropped = False
         device = next(module.parameters()).device
-        self.state_before = random_state(device)
+        self.random_state = random_state(device)
         return forward
 
-    def leave(self, module: nn.Module, forward: Forward | None) -> None:
-        """After a call of a model."""
-        if forward is None:
-            return
+    def after_model(self, module: nn.Module, forward: Forward) -> None:
         if not torch.is_grad_enabled():
-            self.note_evaluation(getattr(module, "_orig_mod", module), forward)
+            self.note_evaluation(module, forward)
             return
-        if self.drops:
-            forward.noise = self.state_before
+        if self.has_dropped:
+            forward.noise = self.random_state
         self.record.forwards.append(forward)
 
-    def count_call(self, model: ObservedModel, gradients: bool) -> None:
+    def count_call(self, model: ObservedModel, with_gradients: bool) -> None:
+        """Count a call of a wrapped model in which the wrapper communicates with the other ranks."""
         calls = model.calls
         if isinstance(model.module, DistributedDataParallel):
             join: Any = model.module._join_config
             if join.enable:
                 model.note.joins = True
-            if gradients and not model.module.require_backward_grad_sync:
+            if with_gradients and not model.module.require_backward_grad_sync:  # as in no_sync
                 calls.not_synchronized = readers_line()
                 return
-            if not gradients and not model.module._check_sync_bufs_pre_fwd():
-                return  # it communicates nothing
+            if not with_gradients and not model.module._check_sync_bufs_pre_fwd():
+                return  # Without gradients, DDP communicates only to broadcast buffers.
         elif model.note.wrapper != "FSDP":
             return
         calls.synchronizing += 1
         place = readers_line()
         if place not in calls.places:
             calls.places.append(place)
-        if gradients:
+        if with_gradients:
             calls.not_synchronized = None
             calls.synchronized = True
             model.waits_for_backward = True
 
     def check_wrapper(self, module: nn.Module) -> None:
         """Note a call of a module that DDP wraps, unless DDP itself calls it."""
-        wrapper = self.inside_ddp.get(module)
-        ddp = wrapper() if wrapper is not None else None
-        if ddp is None or ddp in self.active_ddp or not torch.is_grad_enabled():
+        reference = self.wrapper_of.get(module)
+        if reference is None or not torch.is_grad_enabled():
+            return
+        ddp = reference()
+        if ddp is None or ddp in self.running_ddp:
             return
         calls = self.models[id(ddp)].calls
         if calls.around is None:
             calls.around = readers_line()
 
-    def drop(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Note a dropout: that it drew random numbers and, on tensor-parallel ranks, what it made of its input."""
-        self.drops = True
-        if not self.tensor_parallel_ranks or len(self.record.dropouts) >= 64 or not torch.is_grad_enabled():
+    def note_dropout(self, args: Any, output: Any) -> None:
+        """Note that a dropout drew random numbers and, on tensor-parallel ranks, what it made of its input."""
+        self.has_dropped = True
+        ranks = self.tensor_parallel_ranks
+        if not ranks or len(self.record.dropouts) >= MOST_DROPOUTS or not torch.is_grad_enabled():
             return
         given = args[0]
         if not isinstance(given, DTensor) and not isinstance(output, DTensor):
             before, after = checksums([given, output])
-            self.record.dropouts.append(Dropout(readers_line(), self.tensor_parallel_ranks, before, after))
+            self.record.dropouts.append(Dropout(readers_line(), ranks, before, after))
 
     @functools.cached_property
     def tensor_parallel_ranks(self) -> tuple[int, ...]:
-        """The ranks among which the first model's matrices are divided, not by fully_shard; empty if they are not."""
+        """The ranks among which a model's matrices are divided for tensor parallelism; empty if they are not.
+
+        A DTensor whose last mesh dimension has other ranks than those that share the data is divided in this way.
+        """
         for model in self.models.values():
             for parameter in model.module.parameters():
                 if not isinstance(parameter, DTensor):
@@ -1356,31 +1497,33 @@ class TrainingObserver:
         return ()
 
     def note_evaluation(self, module: nn.Module, forward: Forward) -> None:
-        norms = {
-            f"{path}.{name}".lstrip("."): buffer
-            for path, part in module.named_modules()
-            if isinstance(part, nn.modules.batchnorm._BatchNorm)
-            for name, buffer in part.named_buffers(recurse=False)
-        }
-        number = sum(evaluation.model == forward.model for evaluation in self.record.evaluations)
-        evaluation = Evaluation(
+        """Note the first call of an evaluation. Only that of a model with batch statistics goes into the record."""
+        statistics: dict[str, torch.Tensor] = {}
+        for path, part in module.named_modules():
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                for name, buffer in part.named_buffers(recurse=False):
+                    statistics[f"{path}.{name}".lstrip(".")] = buffer
+        earlier = [evaluation for evaluation in self.record.evaluations if evaluation.model == forward.model]
+        is_recorded = bool(statistics) and len(earlier) < MOST_EVALUATIONS
+        parameters = list(module.parameters())
+        weights = 0
+        if is_recorded and not any(isinstance(parameter, DTensor) for parameter in parameters):
+            weights = combined(checksums(parameters))
+        self.evaluation = Evaluation(
             model=forward.model,
-            number=number,
+            number=len(earlier),
             place=forward.place,
             inputs=forward.inputs,
-            weights=0,
-            buffers=dict(zip(norms, checksums(list(norms.values())), strict=True)),
+            weights=weights,
+            buffers=dict(zip(statistics, checksums(list(statistics.values())), strict=True)),
         )
-        self.evaluation = evaluation
-        if norms and number < 8:
-            sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
-            if not sharded:
-                evaluation.weights = combined(checksums(list(module.parameters())))
-            self.record.evaluations.append(evaluation)
+        if is_recorded:
+            self.record.evaluations.append(self.evaluation)
 
     # --- backward, and numbers that are read
 
     def wrap_backward(self, name: str) -> None:
+        """Observe backward passes. In each, DDP and FSDP average the gradients of the models that were called."""
         original = getattr(torch.autograd, name)
 
         @functools.wraps(original)
@@ -1400,15 +1543,15 @@ class TrainingObserver:
         self.patches.replace(torch.autograd, name, call)
 
     def read_number(self, tensor: torch.Tensor) -> None:
-        """Note where the script reads a loss."""
+        """Note where the script reads a loss: a number with a gradient, by ``item()`` or by float()."""
         if tensor.dim() == 0 and tensor.grad_fn is not None and part_of_torch() in ("", "_tensor.py"):
             place = readers_line()
             if place not in self.record.loss_reads:
                 self.record.loss_reads.append(place)
 
     def communicated(self) -> None:
-        """The script's own code sends a tensor."""
-        if self.depth > 0 and self.backward_depth == 0:
+        """After the script's own code has sent a tensor: note whether it did so in a forward, or for an evaluation."""
+        if self.call_depth > 0 and self.backward_depth == 0:
             for model in self.models.values():
                 model.note.communicates = True
         if self.evaluation is not None:
@@ -1423,14 +1566,16 @@ class TrainingObserver:
         self.built[optimizer] = readers_line()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        nested = self.stepping is not None and self.stepping is not optimizer  # as in ZeroRedundancyOptimizer
-        if not self.is_finished and not nested and self.patches.is_on() and not torch.compiler.is_compiling():
+        if self.is_finished or torch.compiler.is_compiling() or not self.patches.is_on():
+            return
+        is_nested = self.stepping is not None and self.stepping is not optimizer  # as in ZeroRedundancyOptimizer
+        if not is_nested:
             self.patches.run(self.begin_step, optimizer)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if optimizer is self.stepping:
             self.stepping = None
-            self.patches.run(self.end_step, optimizer)
+            self.patches.run(self.optimizers[id(optimizer)].end, self)
             if self.record.steps[-1].number >= self.steps:
                 self.stop()
 
@@ -1443,43 +1588,42 @@ class TrainingObserver:
         observed.name_parameters(self)
         self.stepping = optimizer
         self.scalers.optimizer_steps(optimizer)
-        self.loaders.stepped()
+        self.loaders.optimizer_steps()
         observed.steps += 1
         observed.begin(self)
 
-    def end_step(self, optimizer: Any) -> None:
-        self.optimizers[id(optimizer)].end(self)
-
     def find_idle_optimizers(self) -> None:
-        """Optimizers whose parameters never had a gradient, because the model has others, or for another reason."""
-        called = {
-            id(parameter): (name, parameter)
-            for model in self.models.values()
-            if model.name
-            for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad
-        }
-        stepped = {id(parameter) for observed in self.optimizers.values() for parameter in observed.parameters()}
-        orphans = [parameter for number, (_, parameter) in called.items() if number not in stepped]
+        """Find optimizers that hold parameters which the model no longer has, or that never got a gradient."""
+        model_names: dict[nn.Parameter, str] = {}  # the parameters of the models that were called
+        for model in self.models.values():
+            if model.name:
+                for name, parameter in model.module.named_parameters():
+                    if parameter.requires_grad:
+                        model_names[parameter] = name
+        optimized = {id(parameter) for observed in self.optimizers.values() for parameter in observed.parameters()}
+        not_optimized = [parameter for parameter in model_names if id(parameter) not in optimized]
         for observed in self.optimizers.values():
             idle = [parameter for parameter in observed.parameters() if id(parameter) not in observed.with_gradient]
-            stale = [parameter for parameter in idle if id(parameter) not in called]
+            stale = [parameter for parameter in idle if parameter not in model_names]
             place = self.built.get(observed.optimizer, observed.place)
-            kind = type(observed.optimizer)
-            # The model's parameters are others of the same shapes. A shard has the shape of the whole, too.
-            if stale and [parameter.shape for parameter in stale] == [parameter.shape for parameter in orphans]:
-                name, _ = called[id(orphans[0])]
+            optimizer_class = type(observed.optimizer)
+            # A conversion of the model, or fully_shard, replaces parameters by others of the same shapes: a shard is a
+            # DTensor, whose shape is that of the whole parameter.
+            if stale and [parameter.shape for parameter in stale] == [parameter.shape for parameter in not_optimized]:
                 sentence = (
-                    f"{len(stale)} parameters of this {kind.__name__} are not the model's, so its steps change "
-                    f"nothing: {name} of the model is in no optimizer."
+                    f"{len(stale)} parameters of this {optimizer_class.__name__} are not the model's, so its steps "
+                    f"change nothing: {model_names[not_optimized[0]]} of the model is in no optimizer."
                 )
-                self.record.findings.append(finding("stale_optimizer", place, (), sentence))
+                self.record.add_finding("stale_optimizer", place, sentence)
                 continue
             # Optimizers of other libraries may compute updates without gradients.
-            of_torch = kind.__module__.startswith("torch.optim")
-            if of_torch and observed.steps >= 3 and not observed.with_gradient and not observed.unsynchronized:
-                sentence = f"{observed.steps} steps of this {kind.__name__} found no gradient at any of its parameters."
-                self.record.findings.append(finding("no_gradient", place, (), sentence))
+            is_of_torch = optimizer_class.__module__.startswith("torch.optim")
+            if is_of_torch and observed.steps >= 3 and not observed.with_gradient and not observed.unsynchronized:
+                sentence = (
+                    f"{observed.steps} steps of this {optimizer_class.__name__} found no gradient at any of its "
+                    "parameters."
+                )
+                self.record.add_finding("no_gradient", place, sentence)
 
 
 class ObservedOptimizer:
@@ -1490,51 +1634,68 @@ class ObservedOptimizer:
         self.index = index
         self.steps = 0
         self.place = readers_line()
-        self.keys: dict[int, str] = {}  # of its parameters, by id
-        self.models: list[ObservedModel] = []  # that hold them
-        self.with_gradient: set[int] = set()
-        self.unsynchronized = False  # a step came while FSDP held gradients that were not reduced
-        self.step: Step | None = None
+        self.keys: dict[int, str] = {}  # {a parameter's id: its key in the record}
+        self.models: list[ObservedModel] = []  # the models that have its parameters
+        self.with_gradient: set[int] = set()  # the ids of the parameters that ever had a gradient
+        self.unsynchronized = False  # whether a step came while FSDP held gradients that were not reduced
+        self.step: Step | None = None  # the latest
 
     def parameters(self) -> list[Any]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def name_parameters(self, observer: TrainingObserver) -> None:
-        """Give each parameter a key that is the same on all ranks, from the models that were called."""
-        unknown = [parameter for parameter in self.parameters() if id(parameter) not in self.keys]
-        if not unknown:
+        """Give each parameter a key that is the same on all ranks.
+
+        The key is made of the name of the model that has the parameter and of its name there. The key of a parameter
+        of no known model is made of the optimizer's class, and of numbers.
+        """
+        if all(id(parameter) in self.keys for parameter in self.parameters()):
             return
-        owners: dict[int, tuple[ObservedModel, str]] = {}
-        for model in sorted(observer.models.values(), key=lambda model: model.note.wrapper != "DDP"):
-            if not model.name and model.note.wrapper != "DDP":
+        owners = self.find_owners(observer)
+        for number, parameter in enumerate(self.parameters()):
+            if id(parameter) in self.keys:
                 continue
-            module: Any = model.module.module if model.note.wrapper == "DDP" else model.module
+            model: ObservedModel | None = None
+            owner = f"{type(self.optimizer).__name__} {self.index}"
+            name = f"parameter {number}"
+            if id(parameter) in owners:
+                model, name = owners[id(parameter)]
+                observer.use(model)
+                owner = model.name
+                if model not in self.models:
+                    self.models.append(model)
+            key = f"{owner}: {name}"
+            self.keys[id(parameter)] = key
+            observer.record.parameters[key] = describe(parameter, name, owner, model)
+
+    def find_owners(self, observer: TrainingObserver) -> dict[int, tuple[ObservedModel, str]]:
+        """{a parameter's id: (the model that has it, its name there)}; finds weights that are no longer tied, too.
+
+        A model may be known both by itself and inside DDP, which comes first then.
+        """
+        owners: dict[int, tuple[ObservedModel, str]] = {}
+        wrapped = [model for model in observer.models.values() if model.note.wrapper == "DDP"]
+        called = [model for model in observer.models.values() if model.note.wrapper != "DDP" and model.name]
+        for model in [*wrapped, *called]:
+            module: Any = model.module
+            if model.note.wrapper == "DDP":
+                module = module.module
             for name, parameter in module.named_parameters():
                 owners.setdefault(id(parameter), (model, name))
             for names in observer.states.broken_ties(module):
                 sentence = f"{names} were one parameter when the model was built, and are two now."
-                observer.record.findings.append(finding("untied", readers_line(), (), sentence))
-        for number, parameter in enumerate(self.parameters()):
-            if id(parameter) in self.keys:
-                continue
-            holder: ObservedModel | None = None
-            owner = f"{type(self.optimizer).__name__} {self.index}"
-            name = f"parameter {number}"
-            if id(parameter) in owners:
-                holder, name = owners[id(parameter)]
-                observer.use(holder)
-                owner = holder.name
-                if holder not in self.models:
-                    self.models.append(holder)
-            key = f"{owner}: {name}"
-            self.keys[id(parameter)] = key
-            observer.record.parameters[key] = describe(parameter, name, owner, holder)
+                observer.record.add_finding("untied", readers_line(), sentence)
+        return owners
 
-    def begin(self, observer: TrainingObserver) -> None:
-        parameters = self.parameters()
-        for parameter in parameters:
+    def note_gradients(self) -> None:
+        for parameter in self.parameters():
             if parameter.grad is not None:
                 self.with_gradient.add(id(parameter))
+
+    def begin(self, observer: TrainingObserver) -> None:
+        """Before a step: note how the models were called since the last one, and checksums of what it starts from."""
+        self.note_gradients()
+        parameters = self.parameters()
         step = Step(
             optimizer=self.index,
             number=self.steps,
@@ -1544,62 +1705,69 @@ class ObservedOptimizer:
             calls={model.name: replace(model.calls, places=[*model.calls.places]) for model in self.models},
         )
         for model in self.models:
-            self.check_sharded_gradients(model, step.place, observer)
+            self.check_sharded_gradients(model.module, step.place, observer)
             model.calls.synchronized = False
             model.calls.not_synchronized = None
             model.calls.around = None
         if self.steps == 1:
             step.before = self.checksums_of(parameters)
-        sent = observer.communication.addresses
+        sent_addresses = observer.communication.addresses
         gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        if gradients and all(gradient.data_ptr() in sent for gradient in gradients):
+        if gradients and all(gradient.data_ptr() in sent_addresses for gradient in gradients):
             observer.record.averages_gradients = True
-        sent.clear()
+        sent_addresses.clear()
         if self.is_sampled(observer.steps):
             step.gradients = self.checksums_of([parameter.grad for parameter in parameters])
-            step.gradient_means = self.means_of_replicated(observer.record)
+            step.gradient_means = self.gradient_means(observer.record)
         self.step = step
         observer.record.steps.append(step)
 
     def end(self, observer: TrainingObserver) -> None:
-        for parameter in self.parameters():  # a closure may have made the gradients within the step
-            if parameter.grad is not None:
-                self.with_gradient.add(id(parameter))
+        """After a step: note checksums of the weights."""
+        self.note_gradients()  # a closure may have made them within the step
         if self.step is not None and self.is_sampled(observer.steps):
             self.step.after = self.checksums_of(self.parameters())
 
     def is_sampled(self, last: int) -> bool:
-        """Weights are compared after steps 1, 2, 4, 8 and so on, because a difference stays."""
-        return self.steps & (self.steps - 1) == 0 or self.steps == last
+        """Whether checksums are noted at this step. Because a difference stays, steps 1, 2, 4, 8, … and the last do."""
+        is_power_of_two = self.steps.bit_count() == 1
+        return is_power_of_two or self.steps == last
 
     def checksums_of(self, tensors: Sequence[Any]) -> dict[str, int]:
+        """{a parameter's key: the checksum of its tensor}, of one tensor for each parameter in order."""
         keys = [self.keys[id(parameter)] for parameter in self.parameters()]
         return dict(zip(keys, checksums(tensors), strict=True))
 
-    def means_of_replicated(self, record: Record) -> dict[str, float]:
-        """The mean size of each DTensor's gradient. Its replicas compute it apart, equally but for rounding."""
+    def gradient_means(self, record: Record) -> dict[str, float]:
+        """The mean absolute value of each DTensor's gradient, by the parameter's key.
+
+        Each rank with a replica computes its gradient anew, so that checksums may differ by rounding, and means hardly.
+        """
         means: dict[str, float] = {}
         for parameter in self.parameters():
             key = self.keys[id(parameter)]
             gradient = parameter.grad
-            partial = isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements)
-            if record.parameters[key].kind == "DTensor" and gradient is not None and not partial:
+            is_partial = isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements)
+            if record.parameters[key].kind == "DTensor" and gradient is not None and not is_partial:
                 part = local_part(gradient).detach()
                 total: Any = part.float().abs().sum().tolist()
                 means[key] = total / max(1, part.numel())
         return means
 
-    def check_sharded_gradients(self, model: ObservedModel, place: Place, observer: TrainingObserver) -> None:
-        """fully_shard keeps gradients that it did not reduce at the whole parameters, where no optimizer sees them."""
-        for group in parameter_groups(model.module):
-            for part in group.fsdp_params:
-                if not holds_unreduced_gradient(part):
-                    continue
-                if not self.unsynchronized:
-                    self.unsynchronized = True
-                    sentence = "The optimizer steps while fully_shard holds gradients that it has not reduced."
-                    observer.record.findings.append(finding("not_synchronized", place, (), sentence))
-                return
+    def check_sharded_gradients(self, module: nn.Module, place: Place, observer: TrainingObserver) -> None:
+        """Find gradients that fully_shard has not reduced. It keeps them where no optimizer sees them."""
+        parts = [part for group in parameter_groups(module) for part in group.fsdp_params]
+        holds_gradients = any(holds_unreduced_gradient(part) for part in parts)
+        if holds_gradients and not self.unsynchronized:
+            self.unsynchronized = True
+            sentence = "The optimizer steps while fully_shard holds gradients that it has not reduced."
+            observer.record.add_finding("not_synchronized", place, sentence)
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module itself, or the one that torch.compile has wrapped in it."""
+    inner: nn.Module = getattr(module, "_orig_mod", module)
+    return inner
 
 
 def holds_unreduced_gradient(fsdp_parameter: Any) -> bool:
@@ -1623,16 +1791,14 @@ def rates_of(optimizer: Any) -> tuple[float, ...]:
 
 
 def settings_of(optimizer: Any) -> int:
-    """A number that differs if two optimizers have different settings apart from the learning rate."""
-    plain = (int, float, bool, str, tuple, type(None))
-    return crc(
-        [
-            (name, value)
-            for group in optimizer.param_groups
-            for name, value in group.items()
-            if name not in ("params", "lr", "initial_lr", "param_names") and isinstance(value, plain)
-        ]
-    )
+    """A checksum of an optimizer's settings, such as its momentum, without the learning rate."""
+    settings = []
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            is_plain = isinstance(value, (int, float, bool, str, tuple, type(None)))
+            if is_plain and name not in ("params", "lr", "initial_lr", "param_names"):
+                settings.append((name, value))
+    return crc(settings)
 
 
 def parameter_groups(module: nn.Module) -> Iterator[Any]:
@@ -1653,17 +1819,25 @@ def mesh_ranks(module: nn.Module) -> tuple[int, ...]:
     return ()
 
 
-EXACT_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook", "batched_powerSGD_hook")
+# The communication hooks of DDP after which all ranks have the same gradients. Another hook may average otherwise.
+AVERAGING_HOOKS = (
+    "allreduce_hook",
+    "fp16_compress_hook",
+    "bf16_compress_hook",
+    "powerSGD_hook",
+    "batched_powerSGD_hook",
+)
 
 
 def describe(parameter: Any, name: str, owner: str, model: ObservedModel | None) -> Parameter:
-    """What is known of a parameter: who holds replicas of it."""
+    """The note of an optimizer's parameter: which ranks hold replicas of it. ``model``: the one that has it, if known.
+
+    ``owner`` is the name of the model, or of an optimizer whose parameter no known model has.
+    """
     kind = "plain"
     replicas: tuple[int, ...] = ()
     if model is not None and isinstance(model.module, DistributedDataParallel):
-        ddp = model.module
-        hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(ddp, "_comm_hooks", [])]
-        if name not in ddp.parameters_to_ignore and all(hook in EXACT_HOOKS for hook in hooks):
+        if is_averaged(model.module, name):
             kind = "DDP"
             replicas = model.note.data_ranks
         else:
@@ -1674,32 +1848,50 @@ def describe(parameter: Any, name: str, owner: str, model: ObservedModel | None)
         root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
         if root.size() == 1 and dist.get_world_size() > 1:
             kind = "mesh of one"
-        coordinate = mesh.get_coordinate()
-        index = [
-            slice(None) if placement.is_replicate() else coordinate[dimension]
-            for dimension, placement in enumerate(parameter.placements)
-        ]
-        replicas = tuple(mesh.mesh[tuple(index)].flatten().tolist())
-        if len(replicas) == 1:
-            replicas = ()
+        replicas = replicas_of(parameter)
     return Parameter(owner, name, kind, local_part(parameter).numel(), replicas)
+
+
+def is_averaged(ddp: DistributedDataParallel, name: str) -> bool:
+    """Whether DDP gives all ranks the same gradient of a parameter."""
+    hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(ddp, "_comm_hooks", [])]
+    return name not in ddp.parameters_to_ignore and all(hook in AVERAGING_HOOKS for hook in hooks)
+
+
+def replicas_of(parameter: DTensor) -> tuple[int, ...]:
+    """The ranks that hold the same part of a DTensor as this one, or none if it is the only one.
+
+    They are along those dimensions of the mesh on which the DTensor is replicated. On the others, where it is divided,
+    they have this rank's coordinate.
+    """
+    mesh = parameter.device_mesh
+    coordinate: Any = mesh.get_coordinate()
+    index: list[Any] = []
+    for dimension, placement in enumerate(parameter.placements):
+        if placement.is_replicate():
+            index.append(slice(None))
+        else:
+            index.append(coordinate[dimension])
+    ranks = tuple(mesh.mesh[tuple(index)].flatten().tolist())
+    if len(ranks) == 1:
+        return ()
+    return ranks
 
 
 # --- the rules that compare ranks -------------------------------------------------------------------------------------
 
 
+# After these mistakes the ranks' weights drift apart. If one of them is found, "drift" is not reported beside it.
 CAUSES_OF_DRIFT = ("different_noise", "uneven_steps", "rank_alone", "different_start", "stale_optimizer")
 
 
 def compare(records: Sequence[Record]) -> list[Finding]:
-    """The findings of all ranks' records, and what only their comparison shows."""
-    findings: list[Finding] = []
-    alone = [found for record in records for found in record.findings]
-    for found in alone:
-        twins = {
-            rank for other in alone if replace(other, ranks=()) == replace(found, ranks=()) for rank in other.ranks
-        }
-        findings.append(replace(found, ranks=tuple(sorted(twins))))
+    """The findings of each rank, and those of the rules that compare ranks. There is one record for each rank."""
+    ranks_of: dict[Finding, set[int]] = {}  # {a finding without its ranks: the ranks that have it}
+    for record in records:
+        for found in record.findings:
+            ranks_of.setdefault(replace(found, ranks=()), set()).update(found.ranks)
+    findings = [replace(found, ranks=tuple(sorted(ranks))) for found, ranks in ranks_of.items()]
     if len(records) > 1:
         for rule in RULES:
             findings += rule(records)
@@ -1709,6 +1901,7 @@ def compare(records: Sequence[Record]) -> list[Finding]:
 
 
 def listed(ranks: Iterable[int]) -> str:
+    """Ranks in words: "rank 2" or "ranks 0, 1 and 2"."""
     numbers = [str(rank) for rank in sorted(ranks)]
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
@@ -1716,12 +1909,16 @@ def listed(ranks: Iterable[int]) -> str:
 
 
 def equal(values: Iterable[Any]) -> bool:
+    """Whether all values are equal."""
     values = list(values)
     return all(value == values[0] for value in values)
 
 
 def is_wrapped(records: Sequence[Record]) -> bool:
-    """Whether some model is wrapped. Beside it, an unwrapped one may be a reference that each rank trains alone."""
+    """Whether some model is wrapped.
+
+    Beside a wrapped model, an unwrapped one may be a reference that each rank trains alone, so nothing is said of it.
+    """
     return any(len(model.data_ranks) > 1 for record in records for model in record.models.values())
 
 
@@ -1734,26 +1931,28 @@ def sends_by_hand(records: Sequence[Record]) -> bool:
     return False
 
 
-def steps_of(record: Record) -> dict[tuple[int, int], Step]:
-    return {(step.optimizer, step.number): step for step in record.steps}
-
-
 def common_steps(records: Sequence[Record]) -> list[list[Step]]:
-    """Each step that all ranks made, in order, with one entry for each rank."""
-    tables = [steps_of(record) for record in records]
-    if not tables:
+    """Each step that all these ranks made, in order: a list of the ranks' notes of it, in the order of the records."""
+    if not records:
         return []
-    common = [number for number in tables[0] if all(number in table for table in tables)]
-    return [[table[number] for table in tables] for number in common]
+    tables = [{(step.optimizer, step.number): step for step in record.steps} for record in records]
+    common = [key for key in tables[0] if all(key in table for table in tables)]
+    return [[table[key] for table in tables] for key in common]
 
 
-def before(record: Record) -> dict[str, int]:
-    """Checksums of all parameters before their optimizer's first step."""
-    return {key: number for step in record.steps for key, number in step.before.items()}
+def initial_weights(record: Record) -> dict[str, int]:
+    """{a parameter's key: its checksum before the first step of its optimizer}."""
+    weights: dict[str, int] = {}
+    for step in record.steps:
+        weights |= step.before
+    return weights
 
 
 def same_settings(records: Sequence[Record]) -> bool:
-    """Whether the ranks' optimizers have equal settings, as replicas have, and a search for settings has not."""
+    """Whether the ranks' optimizers have equal settings.
+
+    Replicas of one training have. A search for the best settings gives each rank other ones.
+    """
     return all(equal((step.rates, step.settings) for step in steps) for steps in common_steps(records))
 
 
@@ -1778,28 +1977,22 @@ def names_of(keys: Iterable[str]) -> str:
 
 
 def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
-    """Replicas that DDP or a DTensor promises: they begin equal, and each step leaves them equal."""
+    """Replicas of DDP or of a DTensor that differ. They have to begin equal, and each step has to leave them equal."""
     if not equal(record.device for record in records):
         return []  # GPUs of two kinds may round differently
-    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for record in records:
-        for key, parameter in record.parameters.items():
-            if len(parameter.replicas) > 1:
-                keys = groups.setdefault((parameter.model, parameter.replicas), [])
-                if key not in keys:
-                    keys.append(key)
     findings = []
-    for (model, ranks), keys in groups.items():
+    for (model, ranks), keys in replicated_parameters(records).items():
         holders = [record for record in records if record.rank in ranks and keys[0] in record.parameters]
-        if len(holders) < 2 or uneven(model, holders):
+        if len(holders) < 2 or left_out_steps(model, holders):
             continue
-        starts = [before(record) for record in holders]
-        apart = [key for key in keys if not equal(start.get(key) for start in starts)]
-        if apart:
+        starts = [initial_weights(record) for record in holders]
+        different = [key for key in keys if not equal(start.get(key) for start in starts)]
+        if different:
             place = holders[0].steps[0].place
-            sentence = f"{names_of(apart)} differ on {listed(ranks)} before the first step."
+            sentence = f"{names_of(different)} differ on {listed(ranks)} before the first step."
             findings.append(finding("different_start", place, ranks, sentence))
         elif holders[0].parameters[keys[0]].kind == "DDP":
+            # A script that sends weights or gradients itself may mean its replicas to differ for some steps.
             if not any(record.sent_large for record in holders):
                 findings += explain_drift(model, ranks, keys, holders)
         else:
@@ -1807,37 +2000,59 @@ def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
     return findings
 
 
+def replicated_parameters(records: Sequence[Record]) -> dict[tuple[str, tuple[int, ...]], list[str]]:
+    """{(a model, the ranks that hold replicas): the keys of the parameters of which they hold them}."""
+    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for record in records:
+        for key, parameter in record.parameters.items():
+            if len(parameter.replicas) > 1:
+                keys = groups.setdefault((parameter.model, parameter.replicas), [])
+                if key not in keys:
+                    keys.append(key)
+    return groups
+
+
 def explain_drift(model: str, ranks: tuple[int, ...], keys: list[str], holders: Sequence[Record]) -> list[Finding]:
-    """The first step after which DDP's replicas differ, and why."""
-    since: list[list[Step]] = []  # the steps since the last one after which they were equal
+    """The first step after which DDP's replicas differ, with the reason if it is known."""
+    suspects: list[list[Step]] = []  # the steps of the model since the last one after which its replicas were equal
+    different: list[str] = []
     for steps in common_steps(holders):
-        if steps[0].after.keys().isdisjoint(keys):
-            if model in steps[0].calls:
-                since.append(steps)
-            continue
-        since.append(steps)
-        apart = [key for key in keys if not equal(step.after.get(key) for step in steps)]
-        if apart:
-            break
-        since = []
-    else:
+        is_sampled = not steps[0].after.keys().isdisjoint(keys)
+        if is_sampled or model in steps[0].calls:
+            suspects.append(steps)
+        if is_sampled:
+            different = [key for key in keys if not equal(step.after.get(key) for step in steps)]
+            if different:
+                break
+            suspects = []
+    if not different:
         return []
-    for steps in since:
-        for step in steps:
-            calls = step.calls[model]
-            if calls.not_synchronized is not None:
-                sentence = "The last call before optimizer.step() is inside no_sync: its gradients stay on their rank."
-                return [finding("not_synchronized", calls.not_synchronized, ranks, sentence)]
-            if calls.around is not None and not calls.synchronized:
-                sentence = "The module inside DDP is called here, not DDP: no gradient is averaged before the step."
-                return [finding("around_the_wrapper", calls.around, ranks, sentence)]
-        if not equal(step.rates for step in steps):
-            rates = " and ".join(dict.fromkeys(f"{step.rates[0]:g}" for step in steps if step.rates))
-            sentence = f"From step {steps[0].number} on, replicas use different learning rates: {rates}."
-            return [finding("different_rates", steps[0].place, ranks, sentence)]
-    step = since[-1][0]
-    sentence = f"{names_of(apart)} differ on {listed(ranks)} after step {step.number}, although DDP made them equal."
+    for steps in suspects:
+        reason = reason_to_drift(model, ranks, steps)
+        if reason is not None:
+            return [reason]
+    step = suspects[-1][0]
+    sentence = (
+        f"{names_of(different)} differ on {listed(ranks)} after step {step.number}, although DDP made them equal."
+    )
     return [finding("drift", step.place, ranks, sentence)]
+
+
+def reason_to_drift(model: str, ranks: tuple[int, ...], steps: Sequence[Step]) -> Finding | None:
+    """The mistake before one step after which DDP's replicas differ, or None. ``steps`` are the ranks' notes of it."""
+    for step in steps:
+        calls = step.calls[model]
+        if calls.not_synchronized is not None:
+            sentence = "The last call before optimizer.step() is inside no_sync: its gradients stay on their rank."
+            return finding("not_synchronized", calls.not_synchronized, ranks, sentence)
+        if calls.around is not None and not calls.synchronized:
+            sentence = "The module inside DDP is called here, not DDP: no gradient is averaged before the step."
+            return finding("around_the_wrapper", calls.around, ranks, sentence)
+    if equal(step.rates for step in steps):
+        return None
+    rates = " and ".join(dict.fromkeys(f"{step.rates[0]:g}" for step in steps if step.rates))
+    sentence = f"From step {steps[0].number} on, replicas use different learning rates: {rates}."
+    return finding("different_rates", steps[0].place, ranks, sentence)
 
 
 def find_gradients_that_differ(ranks: tuple[int, ...], keys: list[str], holders: Sequence[Record]) -> list[Finding]:
@@ -1845,51 +2060,55 @@ def find_gradients_that_differ(ranks: tuple[int, ...], keys: list[str], holders:
     for steps in common_steps(holders):
         largest = max((mean for step in steps for mean in step.gradient_means.values()), default=0.0)
         for key in keys:
-            means = [step.gradient_means.get(key) for step in steps]
-            if None in means or largest == 0.0:
+            means = [step.gradient_means[key] for step in steps if key in step.gradient_means]
+            if len(means) < len(steps):
                 continue
-            known = [mean for mean in means if mean is not None]
-            if max(known) - min(known) > 0.05 * largest:
+            if max(means) - min(means) > 0.05 * largest:  # rounding, even to bfloat16, makes less of a difference
                 sentence = (
                     f"The gradient of {names_of([key])} differs on {listed(ranks)}, which hold replicas of it: "
-                    f"its mean size is {min(known):.2g} on one and {max(known):.2g} on another."
+                    f"its mean size is {min(means):.2g} on one and {max(means):.2g} on another."
                 )
                 return [finding("drift", steps[0].place, ranks, sentence)]
     return []
 
 
 def find_unwrapped(records: Sequence[Record]) -> list[Finding]:
-    """A model that nobody wrapped: it begins equal on all ranks, nothing is sent, and the steps lead it apart.
+    """A model that is not wrapped, or not over all ranks: no rank sends anything, and the ranks' weights drift apart.
 
-    Who averages weights every 500 steps observes more than 500, or allows "drift".
+    A script that averages weights every 500 steps has to be observed for more than 500, or has to allow "drift".
     """
     if sends_by_hand(records) or not equal(record.device for record in records):
         return []
-    on_one_rank = plain_replicas(records, {"mesh of one"})
-    if not on_one_rank and not plain_replicas(records, {"plain"}):
-        return []
     ranks = [record.rank for record in records]
-    if not on_one_rank and not (equal(before(record) for record in records) and divides_one_training(records)):
-        return []
-    apart: list[Step] = []
-    for steps in common_steps(records):
-        if not steps[0].after:
-            continue
-        if equal(step.after for step in steps):
-            apart = []  # something averages the weights now and then
-        elif not apart:
-            apart = steps
-    if not apart:
-        return []
-    place = apart[0].place
-    if on_one_rank:
+    if plain_replicas(records, {"mesh of one"}):
+        drifted = first_step_of_drift(records)
+        if drifted is None:
+            return []
         sentence = f"fully_shard divides the model over one rank, so {listed(ranks)} train models of their own."
-        return [finding("mesh_of_one", place, ranks, sentence)]
+        return [finding("mesh_of_one", drifted.place, ranks, sentence)]
+    if not plain_replicas(records, {"plain"}) or not divides_one_training(records):
+        return []
+    drifted = first_step_of_drift(records)
+    if drifted is None or not equal(initial_weights(record) for record in records):
+        return []
     sentence = (
-        f"The model is equal on {listed(ranks)} before the first step and differs after step {apart[0].number}: "
+        f"The model is equal on {listed(ranks)} before the first step and differs after step {drifted.number}: "
         "nothing averages its gradients."
     )
-    return [finding("drift", place, ranks, sentence)]
+    return [finding("drift", drifted.place, ranks, sentence)]
+
+
+def first_step_of_drift(records: Sequence[Record]) -> Step | None:
+    """The first step after which the ranks' weights differ for good, or None. Something may average them at times."""
+    drifted = None
+    for steps in common_steps(records):
+        if not steps[0].after:  # the weights were not sampled
+            continue
+        if equal(step.after for step in steps):
+            drifted = None
+        elif drifted is None:
+            drifted = steps[0]
+    return drifted
 
 
 def divides_one_training(records: Sequence[Record]) -> bool:
@@ -1903,33 +2122,37 @@ def find_different_start(records: Sequence[Record]) -> list[Finding]:
     """Gradients that were averaged by hand, and are applied to weights that differ from the start."""
     if not plain_replicas(records, {"plain"}):
         return []
-    starts = [before(record) for record in records]
-    first = [steps for steps in common_steps(records) if steps[0].before]
-    apart = [key for key in starts[0] if not equal(start[key] for start in starts)]
-    for steps in first:
-        keys = list(steps[0].gradients)
-        averaged = bool(keys) and equal(step.gradients for step in steps)
-        moved = all(step.after.get(key) != step.before.get(key) for step in steps for key in keys)
-        if not averaged or not moved:
-            return []
-    if not apart:
+    starts = [initial_weights(record) for record in records]
+    different = [key for key in starts[0] if not equal(start[key] for start in starts)]
+    if not different:
         return []
+    first_steps = [steps for steps in common_steps(records) if steps[0].before]
+    for steps in first_steps:
+        keys = list(steps[0].gradients)
+        if not keys or not equal(step.gradients for step in steps):
+            return []
+        # Equal gradients that change no weight, such as zeros, were not averaged by anybody.
+        if any(step.after.get(key) == step.before.get(key) for step in steps for key in keys):
+            return []
     ranks = [record.rank for record in records]
-    sentence = f"{listed(ranks).capitalize()} apply equal gradients to different weights: {names_of(apart)}."
+    sentence = f"{listed(ranks).capitalize()} apply equal gradients to different weights: {names_of(different)}."
     return [finding("different_start", records[0].steps[0].place, ranks, sentence)]
 
 
 def data_parallel_ranks(model: str, records: Sequence[Record]) -> set[int]:
-    """The ranks that average the gradients of a model, so that their data should differ."""
+    """The ranks that average the gradients of a model, so that their data should differ; empty if that is not certain.
+
+    An unwrapped model that starts equal on all ranks counts, whether its gradients are averaged by hand or by nobody.
+    """
     notes = [record.models[model] for record in records if model in record.models]
     if any(note.communicates for note in notes):
         return set()
     if notes[0].wrapper:
         return set(notes[0].data_ranks)
-    if not plain_replicas(records, {"plain"}) or not equal(before(record) for record in records):
+    if not plain_replicas(records, {"plain"}) or not equal(initial_weights(record) for record in records):
         return set()
-    by_hand = all(record.averages_gradients for record in records)
-    if by_hand or not sends_by_hand(records):
+    averages_by_hand = all(record.averages_gradients for record in records)
+    if averages_by_hand or not sends_by_hand(records):
         return {record.rank for record in records}
     return set()
 
@@ -1947,10 +2170,15 @@ def forwards_of(record: Record, model: str) -> list[Forward]:
     return [forward for forward in record.forwards if forward.model == model]
 
 
+def epochs_of(record: Record, model: str) -> list[Epoch]:
+    """The epochs whose batches a model was trained on."""
+    return [epoch for epoch in record.epochs if model in epoch.models]
+
+
 def pairs_of_calls(model: str, holders: Sequence[Record]) -> Iterator[tuple[Record, Record, list[Any]]]:
-    """Each two ranks that train a model, with their calls of it side by side."""
+    """Each two ranks that train a model, with pairs of their calls of it: the first of both, the second of both, …."""
     for first, second in itertools.combinations(holders, 2):
-        calls = zip(forwards_of(first, model), forwards_of(second, model), strict=False)
+        calls = zip(forwards_of(first, model), forwards_of(second, model), strict=False)  # as far as both have come
         yield first, second, list(calls)
 
 
@@ -1961,9 +2189,9 @@ def find_same_samples(records: Sequence[Record]) -> list[Finding]:
         for first, second, calls in pairs_of_calls(model, holders):
             batches = {mine.inputs for mine, _ in calls}
             elements = sum(mine.elements for mine, _ in calls)
-            same = all(mine.inputs == other.inputs for mine, other in calls)
-            # One batch for ever is a benchmark. And a few small numbers may be equal by chance.
-            if same and len(batches) > 1 and elements >= 32:
+            is_same = all(mine.inputs == other.inputs for mine, other in calls)
+            # A benchmark may train on one batch again and again, and a few numbers may be equal by chance.
+            if is_same and len(batches) > 1 and elements >= 32:
                 ranks = (first.rank, second.rank)
                 sentence = f"{listed(ranks).capitalize()} train on the same {len(batches)} batches."
                 findings.append(finding("same_samples", source_of(first, calls[0][0]), ranks, sentence))
@@ -1981,9 +2209,8 @@ def source_of(record: Record, forward: Forward) -> Place:
 
 
 def find_same_indices(model: str, first: Record, second: Record) -> list[Finding]:
-    """The same samples may look different, because each rank augments them in its own way."""
-    epochs = [[epoch for epoch in record.epochs if model in epoch.models] for record in (first, second)]
-    for mine, other in zip(*epochs, strict=False):
+    """Loaders that give two ranks the same samples. These may look different, because each rank augments its own."""
+    for mine, other in zip(epochs_of(first, model), epochs_of(second, model), strict=False):
         if mine.dataset is None or (mine.dataset, mine.loader) != (other.dataset, other.loader):
             continue
         if min(mine.steps, other.steps) < 2 or mine.samples < 8:
@@ -2002,18 +2229,21 @@ def equal_beginnings(first: list[int], second: list[int]) -> bool:
 
 
 def merged(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings of pairs of ranks at one line as one finding of all these ranks."""
-    together: dict[tuple[str, str, int], Finding] = {}
+    """The findings, in which those of one kind at one line become one finding of all their ranks."""
+    by_line: dict[tuple[str, str, int], Finding] = {}
     for found in findings:
         key = (found.kind, found.file, found.line)
-        if key in together:
-            known = together[key]
-            ranks = tuple(sorted({*known.ranks, *found.ranks}))
-            old = listed(known.ranks)
-            sentence = known.sentence.replace(old, listed(ranks)).replace(old.capitalize(), listed(ranks).capitalize())
-            found = replace(known, ranks=ranks, sentence=sentence)
-        together[key] = found
-    return list(together.values())
+        if key not in by_line:
+            by_line[key] = found
+            continue
+        known = by_line[key]
+        ranks = tuple(sorted({*known.ranks, *found.ranks}))
+        # The sentence names the ranks, too.
+        old = listed(known.ranks)
+        new = listed(ranks)
+        sentence = known.sentence.replace(old, new).replace(old.capitalize(), new.capitalize())
+        by_line[key] = replace(known, ranks=ranks, sentence=sentence)
+    return list(by_line.values())
 
 
 def find_same_noise(records: Sequence[Record]) -> list[Finding]:
@@ -2021,10 +2251,10 @@ def find_same_noise(records: Sequence[Record]) -> list[Finding]:
     findings = []
     for model, holders in common_models(records):
         for first, second, calls in pairs_of_calls(model, holders):
-            drops = all(mine.noise is not None for mine, _ in calls)
-            same = all(mine.noise == other.noise for mine, other in calls)
-            other_batches = all(mine.inputs != other.inputs for mine, other in calls)
-            if len(calls) >= 3 and drops and same and other_batches:
+            has_dropout = all(mine.noise is not None for mine, _ in calls)
+            same_noise = all(mine.noise == other.noise for mine, other in calls)
+            different_batches = all(mine.inputs != other.inputs for mine, other in calls)
+            if len(calls) >= 3 and has_dropout and same_noise and different_batches:
                 ranks = (first.rank, second.rank)
                 sentence = f"{listed(ranks).capitalize()} drop the same units in each of {len(calls)} forward passes."
                 findings.append(finding("same_noise", calls[0][0].place, ranks, sentence))
@@ -2036,30 +2266,38 @@ def find_same_augmentation(records: Sequence[Record]) -> list[Finding]:
     findings = []
     for model, holders in common_models(records):
         for first, second in itertools.combinations(holders, 2):
-            epochs = [[epoch for epoch in record.epochs if model in epoch.models] for record in (first, second)]
-            for mine, other in zip(*epochs, strict=False):
-                batches = list(zip(mine.indices, other.indices, mine.noise, other.noise, strict=False))
-                batches = batches[1:]  # before the first batch a sampler may draw its order
-                drawn = all(noise == others_noise != 0 for _, _, noise, others_noise in batches)
-                other_samples = all(index != others_index for index, others_index, _, _ in batches)
-                if len(batches) >= 3 and min(mine.steps, other.steps) >= 3 and drawn and other_samples:
+            for mine, other in zip(epochs_of(first, model), epochs_of(second, model), strict=False):
+                if draw_the_same(mine, other):
                     ranks = (first.rank, second.rank)
                     sentence = f"{listed(ranks).capitalize()} draw the same random numbers for different samples."
                     findings.append(finding("same_noise", mine.place, ranks, sentence))
     return merged(findings)
 
 
+def draw_the_same(first: Epoch, second: Epoch) -> bool:
+    """Whether two ranks drew the same random numbers, for different samples, in each of at least three batches."""
+    # The first batch does not count: before it a sampler may draw its order.
+    noise = list(zip(first.noise, second.noise, strict=False))[1:]
+    indices = list(zip(first.indices, second.indices, strict=False))[1:]
+    batches = min(len(noise), len(indices))
+    if min(batches, first.steps, second.steps) < 3:
+        return False
+    same_noise = all(mine == other and mine != 0 for mine, other in noise[:batches])
+    different_samples = all(mine != other for mine, other in indices[:batches])
+    return same_noise and different_samples
+
+
 def find_different_noise(records: Sequence[Record]) -> list[Finding]:
     """A dropout whose input is equal on two tensor-parallel ranks, and whose output is not."""
     for first, second in itertools.combinations(records, 2):
-        apart = []
+        different = []
         for mine, other in zip(first.dropouts, second.dropouts, strict=False):
             if second.rank in mine.ranks and mine.before == other.before and mine.after != other.after:
-                apart.append(mine)
-        if len(apart) >= 2:
+                different.append(mine)
+        if len(different) >= 2:
             ranks = (first.rank, second.rank)
             sentence = f"A dropout gets the same activation on {listed(ranks)} and drops different units of it."
-            return [finding("different_noise", apart[0].place, ranks, sentence)]
+            return [finding("different_noise", different[0].place, ranks, sentence)]
     return []
 
 
@@ -2091,55 +2329,78 @@ def wrapped_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record
 
 
 def find_calls_on_some_ranks(records: Sequence[Record]) -> list[Finding]:
-    """Equally many averaged backward passes, but not equally many calls that communicate."""
+    """A wrapped model that some ranks call more often than others before a step, as in a validation on rank 0 alone.
+
+    These calls communicate, so they pair up with other calls of the other ranks.
+    """
     for model, holders in wrapped_models(records):
         for steps in common_steps(holders):
-            calls = [step.calls[model] for step in steps if model in step.calls]
-            if len(calls) < 2 or not equal(call.averaged for call in calls):
-                continue
-            if equal(call.synchronizing for call in calls):
-                continue
-            most = max(calls, key=lambda call: call.synchronizing)
-            fewest = min(calls, key=lambda call: call.synchronizing)
-            extra = [place for place in most.places if place not in fewest.places]
-            place = extra[0] if extra else steps[0].place
-            ranks = [
-                record.rank
-                for record, call in zip(holders, calls, strict=False)
-                if call.synchronizing > fewest.synchronizing
-            ]
-            sentence = (
-                f"Before step {steps[0].number}, the wrapped model is called {most.synchronizing} times on "
-                f"{listed(ranks)} and {fewest.synchronizing} times elsewhere."
-            )
-            return [finding("rank_alone", place, ranks, sentence)]
+            finding_of_step = compare_calls(model, holders, steps)
+            if finding_of_step is not None:
+                return [finding_of_step]
     return []
 
 
-def uneven(model: str, holders: Sequence[Record]) -> list[tuple[int, Step]]:
-    """(rank, the step of another rank) for each optimizer step that a rank did not make after an averaged backward."""
-    missing = []
+def compare_calls(model: str, holders: Sequence[Record], steps: Sequence[Step]) -> Finding | None:
+    """Compare how often ranks have called a wrapped model before one step, of which ``steps`` are their notes."""
+    calls = {record.rank: step.calls[model] for record, step in zip(holders, steps, strict=True) if model in step.calls}
+    # If the ranks have not averaged gradients equally often, a step was left out, which is another mistake.
+    if len(calls) < 2 or not equal(call.averaged for call in calls.values()):
+        return None
+    most = max(calls.values(), key=lambda call: call.synchronizing)
+    fewest = min(calls.values(), key=lambda call: call.synchronizing)
+    if most.synchronizing == fewest.synchronizing:
+        return None
+    place = steps[0].place
+    lines_of_most_alone = [line for line in most.places if line not in fewest.places]
+    if lines_of_most_alone:
+        place = lines_of_most_alone[0]
+    ranks = [rank for rank, call in calls.items() if call.synchronizing > fewest.synchronizing]
+    sentence = (
+        f"Before step {steps[0].number}, the wrapped model is called {most.synchronizing} times on "
+        f"{listed(ranks)} and {fewest.synchronizing} times elsewhere."
+    )
+    return finding("rank_alone", place, ranks, sentence)
+
+
+@dataclass(frozen=True)
+class LeftOutStep:
+    """A step of an optimizer that a rank did not make. ``step`` is another rank's note of it."""
+
+    rank: int
+    step: Step
+
+
+def left_out_steps(model: str, holders: Sequence[Record]) -> list[LeftOutStep]:
+    """The steps that some ranks made after a backward pass that averaged gradients, and others did not.
+
+    All ranks take part in such a backward pass, so its number is the same on all ranks.
+    """
+    left_out = []
     optimizers = {step.optimizer for record in holders for step in record.steps if model in step.calls}
     for optimizer in sorted(optimizers):
-        tables = {}
+        steps_by_backward: dict[int, dict[int, Step]] = {}  # {rank: {number of the backward pass: the step after it}}
         for record in holders:
             steps = [step for step in record.steps if step.optimizer == optimizer and model in step.calls]
-            tables[record.rank] = {step.calls[model].averaged: step for step in steps}
-        if not all(tables.values()):
+            steps_by_backward[record.rank] = {step.calls[model].averaged: step for step in steps}
+        if not all(steps_by_backward.values()):
             continue
-        last = min(max(table) for table in tables.values())
-        for rank, table in tables.items():
-            for other in tables.values():
-                missing += [(rank, step) for count, step in other.items() if count <= last and count not in table]
-    return missing
+        last = min(max(steps) for steps in steps_by_backward.values())  # the last one that every rank has come to
+        for rank, own_steps in steps_by_backward.items():
+            for others_steps in steps_by_backward.values():
+                for backward, step in others_steps.items():
+                    if backward <= last and backward not in own_steps:
+                        left_out.append(LeftOutStep(rank, step))
+    return left_out
 
 
 def find_uneven_steps(records: Sequence[Record]) -> list[Finding]:
+    """Steps of an optimizer that some ranks leave out, such as one that skips a step after a large loss."""
     for model, holders in wrapped_models(records):
-        missing = uneven(model, holders)
-        if missing:
-            rank, step = missing[0]
-            ranks = {rank for rank, _ in missing}
+        left_out = left_out_steps(model, holders)
+        if left_out:
+            step = left_out[0].step
+            ranks = {missing.rank for missing in left_out}
             sentence = (
                 f"{listed(ranks).capitalize()} did not make the optimizer step that is step {step.number} elsewhere."
             )
@@ -2149,19 +2410,19 @@ def find_uneven_steps(records: Sequence[Record]) -> list[Finding]:
 
 def find_different_buffers(records: Sequence[Record]) -> list[Finding]:
     """Replicas with different batch statistics that evaluate different data, and reduce the result."""
-    evaluations: dict[tuple[str, int], list[tuple[int, Evaluation]]] = {}
+    evaluations: dict[tuple[str, int], dict[int, Evaluation]] = {}  # {(model, number): {rank: the rank's note}}
     for record in records:
         for evaluation in record.evaluations:
             if evaluation.reduced:
-                evaluations.setdefault((evaluation.model, evaluation.number), []).append((record.rank, evaluation))
-    for pairs in evaluations.values():
-        notes = [evaluation for _, evaluation in pairs]
+                evaluations.setdefault((evaluation.model, evaluation.number), {})[record.rank] = evaluation
+    for by_rank in evaluations.values():
+        ranks = list(by_rank)
+        notes = list(by_rank.values())
         if len(notes) < 2 or not equal(note.weights for note in notes) or equal(note.inputs for note in notes):
             continue
-        apart = [name for name in notes[0].buffers if not equal(note.buffers.get(name) for note in notes)]
-        if apart:
-            ranks = [rank for rank, _ in pairs]
-            sentence = f"{apart[0]} differs on {listed(ranks)}, whose results are then added up."
+        different = [name for name in notes[0].buffers if not equal(note.buffers.get(name) for note in notes)]
+        if different:
+            sentence = f"{different[0]} differs on {listed(ranks)}, whose results are then added up."
             return [finding("different_buffers", notes[0].place, ranks, sentence)]
     return []
 
@@ -2184,16 +2445,17 @@ def find_own_losses(records: Sequence[Record]) -> list[Finding]:
 
 
 def find_same_files(records: Sequence[Record]) -> list[Finding]:
-    writers: dict[tuple[str, str, int], list[tuple[int, Place]]] = {}
+    """Files that several ranks of one host first write after the same number of steps, so at about the same time."""
+    writers: dict[tuple[str, str, int], dict[int, Place]] = {}  # {(host, path, steps made): {rank: line}}
     for record in records:
-        for path, (steps_made, place) in record.saves.items():
-            writers.setdefault((record.host, path, steps_made), []).append((record.rank, place))
+        for path, save in record.saves.items():
+            writers.setdefault((record.host, path, save.steps_made), {})[record.rank] = save.place
     findings = []
-    for (_, path, _), pairs in writers.items():
-        if len(pairs) > 1:
-            ranks = [rank for rank, _ in pairs]
+    for (_, path, _), lines in writers.items():
+        if len(lines) > 1:
+            ranks = sorted(lines)
             sentence = f"{listed(ranks).capitalize()} all write {os.path.basename(path)} at the same time."
-            findings.append(finding("same_file", pairs[0][1], ranks, sentence))
+            findings.append(finding("same_file", next(iter(lines.values())), ranks, sentence))
     return findings
 
 
@@ -2223,7 +2485,7 @@ def mistakes_among(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def short_name(file: str) -> str:
-    """A file's name without its folder; a kernel gives each cell of a notebook a file with a number for its name."""
+    """A file's name without its folder. The file of a notebook's cell is named by a number, which says nothing."""
     if "ipykernel_" in file:
         return "notebook cell"
     return os.path.basename(file)
@@ -2246,15 +2508,20 @@ def report(findings: Sequence[Finding], failures: Sequence[str] = ()) -> str:
 
 
 def check_allowed(allow: Iterable[str]) -> None:
+    """Raise ValueError if one of these is not a kind of mistake."""
     unknown = sorted(set(allow) - set(KINDS))
     if unknown:
         raise ValueError(f"There is no kind {unknown[0]}. Known are {', '.join(KINDS)}.")
 
 
 class TrainingCheck:
-    """A check that runs, or ran. ``findings`` is None until the ranks' notes are compared."""
+    """A check that runs, or ran. ``findings`` is None until the ranks' notes are compared.
 
-    number = itertools.count()  # ranks make as many checks, in the same order
+    The ranks communicate through the store of their process group, a dictionary that one process serves. Each rank puts
+    its notes there. Rank 0 compares them, prints the report, and puts the findings there for the other ranks.
+    """
+
+    number = itertools.count()  # of the checks of this process; all ranks make the same checks, in the same order
 
     def __init__(self, steps: int, patience: float, allow: Iterable[str]) -> None:
         check_allowed(allow)
@@ -2262,8 +2529,8 @@ class TrainingCheck:
         self.allow = set(allow)
         self.observer = TrainingObserver(steps)
         self.findings: list[Finding] | None = None
-        self.missing: list[int] = []  # ranks that sent no notes in time
-        self.prefix = f"training_check/{next(self.number)}"
+        self.missing: list[int] = []  # ranks whose notes did not come in time
+        self.prefix = f"training_check/{next(self.number)}"  # of the store's keys
         self.is_published = False
 
     def start(self) -> None:
@@ -2272,7 +2539,7 @@ class TrainingCheck:
             self.observer.see_group()
 
     def publish(self) -> None:
-        """Put this rank's notes into the store, once its observer has stopped."""
+        """Put this rank's notes into the store, if they are not there. The observer has stopped."""
         if not self.is_published and self.observer.store is not None:
             self.is_published = True
             self.observer.store.set(self.key(self.observer.record.rank), pickle.dumps(self.observer.record))
@@ -2286,49 +2553,60 @@ class TrainingCheck:
         return [rank for rank in ranks if self.observer.store.check([self.key(rank)])]
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """After each step of the training: once this rank's part is over, report as soon as all ranks' parts are."""
-        if self.observer.is_finished and self.observer.store is not None:
-            self.publish()
-            record = self.observer.record
-            if record.rank == 0 and self.findings is None and len(self.present()) == record.world_size:
-                self.conclude()
+        """A hook after each step of an optimizer.
+
+        When this rank's observation is over, it publishes its notes. When all ranks have, rank 0 reports at once, so
+        that nobody has to wait for the end of a long training.
+        """
+        if not self.observer.is_finished or self.observer.store is None:
+            return
+        self.publish()
+        record = self.observer.record
+        if record.rank == 0 and self.findings is None and len(self.present()) == record.world_size:
+            self.compare_ranks()
 
     def finish(self) -> None:
-        """End the observation, compare on rank 0, and let the other ranks know the findings."""
+        """End the observation. Wait for the other ranks' notes, or for rank 0's findings, but not beyond patience."""
         self.observer.stop()
         self.observer.remove_hooks()
         if self.findings is not None:
             return
-        if self.observer.store is None:
-            self.tell(compare([self.observer.record]), [self.observer.record])
+        record = self.observer.record
+        store = self.observer.store
+        if store is None:  # the script has made no process group, so this rank is alone
+            self.conclude([record])
             return
+        findings_key = f"{self.prefix}/findings"
         try:
             self.publish()
-            deadline = time.monotonic() + self.patience
-            record = self.observer.record
-            awaited = [self.key(rank) for rank in range(record.world_size)]
-            if record.rank != 0:
-                awaited = [f"{self.prefix}/findings"]
-            while not self.observer.store.check(awaited) and time.monotonic() < deadline:
-                time.sleep(0.02)
             if record.rank == 0:
-                self.conclude()
-            elif self.observer.store.check(awaited):
-                self.findings = pickle.loads(self.observer.store.get(awaited[0]))
+                self.wait_for([self.key(rank) for rank in range(record.world_size)])
+                self.compare_ranks()
+            elif self.wait_for([findings_key]):
+                self.findings = pickle.loads(store.get(findings_key))
         except RuntimeError as error:  # the store has gone with the process that served it
             print(f"silent mistakes: the ranks' notes could not be compared ({error})", file=sys.stderr)
 
-    def conclude(self) -> None:
-        """On rank 0: compare the notes that have come, and report."""
+    def wait_for(self, keys: list[str]) -> bool:
+        """Wait until all keys are in the store, for at most ``patience`` seconds. Returns whether they are."""
+        deadline = time.monotonic() + self.patience
+        while not self.observer.store.check(keys):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def compare_ranks(self) -> None:
+        """On rank 0: compare the notes that have come, report, and send the findings to the other ranks."""
         store = self.observer.store
         present = self.present()
         self.missing = [rank for rank in range(self.observer.record.world_size) if rank not in present]
-        records = [pickle.loads(store.get(self.key(rank))) for rank in present]
-        self.tell(compare(records), records)
+        self.conclude([pickle.loads(store.get(self.key(rank))) for rank in present])
         store.set(f"{self.prefix}/findings", pickle.dumps(self.findings))
 
-    def tell(self, findings: list[Finding], records: Sequence[Record]) -> None:
-        self.findings = [found for found in findings if found.kind not in self.allow]
+    def conclude(self, records: Sequence[Record]) -> None:
+        """Set the findings among these records. Rank 0 prints them, too."""
+        self.findings = [found for found in compare(records) if found.kind not in self.allow]
         if self.observer.record.rank != 0:
             return
         failures = [failure for record in records for failure in record.failures]
@@ -2339,12 +2617,12 @@ class TrainingCheck:
 
 @contextmanager
 def check_training(steps: int = 20, patience: float = 30, allow: Iterable[str] = ()) -> Iterator[TrainingCheck]:
-    """Observe the training inside until an optimizer has made ``steps`` steps; rank 0 reports to stderr.
+    """A context around a training: it is observed until an optimizer has made ``steps`` steps.
 
-    On every rank of a process group. Rank 0 reports as soon as all ranks have come so far, or at the end, where it
-    waits at most ``patience`` seconds for the other ranks' notes, and 2 seconds after an exception. ``allow``: kinds of
-    findings to leave out. The value's ``findings`` are set on each rank at the end. Raises ValueError for an unknown
-    kind.
+    Enter it on every rank of a process group. Rank 0 reports to stderr as soon as all ranks have made these steps, or
+    at the end of the context, where it waits at most ``patience`` seconds for the other ranks' notes, and 2 seconds
+    after an exception. ``allow``: kinds of findings to leave out; an unknown one raises ValueError. At the end the
+    context's value has the ``findings`` on each rank.
     """
     check = TrainingCheck(steps, patience, allow)
     check.start()
@@ -2368,15 +2646,16 @@ def main() -> None:
     parser.add_argument("script", help="the script; its own flags follow")
     parser.add_argument("flags", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    check = TrainingCheck(args.steps, 60, args.allow)
+    check = TrainingCheck(args.steps, patience=60, allow=args.allow)
     sys.argv = [args.script, *args.flags]
-    sys.path[0] = os.path.dirname(os.path.abspath(args.script))
+    sys.path[0] = os.path.dirname(os.path.abspath(args.script))  # as if Python had been given the script
     check.start()
     try:
         runpy.run_path(args.script, run_name="__main__")
     finally:
         check.observer.stop()
-        if check.observer.record.world_size > 1:  # the script may have ended its group: ask torchrun's store
+        if check.observer.record.world_size > 1:
+            # The script may have ended its process group, and its store with it. torchrun's store is still there.
             check.observer.store, _, _ = next(dist.rendezvous("env://"))
         check.finish()
         if args.json and check.observer.record.rank == 0:

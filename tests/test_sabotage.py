@@ -24,9 +24,9 @@ def does_not_apply(lie, chapter):
     """The error of a lie that names or quotes what no longer exists; empty if it applies."""
     try:
         if lie.changes_notebook:
-            lie.tell(run.notebook_of(chapter).read_text())
+            lie.apply(run.notebook_of(chapter).read_text())
         else:
-            lie.tell(importlib.import_module(lie.module))
+            lie.apply(importlib.import_module(lie.module))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -57,15 +57,15 @@ def test_each_lie_finds_what_it_changes():
 
 
 def test_the_record_has_a_row_for_every_lie_and_no_other():
-    assert set(ROWS) == {(lie.says, run.label(chapter)) for lie, chapter in run.PAIRS}, "run: make sabotage"
+    assert set(ROWS) == {(lie.description, run.label(chapter)) for lie, chapter in run.PAIRS}, "run: make sabotage"
     assert len(run.read_record()) == len(ROWS)
-    assert len({lie.says for lie in LIES.values()}) == len(LIES)
+    assert len({lie.description for lie in LIES.values()}) == len(LIES)
 
 
 def test_each_row_quotes_a_cell_about_its_lie():
     problems = []
     for lie, chapter in run.PAIRS:
-        row = ROWS[lie.says, run.label(chapter)]
+        row = ROWS[lie.description, run.label(chapter)]
         cell_id, kind, text = (row[column].strip("`") for column in ("Cell", "By", "What the cell said"))
         is_as_recorded = run.verdict_on(lie, chapter, run.Failure(cell_id, kind, text)) == run.Verdict(row, "")
         if not is_as_recorded or (text.startswith("assert ") and not quotes_the_cell(text, chapter, cell_id)):
@@ -86,7 +86,7 @@ def quotes_the_cell(text, chapter, cell_id):
 def test_a_lie_is_noticed_as_recorded(name):
     lie = LIES[name]
     chapter = EXAMPLES[name]
-    row = ROWS[lie.says, run.label(chapter)]
+    row = ROWS[lie.description, run.label(chapter)]
     assert run.verdict_on(lie, chapter, run.run(lie, chapter)) == run.Verdict(row, "")
 
 

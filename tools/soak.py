@@ -415,11 +415,22 @@ def complete(folder: Path) -> list[int]:
     return [0, *sorted(int(path.name.removeprefix(prefix)) for path in folder.glob(f"{prefix}*"))]
 
 
-def kill_many(kind: Any, kills: int, seed: int, agent: Agent, script: Path, scratch: Path, *options: object) -> int:
-    """Run jobs of a kind until so many ranks have been killed. Prints a line for each job; returns 1 if one fails."""
-    print(f"seed {seed}: python tools/soak.py --chapter {kind.CHAPTER} --kills {kills} --seed {seed}", flush=True)
+def kill_many(
+    chapter: type[Restarts] | type[Meshes],
+    kills: int,
+    seed: int,
+    agent: Agent,
+    script: Path,
+    scratch: Path,
+    *options: Any,
+) -> int:
+    """Run jobs of a chapter until ``kills`` ranks have been killed in all, and compare each with one without a kill.
+
+    Prints a line for each job. Returns 1 if one fails, or 0. ``options`` are further ones of the chapter's class.
+    """
+    print(f"seed {seed}: python tools/soak.py --chapter {chapter.CHAPTER} --kills {kills} --seed {seed}", flush=True)
     try:
-        jobs = kind(agent, script, scratch, random.Random(seed), *options)
+        jobs = chapter(agent, script, scratch, random.Random(seed), *options)
         number = 0
         while jobs.kills < kills:
             number += 1

@@ -82,36 +82,42 @@ class Minutes(SphinxRole):
 def with_chapters(text: str, root: Path) -> str:
     """Replace the block ``{chapters}`` in the Markdown of the first page by a list of the pages in _toc.yml.
 
-    Each page stands in the list with the question that it answers. A notebook has it in its metadata, and the block has
-    those of the pages without a notebook, one a line: ``glossary: the terms``. A text without the block is returned as
-    it is. ``root`` is the project's folder. Raises ExtensionError for a page without a question, and for a question
+    In the list each page has the question that it answers. A notebook's question is in its metadata. Those of the pages
+    without a notebook are in the block, one on each line: ``glossary: the terms``. A text without the block is returned
+    unchanged. ``root`` is the project's folder. Raises ExtensionError for a page without a question, and for a question
     without a page.
     """
     block = CHAPTERS.search(text)
     if block is None:
         return text
     questions = dict(line.split(": ", 1) for line in block["questions"].splitlines())
-    pages_without_notebook = []
-    lines = ["{.chapters}"]
     toc = yaml.safe_load((root / "_toc.yml").read_text(encoding="utf-8"))
-    for part in toc["parts"]:
-        if "caption" not in part:  # it has how_to_run, which is not in the list
-            continue
+    # The part without a caption has how_to_run, which is not in the list.
+    parts = [part for part in toc["parts"] if "caption" in part]
+    check_pages(questions, parts)
+    lines = ["{.chapters}"]
+    for part in parts:
         lines += [f"* **{part['caption']}**", ""]
         for entry in part["chapters"]:
             folder, name = entry["file"].split("/")
             if folder == "notebooks":
                 lines.append(line_of_notebook(root, name))
-                continue
-            if name not in questions:
-                raise ExtensionError(f"the block {{chapters}} of the first page has no line for book/{name}.md")
-            lines.append(line_of_page(root, name, questions[name]))
-            pages_without_notebook.append(name)
+            else:
+                lines.append(line_of_page(root, name, questions[name]))
         lines.append("")
-    unknown = [name for name in questions if name not in pages_without_notebook]
+    return text.replace(block[0], "\n".join(lines))
+
+
+def check_pages(questions: dict[str, str], parts: list[dict]) -> None:
+    """Raise ExtensionError unless there is a question for each page of these parts of _toc.yml, and for no other."""
+    files = [entry["file"].split("/") for part in parts for entry in part["chapters"]]
+    pages = [name for folder, name in files if folder != "notebooks"]
+    for name in pages:
+        if name not in questions:
+            raise ExtensionError(f"the block {{chapters}} of the first page has no line for book/{name}.md")
+    unknown = [name for name in questions if name not in pages]
     if unknown:
         raise ExtensionError(f"the block {{chapters}} names pages that _toc.yml does not: {', '.join(unknown)}")
-    return text.replace(block[0], "\n".join(lines))
 
 
 def line_of_page(root: Path, name: str, question: str) -> str:

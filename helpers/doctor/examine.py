@@ -215,18 +215,22 @@ def try_collectives(membership: Membership) -> dict[str, dict[int, Trial | None]
 
 
 def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
-    """Try the link of each pair of ranks: {(lower rank, higher rank): trial}, without the pairs that failed."""
+    """Try the link of each pair of ranks: {(lower rank, higher rank): trial}, without the pairs that failed.
+
+    A rank that stops answering in a round is no member in the next one, and its other pairs are left out. If no process
+    group can be started for those that are left, the trials end.
+    """
     links: dict[tuple[int, int], Trial] = {}
-    members = membership.members
-    for number, pairs in enumerate(trials.rounds_of_pairs(len(members)), 1):
-        if not membership.backend:
+    ranks = list(membership.members)
+    for number, pairs in enumerate(trials.rounds_of_pairs(len(ranks)), 1):
+        if membership.backend == "":
             break
-        still_there = []  # pairs of which no rank was lost in an earlier round
+        pairs_of_members = []
         for first, second in pairs:
-            pair = members[first], members[second]
-            if set(pair) <= set(membership.members):
-                still_there.append(pair)
-        links |= try_pairs(membership, f"round {number} of the links", still_there)
+            pair = (ranks[first], ranks[second])
+            if pair[0] in membership.members and pair[1] in membership.members:
+                pairs_of_members.append(pair)
+        links |= try_pairs(membership, f"round {number} of the links", pairs_of_members)
     return links
 
 

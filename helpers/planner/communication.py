@@ -254,14 +254,21 @@ def of_expert_parallelism(model: Model, layout: Layout, stage: int) -> list[Coll
 
 
 def of_pipeline(model: Model, layout: Layout, stage: int, split_sends: bool) -> list[Collective]:
-    """The sends of activations and gradients between stages, and the gathers of what arrives in parts."""
+    """The sends of activations and gradients between stages, and the gathers of what arrives in parts.
+
+    A stage has ``interleave`` parts of the model, so a micro-batch comes to it as often, and leaves it as often.
+    """
     result: list[Collective] = []
     hidden = hidden_bytes(model, layout)
+    # Each tensor-parallel rank sends its own part of the hidden states, or each sends all of them.
     parts = 1
     if split_sends or layout.sequence_parallel:
         parts = layout.tp
+    # With sequence parallelism the next stage goes on with the parts. Otherwise it gathers them.
+    gathers = parts > 1 and not layout.sequence_parallel
 
     def add(phase: str, what: str, sends: int, receives: int) -> None:
+        """Add the sends of each micro-batch to another stage, and the gathers of what it receives."""
         result.append(
             Collective(
                 dimension="pp",
@@ -274,16 +281,17 @@ def of_pipeline(model: Model, layout: Layout, stage: int, split_sends: bool) -> 
                 size=hidden // parts,
             )
         )
-        if parts > 1 and not layout.sequence_parallel:
+        if gathers:
             result.append(tensor_collective(layout, "all_gather", phase, RECEIVED, receives, hidden))
 
-    # How often a micro-batch comes from the stage before, and goes to the next: not into the model's first part, and
-    # not out of its last one. Gradients go the other way.
-    is_first = stage == 0
-    is_last = stage == layout.pp - 1
-    arrivals = layout.interleave - 1 if is_first else layout.interleave
-    departures = layout.interleave - 1 if is_last else layout.interleave
+    arrivals = layout.interleave
+    departures = layout.interleave
+    if stage == 0:
+        arrivals -= 1  # nothing is received for the model's first part, which reads the data
+    if stage == layout.pp - 1:
+        departures -= 1  # nothing is sent from the model's last part, which computes the loss
     add("forward", "activations", sends=departures, receives=arrivals)
+    # A gradient goes back the way that its activation came.
     add("backward", "their gradients", sends=arrivals, receives=departures)
     return result
 

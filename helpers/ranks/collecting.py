@@ -26,12 +26,12 @@ from helpers.ranks.rank import (
     wait_for_gpu,
 )
 
-# After the first failure, other ranks get time to report an earlier cause, or the same failure. In seconds:
-PEERS_WITHIN = 0.2  # for all ranks
-LATE_WITHIN = 2  # for ranks that are computing, or that wait for a processor of a busy machine
-# One wait for reports is short, because a Ctrl-C that another thread receives does not interrupt it. In seconds:
+# After the first failure, other ranks get so many seconds to report an earlier cause, or the same failure:
+PEERS_WITHIN = 0.2  # all ranks
+LATE_WITHIN = 2  # ranks that are computing, or that wait for a processor of a busy machine
+# So many seconds is one wait for reports. It is short, because a Ctrl-C that another thread receives does not end it:
 NOTICE_WITHIN = 0.2
-NOTICE_AFTER_A_FAILURE = 0.02  # so that a call ends soon after its ranks have
+NOTICE_AFTER_A_FAILURE = 0.02  # shorter, so that a call ends soon after its ranks have
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Rank:
 
 @dataclass
 class Outcome:
-    """What has become of the ranks so far."""
+    """What has become of the ranks so far. A rank that is neither in ``returned`` nor in ``failures`` may still run."""
 
     met: set[int] = field(default_factory=set)  # the process group of these ranks has started
     returned: set[int] = field(default_factory=set)
@@ -57,37 +57,38 @@ def collect(folder: Path, ranks: list[Rank], timeout: float, watch: Callable[[],
     """Wait for the ranks' reports, and return what has become of the ranks.
 
     The wait is over when every rank has reported, shortly after one has failed, or at the timeout. The timeout counts
-    from the moment when all ranks have met, for which they have MEET_WITHIN seconds. Meanwhile ``watch`` is called
-    several times a second.
+    from the moment when all ranks have met in their process group, for which they have MEET_WITHIN seconds more.
+    Meanwhile ``watch`` is called several times a second.
     """
     outcome = Outcome()
     deadline = time.monotonic() + MEET_WITHIN + timeout
+    all_have_met = False
     while True:
         waiting = [rank for rank in range(len(ranks)) if rank not in outcome.returned | outcome.failures.keys()]
         if not waiting:
             return outcome
         watch()
-        # A rank may report between the decision to stop and the stop, so the reports are read once more after it.
-        if outcome.failures:
-            seconds = NOTICE_AFTER_A_FAILURE
-            dying = outcome.closed.intersection(waiting)
-            is_last_time = time.monotonic() >= deadline or not may_report(outcome.failures, ranks, dying)
-        else:
-            seconds = min(deadline - time.monotonic(), NOTICE_WITHIN)
-            is_last_time = seconds <= 0
-        if is_last_time:
-            seconds = 0
-        had_met = len(outcome.met) == len(ranks)
+        seconds = seconds_to_wait(outcome, ranks, waiting, deadline)
         read_reports(folder, ranks, waiting, outcome, seconds)
-        have_met = len(outcome.met) == len(ranks)
-        if have_met and not had_met:
-            deadline = time.monotonic() + timeout
-        if is_last_time:
+        if seconds == 0:  # the wait is over, but a rank may have reported since it was decided
             return outcome
+        if len(outcome.met) == len(ranks) and not all_have_met:
+            all_have_met = True
+            deadline = time.monotonic() + timeout
+
+
+def seconds_to_wait(outcome: Outcome, ranks: list[Rank], waiting: list[int], deadline: float) -> float:
+    """How long the next wait for reports takes. 0 if the ranks that still are ``waiting`` get no more time."""
+    if not outcome.failures:
+        return max(0, min(deadline - time.monotonic(), NOTICE_WITHIN))
+    dying = outcome.closed.intersection(waiting)
+    if time.monotonic() >= deadline or not may_report(outcome.failures, ranks, dying):
+        return 0
+    return NOTICE_AFTER_A_FAILURE
 
 
 def read_reports(folder: Path, ranks: list[Rank], waiting: list[int], outcome: Outcome, seconds: float) -> None:
-    """Wait for at most so many seconds until one of the ``waiting`` ranks reports or dies, and update the outcome."""
+    """Wait for at most ``seconds`` until one of the ``waiting`` ranks reports or dies, and add that to the outcome."""
     events: list[connection.Connection | int] = [ranks[rank].process.sentinel for rank in waiting]
     events += [ranks[rank].pipe for rank in waiting if rank not in outcome.closed]
     ready = connection.wait(events, seconds)
@@ -96,7 +97,7 @@ def read_reports(folder: Path, ranks: list[Rank], waiting: list[int], outcome: O
         pipe = ranks[rank].pipe
         report = b""
         if pipe in ready:
-            report = os.read(pipe.fileno(), 2)  # at most two of the single bytes that a rank sends
+            report = os.read(pipe.fileno(), 2)  # a rank sends a byte when it has met its peers, and one at its end
             if not report:
                 outcome.closed.add(rank)
         if MET in report:
@@ -118,7 +119,8 @@ def may_report(failures: dict[int, Failure], ranks: list[Rank], dying: Collectio
     wait_for_all: float = PEERS_WITHIN
     wait_for_busy: float = LATE_WITHIN
     if any(failure.killed for failure in failures.values()):
-        # The cause of a kill is outside of the ranks, and no peer dies of it. Its peers only finish what they print.
+        # A rank that is killed is no consequence of a peer's failure, so nobody has an earlier cause to report. The
+        # peers get only the time to finish what they print.
         wait_for_all = 0
         wait_for_busy = PEERS_WITHIN
     if seconds <= wait_for_all:
@@ -130,7 +132,10 @@ def may_report(failures: dict[int, Failure], ranks: list[Rank], dying: Collectio
 
 
 def busy(pid: int | None) -> bool:
-    """Whether a thread of a process runs, or waits for a processor or a disk. False on systems without /proc."""
+    """Whether a thread of a process runs, or waits for a processor or a disk. False on systems without /proc.
+
+    /proc has a thread's state after its name in parentheses. R: it runs, or is ready to run. D: it waits for a disk.
+    """
     try:
         stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
     except (FileNotFoundError, ProcessLookupError):  # a thread has ended since glob listed it
@@ -166,7 +171,8 @@ def end(ranks: list[Rank]) -> None:
 def lines_at_timeout(folder: Path, nproc: int) -> dict[int, str]:
     """{rank: the innermost line of the reader's code} at the timeout.
 
-    At the timeout each rank's faulthandler begins to write its stacks into a file. This waits until all are complete.
+    At the timeout each rank's faulthandler begins to write the stacks of its threads into a file. This waits until all
+    files are complete, but not longer than LATE_WITHIN seconds.
     """
     latest = time.monotonic() + LATE_WITHIN
     while True:
@@ -189,7 +195,7 @@ def where(folder: str | Path, ranks: Iterable[int]) -> dict[int, str]:
 
 
 def innermost(stack: str) -> str:
-    """The innermost line of the reader's code in one thread's stack, in words, as it stands in an error message."""
+    """The innermost line of the reader's code in one thread's stack, in words for an error message."""
     escaped_character = r"\\(x..|u.{4}|U.{8})"  # faulthandler writes in ASCII: "\xe9" for é
     stack = re.sub(escaped_character, lambda code: chr(int(code[1][1:], 16)), stack)
     for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', stack):

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
@@ -26,26 +27,21 @@ def folder_until_a_signal() -> Iterator[str]:
     """A context that gives a temporary folder, and in which Ctrl-C, SIGTERM or SIGHUP end this command.
 
     The signal's handler ends all processes that this one started, removes the folder, and exits with status 130. It
-    does not raise KeyboardInterrupt: torchrun would catch it in some places, and in others lose track of a new rank.
+    does not raise KeyboardInterrupt, because torchrun would catch that in some places, and in others would lose track
+    of a rank that it is starting.
     """
-    # A signal that is ignored already stays so: nohup starts a command that ignores SIGHUP.
+    # A signal that is ignored already stays ignored: nohup starts a command that ignores SIGHUP.
     signals = [number for number in processes.STOPS if signal.getsignal(number) != signal.SIG_IGN]
+    # Not a TemporaryDirectory: each rank that is forked would remove it at its own end.
+    folder = tempfile.mkdtemp()
 
     def stop(number: int, frame: FrameType | None) -> None:
         for other in signals:
-            signal.signal(other, signal.SIG_IGN)  # so that a second Ctrl-C does not interrupt this handler
-        try:
-            processes.end(psutil.Process().children())
-            shutil.rmtree(folder, ignore_errors=True)
-            # The signal may have interrupted a print, and Python's streams refuse to print inside a print.
-            os.write(2, b"Interrupted; all ranks are stopped.\n")
-        finally:
-            os._exit(INTERRUPTED)
+            signal.signal(other, signal.SIG_IGN)  # a second Ctrl-C must not interrupt this handler
+        end_command(folder)
 
-    folder = ""  # a signal may come before the folder is made; then rmtree removes nothing
     old_handlers = {number: signal.signal(number, stop) for number in signals}
     try:
-        folder = tempfile.mkdtemp()  # a forked rank that ends would remove a TemporaryDirectory of this process
         yield folder
     finally:
         for number, handler in old_handlers.items():
@@ -53,8 +49,22 @@ def folder_until_a_signal() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def end_command(folder: str) -> NoReturn:
+    """End all processes that this one started, remove the folder, and exit."""
+    try:
+        processes.end(psutil.Process().children())
+        shutil.rmtree(folder, ignore_errors=True)
+        # Not print, which the signal may have interrupted: Python's streams refuse to print inside a print.
+        os.write(2, b"Interrupted; all ranks are stopped.\n")
+    finally:
+        os._exit(INTERRUPTED)  # at once: what the signal has interrupted does not go on
+
+
 def set_defaults(nproc: int) -> None:
-    """Set OMP_NUM_THREADS, which torch reads when it is loaded, and gloo's loopback for ``nproc`` ranks, if unset."""
+    """Set, unless they are set, the threads of each of ``nproc`` ranks and the network interface of gloo, the loopback.
+
+    torch reads OMP_NUM_THREADS when it is imported, so this comes before.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
 

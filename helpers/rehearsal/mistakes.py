@@ -1,7 +1,7 @@
-"""Mistakes that raise no error: an observer in each rank notes what the script does, and the command compares them.
+"""Mistakes that raise no error: an observer in each rank notes what the script does, and the command compares notes.
 
-What is noted, and how it is compared, is ``helpers.training_check``'s. Here are its seams to the rehearsal: pretended
-tensors, and a file for the notes of each rank.
+``helpers.training_check`` has the observer and the comparison. This module lets it read pretended tensors, and carries
+each rank's notes to the command in a file.
 """
 
 import json
@@ -13,15 +13,19 @@ from pathlib import Path
 from helpers import training_check
 from helpers.rehearsal.devices import replace
 from helpers.rehearsal.tensor import cpu_tensor
-from helpers.training_check import Finding, TrainingObserver, compare, mistakes_among, report
+from helpers.training_check import Finding, Record, TrainingObserver, compare, mistakes_among, report
 
-STEPS = 200  # of an optimizer: after so many a rank is observed no longer
+MOST_STEPS = 200  # after so many steps of an optimizer a rank is observed no longer
 
 
 def observe() -> TrainingObserver:
-    """Begin to observe this rank, once its GPUs are pretended: what torch's functions are then is wrapped."""
+    """Begin to observe this rank.
+
+    The observer wraps torch's functions. So this is called after the rehearsal has replaced them, and before the script
+    runs.
+    """
     replace(training_check, plain_tensor=cpu_tensor)
-    observer = TrainingObserver(STEPS)
+    observer = TrainingObserver(MOST_STEPS)
     observer.start(note_existing=False)  # the script has not begun, so it has no model
     return observer
 
@@ -33,15 +37,12 @@ def write_notes(observer: TrainingObserver, folder: Path) -> None:
 
 
 def write_section(folder: Path, world_size: int, allow: list[str], path: Path | None) -> bool:
-    """Compare the notes of all ranks of a script that has ended well, and print the report's section.
+    """Compare the notes of all ranks of a script that has ended well, and print the section on silent mistakes.
 
-    The findings are added to rank 0's JSON in ``path``, unless that is None. Returns whether there is a mistake.
+    ``allow``: kinds of findings to leave out. The others are added to rank 0's JSON in ``path``, unless that is None.
+    Returns whether one of them is a mistake, and not only a note.
     """
-    records = []
-    for rank in range(world_size):
-        notes = folder / f"notes-{rank}"
-        if notes.is_file():
-            records.append(pickle.loads(notes.read_bytes()))
+    records = read_notes(folder, world_size)
     findings = [found for found in compare(records) if found.kind not in allow]
     failures = [failure for record in records for failure in record.failures]
     if len(records) < world_size:
@@ -50,6 +51,16 @@ def write_section(folder: Path, world_size: int, allow: list[str], path: Path | 
     if path:
         add_to_json(findings, path)
     return bool(mistakes_among(findings))
+
+
+def read_notes(folder: Path, world_size: int) -> list[Record]:
+    """The notes of the ranks that have left some, in the order of the ranks."""
+    records = []
+    for rank in range(world_size):
+        path = folder / f"notes-{rank}"
+        if path.is_file():
+            records.append(pickle.loads(path.read_bytes()))
+    return records
 
 
 def add_to_json(findings: list[Finding], path: Path) -> None:

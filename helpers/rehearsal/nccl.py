@@ -28,10 +28,9 @@ COLLECTIVES = (
     "reduce_scatter_single reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced alltoall alltoall_base "
     "all_to_all_single"
 ).split()
-SPLIT_BY_ROWS = ("alltoall_base", "all_to_all_single")  # their arguments may say how many rows each rank gets
 SAME_SHAPES = ("gather", "scatter")  # torch compares the shapes of their tensors, also for NCCL
 POINT_TO_POINT = "send recv recv_anysource".split()
-NOT_IN_NCCL = [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
+REDUCTIONS_NOT_IN_NCCL = [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
 
 GLOO: Any = c10d.ProcessGroupGloo
 GROUP: Any = dist.ProcessGroup
@@ -84,8 +83,12 @@ class PretendedNCCL(GLOO, CallOrder):
     def perform_nocolor_split(self, device: Any) -> None:
         """Do as ncclCommSplit: return when every rank of this group, the parent, has come to the same split."""
         self.splits += 1
-        duty = "call new_group, which splits the group that all ranks are in"
-        self.share_value(f"split/{self.splits}", "called", duty, self.pretended_options._timeout)
+        self.share_value(
+            key=f"split/{self.splits}",
+            value="called",
+            duty="call new_group, which splits the group that all ranks are in",
+            timeout=self.pretended_options._timeout,
+        )
 
     def connect(self, gpu: int) -> None:
         """Make the communicator on this rank's GPU. Raises NCCL's error where two ranks of a node have one GPU."""
@@ -93,8 +96,12 @@ class PretendedNCCL(GLOO, CallOrder):
             return
         self.check_bound(gpu)
         node_and_gpu = f"{os.environ['GROUP_RANK']}/{gpu}"
-        duty = "come to this communicator's first use"
-        gpus_of_ranks = self.share_value("gpu", node_and_gpu, duty, self.pretended_options._timeout)
+        gpus_of_ranks = self.share_value(
+            key="gpu",
+            value=node_and_gpu,
+            duty="come to this communicator's first use",
+            timeout=self.pretended_options._timeout,
+        )
         same_gpu = [rank for rank in range(self.group_size) if gpus_of_ranks[rank] == node_and_gpu]
         if len(same_gpu) > 1:
             raise COUNTS.refuse(
@@ -103,7 +110,7 @@ class PretendedNCCL(GLOO, CallOrder):
         self.gpu = gpu
 
     def check_bound(self, gpu: int) -> None:
-        """Raise NCCL's error for a tensor on another GPU than the communicator's."""
+        """Raise NCCL's error for a tensor on another GPU than the communicator's, once there is one."""
         if self.gpu not in (None, gpu):
             raise COUNTS.refuse(f"Tensor found on device cuda:{gpu} but backend constrained to cuda:{self.gpu}")
 
@@ -150,14 +157,17 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
 def check_operation(values: Sequence[Any]) -> None:
     """Raise torch's error where a call's options ask for a reduction that NCCL does not have."""
     for value in values:
-        for operation in NOT_IN_NCCL:
+        for operation in REDUCTIONS_NOT_IN_NCCL:
             if getattr(value, "reduceOp", None) == operation:
                 raise COUNTS.refuse(f"Cannot use ReduceOp.{operation.name} with NCCL", ValueError)
 
 
 def sent_tensors(args: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors that a call sends. Where a call has an output and an input, the output is the first argument."""
-    for arg in (*args[1:], *args):
+    """The tensors that a call sends: those of its input, or of its only argument with tensors.
+
+    Where a call has an output and an input, the output is the first argument. So the first one is looked at last.
+    """
+    for arg in (*args[1:], *args[:1]):
         tensors = tensors_in([arg])
         if tensors:
             return tensors
@@ -165,9 +175,10 @@ def sent_tensors(args: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of ProcessGroup: check and count its calls, and do their work with gloo and the CPU tensors inside.
+    """Wrap a method of ProcessGroup: check and count its calls, and let gloo do their work.
 
-    A group without NCCL, and a call of CPU tensors, are gloo's on a cluster as well, so they are counted as that.
+    gloo gets the CPU tensors that are inside pretended ones. If a group has no NCCL, or if the tensors of a call are on
+    the CPU, gloo does the work on a cluster as well. So such a call is counted as gloo's.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +196,8 @@ def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *unwrap(args), **unwrap(kwargs))
         nccl.announce(describe(name, values, nccl.group_size))
         work = perform(original, name, self, nccl, args, kwargs)
-        return nccl.remember(work, tensors_in(values[:1]))
+        output = values[:1]
+        return nccl.remember(work, tensors_in(output))
 
     return call
 
@@ -193,20 +205,33 @@ def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 def perform(original: Callable[..., Any], name: str, group: Any, nccl: PretendedNCCL, args: Any, kwargs: Any) -> Any:
     """Call a method of ProcessGroup with the CPU tensors inside pretended ones, and return its Work.
 
-    NCCL takes tensors of other shapes with as many elements, and lists of tensors that differ in size. gloo does not,
-    so tensors are made flat where that changes nothing, and such lists go by ``all_to_all_of_lists``.
+    NCCL only counts elements, so it accepts an output whose shape is not the input's, and lists of tensors of different
+    sizes. gloo refuses both. So tensors are made flat, and such lists go by ``all_to_all_of_lists``.
     """
     args = unwrap(args)
-    has_splits = name in SPLIT_BY_ROWS and any(args[2:4])  # a flat tensor would have other rows
-    if name not in SAME_SHAPES and not has_splits:
+    if name not in SAME_SHAPES and not divides_rows(name, args):
         args = map_tensors(args, flattened)
+    # The first argument of both is the output, and the second is the input. An all_gather's input is a list of one.
     outputs = tensors_in(args[:1])
     if name == "alltoall":
-        return all_to_all_of_lists(nccl, outputs, inputs=args[1])
+        inputs = args[1]
+        return all_to_all_of_lists(nccl, outputs, inputs)
     if name == "allgather" and len({tensor.numel() for tensor in outputs}) > 1:
-        # An all_gather is an all_to_all in which a rank sends the same to all.
-        return all_to_all_of_lists(nccl, outputs, inputs=args[1] * nccl.group_size)
+        # An all_gather is an all_to_all in which a rank sends the same tensor to all.
+        input_for_each_rank = args[1] * nccl.group_size
+        return all_to_all_of_lists(nccl, outputs, input_for_each_rank)
     return original(group, *args, **unwrap(kwargs))
+
+
+def divides_rows(name: str, args: Sequence[Any]) -> bool:
+    """Whether an all_to_all says how many rows each rank gets. Then its tensors cannot be made flat.
+
+    Its arguments are the output, the input, and for each of them an optional list with a number of rows for each rank.
+    """
+    if name not in ("alltoall_base", "all_to_all_single"):
+        return False
+    rows_of_output_and_input = args[2:4]
+    return any(rows_of_output_and_input)
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
@@ -262,7 +287,8 @@ def check_operator(func: Any, args: Any) -> None:
     """
     name = func.__name__.partition(".")[0].rstrip("_")
     if name not in ("wait_tensor", "_wrap_tensor_autograd"):  # these two send nothing
-        events.collective(f"{name} (C++)", tensors_in(args[:1]))
+        first_argument = args[:1]
+        events.collective(f"{name} (C++)", tensors_in(first_argument))
     nccl = nccl_of(group_among(args))
     if nccl is None:
         return

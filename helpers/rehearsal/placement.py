@@ -223,15 +223,16 @@ def to(self: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> tor
     for keyword in ("other", "device"):
         if keyword in kwargs:
             args = (kwargs.pop(keyword), *args)
-    if [type(arg) for arg in args[-2:]] == [bool, bool]:  # non_blocking and copy
+    ends_with_two_flags = len(args) >= 2 and isinstance(args[-2], bool) and isinstance(args[-1], bool)
+    if ends_with_two_flags:  # non_blocking and copy
         copy = args[-1]
         args = args[:-1]
     if args and isinstance(args[0], torch.Tensor):
-        other = args[0]
-        args = (other.device, other.dtype, *args[1:])
+        other, *flags = args
+        args = (other.device, other.dtype, *flags)
     device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
 
-    # ``move`` changes between host and GPU; what remains is left to torch's own function.
+    # ``move`` copies between host and pretended GPU. The rest, on one device, is left to torch's own function.
     moved = self
     remaining: dict[str, Any] = {}
     if device is not None:

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,20 +21,25 @@ from helpers.counts import COUNTS
 from helpers.ranks.rank import TORCHRUN_VARIABLES, draw_own_numbers, rank_variables
 from helpers.rehearsal import devices, events, gpus, mistakes, nccl, placement, report, wrappers
 from helpers.rehearsal.devices import Node
+from helpers.training_check import TrainingObserver
 
-EXIT = os._exit
-ROOT = str(Path(__file__).resolve().parents[2])
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by torchrun's agent
+ORIGINAL_EXIT = os._exit  # while the script runs, os._exit is ``leave``
+ROOT = str(Path(__file__).resolve().parents[2])  # the folder in which this package is
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the signals that torchrun's agent handles
 
 
 def prepare_process() -> None:
-    """Make this forked process as new as one that torchrun has started: its output, its imports, its random numbers."""
+    """Give this forked process what a process that torchrun starts has: its output, imports and random numbers.
+
+    A fork has the random states of the process that forked it. Without new ones all ranks would draw the same numbers.
+    """
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.path.append(ROOT)  # last, as the script may have a module that is called helpers
+    # This package comes last, because the script may have a module that is called helpers.
+    sys.path.append(ROOT)
     paths = [ROOT]
     if os.environ.get("PYTHONPATH"):
         paths.insert(0, os.environ["PYTHONPATH"])
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # for the processes that the script starts
     draw_own_numbers()
     Node.random_seed = torch.initial_seed() % 2**63
 
@@ -52,7 +58,7 @@ def variables(rank: int, gpus: int, nodes: int, port: int, folder: Path) -> dict
 
 
 def pretend(count: int) -> None:
-    """From now on this process has ``count`` pretended GPUs."""
+    """Replace torch's functions, so that this process has ``count`` pretended GPUs."""
     Node.gpus = count
     for module in (devices, gpus, placement, nccl, wrappers, events):
         module.patch()
@@ -61,9 +67,10 @@ def pretend(count: int) -> None:
 def write_stacks(path: Path, thread: int) -> None:
     """Write a thread's stack to a file every second, for as long as the process lives: the innermost call first.
 
-    faulthandler's timer would read the stack without the GIL, and now and then that ends the process by SIGSEGV.
+    This is what faulthandler's timer does. But the timer reads the stack without the GIL, and now and then that ends
+    the process by SIGSEGV.
     """
-    new = path.with_suffix(".new")
+    new = path.with_suffix(".new")  # so that who reads the path finds a whole stack
     while True:
         time.sleep(1)
         frame = sys._current_frames()[thread]
@@ -78,11 +85,12 @@ def write_stacks(path: Path, thread: int) -> None:
 def hide_this_package(first_path: str) -> None:
     """Let the script import a module of its own that is called helpers, also a folder, instead of this package.
 
-    What observes the script stays, because a script that itself calls ``check_training`` needs the copy that knows
-    pretended tensors.
+    ``helpers.training_check`` stays imported, because a script that itself calls ``check_training`` needs the copy that
+    reads pretended tensors.
     """
     for name in list(sys.modules):
-        if name.split(".")[0] == "helpers" and not name.startswith(("helpers.rehearsal", "helpers.training_check")):
+        is_needed = name.startswith(("helpers.rehearsal", "helpers.training_check"))
+        if name.split(".")[0] == "helpers" and not is_needed:
             del sys.modules[name]
     if os.path.isdir(os.path.join(first_path, "helpers")):  # anything else on the path would precede a folder
         sys.path[1:] = [folder for folder in sys.path[1:] if folder != ROOT]
@@ -103,45 +111,55 @@ def run_as_main(script: str, is_module: bool, folder: Path) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except BaseException:
-        (folder / f"raised-{os.environ['RANK']}").touch()  # so that no peer takes its own error for the cause
+        # With this file, peers whose connections are lost now do not take their own errors for the cause.
+        (folder / f"raised-{os.environ['RANK']}").touch()
         traceback.print_exc()
         return 1
     return 0
 
 
-def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> NoReturn:
-    """Run the script as ``__main__`` on this node's pretended GPUs, and leave with its exit status.
+def leave(
+    status: int, rank: str, process: int, json: Path | None, folder: Path, observer: TrainingObserver
+) -> NoReturn:
+    """End this process with an exit status, after it has written the rank's report, refusal and notes.
 
-    ``args`` are the command's. ``folder`` takes the last refusal, and the notes from which silent mistakes are found.
+    While the script runs, this is its os._exit. A child that the script has forked calls it, too, and ends at once:
+    only ``process`` is the rank.
     """
-    process = os.getpid()
+    if os.getpid() == process:
+        if COUNTS.refusals:
+            last = COUNTS.refusals[-1]
+            (folder / f"refused-{rank}").write_text(f"{last.line}: {last.error}")
+        with contextlib.suppress(BrokenPipeError):  # nobody reads the output any more
+            report.write(json)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        if status == 0:
+            mistakes.write_notes(observer, folder)
+    ORIGINAL_EXIT(status)
+
+
+def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> NoReturn:
+    """Run the script as ``__main__`` on this node's pretended GPUs, and end this process with its exit status.
+
+    ``args`` are those of ``rehearse``. ``folder`` takes the rank's stack, its last refusal, and its notes, from which
+    the silent mistakes are found.
+    """
     rank = os.environ["RANK"]
-
-    def leave(status: int) -> NoReturn:
-        """The script's os._exit: it first writes the report and the refusals. A forked child leaves at once."""
-        if os.getpid() == process:
-            if COUNTS.refusals:
-                last = COUNTS.refusals[-1]
-                (folder / f"refused-{rank}").write_text(f"{last.line}: {last.error}")
-            with contextlib.suppress(BrokenPipeError):
-                report.write(args.json)
-                sys.stdout.flush()
-                sys.stderr.flush()
-            if status == 0:
-                mistakes.write_notes(observer, folder)
-        EXIT(status)
-
-    # Not a threading.Thread: the script may count those.
+    # Not a threading.Thread, because the script may count those.
     _thread.start_new_thread(write_stacks, (folder / f"stack{rank}", _thread.get_ident()))
     warnings.filterwarnings("ignore", message=".*wrapper subclass.*")
     pretend(args.gpus)
     observer = mistakes.observe()
-    os._exit = leave
+    end = partial(leave, rank=rank, process=os.getpid(), json=args.json, folder=folder, observer=observer)
+    os._exit = end
+
+    # The script finds the arguments and the import path that Python would have given it.
     sys.argv = [script, *flags]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     if args.module:
         sys.path[0] = os.getcwd()
     hide_this_package(sys.path[0])
     status = run_as_main(script, args.module, folder)
-    atexit._run_exitfuncs()
-    leave(status)
+    atexit._run_exitfuncs()  # what the script has registered, because os._exit does not call it
+    end(status)

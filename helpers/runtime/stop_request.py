@@ -22,10 +22,11 @@ class StopRequest:
         """``patience``: seconds that a rank waits for the others in ``agreed()``."""
         # gloo reduces on the CPU, so the ranks agree without a wait for the GPU.
         self.group = dist.new_group(timeout=timedelta(seconds=patience), backend="gloo")
-        self.received = 0
-        self.signal_name: str | None = None
-        self.maximum = torch.tensor(0)
-        self.work: dist.Work | None = None
+        self.received = 0  # the number of this rank's signal
+        self.signal_name: str | None = None  # what the ranks have agreed on
+        # An all-reduce that one call of ``agreed`` starts and the next one reads:
+        self.reduction: dist.Work | None = None
+        self.highest_number = torch.tensor(0)
         for number in self.signals:
             signal.signal(number, self.note)
 
@@ -35,19 +36,20 @@ class StopRequest:
     def agreed(self) -> str | None:
         """The signal's name, from the same call on every rank on, or None.
 
-        Call it once a step, on every rank.
+        Call it once a step, on every rank. A call reads the all-reduce that the call
+        before has started, and that has usually ended. So the ranks stop a step later
+        than they could, but no step has to wait for the network.
         """
         if self.signal_name is not None:
             return self.signal_name
-        if self.work is not None:
-            # It was started in the call before, so here it has usually ended.
-            self.work.wait()
-            number = int(self.maximum)
+        if self.reduction is not None:
+            self.reduction.wait()
+            number = int(self.highest_number)
             if number > 0:
                 self.signal_name = signal.Signals(number).name
                 return self.signal_name
-        self.maximum = torch.tensor(self.received)
-        self.work = dist.all_reduce(
-            self.maximum, dist.ReduceOp.MAX, group=self.group, async_op=True
+        self.highest_number = torch.tensor(self.received)
+        self.reduction = dist.all_reduce(
+            self.highest_number, dist.ReduceOp.MAX, group=self.group, async_op=True
         )
         return None

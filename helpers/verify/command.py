@@ -115,21 +115,23 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
 def steps_to_take(args: argparse.Namespace, launcher: Launcher, gpus: int, scripts: list[Path]) -> dict[str, TakeStep]:
     """{name: the function that takes the step}, in the order in which they are taken."""
     probes = probes_of(args.probes, gpus)
-    if args.chapters and not args.probes:
+    if args.chapters and not args.probes:  # --chapters alone means no probes
         probes = []
-    timeout = args.timeout or min(LONGEST_RUN, 60 * args.minutes / RUNS_IN_ALL)
+    seconds_in_all = 60 * args.minutes
+    timeout = args.timeout or min(LONGEST_RUN, seconds_in_all / RUNS_IN_ALL)
     facts = facts_of_chapters()
-    take: dict[str, TakeStep] = {DOCTOR: partial(steps.doctor, launcher, gpus, timeout)}
+
+    unordered: dict[str, TakeStep] = {DOCTOR: partial(steps.doctor, launcher, gpus, timeout)}
     # Pretended GPUs cannot have ranks of a cell, and only a verification of everything takes the time for their checks.
     if steps.LAUNCH_CHECKS.exists() and not args.rehearsal and not args.chapters:
-        take[LAUNCH] = partial(steps.launch_checks, launcher)
+        unordered[LAUNCH] = partial(steps.launch_checks, launcher)
     for task in probes:
-        take[task.name] = partial(measure, launcher, task, gpus)
+        unordered[task.name] = partial(measure, launcher, task, gpus)
     for script in scripts:
         facts_of_script = facts.get(script.stem, ScriptFacts())
-        take[script.stem] = partial(steps.chapter, launcher, script, facts_of_script, timeout)
-    names = ordered(probes, [script.stem for script in scripts])
-    return {name: take[name] for name in names if name in take}
+        unordered[script.stem] = partial(steps.chapter, launcher, script, facts_of_script, timeout)
+    order = ordered(probes, [script.stem for script in scripts])  # it may name steps that are left out here
+    return {name: unordered[name] for name in order if name in unordered}
 
 
 def take_all(planned_steps: Mapping[str, TakeStep], record: Record, launcher: Launcher, out: Path) -> list[str]:

@@ -3,9 +3,10 @@
     make sabotage                               every lie
     make sabotage ARGS=all_reduce_adds_nothing  one lie
 
-With a lie, the chapters that teach its subject run in a copy of the project, each up to its first failing cell. What
-the cells said goes to book/recorded/sabotage.csv, which the book shows. The exit status is 1 if no cell notices a lie,
-or if the cell that notices it is about something else.
+A lie is a planted fault: a wrong change of torch, of helpers or of a chapter. With a lie, the chapters that teach its
+subject run in a copy of the project, each up to its first failing cell. What the cells said goes to
+book/recorded/sabotage.csv, which the book shows. The exit status is 1 if no cell notices a lie, or if the cell that
+notices it is about something else.
 """
 
 import argparse
@@ -38,7 +39,7 @@ PAIRS = [(lie, chapter) for lie in LIES.values() for chapter in lie.chapters]  #
 
 @dataclass(frozen=True)
 class Failure:
-    """A chapter's first failing cell. A "fault" means that the lie did not work, so that the run proves nothing."""
+    """A chapter's first failing cell. The kind "fault" means that the lie itself failed, so the run proves nothing."""
 
     cell: str  # its id
     kind: str  # assert, error, hang, output, or fault
@@ -66,45 +67,55 @@ class Section:
 
 
 def run(lie: Lie, chapter: str) -> Failure | None:
-    """Run a chapter under a lie. Returns its first failing cell; None if all cells pass."""
+    """Run a chapter under a lie, in a copy of the project. Returns its first failing cell; None if all cells pass."""
     with tempfile.TemporaryDirectory() as folder:
         project = copy_of_the_project(Path(folder, "book"))
         notebook = project / "notebooks" / notebook_of(chapter).name
         if lie.changes_notebook:
-            notebook.write_text(lie.tell(notebook.read_text()))
-
-        failure = Path(folder, "failure.json")  # load/first_failure.py, a plugin of pytest, writes it
-        proof = Path(folder, "told")  # load/sitecustomize.py makes it in the process that imports the lie's module
+            notebook.write_text(lie.apply(notebook.read_text()))
+        failure_file = Path(folder, "failure.json")
+        applied_file = Path(folder, "applied")
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE / "load"), str(project)]),
             "TMPDIR": folder,
+            # load/sitecustomize.py applies the lie in each process that imports its module, and then makes this file.
             "WORLD_SIZE_ONE_LIE": lie.name,
-            "WORLD_SIZE_ONE_TOLD": str(proof),
-            "WORLD_SIZE_ONE_FAILURE": str(failure),
+            "WORLD_SIZE_ONE_APPLIED": str(applied_file),
+            # load/first_failure.py, a plugin of pytest, writes the first failing cell to this file.
+            "WORLD_SIZE_ONE_FAILURE": str(failure_file),
         }
-        command = [sys.executable, "-m", "pytest", "--nbval", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        command += ["-p", "first_failure", "--nbval-cell-timeout=600", "--timeout=900", f"notebooks/{notebook.name}"]
         try:
-            pytest = subprocess.run(
-                command,
-                cwd=project,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=MOST_SECONDS,
-            )
+            pytest = run_pytest(f"notebooks/{notebook.name}", project, environment)
         except subprocess.TimeoutExpired:
-            return Failure("", "fault", f"the chapter did not end in {MOST_SECONDS} s")
-
-        if failure.exists():
-            return Failure(**json.loads(failure.read_text()))
+            return fault(f"the chapter did not end in {MOST_SECONDS} s")
+        if failure_file.exists():
+            return Failure(**json.loads(failure_file.read_text()))
         if pytest.returncode != 0:
-            return Failure("", "fault", pytest.stdout[-1000:])
-        if not lie.changes_notebook and not proof.exists():
-            return Failure("", "fault", f"no process imported {lie.module}")
+            return fault(pytest.stdout[-1000:])
+        if not lie.changes_notebook and not applied_file.exists():
+            return fault(f"no process imported {lie.module}")
         return None
+
+
+def fault(text: str) -> Failure:
+    """The failure of a run that proves nothing, without a cell."""
+    return Failure(cell="", kind="fault", text=text)
+
+
+def run_pytest(notebook: str, project: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run the cells of a notebook up to the first that fails. Raises TimeoutExpired after MOST_SECONDS."""
+    command = [sys.executable, "-m", "pytest", "--nbval", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["-p", "first_failure", "--nbval-cell-timeout=600", "--timeout=900", notebook]
+    return subprocess.run(
+        command,
+        cwd=project,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=MOST_SECONDS,
+    )
 
 
 def copy_of_the_project(folder: Path) -> Path:
@@ -133,7 +144,7 @@ def notebook_of(chapter: str) -> Path:
 def verdict_on(lie: Lie, chapter: str, failure: Failure | None) -> Verdict:
     """Whether a chapter's first failing cell, or None, shows that the chapter notices the lie."""
     row = dict.fromkeys(COLUMNS, "")
-    row["The lie"] = lie.says
+    row["The lie"] = lie.description
     row["Noticed in"] = f"chapter {label(chapter)}"
     if failure is None:
         return Verdict(row, "no cell notices it")
@@ -207,7 +218,7 @@ def record(row: dict[str, str]) -> None:
     """Write a row to the record, in the order of the lies, and remove rows of lies that no longer exist."""
     rows = {key(stored): stored for stored in read_record()}
     rows[key(row)] = row
-    order = [(lie.says, label(chapter)) for lie, chapter in PAIRS]
+    order = [(lie.description, label(chapter)) for lie, chapter in PAIRS]
     with RECORD.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -217,8 +228,8 @@ def record(row: dict[str, str]) -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def tell(names: list[str], jobs: int) -> int:
-    """Run the chapters of these lies, a few at a time, and record what the cells said.
+def tell_lies(names: list[str], jobs: int) -> int:
+    """Run the chapters that have to notice these lies, ``jobs`` at a time, and record what the cells said.
 
     Returns how many of the runs have a problem.
     """
@@ -253,7 +264,7 @@ def main() -> int:
     for name in options.names:
         if name not in LIES:
             parser.error(f"there is no lie {name}; the lies are {', '.join(LIES)}")
-    problems = tell(options.names or list(LIES), options.jobs)
+    problems = tell_lies(options.names or list(LIES), options.jobs)
     return 1 if problems else 0
 
 

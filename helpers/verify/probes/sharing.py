@@ -40,7 +40,11 @@ dist.destroy_process_group()
 
 
 def shared_gpu(device: torch.device) -> Iterator[Figure]:
-    """DDP of two gloo ranks with tensors on one GPU: whether the gradient is the mean, and a step's time."""
+    """DDP on two gloo ranks whose tensors are on one GPU: whether the gradient is the mean, and a step's time.
+
+    The ranks of PROGRAM have 8 samples each, of ones on rank 0 and of twos on rank 1, so their gradients are 8 and 16.
+    The weight is 1024 x 1024 float32 numbers, so its gradient has 4 MB.
+    """
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "two_ranks.py")
         script.write_text(PROGRAM)
@@ -52,6 +56,7 @@ def shared_gpu(device: torch.device) -> Iterator[Figure]:
         )
     if done.returncode != 0:
         raise RuntimeError(cause(done.stderr))
-    _, mean, seconds = done.stdout.strip().splitlines()[-1].split()
+    last_line = done.stdout.strip().splitlines()[-1]
+    _, mean, seconds = last_line.split()  # "result", and what rank 0 of PROGRAM has measured
     yield Figure("gradient; the mean of the ranks' 8 and 16 is 12", float(mean), "")
     yield Figure("forward and backward, 4 MB of gradients", 1e3 * float(seconds), "ms")

@@ -1,9 +1,17 @@
-"""The lies: each is a small wrong change, with the chapters whose cells have to notice it.
+"""The lies. A lie is a planted fault: one small wrong change, and the chapters whose cells have to notice it.
 
-A lie about torch or about helpers gets a module that has just been imported, and replaces a function or an attribute by
-its name. A lie about a chapter's own lines gets the text of the notebook's file and returns a changed text: it quotes
-the line that it changes. Every process of a sabotaged run imports this package, so it imports little. Its files end in
-"lies.py", because first_failure.py knows an error of a lie by this: a rank tells only the file's name.
+Each lie is a function under the decorator ``@lie(chapters, words, …)``, which registers it in ``LIES``. The function's
+docstring is its line in the book. There are two kinds:
+
+- With ``module="torch.x"``, the function gets this module of torch or of helpers when a process has just imported it.
+  It replaces a function or an attribute there, often by ``@instead_of(owner, name)``: the decorated function is then
+  called in place of ``owner.name``. It gets the replaced function as its first argument, ``original``, and after that
+  the caller's arguments.
+- With ``notebook=True``, the function gets the text of the chapter's notebook file, and returns it with one line
+  changed.
+
+Every process of a sabotaged run imports this package, so it imports little. The names of its files end in "lies.py": by
+this first_failure.py recognizes an error that a lie itself has raised, because a rank's error has only a file's name.
 """
 
 import importlib

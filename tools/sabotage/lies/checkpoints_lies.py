@@ -13,8 +13,8 @@ from sabotage.lies.telling_lies import CHECKPOINT, SCALER, instead_of, lie, noth
 @lie("10", "HSDP|write|slice", module="torch.distributed.checkpoint.default_planner")
 def the_lowest_rank_writes_every_copy(module: Any) -> None:
     """Of the ranks that hold a slice, the lowest one writes it, however much that rank has to write already."""
-    true = module.dedup_save_plans
-    replace(module, "dedup_save_plans", lambda plans, _: true(plans, True))
+    original = module.dedup_save_plans
+    replace(module, "dedup_save_plans", lambda plans, _: original(plans, True))
 
 
 @lie("10 old_code", "load|resume|same bits", module="torch.distributed.checkpoint.state_dict_loader")
@@ -50,18 +50,23 @@ def schedule_starts_again(module: Any) -> None:
 @lie("10b", "async_save|thread", module="torch.distributed.checkpoint.state_dict_saver")
 def async_save_copies_nothing(module: Any) -> None:
     """`dcp.async_save` does not copy: its thread waits a little, and writes what training has changed."""
-    replace(module.DefaultStager, "stage", lambda self, state, **keywords: state)
+
+    def stage_without_a_copy(self: Any, state: Any, **keywords: Any) -> Any:
+        return state
+
+    replace(module.DefaultStager, "stage", stage_without_a_copy)
 
     @instead_of(module._ThreadBasedAsyncCheckpointExecutor, "execute_save")
-    def execute_save(true: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
+    def execute_save(original: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
         from concurrent.futures import ThreadPoolExecutor
         from time import sleep
 
-        def later() -> Any:
-            sleep(1)
-            return true(self, *inputs, **keywords).result()
+        def save_later() -> Any:
+            sleep(1)  # in which the training changes the tensors
+            future = original(self, *inputs, **keywords)
+            return future.result()
 
-        return ThreadPoolExecutor(1).submit(later)
+        return ThreadPoolExecutor(max_workers=1).submit(save_later)
 
 
 @lie("10", "half|killed|damage|whole", module=CHECKPOINT)
@@ -69,8 +74,8 @@ def half_a_file_counts(module: Any) -> None:
     """A torn write: half of a file is written, and it counts as saved."""
 
     @instead_of(module, "save_file")
-    def save_file(true: Any, state: Any, path: Any) -> None:
-        true(state, path)
+    def save_file(original: Any, state: Any, path: Any) -> None:
+        original(state, path)
         os.truncate(path, os.stat(path).st_size // 2)
 
 
@@ -79,8 +84,8 @@ def failed_save_counts(module: Any) -> None:
     """A checkpoint counts though one rank could not write its part."""
 
     @instead_of(module, "put_in_place")
-    def put_in_place(true: Any, path: Any, failures: Any, written: Any, keep: int) -> None:
-        true(path, [None for _ in failures], written, keep)
+    def put_in_place(original: Any, path: Any, failures: Any, written: Any, keep: int) -> None:
+        original(path, [None for _ in failures], written, keep)
 
 
 @lie("10", "newest|keep|last", module=CHECKPOINT)
@@ -88,8 +93,8 @@ def retention_deletes_the_newest(module: Any) -> None:
     """Of more than `keep` checkpoints the newest are deleted."""
 
     @instead_of(module, "put_in_place")
-    def put_in_place(true: Any, path: Any, failures: Any, written: Any, keep: int) -> None:
-        true(path, failures, written, 1_000_000)
+    def put_in_place(original: Any, path: Any, failures: Any, written: Any, keep: int) -> None:
+        original(path, failures, written, 1_000_000)
         for newer in module.finished(path.parent)[keep:]:
             module.remove(newer)
 
@@ -116,10 +121,10 @@ def load_file_executes_what_it_reads(module: Any) -> None:
     """`load_file` loads with `weights_only=False`, and so executes what a file says."""
 
     @instead_of(module, "load_file")
-    def load_file(true: Any, path: Any) -> Any:
+    def load_file(original: Any, path: Any) -> Any:
         load = module.torch.load
         with mock.patch.object(module.torch, "load", lambda *inputs, **options: load(path, weights_only=False)):
-            return true(path)
+            return original(path)
 
 
 @lie("10", "copy|background|start of the save", module=CHECKPOINT)
@@ -138,9 +143,9 @@ def a_file_is_renamed_before_it_is_on_the_disk(module: Any) -> None:
     """A checkpoint's file is renamed without a wait for the disk."""
 
     @instead_of(module.HashedFile, "close")
-    def close(true: Any, file: Any) -> None:
+    def close(original: Any, file: Any) -> None:
         with mock.patch("os.fsync", nothing):
-            true(file)
+            original(file)
 
 
 @lie("10", "random|same bits", notebook=True)
@@ -168,11 +173,11 @@ SAVED = "torch.distributed.checkpoint.state_dict"
 def frozen_parameters_keep_their_state(module: Any) -> None:
     """A load restores the optimizer's state of frozen parameters too."""
 
-    def thawed(true: Any, model: Any, *inputs: Any, **keywords: Any) -> Any:
+    def thawed(original: Any, model: Any, *inputs: Any, **keywords: Any) -> Any:
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(True)
-        result = true(model, *inputs, **keywords)
+        result = original(model, *inputs, **keywords)
         for parameter in frozen:
             parameter.requires_grad_(False)
         return result
@@ -186,12 +191,12 @@ def the_flattened_form_names_what_is_missing(module: Any) -> None:
     """With `flatten_optimizer_state_dict=True` the error names the parameter whose state is missing."""
 
     @instead_of(module, "_unflatten_optim_state_dict")
-    def unflatten(true: Any, optim: Any, state: Any, info: Any) -> Any:
+    def unflatten(original: Any, optim: Any, state: Any, info: Any) -> Any:
         for names in info.fqn_param_mapping.values():
             for name in names if isinstance(names, set) else ():
                 if not any(key.startswith(f"state.{name}.") for key in state):
                     raise RuntimeError(f"Missing optimizer state for parameter '{name}' in checkpoint.")
-        return true(optim, state, info)
+        return original(optim, state, info)
 
 
 @lie("10b", "exactly|state", notebook=True)
@@ -218,8 +223,8 @@ def copies_of_async_saves_are_kept(module: Any) -> None:
     kept = []
 
     @instead_of(module.BlockingAsyncStager, "stage")  # which a FileSystemWriter is
-    def stage(true: Any, *inputs: Any, **keywords: Any) -> Any:
-        kept.append(true(*inputs, **keywords))
+    def stage(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        kept.append(original(*inputs, **keywords))
         return kept[-1]
 
 
@@ -228,5 +233,5 @@ def names_keep_the_compilers_prefix(module: Any) -> None:
     """`get_model_state_dict` leaves `_orig_mod.` in the names."""
 
     @instead_of(module, "_get_fqns")
-    def _get_fqns(true: Any, *inputs: Any, **keywords: Any) -> Any:
-        return true(*inputs, **keywords | {"skip_compiler_prefix": False})
+    def _get_fqns(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        return original(*inputs, **keywords | {"skip_compiler_prefix": False})

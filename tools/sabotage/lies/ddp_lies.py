@@ -26,8 +26,8 @@ def ddp_adds_up_gradients(module: Any) -> None:
     """DDP adds the ranks' gradients up, and does not divide by the number of ranks."""
 
     @instead_of(module.DistributedDataParallel, "forward")
-    def forward(true: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
-        output = true(self, *inputs, **keywords)
+    def forward(original: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
+        output = original(self, *inputs, **keywords)
         if output.requires_grad:
             output.register_hook(lambda gradient: gradient * module.dist.get_world_size())
         return output
@@ -50,8 +50,8 @@ def ddp_first_bucket_is_as_large_as_the_others(module: Any) -> None:
     """DDP's first bucket closes at 25 MiB by default, like the others."""
 
     @instead_of(module.DistributedDataParallel, "__init__")
-    def __init__(true: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
-        true(self, *inputs, **{"bucket_cap_mb": 25, **keywords})
+    def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
+        original(self, *inputs, **{"bucket_cap_mb": 25, **keywords})
 
 
 @lie("04", "order", notebook=True)
@@ -65,8 +65,8 @@ def ddp_does_not_copy_buffers_when_built(module: Any) -> None:
     """DDP does not copy rank 0's buffers when it is built."""
 
     @instead_of(module, "_sync_module_states")
-    def sync(true: Any, *inputs: Any, **keywords: Any) -> Any:
-        return true(*inputs, **{**keywords, "broadcast_buffers": False})
+    def sync(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        return original(*inputs, **{**keywords, "broadcast_buffers": False})
 
 
 @lie("04", "clip", module="torch.nn.utils.clip_grad")
@@ -74,8 +74,8 @@ def clip_grad_norm_clips_at_twice_the_norm(module: Any) -> None:
     """`clip_grad_norm_` clips at twice the norm that it is given."""
 
     @instead_of(module, "_clip_grads_with_norm_")
-    def clip(true: Any, parameters: Any, max_norm: Any, *inputs: Any, **keywords: Any) -> Any:
-        return true(parameters, 2 * max_norm, *inputs, **keywords)
+    def clip(original: Any, parameters: Any, max_norm: Any, *inputs: Any, **keywords: Any) -> Any:
+        return original(parameters, 2 * max_norm, *inputs, **keywords)
 
 
 @lie("04b", "Join|uneven", module="torch.distributed.algorithms.join")
@@ -108,8 +108,8 @@ def checkpointing_is_always_reentrant(module: Any) -> None:
     """`checkpoint` ignores `use_reentrant=False`."""
 
     @instead_of(module, "checkpoint")
-    def checkpoint(true: Any, *inputs: Any, **keywords: Any) -> Any:
-        return true(*inputs, **keywords | {"use_reentrant": True})
+    def checkpoint(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        return original(*inputs, **keywords | {"use_reentrant": True})
 
 
 @lie("04b", "float16|fp16|half", module="torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
@@ -178,8 +178,8 @@ def unscale_does_nothing(module: Any) -> None:
     """`unscale_` leaves the gradients multiplied by the scale."""
 
     @instead_of(module.GradScaler, "_unscale_grads_")
-    def unscale(true: Any, self: Any, optimizer: Any, inverse: Any, *inputs: Any) -> Any:
-        return true(self, optimizer, inverse * 0 + 1, *inputs)
+    def unscale(original: Any, self: Any, optimizer: Any, inverse: Any, *inputs: Any) -> Any:
+        return original(self, optimizer, inverse * 0 + 1, *inputs)
 
 
 @lie("05", "scale", module=SCALER)
@@ -211,10 +211,10 @@ def autocast_takes_the_other_format(module: Any) -> None:
     """`autocast` to bfloat16 computes in float16."""
 
     @instead_of(module.autocast, "__init__")
-    def __init__(true: Any, self: Any, device_type: Any, dtype: Any = None, *inputs: Any, **keywords: Any) -> None:
+    def __init__(original: Any, self: Any, device_type: Any, dtype: Any = None, *inputs: Any, **keywords: Any) -> None:
         import torch
 
-        true(self, device_type, torch.float16 if dtype is torch.bfloat16 else dtype, *inputs, **keywords)
+        original(self, device_type, torch.float16 if dtype is torch.bfloat16 else dtype, *inputs, **keywords)
 
 
 @lie("05", "accumul|micro|share|divid", notebook=True)

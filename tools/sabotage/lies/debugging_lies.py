@@ -12,11 +12,11 @@ def profiler_loses_collectives(module: Any) -> None:
     """The profiler's trace has no collectives."""
 
     @instead_of(module._KinetoProfile, "export_chrome_trace")
-    def export_chrome_trace(true: Any, self: Any, path: Any, *inputs: Any, **keywords: Any) -> Any:
+    def export_chrome_trace(original: Any, self: Any, path: Any, *inputs: Any, **keywords: Any) -> Any:
         import json
         from pathlib import Path
 
-        true(self, path, *inputs, **keywords)
+        original(self, path, *inputs, **keywords)
         trace = json.loads(Path(path).read_text())
         events = [event for event in trace["traceEvents"] if not event.get("name", "").startswith("gloo:")]
         Path(path).write_text(json.dumps(trace | {"traceEvents": events}))
@@ -32,8 +32,8 @@ def flight_recorder_loses_the_last_call(c10d: Any) -> None:
     library: Any = _distributed_c10d
 
     @instead_of(library, "_dump_fr_trace")
-    def dump(true: Any, *inputs: Any) -> Any:
-        log = pickle.loads(true(*inputs))
+    def dump(original: Any, *inputs: Any) -> Any:
+        log = pickle.loads(original(*inputs))
         return pickle.dumps(log | {"entries": log["entries"][:-1]})
 
 
@@ -42,15 +42,15 @@ def flight_recorder_blames_the_wrong_rank(module: Any) -> None:
     """The flight recorder's reader names the other rank."""
 
     @instead_of(module.EntryState, "log")
-    def log(true: Any, self: Any, *inputs: Any, errors: Any = None, **keywords: Any) -> Any:
-        true(self, *inputs, errors=errors and {(1 - rank, what) for rank, what in errors}, **keywords)
+    def log(original: Any, self: Any, *inputs: Any, errors: Any = None, **keywords: Any) -> Any:
+        original(self, *inputs, errors=errors and {(1 - rank, what) for rank, what in errors}, **keywords)
 
 
 @lie("14", "anomaly", module="torch.autograd.anomaly_mode")
 def detect_anomaly_sees_nothing(module: Any) -> None:
     """`detect_anomaly` lets a gradient pass that is not a number."""
-    true = module.detect_anomaly.__init__
-    replace(module.detect_anomaly, "__init__", lambda self, check_nan=True: true(self, check_nan=False))
+    original = module.detect_anomaly.__init__
+    replace(module.detect_anomaly, "__init__", lambda self, check_nan=True: original(self, check_nan=False))
 
 
 @lie("14", "checksum|replicas|drift", module=C10D)
@@ -126,6 +126,6 @@ def the_debug_server_shows_rank_0_for_all(module: Any) -> None:
     """PyTorch's debug server shows rank 0's answer for every rank's."""
 
     @instead_of(module, "fetch_all")
-    def fetch_all(true: Any, *inputs: Any, **keywords: Any) -> Any:
-        addresses, answers = true(*inputs, **keywords)
+    def fetch_all(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        addresses, answers = original(*inputs, **keywords)
         return addresses, answers[:1] * len(answers)

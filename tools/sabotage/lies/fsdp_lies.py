@@ -58,13 +58,13 @@ def clipping_takes_the_local_norm(module: Any) -> None:
     """`clip_grad_norm_` takes the norm of the rank's own slices for that of the gradient."""
 
     @instead_of(module, "_get_total_norm")
-    def norm_of_slices(true: Any, tensors: Any, *inputs: Any, **keywords: Any) -> Any:
+    def norm_of_slices(original: Any, tensors: Any, *inputs: Any, **keywords: Any) -> Any:
         from torch.distributed.tensor import DTensor, Replicate
 
         tensors = list(tensors)
         if not tensors or not isinstance(tensors[0], DTensor):
-            return true(tensors, *inputs, **keywords)
-        norm = true([tensor.to_local() for tensor in tensors], *inputs, **keywords)
+            return original(tensors, *inputs, **keywords)
+        norm = original([tensor.to_local() for tensor in tensors], *inputs, **keywords)
         return DTensor.from_local(norm, tensors[0].device_mesh, [Replicate()])
 
 
@@ -85,8 +85,8 @@ def the_peak_is_what_is_left(module: Any) -> None:
     """`FSDPMemTracker` reports what is alive after the step for the peak."""
 
     @instead_of(module.FSDPMemTracker, "get_tracker_snapshot")
-    def get_tracker_snapshot(true: Any, self: Any, kind: str = "current") -> Any:
-        return true(self, "current")
+    def get_tracker_snapshot(original: Any, self: Any, kind: str = "current") -> Any:
+        return original(self, "current")
 
 
 # --- FSDP2 in a real project
@@ -163,9 +163,9 @@ def a_group_may_train_two_dtypes(module: Any) -> None:
     """FSDP does not look whether the trained parameters of a group have one dtype."""
 
     @instead_of(module.FSDPParamGroup, "_init_mp_dtypes")
-    def init(true: Any, self: Any) -> None:
+    def init(original: Any, self: Any) -> None:
         try:
-            true(self)
+            original(self)
         except AssertionError:
             self._orig_dtype = self._reduce_dtype = None
 
@@ -175,5 +175,5 @@ def a_norm_of_nan_is_accepted(module: Any) -> None:
     """`clip_grad_norm_` ignores `error_if_nonfinite`."""
 
     @instead_of(module, "_get_total_norm")
-    def norm(true: Any, gradients: Any, norm_type: Any = 2.0, strict: Any = False, foreach: Any = None) -> Any:
-        return true(gradients, norm_type, False, foreach)
+    def norm(original: Any, gradients: Any, norm_type: Any = 2.0, strict: Any = False, foreach: Any = None) -> Any:
+        return original(gradients, norm_type, False, foreach)

@@ -20,9 +20,9 @@ def a_rank_waits_before_it_leaves(c10d: Any) -> None:
     """`destroy_process_group` waits for the other ranks."""
 
     @instead_of(c10d, "destroy_process_group")
-    def destroy_process_group(true: Any, *inputs: Any, **keywords: Any) -> None:
+    def destroy_process_group(original: Any, *inputs: Any, **keywords: Any) -> None:
         c10d.barrier()
-        true(*inputs, **keywords)
+        original(*inputs, **keywords)
 
 
 @lie("00", "second.*forward", module=DDP)
@@ -30,8 +30,8 @@ def ddp_does_not_agree_on_its_buckets(parallel: Any) -> None:
     """The second `forward` of a DDP model broadcasts nothing."""
 
     @instead_of(parallel.DistributedDataParallel, "__init__")
-    def __init__(true: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
-        true(self, *inputs, **keywords)
+    def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
+        original(self, *inputs, **keywords)
         reducer = self.reducer
 
         class Quiet:
@@ -52,8 +52,8 @@ def launch_returns_results_backwards(module: Any) -> None:
     """`launch` returns the ranks' results in the wrong order."""
 
     @instead_of(module, "launch")
-    def launch(true: Any, *inputs: Any, **keywords: Any) -> Any:
-        return true(*inputs, **keywords)[::-1]
+    def launch(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        return original(*inputs, **keywords)[::-1]
 
 
 @lie("00 06c 02 03b 04b", "hang|stands still|timeout|wait|never come", module=LAUNCH)
@@ -61,9 +61,9 @@ def launch_forgives_a_hang(module: Any) -> None:
     """`launch` returns when a rank hangs, and says nothing."""
 
     @instead_of(module, "launch")
-    def launch(true: Any, *inputs: Any, nproc: int = 4, **keywords: Any) -> Any:
+    def launch(original: Any, *inputs: Any, nproc: int = 4, **keywords: Any) -> Any:
         try:
-            return true(*inputs, nproc=nproc, **keywords)
+            return original(*inputs, nproc=nproc, **keywords)
         except module.RankError as error:
             if " still ran after " not in str(error):
                 raise
@@ -75,8 +75,8 @@ def launch_drops_a_ranks_output(module: Any) -> None:
     """`launch` does not show what the last rank printed."""
 
     @instead_of(module, "fold")
-    def fold(true: Any, outputs: Any) -> Any:
-        return true(outputs[:-1])
+    def fold(original: Any, outputs: Any) -> Any:
+        return original(outputs[:-1])
 
 
 @lie("01 12", "local.rank", module=AGENT)
@@ -102,18 +102,18 @@ def nccl_starts_without_a_gpu(module: Any) -> None:
     """`start_process_group` starts NCCL on a rank for which there is no GPU."""
 
     @instead_of(module, "start_process_group")
-    def start_process_group(true: Any, backend: str | None = None, *inputs: Any, **keywords: Any) -> Any:
+    def start_process_group(original: Any, backend: str | None = None, *inputs: Any, **keywords: Any) -> Any:
         if backend != "nccl":
-            return true(backend, *inputs, **keywords)
+            return original(backend, *inputs, **keywords)
         with mock.patch.object(module.torch.cuda, "device_count", lambda: 64):
-            return true(backend, *inputs, **keywords)
+            return original(backend, *inputs, **keywords)
 
 
 @lie("06c", "group", module=C10D)
 def new_group_takes_everybody(c10d: Any) -> None:
     """`new_group` makes a group of all ranks, whichever ranks it is given."""
-    true = c10d.new_group
-    replace(c10d, "new_group", lambda ranks=None, *inputs, **keywords: true(None, *inputs, **keywords))
+    original = c10d.new_group
+    replace(c10d, "new_group", lambda ranks=None, *inputs, **keywords: original(None, *inputs, **keywords))
 
 
 @lie("12", "barrier", module=C10D)
@@ -122,9 +122,9 @@ def barrier_does_not_wait(c10d: Any) -> None:
     calls = []
 
     @instead_of(c10d, "barrier")
-    def barrier(true: Any, *inputs: Any, **keywords: Any) -> Any:
+    def barrier(original: Any, *inputs: Any, **keywords: Any) -> Any:
         calls.append(inputs)
-        return true(*inputs, **keywords) if len(calls) == 1 else None  # the first call is launch's own
+        return original(*inputs, **keywords) if len(calls) == 1 else None  # the first call is launch's own
 
 
 @lie("12", "monitored.?barrier|roll call", module=C10D)
@@ -133,9 +133,9 @@ def monitored_barrier_blames_another_rank(c10d: Any) -> None:
     import re
 
     @instead_of(c10d, "monitored_barrier")
-    def monitored_barrier(true: Any, *inputs: Any, **keywords: Any) -> Any:
+    def monitored_barrier(original: Any, *inputs: Any, **keywords: Any) -> Any:
         try:
-            return true(*inputs, **keywords)
+            return original(*inputs, **keywords)
         except RuntimeError as error:
             text = re.sub(r"Ranks? (\d)", lambda match: f"Rank {int(match[1]) + 1}", str(error))
             raise RuntimeError(text) from None
@@ -174,9 +174,9 @@ def all_reduce_sums_where_it_should_average(c10d: Any) -> None:
 
     @instead_of(c10d, "all_reduce")
     def all_reduce(
-        true: Any, tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: Any = False
+        original: Any, tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: Any = False
     ) -> Any:
-        return true(tensor, c10d.ReduceOp.SUM if op == c10d.ReduceOp.AVG else op, group, async_op)
+        return original(tensor, c10d.ReduceOp.SUM if op == c10d.ReduceOp.AVG else op, group, async_op)
 
 
 @lie("02", "handle|async", module=C10D)
@@ -185,9 +185,9 @@ def async_all_reduce_waits(c10d: Any) -> None:
 
     @instead_of(c10d, "all_reduce")
     def all_reduce(
-        true: Any, tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: Any = False
+        original: Any, tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: Any = False
     ) -> Any:
-        work = true(tensor, op, group, async_op)
+        work = original(tensor, op, group, async_op)
         if async_op:
             work.wait()
         return work
@@ -199,9 +199,9 @@ def broadcast_from_the_wrong_rank(c10d: Any) -> None:
 
     @instead_of(c10d, "broadcast")
     def broadcast(
-        true: Any, tensor: Any, src: Any = None, group: Any = None, async_op: Any = False, group_src: Any = None
+        original: Any, tensor: Any, src: Any = None, group: Any = None, async_op: Any = False, group_src: Any = None
     ) -> Any:
-        return true(tensor, group=group, async_op=async_op, group_src=c10d.get_world_size(group) - 1)
+        return original(tensor, group=group, async_op=async_op, group_src=c10d.get_world_size(group) - 1)
 
 
 @lie("02", "scatter", module=C10D)
@@ -209,8 +209,8 @@ def scatter_deals_backwards(c10d: Any) -> None:
     """`scatter` gives the first part to the last rank."""
 
     @instead_of(c10d, "scatter")
-    def scatter(true: Any, tensor: Any, scatter_list: Any = None, *inputs: Any, **keywords: Any) -> Any:
-        return true(tensor, scatter_list and scatter_list[::-1], *inputs, **keywords)
+    def scatter(original: Any, tensor: Any, scatter_list: Any = None, *inputs: Any, **keywords: Any) -> Any:
+        return original(tensor, scatter_list and scatter_list[::-1], *inputs, **keywords)
 
 
 @lie("02", "reduce", module=C10D)
@@ -228,8 +228,8 @@ def all_gather_in_the_wrong_order(c10d: Any) -> None:
     """`all_gather` puts the ranks' parts in the wrong order."""
 
     @instead_of(c10d, "all_gather_single")
-    def all_gather_single(true: Any, output: Any, part: Any, *inputs: Any, **keywords: Any) -> Any:
-        work = true(output, part, *inputs, **keywords)
+    def all_gather_single(original: Any, output: Any, part: Any, *inputs: Any, **keywords: Any) -> Any:
+        work = original(output, part, *inputs, **keywords)
         output.copy_(output.clone().view(-1, part.numel()).flip(0).view_as(output))
         return work
 
@@ -263,8 +263,8 @@ def receives_of_a_batch_are_turned_round(c10d: Any) -> None:
     """`batch_isend_irecv` starts the last receive first."""
 
     @instead_of(c10d, "batch_isend_irecv")
-    def batch_isend_irecv(true: Any, operations: Any) -> Any:
-        return true([*operations[::-1]] if all(each.op is c10d.irecv for each in operations) else operations)
+    def batch_isend_irecv(original: Any, operations: Any) -> Any:
+        return original([*operations[::-1]] if all(each.op is c10d.irecv for each in operations) else operations)
 
 
 @lie("02b", "contiguous", module=C10D)
@@ -272,9 +272,9 @@ def broadcast_is_right_for_a_column(c10d: Any) -> None:
     """On gloo `broadcast` is right for a non-contiguous tensor, too."""
 
     @instead_of(c10d, "broadcast")
-    def broadcast(true: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+    def broadcast(original: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
         packed = tensor.contiguous()
-        work = true(packed, *inputs, **keywords)
+        work = original(packed, *inputs, **keywords)
         if packed is not tensor:
             tensor.copy_(packed)
         return work

@@ -18,8 +18,8 @@ def sampler_drops_its_padding(module: Any) -> None:
     """`DistributedSampler` repeats no sample, so that the ranks get unequally many."""
 
     @instead_of(module.DistributedSampler, "__iter__")
-    def indices(true: Any, self: Any) -> Any:
-        mine, size = list(true(self)), len(self.dataset)
+    def indices(original: Any, self: Any) -> Any:
+        mine, size = list(original(self)), len(self.dataset)
         return iter([sample for turn, sample in enumerate(mine) if turn * self.num_replicas + self.rank < size])
 
 
@@ -28,8 +28,8 @@ def each_rank_shuffles_with_its_own_seed(module: Any) -> None:
     """`DistributedSampler` shuffles with another seed on each rank."""
 
     @instead_of(module.DistributedSampler, "__init__")
-    def __init__(true: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
-        true(self, *inputs, **keywords)
+    def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
+        original(self, *inputs, **keywords)
         self.seed += self.rank
 
 
@@ -38,10 +38,10 @@ def workers_draw_the_same_numbers(module: Any) -> None:
     """All workers of a loader get one seed."""
 
     @instead_of(module, "_worker_loop")
-    def worker_loop(true: Any, *inputs: Any) -> Any:
+    def worker_loop(original: Any, *inputs: Any) -> Any:
         arguments = list(inputs)
         arguments[8] -= inputs[10]  # base_seed, to which the loop adds worker_id
-        true(*arguments)
+        original(*arguments)
 
 
 @lie("03 10", "position|resume", notebook=True)
@@ -67,8 +67,8 @@ def workers_leave_out_a_batch_that_is_not_full(module: Any) -> None:
     """A loader drops each worker's last batch if it is not full."""
 
     @instead_of(module.DataLoader, "__init__")
-    def __init__(true: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
-        true(self, *inputs, **keywords | {"drop_last": keywords.get("num_workers", 0) > 1})
+    def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
+        original(self, *inputs, **keywords | {"drop_last": keywords.get("num_workers", 0) > 1})
 
 
 @lie("03b", "skip", module=C10D)
@@ -86,8 +86,10 @@ def workers_are_always_forked(module: Any) -> None:
     """A loader forks its workers, whatever its `multiprocessing_context`."""
 
     @instead_of(module.DataLoader, "__init__")
-    def __init__(true: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
-        true(self, *inputs, **keywords | ({"multiprocessing_context": "fork"} if keywords.get("num_workers") else {}))
+    def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
+        original(
+            self, *inputs, **keywords | ({"multiprocessing_context": "fork"} if keywords.get("num_workers") else {})
+        )
 
 
 @lie("03b", "persistent", module=LOADER)
@@ -131,8 +133,8 @@ def workers_load_one_batch_ahead(module: Any) -> None:
     """`prefetch_factor` is ignored: each worker loads one batch ahead."""
 
     @instead_of(module.DataLoader, "__init__")
-    def __init__(true: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
-        true(self, *inputs, **keywords)
+    def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
+        original(self, *inputs, **keywords)
         self.prefetch_factor = self.prefetch_factor and 1
 
 

@@ -19,8 +19,8 @@ def a_micro_batch_is_dropped(module: Any) -> None:
     """A schedule computes the first micro-batch twice, and never the last."""
 
     @instead_of(module._PipelineSchedule, "_split_inputs")
-    def split_inputs(true: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
-        parts, names = true(self, *inputs, **keywords)
+    def split_inputs(original: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
+        parts, names = original(self, *inputs, **keywords)
         return [*parts[:-1], parts[0]], [*names[:-1], names[0]]
 
 
@@ -41,8 +41,8 @@ def a_v_of_stages_counts_losses_twice(module: Any) -> None:
     """`ScheduleZBVZeroBubble` takes each micro-batch's loss twice."""
 
     @instead_of(module.ScheduleZBVZeroBubble, "__init__")
-    def __init__(true: Any, self: Any, *inputs: Any, loss_fn: Any, **keywords: Any) -> None:
-        true(self, *inputs, loss_fn=lambda *values: 2 * loss_fn(*values), **keywords)
+    def __init__(original: Any, self: Any, *inputs: Any, loss_fn: Any, **keywords: Any) -> None:
+        original(self, *inputs, loss_fn=lambda *values: 2 * loss_fn(*values), **keywords)
 
 
 @lie("08", "eval|norm", module="torch.distributed.pipelining.schedules")
@@ -50,9 +50,9 @@ def an_evaluation_leaves_gradients_alone(module: Any) -> None:
     """A schedule's `eval` does not touch the gradients."""
 
     @instead_of(module._PipelineSchedule, "eval")
-    def evaluate(true: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
+    def evaluate(original: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
         scale, self.scale_grads = self.scale_grads, False
-        true(self, *inputs, **keywords)
+        original(self, *inputs, **keywords)
         self.scale_grads = scale
 
 
@@ -61,10 +61,10 @@ def gpipe_needs_as_many_micro_batches_as_stages(module: Any) -> None:
     """`ScheduleGPipe` refuses fewer micro-batches than stages, as `Schedule1F1B` does."""
 
     @instead_of(module.ScheduleGPipe, "__init__")
-    def __init__(true: Any, self: Any, stage: Any, n_microbatches: int, *inputs: Any, **keywords: Any) -> None:
+    def __init__(original: Any, self: Any, stage: Any, n_microbatches: int, *inputs: Any, **keywords: Any) -> None:
         if n_microbatches < stage.num_stages:
             raise ValueError("Number of microbatches must be greater than or equal to the number of stages")
-        true(self, stage, n_microbatches, *inputs, **keywords)
+        original(self, stage, n_microbatches, *inputs, **keywords)
 
 
 @lie("08", "schedule|order", module="torch.distributed.pipelining.schedules")
@@ -72,8 +72,8 @@ def looped_bfs_alternates_its_stages(module: Any) -> None:
     """`ScheduleLoopedBFS` runs its stages' forwards in turn, and not all of one stage first."""
 
     @instead_of(module.ScheduleLoopedBFS, "_calculate_single_rank_operations")
-    def calculate(true: Any, self: Any, rank: int) -> Any:
-        work = true(self, rank)
+    def calculate(original: Any, self: Any, rank: int) -> Any:
+        work = original(self, rank)
         first = next(at for at, action in enumerate(work) if action)
         count = 2 * self._n_microbatches
         forwards = sorted(work[first : first + count], key=lambda action: action.microbatch_index)
@@ -92,9 +92,11 @@ def the_meter_keeps_a_tensors_history(text: str) -> str:
 @lie("07", "rank 0", module="torch.distributed.tensor._api")
 def every_rank_divides_its_own_weights(module: Any) -> None:
     """`distribute_tensor` takes each rank's own numbers, and does not send the first rank's."""
-    true = module.distribute_tensor
+    original = module.distribute_tensor
     replace(
-        module, "distribute_tensor", lambda *inputs, **keywords: true(*inputs, **{**keywords, "src_data_rank": None})
+        module,
+        "distribute_tensor",
+        lambda *inputs, **keywords: original(*inputs, **{**keywords, "src_data_rank": None}),
     )
 
 
@@ -109,8 +111,8 @@ def a_collective_is_not_counted(module: Any) -> None:
     """`CommDebugMode` leaves all-reduces out."""
 
     @instead_of(module.CommDebugMode, "get_comm_counts")
-    def get_comm_counts(true: Any, self: Any) -> Any:
-        return {kind: times for kind, times in true(self).items() if "all_reduce" not in str(kind)}
+    def get_comm_counts(original: Any, self: Any) -> Any:
+        return {kind: times for kind, times in original(self).items() if "all_reduce" not in str(kind)}
 
 
 @lie("07", "norm|clip", module="torch.nn.utils.clip_grad")
@@ -118,8 +120,8 @@ def a_rank_clips_by_its_own_norm(module: Any) -> None:
     """The norm of the gradients is that of the parts that the rank holds."""
 
     @instead_of(module, "_get_total_norm")
-    def get_total_norm(true: Any, tensors: Any, *inputs: Any, **keywords: Any) -> Any:
-        return true([getattr(tensor, "_local_tensor", tensor) for tensor in tensors], *inputs, **keywords)
+    def get_total_norm(original: Any, tensors: Any, *inputs: Any, **keywords: Any) -> Any:
+        return original([getattr(tensor, "_local_tensor", tensor) for tensor in tensors], *inputs, **keywords)
 
 
 @lie("07", "seed|differ|one process", notebook=True)
@@ -143,11 +145,11 @@ def adamw_is_never_fused(module: Any) -> None:
 @lie("07", "loss", module="torch.distributed.tensor.parallel.loss")
 def the_divided_loss_takes_each_ranks_own_maximum(module: Any) -> None:
     """`loss_parallel` subtracts each rank's own largest logit, not the largest of all ranks."""
-    true = module.funcol.all_reduce
+    original = module.funcol.all_reduce
 
     class WithoutMaximum:
         def all_reduce(tensor: Any, reduceOp: Any, group: Any) -> Any:
-            return tensor if reduceOp == "MAX" else true(tensor, reduceOp, group)
+            return tensor if reduceOp == "MAX" else original(tensor, reduceOp, group)
 
     replace(module, "funcol", WithoutMaximum)
 
@@ -157,8 +159,8 @@ def local_map_redistributes_nothing(module: Any) -> None:
     """`local_map` takes each rank's part as it is, whatever its placement, and redistributes nothing."""
 
     @instead_of(module, "local_map")
-    def local_map(true: Any, *inputs: Any, in_placements: Any = None, **keywords: Any) -> Any:
-        return true(*inputs, **keywords)
+    def local_map(original: Any, *inputs: Any, in_placements: Any = None, **keywords: Any) -> Any:
+        return original(*inputs, **keywords)
 
 
 @lie("07", "dropout|seed", notebook=True)
@@ -178,7 +180,7 @@ def messages_travel_the_other_way(c10d: Any) -> None:
     """`batch_isend_irecv` sends to the rank before, and receives from the rank after."""
 
     @instead_of(c10d, "batch_isend_irecv")
-    def batch_isend_irecv(true: Any, operations: Any) -> Any:
+    def batch_isend_irecv(original: Any, operations: Any) -> Any:
         receives = [operation.op is c10d.irecv for operation in operations]
         peers = [
             next(other.peer for other, receive in zip(operations, receives, strict=True) if receive != mine)
@@ -187,7 +189,7 @@ def messages_travel_the_other_way(c10d: Any) -> None:
         for operation, peer in zip(operations, peers, strict=True):
             operation.peer = peer
             operation.group_peer = c10d.get_group_rank(operation.group, peer)
-        return true(operations)
+        return original(operations)
 
 
 @lie("09", "Ulysses|all-to-all|expert", module="torch.distributed._functional_collectives")
@@ -195,8 +197,8 @@ def all_to_all_sends_no_gradient_back(module: Any) -> None:
     """The functional `all_to_all_single` gives what it received a gradient, and what it sent none."""
 
     @instead_of(module, "all_to_all_single")
-    def all_to_all_single(true: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
-        return true(tensor.detach(), *inputs, **keywords) + 0 * tensor.sum()
+    def all_to_all_single(original: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+        return original(tensor.detach(), *inputs, **keywords) + 0 * tensor.sum()
 
 
 @lie("09", "balance|count", notebook=True)
@@ -252,8 +254,8 @@ def a_head_tail_balancer_divides_in_order(module: Any) -> None:
     """`_HeadTailLoadBalancer` gives each rank one chunk of the sequence, and not an early and a late one."""
 
     @instead_of(module._HeadTailLoadBalancer, "_generate_indices")
-    def generate_indices(true: Any, *inputs: Any, **keywords: Any) -> Any:
-        return true(*inputs, **keywords).sort().values
+    def generate_indices(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        return original(*inputs, **keywords).sort().values
 
 
 @lie("09b", "balance|block", module=BALANCERS)

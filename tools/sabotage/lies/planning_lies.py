@@ -25,8 +25,8 @@ def the_planner_divides(module: Any) -> None:
     """The planner divides a tensor's rows by the number of ranks, and does not round up."""
 
     @instead_of(module, "shared_parameters")
-    def shared_parameters(true: Any, model: Any, layout: Any, stage: Any, shards: Any = "rows") -> Any:
-        return true(model, layout, stage, "even")
+    def shared_parameters(original: Any, model: Any, layout: Any, stage: Any, shards: Any = "rows") -> Any:
+        return original(model, layout, stage, "even")
 
 
 @lie("15", "file|speed|planner", notebook=True)
@@ -52,10 +52,10 @@ def the_search_fills_twice_the_memory(module: Any) -> None:
     """The search lets a layout take twice the memory of a GPU."""
 
     @instead_of(module.Search, "add")
-    def add(true: Any, search: Any, fields: Any) -> None:
+    def add(original: Any, search: Any, fields: Any) -> None:
         cluster = search.cluster
         search.cluster = dataclasses.replace(cluster, memory=2 * cluster.memory)
-        true(search, fields)
+        original(search, fields)
         search.cluster = cluster
 
 
@@ -64,9 +64,9 @@ def the_planner_divides_activations_by_stages(module: Any) -> None:
     """The planner gives each pipeline stage one micro-batch at a time."""
 
     @instead_of(module, "in_flight")
-    def in_flight(true: Any, layout: Any, *inputs: Any) -> int:
+    def in_flight(original: Any, layout: Any, *inputs: Any) -> int:
         if layout.schedule == "gpipe" or layout.interleave > 1:
-            return true(layout, *inputs)
+            return original(layout, *inputs)
         return 1
 
 
@@ -75,8 +75,8 @@ def the_planner_forgets_the_backwards_gathers(module: Any) -> None:
     """The planner's FSDP gathers parameters in the forward only."""
 
     @instead_of(module, "data_parallel")
-    def data_parallel(true: Any, *inputs: Any, **keywords: Any) -> Any:
-        for collective in true(*inputs, **keywords):
+    def data_parallel(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        for collective in original(*inputs, **keywords):
             if (collective.kind, collective.phase) != ("all_gather", "backward"):
                 yield collective
 
@@ -86,8 +86,8 @@ def the_planner_never_waits_for_a_stage(module: Any) -> None:
     """The planner's pipelines have no bubble."""
 
     @instead_of(module, "seconds_of_parts")
-    def seconds_of_parts(true: Any, *inputs: Any) -> dict[str, float]:
-        return true(*inputs) | {"waiting for stages": 0}
+    def seconds_of_parts(original: Any, *inputs: Any) -> dict[str, float]:
+        return original(*inputs) | {"waiting for stages": 0}
 
 
 @lie("15", "float8|linear", module="helpers.planner.layout")
@@ -107,8 +107,8 @@ def what_is_gathered_once_takes_no_memory(module: Any) -> None:
     """The planner's FSDP gathers once a step, and forgets that parameters and gradients stay."""
 
     @instead_of(module, "fullest_moment")
-    def fullest_moment(true: Any, model: Any, layout: Any, conventions: Any, *inputs: Any) -> dict[str, float]:
-        kinds = true(model, layout, conventions, *inputs)
+    def fullest_moment(original: Any, model: Any, layout: Any, conventions: Any, *inputs: Any) -> dict[str, float]:
+        kinds = original(model, layout, conventions, *inputs)
         if conventions.gather == "once":
             kinds["gathered"] = 0
         return kinds
@@ -119,8 +119,8 @@ def sac_keeps_every_product(module: Any) -> None:
     """The planner's checkpointing of operations keeps every matrix product."""
 
     @instead_of(module, "matrices_of")
-    def matrices_of(true: Any, *inputs: Any) -> Any:
-        return [matrix for matrix in true(*inputs) for _ in range(2)]  # of these it keeps every second
+    def matrices_of(original: Any, *inputs: Any) -> Any:
+        return [matrix for matrix in original(*inputs) for _ in range(2)]  # of these it keeps every second
 
 
 @lie("15", "fail|kept|left", module="helpers.planner.failures")
@@ -128,8 +128,8 @@ def a_restart_takes_no_time(module: Any) -> None:
     """The planner's jobs restart at once."""
 
     @instead_of(module, "goodput")
-    def goodput(true: Any, nodes: Any, failures: Any, restart: Any, interval: Any, save: Any) -> float:
-        return true(nodes, failures, 0, interval, save)
+    def goodput(original: Any, nodes: Any, failures: Any, restart: Any, interval: Any, save: Any) -> float:
+        return original(nodes, failures, 0, interval, save)
 
 
 @lie("15", "row|contradict|mistake", module="helpers.planner.experiments.published")

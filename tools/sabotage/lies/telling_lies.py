@@ -1,4 +1,4 @@
-"""What a lie is, and what the lies are told with."""
+"""The record of a lie, which is a planted fault, and the functions with which lies change torch and helpers."""
 
 import functools
 from collections.abc import Callable
@@ -10,18 +10,18 @@ LIES: dict[str, "Lie"] = {}  # {name: Lie}, in the order of the chapters
 
 @dataclass(frozen=True)
 class Lie:
-    """One wrong change. It patches a module, or it changes the text of the notebook that has to notice it.
+    """A planted fault. It patches a module, or it changes the text of the notebook that has to notice it.
 
-    ``tell`` takes the module that has just been imported; or it takes the text of the notebook's file, and returns the
-    changed text.
+    ``apply`` takes the module that has just been imported, and patches it. Or it takes the text of the notebook's file,
+    and returns the changed text.
     """
 
     name: str
-    says: str  # the lie in plain words
+    description: str  # the fault in plain words
     chapters: list[str]  # numbers of chapters whose cells have to notice, such as "04" or "10b", or "cheat_sheet"
-    words: str  # a pattern that has to match in the failing cell or in the prose around it
+    words: str  # a regular expression for the subject: it has to match the failing cell or the prose around it
     module: str  # the module of torch or of helpers that the lie patches; empty if it changes the notebook
-    tell: Callable
+    apply: Callable
 
     @property
     def changes_notebook(self) -> bool:
@@ -29,18 +29,21 @@ class Lie:
 
 
 def lie(chapters: str, words: str, module: str = "", notebook: bool = False) -> Callable[[Callable], Callable]:
-    """Register a function as a lie about a module or, with ``notebook=True``, about the notebook's own lines."""
+    """Register the decorated function as a lie, which patches ``module`` or, with ``notebook=True``, the notebook.
+
+    ``chapters``: the chapters whose cells have to notice it, with spaces between them. ``words``: see ``Lie``.
+    """
 
     def register(function: Callable) -> Callable:
         if notebook == bool(module):
             raise ValueError(f"{function.__name__} has to change either a module or the notebook.")
         LIES[function.__name__] = Lie(
             name=function.__name__,
-            says=" ".join((function.__doc__ or "").split()),
+            description=" ".join((function.__doc__ or "").split()),
             chapters=chapters.split(),
             words=words,
             module=module,
-            tell=function,
+            apply=function,
         )
         return function
 
@@ -62,17 +65,18 @@ def replace(owner: Any, name: str, value: Any) -> None:
 
 
 def instead_of(owner: Any, name: str) -> Callable[[Callable], None]:
-    """Call a function instead of an attribute of ``owner``: it takes the true one, then what its caller passes.
+    """Put the decorated function in the place of the function or method ``owner.name``.
 
-    It keeps the true one's attributes: torch uses them, and inspect.getsource shows the true source.
+    It is called with the original function, and then with the arguments of its caller. It gets the original's
+    attributes, because torch uses them, and so inspect.getsource shows the original's source.
     """
 
     def put(function: Callable) -> None:
-        true = getattr(owner, name)
+        original = getattr(owner, name)
 
-        @functools.wraps(true)
+        @functools.wraps(original)
         def call(*inputs: Any, **keywords: Any) -> Any:
-            return function(true, *inputs, **keywords)
+            return function(original, *inputs, **keywords)
 
         setattr(owner, name, call)
 
@@ -80,11 +84,11 @@ def instead_of(owner: Any, name: str) -> Callable[[Callable], None]:
 
 
 def build_with(kind: Any, **options: Any) -> None:
-    """Make a class take these options, whatever its caller passes."""
+    """Give these options to the constructor of a class, whatever its caller passes."""
 
     @instead_of(kind, "__init__")
-    def __init__(true: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
-        true(self, *inputs, **keywords | options)
+    def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
+        original(self, *inputs, **keywords | options)
 
 
 def nothing(*inputs: Any, **keywords: Any) -> None:
@@ -92,19 +96,19 @@ def nothing(*inputs: Any, **keywords: Any) -> None:
 
 
 def give_ranks(agent: Any, change: Any) -> None:
-    """Make torchrun's agent give each rank the environment that ``change`` returns for the right one."""
+    """Change the environment that torchrun's agent gives each rank: ``change`` returns the variables to replace."""
 
     @instead_of(agent, "start_processes")
-    def start_processes(true: Any, *inputs: Any, envs: Any, **keywords: Any) -> Any:
-        return true(*inputs, envs={rank: env | change(env) for rank, env in envs.items()}, **keywords)
+    def start_processes(original: Any, *inputs: Any, envs: Any, **keywords: Any) -> Any:
+        return original(*inputs, envs={rank: env | change(env) for rank, env in envs.items()}, **keywords)
 
 
 def shard_with(module: Any, change: Any) -> None:
-    """Make ``fully_shard`` take the options that ``change`` returns for the right ones."""
+    """Change the options of ``fully_shard``. ``change`` gets the caller's options, and returns those to replace."""
 
     @instead_of(module, "fully_shard")
-    def fully_shard(true: Any, layer: Any, **options: Any) -> Any:
-        return true(layer, **options | change(options))
+    def fully_shard(original: Any, layer: Any, **options: Any) -> Any:
+        return original(layer, **options | change(options))
 
 
 C10D = "torch.distributed.distributed_c10d"

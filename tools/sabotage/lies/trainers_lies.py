@@ -48,9 +48,9 @@ def one_signalled_rank_is_outvoted(module: Any) -> None:
         return all_reduce(tensor, module.dist.ReduceOp.MIN, **keywords)
 
     @instead_of(module.StopRequest, "agreed")
-    def agreed(true: Any, self: Any) -> Any:
+    def agreed(original: Any, self: Any) -> Any:
         with mock.patch.object(module.dist, "all_reduce", least):
-            return true(self)
+            return original(self)
 
 
 @lie("11", "BatchNorm|broken|finite", notebook=True)
@@ -130,9 +130,9 @@ def torchrun_never_restarts(module: Any) -> None:
     """`torchrun` ignores `--max-restarts`."""
 
     @instead_of(module, "launch_agent")
-    def launch_agent(true: Any, config: Any, *inputs: Any, **keywords: Any) -> Any:
+    def launch_agent(original: Any, config: Any, *inputs: Any, **keywords: Any) -> Any:
         config.max_restarts = 0
-        return true(config, *inputs, **keywords)
+        return original(config, *inputs, **keywords)
 
 
 @lie("13", "status|restart|fail", module="torch.distributed.launcher.api")
@@ -140,9 +140,9 @@ def failure_has_status_0(module: Any) -> None:
     """`torchrun` ends with status 0 though a rank has failed."""
 
     @instead_of(module, "launch_agent")
-    def launch_agent(true: Any, *inputs: Any, **keywords: Any) -> Any:
+    def launch_agent(original: Any, *inputs: Any, **keywords: Any) -> Any:
         try:
-            return true(*inputs, **keywords)
+            return original(*inputs, **keywords)
         except module.ChildFailedError:
             return {}
 
@@ -152,9 +152,9 @@ def torchrun_restarts_once_by_default(module: Any) -> None:
     """Without `--max-restarts`, torchrun starts the ranks once more."""
 
     @instead_of(module, "launch_agent")
-    def launch_agent(true: Any, config: Any, *inputs: Any, **keywords: Any) -> Any:
+    def launch_agent(original: Any, config: Any, *inputs: Any, **keywords: Any) -> Any:
         config.max_restarts = max(config.max_restarts, 1)
-        return true(config, *inputs, **keywords)
+        return original(config, *inputs, **keywords)
 
 
 @lie("13", "record|error file|which rank", module="torch.distributed.elastic.multiprocessing.errors")
@@ -168,8 +168,8 @@ def batch_file_asks_for_no_warning(module: Any) -> None:
     """The batch file does not ask Slurm for a signal before the time is up."""
 
     @instead_of(module, "launch_files")
-    def launch_files(true: Any, *inputs: Any, **keywords: Any) -> Any:
-        texts = true(*inputs, **keywords)
+    def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        texts = original(*inputs, **keywords)
         return {name: re.sub(r"(?m)^#SBATCH --signal.*\n", "", text) for name, text in texts.items()}
 
 
@@ -184,9 +184,9 @@ def a_kill_looks_like_an_exit(errors: Any) -> None:
     """`torchrun` reports a killed rank as one that ended with status 1."""
 
     @instead_of(errors.ProcessFailure, "__post_init__")
-    def __post_init__(true: Any, failure: Any) -> None:
+    def __post_init__(original: Any, failure: Any) -> None:
         failure.exitcode = 1
-        true(failure)
+        original(failure)
 
 
 @lie("12b", "port|address", module="torch.distributed.elastic.rendezvous.static_tcp_rendezvous")
@@ -194,8 +194,8 @@ def a_taken_port_is_no_error(static: Any) -> None:
     """Static rendezvous takes a free port, whichever port it is given."""
 
     @instead_of(static.StaticTCPRendezvous, "__init__")
-    def __init__(true: Any, self: Any, address: str, port: int, *inputs: Any, **keywords: Any) -> None:
-        true(self, address, 0, *inputs, **keywords)
+    def __init__(original: Any, self: Any, address: str, port: int, *inputs: Any, **keywords: Any) -> None:
+        original(self, address, 0, *inputs, **keywords)
 
 
 @lie("12b", "timeout|wait", module=C10D)
@@ -203,8 +203,8 @@ def groups_have_the_default_timeout(c10d: Any) -> None:
     """`new_group` ignores the timeout that it is given."""
 
     @instead_of(c10d, "new_group")
-    def new_group(true: Any, *inputs: Any, timeout: Any = None, **keywords: Any) -> Any:
-        return true(*inputs, **keywords)
+    def new_group(original: Any, *inputs: Any, timeout: Any = None, **keywords: Any) -> Any:
+        return original(*inputs, **keywords)
 
 
 @lie("12b", "send|group|order", module=C10D)
@@ -213,10 +213,10 @@ def a_broadcast_waits_for_nobody(c10d: Any) -> None:
     kept = []
 
     @instead_of(c10d, "broadcast")
-    def broadcast(true: Any, tensor: Any, src: Any = None, *inputs: Any, **keywords: Any) -> Any:
+    def broadcast(original: Any, tensor: Any, src: Any = None, *inputs: Any, **keywords: Any) -> Any:
         if src != c10d.get_rank():
-            return true(tensor, src, *inputs, **keywords)
-        kept.append(true(tensor, src, *inputs, **keywords | {"async_op": True}))
+            return original(tensor, src, *inputs, **keywords)
+        kept.append(original(tensor, src, *inputs, **keywords | {"async_op": True}))
 
 
 @lie("12b", "peer|died|shrink|group", module=C10D)
@@ -230,9 +230,9 @@ def abort_ends_the_call(c10d: Any) -> None:
     """On gloo, aborting a group ends the collectives that wait in it."""
 
     @instead_of(c10d, "all_reduce")
-    def all_reduce(true: Any, tensor: Any, *inputs: Any, group: Any = None, **keywords: Any) -> Any:
+    def all_reduce(original: Any, tensor: Any, *inputs: Any, group: Any = None, **keywords: Any) -> Any:
         if group is None:
-            return true(tensor, *inputs, **keywords)
+            return original(tensor, *inputs, **keywords)
         raise RuntimeError("The group was aborted.")
 
 
@@ -241,8 +241,8 @@ def machine_code_runs_on_newer_cards(module: Any) -> None:
     """Machine code for a GPU runs on every newer one."""
 
     @instead_of(module, "has_code_for")
-    def has_code_for(true: Any, capability: Any, architectures: list[str]) -> bool:
-        return true(capability, [name.replace("sm_", "compute_") for name in architectures])
+    def has_code_for(original: Any, capability: Any, architectures: list[str]) -> bool:
+        return original(capability, [name.replace("sm_", "compute_") for name in architectures])
 
 
 @lie("13", "emergency|save", module=CHECKPOINT)
@@ -250,9 +250,9 @@ def an_emergency_save_has_its_name_at_once(module: Any) -> None:
     """An emergency save is written under its final name, not renamed when it is complete."""
 
     @instead_of(module, "replace_file")
-    def replace_file(true: Any, path: Any, write: Any) -> None:
+    def replace_file(original: Any, path: Any, write: Any) -> None:
         if "emergency" not in str(path):
-            return true(path, write)
+            return original(path, write)
         with module.HashedFile(path, path.name) as file:
             write(file)
 

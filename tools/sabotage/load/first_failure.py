@@ -1,4 +1,9 @@
-"""For `pytest -p` with --nbval: writes which cell of a notebook failed first, and how, to WORLD_SIZE_ONE_FAILURE."""
+"""A plugin of pytest, for --nbval: which cell of a notebook failed first under a lie, and how.
+
+A lie is a planted fault: see sabotage/lies. WORLD_SIZE_ONE_LIE names it, and WORLD_SIZE_ONE_FAILURE is the file for the
+answer. If a cell has noticed the lie, the kind of the failure is assert, error, hang or output. It is "fault" if
+something else went wrong, such as a mistake in the lie itself.
+"""
 
 import ast
 import json
@@ -11,28 +16,34 @@ from typing import Any
 
 import pytest
 
-FAULT = r"\b(Attribute|Import|Name|Type|Lookup|Key)Error: "  # errors of a lie that calls what does not exist
+# Errors by which a lie shows that it uses what does not exist, or not in this way:
+ERROR_OF_A_LIE = r"\b(Attribute|Import|Name|Type|Lookup|Key)Error: "
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]:
+    """pytest calls this for each cell. Writes the first failure; later cells may fail because of it."""
     report = yield
     path = Path(os.environ["WORLD_SIZE_ONE_FAILURE"])
     if report.failed and not path.exists():
         if call.when == "call":
             kind, text = describe(item, call.excinfo.value)
         else:
-            kind = "fault"
+            kind = "fault"  # the cell was not run, because its kernel did not start or did not end
             text = str(call.excinfo.value)
-        for folder in (os.getcwd(), tempfile.gettempdir()):  # folders of this run
-            text = text.replace(f"{folder}/", "")
-        text = re.sub(r"\btmp\w{8}/", "", text)  # the name of a chapter's own folder is random
-        path.write_text(json.dumps({"cell": item.cell.id, "kind": kind, "text": text}))
+        path.write_text(json.dumps({"cell": item.cell.id, "kind": kind, "text": without_folders(text)}))
     return report
 
 
+def without_folders(text: str) -> str:
+    """A text without the names of temporary folders, which are other ones in the next run."""
+    for folder in (os.getcwd(), tempfile.gettempdir()):
+        text = text.replace(f"{folder}/", "")
+    return re.sub(r"\btmp\w{8}/", "", text)
+
+
 def describe(item: Any, error: Exception) -> tuple[str, str]:
-    """(kind: assert, error, hang, output or fault; what the cell said, on one line) of a cell that failed."""
+    """(the kind of a cell's failure, what the cell said on one line)."""
     if str(error).startswith("Timeout"):
         return "fault", str(error)  # launch ends a hang much earlier: here the machine was too busy
     outputs = item.test_outputs or []  # nbval has None for a cell that printed nothing
@@ -47,19 +58,20 @@ def describe(item: Any, error: Exception) -> tuple[str, str]:
 
 
 def describe_exception(name: str, value: str, traceback: str, source: str) -> tuple[str, str]:
-    """(kind, what the cell said), as from ``describe``, of an exception that a cell with this source raised."""
+    """``describe`` for a cell with this source that raised an exception of this name and value."""
     text = f"{name}: {value}"
     lie = os.environ["WORLD_SIZE_ONE_LIE"]
     is_from_the_lie = "lies.py" in traceback or "lies.py" in value or f"{lie}." in value
-    # Such an error says that the lie itself is wrong: it uses what does not exist.
-    if name in ("ImportError", "NameError") or (is_from_the_lie and re.search(FAULT, text)):
+    if name in ("ImportError", "NameError") or (is_from_the_lie and re.search(ERROR_OF_A_LIE, text)):
         return "fault", text
     if name == "AssertionError":
-        lines = re.findall(r"^-+> *\d+ (.*)$", traceback, re.MULTILINE)  # IPython's arrows
+        # IPython's traceback marks the line of each frame by an arrow: "----> 3 assert x == y".
+        lines = re.findall(r"^-+> *\d+ (.*)$", traceback, re.MULTILINE)
         if lines:
             innermost_line = lines[-1].strip()
             return "assert", assert_with_line(source, innermost_line)
         return "assert", value
+    # launch raises a RankError, whose text has the rank's own error, or says which ranks hang.
     if name == "RankError" and ": AssertionError" in value:
         return "assert", text
     if name == "RankError" and " still ran after" in value:

@@ -1,6 +1,7 @@
-"""Every Python process of a sabotaged run imports this module first. It applies the lie that WORLD_SIZE_ONE_LIE names.
+"""Every Python process of a sabotaged run imports this module first. It plants the fault of one lie in the process.
 
-Its folder is in PYTHONPATH, so kernels, forkservers and torchrun's processes find it. Ranks are forked with the lie.
+The environment variable WORLD_SIZE_ONE_LIE names the lie: see sabotage/lies. This module's folder is in PYTHONPATH, so
+kernels, forkservers and torchrun's processes find it. Ranks are forked with the lie.
 """
 
 import importlib.abc
@@ -27,8 +28,9 @@ class Sabotage(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            self.lie.tell(module)
-            Path(os.environ["WORLD_SIZE_ONE_TOLD"]).touch()  # without this file, the run proves nothing
+            self.lie.apply(module)
+            # Without this file, ``run`` reports that the lie was never applied, so that the chapter proves nothing.
+            Path(os.environ["WORLD_SIZE_ONE_APPLIED"]).touch()
 
         spec.loader.exec_module = exec_module
         return spec
