@@ -25,21 +25,27 @@ class Lies(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         relative_path, path = self.env.relfn2path(self.arguments[0])
         self.env.note_dependency(relative_path)
-        with Path(path).open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-        lies = {row["The lie"] for row in rows}
-        cells: Counter[tuple[str, str]] = Counter()  # of each chapter, by the kind of the failure
-        for row in rows:
-            link = CHAPTER.match(row["Noticed in"])
-            if link is not None:
-                cells[link["name"], row["By"]] += 1
-        chapters = sorted({chapter for chapter, _ in cells}, key=reading_order)
-        dots = [[chapter, *("•" * cells[chapter, kind] for kind in KINDS)] for chapter in chapters]
-        sentence = (
-            f"{len(lies)} lies were told, and {cells.total()} cells of {len(chapters)} chapters and pages noticed one. "
-            "Each dot is a cell."
-        )
-        return [nodes.paragraph("", sentence), table(["chapter", *KINDS], dots)]
+        sentence, head, rows = totals(Path(path))
+        return [nodes.paragraph("", sentence), table(head, rows)]
+
+
+def totals(path: Path) -> tuple[str, list[str], list[list[str]]]:
+    """How many lies were told and noticed, and a table of it: its head, and a row for each chapter."""
+    with path.open(encoding="utf-8", newline="") as file:
+        noticed = list(csv.DictReader(file))
+    lies = {row["The lie"] for row in noticed}
+    cells: Counter[tuple[str, str]] = Counter()  # of each chapter, by the kind of the failure
+    for row in noticed:
+        link = CHAPTER.match(row["Noticed in"])
+        if link is not None:
+            cells[link["name"], row["By"]] += 1
+    chapters = sorted({chapter for chapter, _ in cells}, key=reading_order)
+    rows = [[chapter, *("•" * cells[chapter, kind] for kind in KINDS)] for chapter in chapters]
+    sentence = (
+        f"{len(lies)} lies were told, and {cells.total()} cells of {len(chapters)} chapters and pages noticed one. "
+        "Each dot is a cell."
+    )
+    return sentence, ["chapter", *KINDS], rows
 
 
 def reading_order(chapter: str) -> tuple[float, str]:
