@@ -5,6 +5,7 @@ closes stands in a ``<details>``, with the title of the page's box.
 """
 
 import csv
+import functools
 import html
 import json
 import re
@@ -173,7 +174,12 @@ def text_of_role(role: re.Match[str], source: Path) -> str:
 
 
 def bibliography(source: Path) -> BibliographyData:
-    return parse_file(source.parents[1] / "book" / "references.bib")
+    return works_in(source.parents[1] / "book" / "references.bib")
+
+
+@functools.cache
+def works_in(path: Path) -> BibliographyData:
+    return parse_file(path)
 
 
 def title_with_link(work: Any) -> str:

@@ -111,7 +111,7 @@ def lines_of(source: str, place: str, repaired: bool) -> list[Line]:
     """
     function = ast.parse(source).body[-1]
     assert isinstance(function, ast.FunctionDef)
-    _, _, *shown, _ = function.body  # without the docstring, the rank and the weight, and the return
+    _, _, _, *shown, _ = function.body  # without the docstring, the rank, the weight, and the return
     source_lines = source.splitlines()
     lines: list[Line] = []
 
