@@ -88,7 +88,7 @@ KINDS = {
     "different_start": Kind(
         "replicas began with different weights",
         "Broadcast rank 0's weights before the first step, as DistributedDataParallel does when it is built.",
-        "notebooks/04_ddp.ipynb#what-ddp-makes-equal-and-what-it-does-not",
+        "notebooks/04_ddp.ipynb#train-by-hand",
     ),
     "around_the_wrapper": Kind(
         "the model is called around its wrapper",
@@ -118,7 +118,7 @@ KINDS = {
     "nothing_loaded": Kind(
         "load_state_dict(strict=False) fills nothing",
         "Compare the two lists of keys, strip a prefix such as module., and load with strict=True.",
-        "notebooks/04_ddp.ipynb#strictfalse-and-the-module-prefix",
+        "notebooks/04b_ddp_in_real_projects.ipynb#strictfalse-and-the-module-prefix",
     ),
     "nothing_restored": Kind(
         "a checkpoint is loaded into what has no place for it",
@@ -143,12 +143,12 @@ KINDS = {
     "no_gradient": Kind(
         "an optimizer whose parameters never get a gradient",
         "Look for detach(), no_grad() or .data between these parameters and the loss.",
-        "notebooks/04_ddp.ipynb#a-parameter-that-no-rank-uses",
+        "notebooks/04b_ddp_in_real_projects.ipynb#a-parameter-that-no-rank-uses",
     ),
     "different_buffers": Kind(
         "ranks evaluate with different batch statistics",
         "Broadcast rank 0's buffers before the evaluation, or use SyncBatchNorm.",
-        "notebooks/04_ddp.ipynb#batch-statistics-each-rank-its-own",
+        "notebooks/04b_ddp_in_real_projects.ipynb#batch-statistics-each-rank-its-own",
     ),
     "rank_alone": Kind(
         "a wrapped model is called on some ranks only",
@@ -1593,13 +1593,21 @@ class ObservedOptimizer:
         """fully_shard keeps gradients that it did not reduce at the whole parameters, where no optimizer sees them."""
         for group in parameter_groups(model.module):
             for part in group.fsdp_params:
-                if getattr(part, "unsharded_accumulated_grad", None) is None:
+                if not holds_unreduced_gradient(part):
                     continue
                 if not self.unsynchronized:
                     self.unsynchronized = True
                     sentence = "The optimizer steps while fully_shard holds gradients that it has not reduced."
                     observer.record.findings.append(finding("not_synchronized", place, (), sentence))
                 return
+
+
+def holds_unreduced_gradient(fsdp_parameter: Any) -> bool:
+    """Whether fully_shard keeps a gradient of the whole parameter, which it has not reduced to the ranks' shards."""
+    if getattr(fsdp_parameter, "unsharded_accumulated_grad", None) is not None:
+        return True
+    whole = getattr(fsdp_parameter, "_unsharded_param", None)  # up to PyTorch 2.14 the gradient stays there
+    return getattr(whole, "grad", None) is not None
 
 
 def rates_of(optimizer: Any) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ marks one that looks suspicious and is right. test_training_check.py runs them a
 import copy
 import os
 import tempfile
+import warnings
 from contextlib import nullcontext
 
 import torch
@@ -16,13 +17,16 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch 2.13 uses torch.jit.script there, and warns of it
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 MISTAKES = {}  # {name of the program: (kind, program)}
 CORRECT = {}  # {name of the program: program}
