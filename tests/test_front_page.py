@@ -121,10 +121,19 @@ def test_llms_txt_lists_each_page_and_each_is_markdown(book):
     for title, page in listed:
         text = (book.html / f"{page}.md").read_text(encoding="utf-8")
         assert text.startswith(f"# {title}\n"), page
+        left = re.findall(r"(?m)^[:`]{3,}\{.*|^\{\..*|\{(?:term|cite|download|minutes)\}`", text)
+        assert left == [], page
+
+
+def test_the_markdown_of_a_page_shows_what_the_page_shows(book):
     chapter = (book.html / f"{CHAPTERS[0]}.md").read_text(encoding="utf-8")
     assert "```python\ndef compute(step):\n" in chapter
     assert "```text\nRankError: 4 of 4 ranks" in chapter
-    assert "{hero}" not in (book.html / f"{INTRO}.md").read_text(encoding="utf-8")
+    assert "*Figure: Three falling curves" in chapter
+    assert "<details><summary>Imports</summary>\n\n```python\n%load_ext helpers" in chapter
+    intro = (book.html / f"{INTRO}.md").read_text(encoding="utf-8")
+    assert "**In the loop:** Wrong numbers." in intro
+    assert "mean of four ranks: less than 1e-5" in intro  # of a cell that it shows
 
 
 def test_a_page_that_is_missing_leads_to_the_first(book):
@@ -138,5 +147,5 @@ def test_how_to_run_it_names_the_repository():
     options = {"repository_url": "https://github.com/an-owner/a.name"}
     app = SimpleNamespace(config=SimpleNamespace(html_theme_options=options))
     book_address.fill_in_address(app, "book/how_to_run", text)
-    assert "git clone https://github.com/an-owner/a.name world-size-one && cd world-size-one\nmake lab" in text[0]
+    assert "git clone https://github.com/an-owner/a.name world-size-one && cd world-size-one\n" in text[0]
     assert "ADDRESS" not in text[0]

@@ -123,9 +123,9 @@ def test_the_copy_in_markdown_shows_what_the_page_shows(project):
     page = project.root / "notebooks" / "08_pipeline.ipynb"
     text = f"# A page\n\n{box_of('bus_bandwidth')}\nAfter the box."
     nbformat.write(new_notebook(cells=[new_markdown_cell(text)]), page)
-    assert f"Not yet measured by this book. {BY_OTHERS}\n:::\n\nAfter the box." in markdown(page)
+    assert f"> Not yet measured by this book. {BY_OTHERS}\n\nAfter the box." in markdown(page)
     project.record(bus_bandwidth=BANDWIDTH)
-    assert "| 1 MiB | 74.57 | GB/s |" in markdown(page)
+    assert "> | 1 MiB | 74.57 | GB/s |" in markdown(page)
     assert BY_OTHERS not in markdown(page)
 
 

@@ -31,18 +31,24 @@ def has_tag(cell: nodes.Element, tag: str) -> bool:
 
 
 def title_of(cell: nodes.Element, box: nodes.Element, solution: int) -> str:
-    """The title of a closed box of a cell. ``solution`` is the number of the page's latest solution."""
-    if has_tag(cell, "solution"):
-        return f"Solution {solution}"
+    """The title of a closed box of a cell on the page."""
+    tags = [name.removeprefix("tag_") for name in cell["classes"]]
     hides_output = "above-input" not in box["classes"]
-    if hides_output or has_tag(cell, "hide-cell"):
+    return box_title(tags, listing_of(cell).astext(), hides_output, has_figure(cell), solution)
+
+
+def box_title(tags: Sequence[str], source: str, hides_output: bool, has_figure: bool, solution: int) -> str:
+    """The title of a closed box of a cell. ``solution`` is the number of the page's latest solution."""
+    if "solution" in tags:
+        return f"Solution {solution}"
+    if hides_output or "hide-cell" in tags:
         return "Run it: what happens"
     for tag, title in TITLES.items():
-        if has_tag(cell, tag):
+        if tag in tags:
             return title
-    if has_figure(cell):
+    if has_figure:
         return "How this figure is drawn"
-    return title_of_code(listing_of(cell).astext())
+    return title_of_code(source)
 
 
 def title_of_code(source: str) -> str:
@@ -160,6 +166,8 @@ class ShowCells(SphinxPostTransform):
             elif cell.children and cell.children[0].get("nb_element") == "cell_code_source":
                 mark_mistake(cell)
                 close_end(cell)
+            if has_tag(cell, "diff"):
+                color_diff(cell)
         for cell in cells:
             if has_tag(cell, "imports"):
                 put_behind_figure(cell)
@@ -173,6 +181,13 @@ def mark_mistake(cell: nodes.Element) -> None:
         if has_tag(cell, tag):
             cell["classes"].append("mistake")
             code.insert(0, nodes.raw("", f'<p class="mistake-badge">{text}</p>', format="html"))
+
+
+def color_diff(cell: nodes.Element) -> None:
+    """Color the lines of a cell's output as those of a diff."""
+    _, *outputs = cell.findall(nodes.literal_block)
+    for output in outputs:
+        output["language"] = "diff"
 
 
 def close_end(cell: nodes.Element) -> None:

@@ -25,24 +25,30 @@ class Lies(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         relative_path, path = self.env.relfn2path(self.arguments[0])
         self.env.note_dependency(relative_path)
-        with Path(path).open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))  # a row for each lie and each cell that noticed it
-        lies = {row["The lie"] for row in rows}
-        cells: Counter[tuple[str, str]] = Counter()  # {(chapter, kind of failure): number of cells}
-        for row in rows:
-            link = CHAPTER.match(row["Noticed in"])
-            if link is not None:  # a lie that no cell noticed has a row without a link
-                cells[link["name"], row["By"]] += 1
-        chapters = sorted({chapter for chapter, _ in cells}, key=reading_order)
-        table_rows = []
-        for chapter in chapters:
-            dots_by_kind = ["•" * cells[chapter, kind] for kind in KINDS]
-            table_rows.append([chapter, *dots_by_kind])
-        sentence = (
-            f"{len(lies)} lies were told, and {cells.total()} cells of {len(chapters)} chapters and pages noticed one. "
-            "Each dot is a cell."
-        )
-        return [nodes.paragraph("", sentence), table(["chapter", *KINDS], table_rows)]
+        sentence, head, rows = totals(Path(path))
+        return [nodes.paragraph("", sentence), table(head, rows)]
+
+
+def totals(path: Path) -> tuple[str, list[str], list[list[str]]]:
+    """How many lies were told and noticed, and a table of it: its head, and a row for each chapter."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))  # a row for each lie and each cell that noticed it
+    lies = {row["The lie"] for row in rows}
+    cells: Counter[tuple[str, str]] = Counter()  # {(chapter, kind of failure): number of cells}
+    for row in rows:
+        link = CHAPTER.match(row["Noticed in"])
+        if link is not None:  # a lie that no cell noticed has a row without a link
+            cells[link["name"], row["By"]] += 1
+    chapters = sorted({chapter for chapter, _ in cells}, key=reading_order)
+    table_rows = []
+    for chapter in chapters:
+        dots_by_kind = ["•" * cells[chapter, kind] for kind in KINDS]
+        table_rows.append([chapter, *dots_by_kind])
+    sentence = (
+        f"{len(lies)} lies were told, and {cells.total()} cells of {len(chapters)} chapters and pages noticed one. "
+        "Each dot is a cell."
+    )
+    return sentence, ["chapter", *KINDS], table_rows
 
 
 def reading_order(chapter: str) -> tuple[float, str]:

@@ -112,7 +112,7 @@ def lines_of(source: str, place: str, repaired: bool) -> list[Line]:
     """
     function = ast.parse(source).body[-1]
     assert isinstance(function, ast.FunctionDef)
-    _, _, *shown, _ = function.body  # without the docstring, the rank and the weight, and the return
+    _, _, _, *shown, _ = function.body  # without the docstring, the rank, the weight, and the return
     lines = list(shown_statements(shown, source.splitlines(), place, repaired))
     code = "\n".join(line.text for line in lines)
     highlighted = highlight(code, PythonLexer(stripall=False), HtmlFormatter(nowrap=True)).splitlines()

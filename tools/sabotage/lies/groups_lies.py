@@ -15,7 +15,13 @@ def the_mistake_in_the_loop_is_not_made(text: str) -> str:
     return swap(text, r"place == \"in the loop\" and rank in callers", r"place == \"in the loop\"")
 
 
-@lie("00", "connection|left", module=C10D)
+@lie("00", "epoch", notebook=True)
+def the_sampler_is_not_told_the_epoch(text: str) -> str:
+    """In chapter 0's distributed loop, nobody tells the sampler the epoch."""
+    return swap(text, '"        sampler.set_epoch(epoch)', '"        pass')
+
+
+@lie("00 01", "connection|left|leave", module=C10D)
 def a_rank_waits_before_it_leaves(c10d: Any) -> None:
     """`destroy_process_group` waits for the other ranks."""
 
@@ -107,6 +113,15 @@ def nccl_starts_without_a_gpu(module: Any) -> None:
             return original(backend, *inputs, **keywords)
         with mock.patch.object(module.torch.cuda, "device_count", lambda: 64):
             return original(backend, *inputs, **keywords)
+
+
+@lie("01", "backend", module="helpers.runtime.process_group")
+def a_missing_gpu_is_forgiven(module: Any) -> None:
+    """`start_process_group` takes gloo where it is told to take NCCL and finds no GPU."""
+
+    @instead_of(module, "start_process_group")
+    def start_process_group(true: Any, backend: str | None = None, *inputs: Any, **keywords: Any) -> Any:
+        return true(None, *inputs, **keywords)
 
 
 @lie("06c", "group", module=C10D)

@@ -47,8 +47,25 @@ def workers_draw_the_same_numbers(module: Any) -> None:
 @lie("03 10", "position|resume", notebook=True)
 def sampler_forgets_its_position(text: str) -> str:
     """A checkpoint without the sampler: its position is saved and not restored."""
-    old = r"self.epoch, self.position = state[\"epoch\"], state[\"position\"]"
-    return swap(text, old, r"self.epoch, self.position = state[\"epoch\"], 0")
+    return swap(text, r"state[\"position\"]", "0")
+
+
+@lie("03", "len\\(loader\\)|length", notebook=True)
+def length_is_what_is_left(text: str) -> str:
+    """The length of a loader with `GlobalBatches` is what is left of the epoch."""
+    return swap(text, "return self.size // self.batch_size", "return (self.size - self.position) // self.batch_size")
+
+
+@lie("03", "weight", notebook=True)
+def each_rank_keeps_all_weighted_draws(text: str) -> str:
+    """Each rank uses all weighted draws, not every `world_size`-th."""
+    return swap(text, "mine = drawn[dist.get_rank() :: dist.get_world_size()]", "mine = drawn")
+
+
+@lie("03", "generator", module="torch.utils.data.dataloader")
+def loader_ignores_its_generator(module: Any) -> None:
+    """A loader ignores its `generator`: workers get their seed from the rank's random numbers."""
+    build_with(module.DataLoader, generator=None)
 
 
 # --- Data loaders in real projects
@@ -59,7 +76,13 @@ LOADER = "torch.utils.data.dataloader"
 @lie("03b", "agree|stop", notebook=True)
 def all_stop_with_the_last(text: str) -> str:
     """The generator stops all ranks with the last one, where it should stop them with the first."""
-    return swap(text, r"MIN if at_end == \"stop\" else", r"MAX if at_end == \"stop\" else")
+    return swap(text, "ReduceOp.MIN  # go on while all", "ReduceOp.MAX  # go on while all")
+
+
+@lie("03b", "multiply its loss by 0", notebook=True)
+def the_loss_of_no_batch_counts(text: str) -> str:
+    """The loss of a rank without a batch is not multiplied by 0."""
+    return swap(text, "loss = 0 * model(", "loss = 1 * model(")
 
 
 @lie("03b", "worker.*batch", module=LOADER)
@@ -71,7 +94,7 @@ def workers_leave_out_a_batch_that_is_not_full(module: Any) -> None:
         original(self, *inputs, **keywords | {"drop_last": keywords.get("num_workers", 0) > 1})
 
 
-@lie("03b", "skip", module=C10D)
+@lie("03b", "how often|each sample|count", module=C10D)
 def ranks_gather_only_their_own_objects(c10d: Any) -> None:
     """`all_gather_object` gives each rank its own object, again and again."""
 
@@ -79,6 +102,24 @@ def ranks_gather_only_their_own_objects(c10d: Any) -> None:
         found[:] = [mine] * len(found)
 
     replace(c10d, "all_gather_object", all_gather_object)
+
+
+@lie("03b", "every `world_size`-th", notebook=True)
+def examples_are_not_divided(text: str) -> str:
+    """Where a stream is divided by samples, each rank keeps all samples."""
+    return swap(text, "kept[strategy] = parsed[rank::world_size]", "kept[strategy] = parsed")
+
+
+@lie("03b", "resume", notebook=True)
+def position_counts_from_the_resume(text: str) -> str:
+    """The state of a stream counts only what was used since the last resume."""
+    return swap(text, r"{\"position\": self.start + self.used}", r"{\"position\": self.used}")
+
+
+@lie("03b", "nan", notebook=True)
+def a_mean_over_nothing_is_zero(text: str) -> str:
+    """A rank without samples reports a loss of 0, where the page says nan."""
+    return swap(text, "mean = losses.mean()", "mean = losses.sum()")
 
 
 @lie("03b", "forkserver", module=LOADER)
@@ -119,7 +160,13 @@ def tensors_are_pickled_whole(module: Any) -> None:
 @lie("03b", "length|longest", notebook=True)
 def the_pool_is_not_sorted(text: str) -> str:
     """The sampler by length does not sort its pool."""
-    return swap(text, "batched(sorted(pool, key=self.lengths.__getitem__), step)", "batched(pool, step)")
+    return swap(text, "by_length = sorted(pool, key=self.lengths.__getitem__)", "by_length = pool")
+
+
+@lie("03b", "steps.* are shuffled", notebook=True)
+def the_steps_are_not_shuffled(text: str) -> str:
+    """The sampler by length does not shuffle its steps, so lengths grow within each pool."""
+    return swap(text, "generator.shuffle(steps)", "pass")
 
 
 @lie("03b", "fewest tokens", notebook=True)
