@@ -26,7 +26,7 @@ def test_every_closed_box_says_what_is_in_it(book):
         assert page.count('<details class="hide') == len(titles), name
         assert not [title for title in titles if not title or "Show code" in title], name
         if name in CHAPTERS:
-            assert {"Parameters", "Imports", "How this was measured"} <= set(titles), name
+            assert {"Parameters", "Imports"} <= set(titles), name
             solutions = [cell for cell in code_cells(name) if "solution" in cell.metadata.get("tags", [])]
             numbered = [title for title in titles if title.startswith("Solution")]
             assert numbered == [f"Solution {number}" for number in range(1, len(solutions) + 1)], name
