@@ -129,3 +129,30 @@ def the_debug_server_shows_rank_0_for_all(module: Any) -> None:
     def fetch_all(original: Any, *inputs: Any, **keywords: Any) -> Any:
         addresses, answers = original(*inputs, **keywords)
         return addresses, answers[:1] * len(answers)
+
+
+# --- Silent mistakes
+
+
+@lie("14c", "sampler|batch", module="helpers.training_check")
+def ranks_on_the_same_samples_pass(module: Any) -> None:
+    """The check for silent mistakes does not compare the samples on which ranks train."""
+    module.RULES = tuple(rule for rule in module.RULES if rule is not module.find_same_samples)
+
+
+@lie("14c", "start|first weights|equal", module="helpers.training_check")
+def equal_weights_at_the_start_are_accused(module: Any) -> None:
+    """The check for silent mistakes takes replicas that begin with equal weights for different ones."""
+
+    @instead_of(module, "initial_weights")
+    def initial_weights(original: Any, record: Any) -> Any:
+        return {name: checksum + record.rank for name, checksum in original(record).items()}
+
+
+@lie("14c", "dropout|noise", module="helpers.training_check")
+def every_dropout_is_the_same(module: Any) -> None:
+    """The check for silent mistakes takes the masks of all ranks' dropouts for equal ones."""
+
+    @instead_of(module, "random_state")
+    def random_state(original: Any, device: Any) -> int:
+        return 0
