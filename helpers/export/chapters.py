@@ -64,12 +64,14 @@ def preflight() -> str:
 def export(
     chapter: str | Path | None, folder: str | Path, force: bool = False, allocation: Allocation | None = None
 ) -> list[Path]:
-    """Write the script of a chapter, or of each (None), and with an allocation its launch files; return the paths.
+    """Write the script of a chapter, or of every chapter (None), into a folder; return the paths of what was written.
 
-    Raises ExportError, and writes nothing, where a notebook cannot be exported or a file differs, unless ``force``.
+    With an allocation of a cluster, what starts each script there is written too. Raises ExportError where a notebook
+    cannot be exported, or where a file is there with another text, unless ``force``. Nothing is written then.
     """
-    notebooks = chapters()
-    if chapter is not None:
+    if chapter is None:
+        notebooks = chapters()
+    else:
         notebooks = [find_notebook(chapter)]
     texts: dict[Path, str] = {}
     for path in notebooks:
@@ -86,6 +88,12 @@ def export(
         what = f"{error.filename} cannot be written: {error.strerror}"
         raise ExportError(f"{what}.\nChoose a folder: --out DIR") from None
     return list(texts)
+
+
+def export_script(chapter: str | Path, folder: str | Path) -> Path:
+    """Write the script of one chapter into a folder; return its path. Raises ExportError as ``export`` does."""
+    [script] = export(chapter, folder)  # without an allocation, a chapter has no other file
+    return script
 
 
 def files_of(path: Path, allocation: Allocation | None) -> dict[str, str]:

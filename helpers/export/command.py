@@ -83,5 +83,5 @@ def run_chapter(args: argparse.Namespace, flags: list[str]) -> int:
     from helpers.export import chapters
 
     with folder_until_a_signal() as folder:
-        [script] = chapters.export(args.chapter, folder)
+        script = chapters.export_script(args.chapter, folder)
         return run(script, args.nproc, flags)

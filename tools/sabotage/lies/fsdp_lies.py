@@ -1,4 +1,4 @@
-"""Fully sharded data parallel."""
+"""Lies (planted faults) about fully sharded data parallel."""
 
 from typing import Any
 

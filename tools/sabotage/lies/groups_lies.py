@@ -1,4 +1,4 @@
-"""The first run, groups and launchers, and collectives."""
+"""Lies (planted faults) about the first run, process groups, launchers and collectives."""
 
 import os
 from typing import Any

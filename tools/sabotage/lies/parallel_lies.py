@@ -1,4 +1,4 @@
-"""Pipelines, tensor parallelism, long sequences."""
+"""Lies (planted faults) about pipelines, tensor parallelism and long sequences."""
 
 import contextlib
 from typing import Any
