@@ -55,8 +55,8 @@ def measure_chapters(browser: Browser, html: Path) -> dict[str, dict[str, float]
     measures = {}
     for notebook in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
         page.goto((html / "notebooks" / f"{notebook.stem}.html").resolve().as_uri())
-        # The height of a text is known only when its font has been loaded. `then` makes the answer null, because
-        # Playwright cannot send the set of fonts here.
+        # The height of a text is known only when its font has been loaded. `then` makes null of the set of fonts, which
+        # Playwright cannot send here.
         page.evaluate("document.fonts.ready.then(() => null)")
         measures[notebook.stem] = measure(page)
     page.close()
