@@ -206,22 +206,23 @@ def time_ipyparallel() -> Seconds:
 
     The first call contains the engines' start. With a group that is kept, a call is the all-reduce alone.
     """
+    import logging
+
     import ipyparallel
 
-    logging_error = 40
     start = time.perf_counter()
     with (
         tempfile.TemporaryDirectory() as folder,
-        ipyparallel.Cluster(n=NPROC, log_level=logging_error, profile_dir=folder) as client,
+        ipyparallel.Cluster(n=NPROC, log_level=logging.ERROR, profile_dir=folder) as client,
     ):
 
         def on_engines(function: str, arguments: Callable[[int], list]) -> list:
             """What a function of this file returns on each engine. ``arguments(rank)`` are its arguments there."""
-            pending = []
+            replies = []
             for rank in range(NPROC):
                 engine = client[rank]
-                pending.append(engine.apply_async(call_on_engine, str(ROOT / "tools"), function, arguments(rank)))
-            return [reply.get(timeout=60) for reply in pending]
+                replies.append(engine.apply_async(call_on_engine, str(ROOT / "tools"), function, arguments(rank)))
+            return [reply.get(timeout=60) for reply in replies]
 
         store_numbers = itertools.count()  # A file by which processes met cannot be used again.
 

@@ -196,8 +196,8 @@ class Restarts:
     CHAPTER = "13"
     NPROC = 2
     EPOCHS = 32  # long enough for some twenty kills
-    STEPS = 480
-    TRAINING = 1.0  # seconds
+    STEPS = 480  # of all epochs
+    TRAINING = 1.0  # seconds after a start-up in which a kill may come
     WAIT_FOR_A_WRITE = 0.3  # seconds
 
     def __init__(self, agent: Agent, script: Path, scratch: Path, luck: random.Random) -> None:

@@ -99,7 +99,10 @@ class Planner(SphinxDirective):
 
 
 def control(entry: form.Input, sizes: dict[str, int]) -> str:
-    """An input with its label. An empty input shows the preset's size as its placeholder."""
+    """An input of the form as HTML, with its label: a list to choose from, or a field for a number.
+
+    ``sizes`` are the preset's, by the inputs' names. A field that is empty shows its size as a placeholder.
+    """
     if entry.choices:
         options = ""
         for text in entry.choices:
@@ -116,7 +119,7 @@ def control(entry: form.Input, sizes: dict[str, int]) -> str:
 
 
 def copy_planner(app: Sphinx, exception: Exception | None) -> None:
-    """Copy Pyodide, and the modules of the planner as an archive, into the built book."""
+    """Copy Pyodide, and the modules of the planner as an archive, into the built book. Sphinx calls it at the end."""
     if exception is not None or app.builder.format != "html":
         return
     folder = Path(app.outdir, "_static", "planner")
