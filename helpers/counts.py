@@ -78,6 +78,7 @@ class Counts:
     """One rank's events: how often each happens, how many bytes it moves, and how often between two optimizer steps."""
 
     def __init__(self, line: Callable[[], str] = script_line) -> None:
+        """``line`` says at which line of the script an event happens: it is called at each."""
         self.line = line
         self.sync_debug_mode = 0  # 1: warn, 2: raise
         self.events: Counter[Event] = Counter()

@@ -49,6 +49,7 @@ class Wanted:
     below: tuple[int, ...]
 
     def allows(self, version: str) -> bool:
+        """Whether a version may be taken. Who asks for 2.15.0 by name also gets its CPU build, 2.15.0+cpu."""
         if self.exact is not None:
             return self.exact in (version, public_version(version))
         return self.lowest <= numbers(version) < self.below
@@ -59,6 +60,7 @@ class Wanted:
         return max(allowed, key=numbers, default=None)
 
     def __str__(self) -> str:
+        """The versions as a message names them: ``PyTorch >=2.13,<2.16``."""
         if self.exact is not None:
             return f"PyTorch {self.exact}"
         lowest = ".".join(str(number) for number in self.lowest)

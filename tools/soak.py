@@ -303,6 +303,7 @@ class Step:
     norm: float
 
     def agrees_with(self, other: "Step") -> bool:
+        """Whether the two are equal but for the last digit that is printed, which may be rounded the other way."""
         return abs(self.loss - other.loss) < 0.0015 and abs(self.norm - other.norm) < 0.015
 
 

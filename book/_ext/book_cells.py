@@ -163,6 +163,7 @@ class ShowCells(SphinxPostTransform):
     formats = ("html",)
 
     def run(self, **kwargs: Any) -> None:
+        """Change the cells of one page, ``self.document``, from its top to its end: solutions are numbered in order."""
         cells = [node for node in self.document.findall(nodes.container) if node.get("nb_element") == "cell_code"]
         solution = 0
         for cell in cells:

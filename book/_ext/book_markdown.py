@@ -226,15 +226,18 @@ def title_with_link(work: Any) -> str:
 
 
 def admonition(title: str, options: dict[str, str], body: str, source: Path) -> str:
+    """A box: a quotation that begins with the title."""
     lines = [f"**{title}**", "", *body.splitlines()]
     return "\n".join(f"> {line}".rstrip() for line in lines)
 
 
 def dropdown(title: str, options: dict[str, str], body: str, source: Path) -> str:
+    """A closed box."""
     return details(title, body)
 
 
 def literalinclude(name: str, options: dict[str, str], body: str, source: Path) -> str:
+    """The lines of a file that the options choose, as a block of code. ``name`` is its path from the page's folder."""
     lines = (source.parent / name).read_text(encoding="utf-8").splitlines()
     if "lines" in options:  # "4-": from the fourth on
         lines = lines[int(options["lines"].removesuffix("-")) - 1 :]
@@ -252,6 +255,7 @@ def position_of(quoted_text: str, lines: list[str]) -> int:
 
 
 def image(name: str, options: dict[str, str], body: str, source: Path) -> str:
+    """What an image shows, in words."""
     return f"*Figure: {options['alt']}*"
 
 
@@ -295,6 +299,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def lies(name: str, options: dict[str, str], body: str, source: Path) -> str:
+    """How many lies, which are planted faults, each chapter noticed. ``name`` is the path of the record."""
     sentence, head, rows = totals(source.parent / name)
     return f"{sentence}\n\n{table(head, rows)}"
 
@@ -305,6 +310,7 @@ def planner(argument: str, options: dict[str, str], body: str, source: Path) -> 
 
 
 def references(argument: str, options: dict[str, str], body: str, source: Path) -> str:
+    """The list of the works that the book cites."""
     lines = []
     for work in bibliography(source).entries.values():
         authors = ", ".join(str(person) for person in work.persons.get("author", []))

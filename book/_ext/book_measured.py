@@ -171,6 +171,7 @@ class Box(Admonition, SphinxDirective):
     """``{admonition}``, whose text a measurement replaces if one of its classes is ``measured-NAME``."""
 
     def run(self) -> list[nodes.Node]:
+        """The box as nodes, with the measurement's text if there is a measurement for one of its classes."""
         for name in self.options.get("class", []):
             if name.startswith("measured-"):
                 text = self.text_of_measurement(name)

@@ -80,6 +80,7 @@ class Planner(SphinxDirective):
     """The form, and the answer to its first values."""
 
     def run(self) -> list[nodes.Node]:
+        """The form as HTML, for planner.js, which reads whether it can compute from ``data-live``."""
         answer = form.answer({})
         groups = ""
         for title, entries in form.GROUPS.items():

@@ -23,6 +23,7 @@ class Lies(SphinxDirective):
     required_arguments = 1  # the file with the record
 
     def run(self) -> list[nodes.Node]:
+        """The sentence and the table as nodes. A change of the record makes Sphinx read the page again."""
         relative_path, path = self.env.relfn2path(self.arguments[0])
         self.env.note_dependency(relative_path)
         sentence, head, rows = totals(Path(path))
@@ -72,6 +73,7 @@ def table(head: list[str], rows: list[list[str]]) -> nodes.table:
 
 
 def table_row(texts: list[str]) -> nodes.row:
+    """A row of cells with these texts."""
     return nodes.row("", *(nodes.entry("", nodes.paragraph("", text)) for text in texts))
 
 

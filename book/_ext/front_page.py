@@ -25,10 +25,11 @@ CHAPTERS = re.compile(r"```\{chapters\}\n(?P<questions>.*?)```\n", re.DOTALL)
 class Cell(SphinxDirective):
     """``{cell} 00_first_run four``: a cell of a chapter, and what it printed or drew."""
 
-    required_arguments = 2
+    required_arguments = 2  # the notebook's name and the cell's id
     option_spec = {"output-only": directives.flag}
 
     def run(self) -> list[nodes.Node]:
+        """The cell's code, unless ``:output-only:`` is given, and behind it its figures, or else what it printed."""
         chapter_name, cell_id = self.arguments
         path = Path(self.env.srcdir, "notebooks", f"{chapter_name}.ipynb")
         self.env.note_dependency(str(path))
@@ -77,6 +78,7 @@ class Minutes(SphinxRole):
     """``{minutes}`00_first_run```: the reading time of a chapter."""
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        """The time as a node, and no messages. A change of the notebook makes Sphinx read the page again."""
         path = Path(self.env.srcdir, "notebooks", f"{self.text}.ipynb")
         self.env.note_dependency(str(path))
         text = f"{minutes(path)} minutes"

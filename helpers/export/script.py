@@ -119,6 +119,7 @@ class ArgumentsToNames(ast.NodeTransformer):
     """Puts the name NAME in the place of each ``args.NAME`` in a syntax tree."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        """What takes the place of an attribute, such as args.lr; ast calls it for each one in the tree."""
         self.generic_visit(node)
         if isinstance(node.value, ast.Name) and node.value.id == "args":
             return ast.Name(node.attr, node.ctx)

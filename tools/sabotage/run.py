@@ -279,6 +279,7 @@ def show(lie: Lie, chapter: str, verdict: Verdict) -> None:
 
 
 def main() -> int:
+    """Carry out the command line; return the exit status: 1 if a run has a problem."""
     parser = argparse.ArgumentParser(prog="make sabotage", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="LIE", help="the lies to tell (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="chapters that run at a time (default: 1)")

@@ -29,6 +29,7 @@ class Lie:
 
     @property
     def changes_notebook(self) -> bool:
+        """Whether the fault is planted in the chapter's notebook, and not in a module."""
         return self.module == ""
 
 
