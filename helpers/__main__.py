@@ -16,13 +16,14 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not installed in this Python.\nTake the one that make sets up: .venv/bin/python")
 
-WITH_FLAGS = ("run", "rehearse")  # commands that hand flags to a script
+WITH_FLAGS = ("run", "rehearse")  # commands that pass flags on to a script, after two dashes: run 04 -- --epochs 2
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """A command line, without the program's name, as (args, flags of the script). Wrong usage raises SystemExit(2).
+    """Read a command line, which comes without the program's name. Wrong usage raises SystemExit(2).
 
-    ``args.main`` is the function to call with both.
+    Returns the command's arguments and, if it runs a script, the flags for the script. ``args.main`` is the function
+    that carries the command out: it takes both.
     """
     parser = Parser(
         prog="python -m helpers",
@@ -52,13 +53,16 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         dashes = arguments.index("--")
         flags = arguments[dashes + 1 :]
         arguments = arguments[:dashes]
-    args, unknown = parser.parse_known_args(arguments)
-    stray = " ".join(unknown + getattr(args, "flags", []))
-    if stray:
-        message = f"unrecognized arguments: {stray}"
-        if args.command in WITH_FLAGS:
-            message = f"put two dashes before the script's flags: -- {stray}"
-        commands.choices[args.command].error(message)
+    args, unrecognized = parser.parse_known_args(arguments)
+    if args.command in WITH_FLAGS:
+        # These commands have an argument `flags`, for their help alone: the script's flags were taken off above. What
+        # argparse has put there was written without the two dashes.
+        without_dashes = [*unrecognized, *args.flags]
+        if without_dashes:
+            message = f"put two dashes before the script's flags: -- {' '.join(without_dashes)}"
+            commands.choices[args.command].error(message)
+    elif unrecognized:
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unrecognized)}")
     return args, flags
 
 

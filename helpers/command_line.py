@@ -39,7 +39,7 @@ def positive_seconds(text: str) -> float:
 
 
 def as_argument(file: str) -> str:
-    """A file's name for a command line. With ./ before it, a name such as -rf.py is no option."""
+    """A file's name as one writes it in a shell. With ./ before it, a name such as -rf.py is no option."""
     if file.startswith("-"):
         file = f"./{file}"
     return shlex.quote(file)
@@ -51,7 +51,8 @@ def open_closed_streams() -> None:
     Otherwise the next file that is opened would get the stream's number, and output of ranks would go there.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        if getattr(sys, name) is None:
+        is_closed = getattr(sys, name) is None
+        if is_closed:
             descriptor = os.open(os.devnull, os.O_RDWR)
             os.dup2(descriptor, number)
             if descriptor != number:
@@ -85,14 +86,16 @@ def of_bytes(size: float) -> str:
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
     """Rows of text as lines with aligned columns: flush left if a column's number is in ``left``, else flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = []
+    for column in zip(*rows, strict=True):
+        widths.append(max(len(text) for text in column))
     lines = []
     for row in rows:
         cells = []
-        for column, text in enumerate(row):
-            if column in left:
-                cells.append(text.ljust(widths[column]))
+        for number, text in enumerate(row):
+            if number in left:
+                cells.append(text.ljust(widths[number]))
             else:
-                cells.append(text.rjust(widths[column]))
+                cells.append(text.rjust(widths[number]))
         lines.append("  ".join(cells).rstrip())
     return lines

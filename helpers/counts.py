@@ -36,7 +36,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """An event with its counts."""
+    """An event of one rank with its counts: a line of the tables of `rehearse` and of the run on GPUs."""
 
     line: str
     kind: str
@@ -78,6 +78,7 @@ class Counts:
     """One rank's events: how often each happens, how many bytes it moves, and how often between two optimizer steps."""
 
     def __init__(self, line: Callable[[], str] = script_line) -> None:
+        """``line`` says at which line of the script an event happens: it is called at each."""
         self.line = line
         self.sync_debug_mode = 0  # 1: warn, 2: raise
         self.events: Counter[Event] = Counter()
@@ -91,14 +92,15 @@ class Counts:
         event = Event(self.line(), kind, what)
         self.events[event] += 1
         self.bytes[event] += size
-        if self.sync_debug_mode != 0 and kind in (WAIT, UPLOAD) and what not in SILENT:
+        is_wait = kind in (WAIT, UPLOAD)
+        if is_wait and self.sync_debug_mode != 0 and what not in SILENT:
             self.report_wait(event)
 
     def report_wait(self, event: Event) -> None:
         """Warn of a wait, or raise for it, as torch does in the mode that torch.cuda.set_sync_debug_mode has set."""
         if self.sync_debug_mode == 2:
             raise self.refuse(SYNC)
-        file, _, number = event.line.rpartition(":")
+        file, _, number = event.line.rpartition(":")  # an unknown line, "?", has no number
         warnings.warn_explicit(SYNC, UserWarning, file, int(number or 0))
 
     def count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -107,7 +109,8 @@ class Counts:
         A training step may step several optimizers. Only the one that has made the most steps begins a new one here.
         """
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
-        if self.steps[optimizer] > len(self.events_at_step):
+        is_new_training_step = self.steps[optimizer] > len(self.events_at_step)
+        if is_new_training_step:
             self.events_at_step.append(Counter(self.events))
 
     def refuse(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
@@ -117,11 +120,12 @@ class Counts:
 
     def rows(self) -> list[Row]:
         """All events with their counts, sorted by line."""
+        # The first step warms up, so what happens before its end is not counted for the mean of a step.
+        steps_after_the_first = len(self.events_at_step) - 1
         rows = []
         for event, count in sorted(self.events.items()):
             in_steps = 0
             per_step = 0.0
-            steps_after_the_first = len(self.events_at_step) - 1
             if steps_after_the_first > 0:
                 in_steps = self.events_at_step[-1][event] - self.events_at_step[0][event]
                 per_step = in_steps / steps_after_the_first
@@ -139,4 +143,4 @@ class Counts:
         return rows
 
 
-COUNTS = Counts()
+COUNTS = Counts()  # those of this process, which is one rank

@@ -4,6 +4,7 @@ It imports the standard library alone. The code is compiled, and never executed.
 """
 
 import ast
+import copy
 import dis
 import inspect
 import warnings
@@ -39,28 +40,36 @@ class Statement:
     def __post_init__(self) -> None:
         """Fill in the sets of names from the bytecode, in which the compiler has told global names from local ones."""
         for scope, runs_with_statement in scopes(compiled(self.code)):
-            is_module = scope.co_name == "<module>"
             self.local_names.update(scope.co_varnames, scope.co_cellvars)
-            # Names without _GLOBAL in their instruction are global in a module. In a class's body they are attributes
-            # of the class once the body has bound them. The bytecode of functions has no such names.
-            bound_in_class = set(IMPLICIT_NAMES)
-            for instruction in dis.get_instructions(scope):
-                name = instruction.argval
-                if name in ANNOTATION_NAMES:
-                    continue
-                if instruction.opname in BINDINGS:
-                    if is_module or instruction.opname.endswith("_GLOBAL"):
-                        self.binds.add(name)
-                    else:
-                        bound_in_class.add(name)
-                if instruction.opname in READINGS and name not in bound_in_class:
-                    self.reads.add(name)
-                    if runs_with_statement:
-                        self.needs.add(name)
-            self.local_names.update(bound_in_class)
+            self.local_names.update(self.add_names_of(scope, runs_with_statement))
+
+    def add_names_of(self, scope: CodeType, runs_with_statement: bool) -> set[str]:
+        """Add the global names that one code object binds, reads and needs; return those that are names of a class.
+
+        An instruction says by its name where it looks a name up: LOAD_GLOBAL among the global names, and LOAD_NAME,
+        which functions do not have, in the scope that is executed. In a module that are the global names. In the body
+        of a class it is the class, as soon as the body has bound the name there.
+        """
+        is_module = scope.co_name == "<module>"
+        bound_in_class = set(IMPLICIT_NAMES)
+        for instruction in dis.get_instructions(scope):
+            name = instruction.argval
+            if name in ANNOTATION_NAMES:
+                continue
+            if instruction.opname in BINDINGS:
+                if is_module or instruction.opname.endswith("_GLOBAL"):
+                    self.binds.add(name)
+                else:
+                    bound_in_class.add(name)
+            if instruction.opname in READINGS and name not in bound_in_class:
+                self.reads.add(name)
+                if runs_with_statement:
+                    self.needs.add(name)
+        return bound_in_class
 
     @property
     def text(self) -> str:
+        """The statement as it was written, with the comments above it."""
         return f"{self.above}\n{self.code}".strip("\n")
 
 
@@ -84,7 +93,8 @@ def scopes(code: CodeType, is_executed: bool = True) -> Iterator[tuple[CodeType,
     yield code, is_executed
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            # Only functions, lambdas and comprehensions are "optimized", and only functions have a plain name.
+            # The compiler sets the flag for functions, lambdas and comprehensions, and not for classes. Lambdas and
+            # comprehensions have names such as <lambda>.
             is_function = inner.co_flags & inspect.CO_OPTIMIZED and not inner.co_name.startswith("<")
             yield from scopes(inner, is_executed and not is_function)
 
@@ -99,9 +109,10 @@ def split(source: str, where: str = "") -> list[Statement]:
     body = ast.parse(source).body
     lines = source.split("\n")
     first_lines = [first_line_of(node) for node in body]
-    next_lines = [*first_lines[1:], len(lines) + 1]
+    next_lines = [*first_lines[1:], len(lines) + 1]  # where the next statement begins, or the text ends
     statements: list[Statement] = []
     last_before = 0  # the number, from 1, of the last line of the statement before
+    # Of a text without a statement there is one "next line" too many, so the lengths may differ.
     for node, first, next_first in zip(body, first_lines, next_lines, strict=False):
         last = node.end_lineno or first
         code = "\n".join(lines[first - 1 : last])
@@ -111,10 +122,7 @@ def split(source: str, where: str = "") -> list[Statement]:
             code = code.encode()[node.col_offset :].decode()
         above = "\n".join(lines[last_before : first - 1])
         if isinstance(node, IMPORT) and len(node.names) > 1:
-            for alias in node.names:
-                single = type(node)(**{**dict(ast.iter_fields(node)), "names": [alias]})
-                statements.append(Statement(single, ast.unparse(single), above, where))
-                above = ""  # the comment above the import stays with its first name
+            statements += statements_of_import(node, above, where)
         else:
             statements.append(Statement(node, code, above, where))
         last_before = last
@@ -124,9 +132,20 @@ def split(source: str, where: str = "") -> list[Statement]:
     return statements
 
 
+def statements_of_import(node: ast.Import | ast.ImportFrom, above: str, where: str) -> list[Statement]:
+    """An import of several names as one statement for each. The comment above it stays with the first name."""
+    statements = []
+    for alias in node.names:
+        single = copy.copy(node)
+        single.names = [alias]
+        statements.append(Statement(single, ast.unparse(single), above, where))
+        above = ""
+    return statements
+
+
 def first_line_of(node: ast.stmt) -> int:
     """The number of a statement's first line, which may be a decorator's."""
-    decorators = getattr(node, "decorator_list", [])
+    decorators = getattr(node, "decorator_list", [])  # only definitions have any
     return min(part.lineno for part in [node, *decorators])
 
 

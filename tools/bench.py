@@ -41,7 +41,7 @@ Seconds = dict[str, list[float]]  # {row of the table: its measurements}
 
 
 def all_reduce() -> float:
-    """All-reduce [1] of rank + 1 on a rank whose process group runs: returns 1 + 2 + … + N."""
+    """All-reduce [rank + 1] on a rank whose process group runs: returns 1 + 2 + … + N."""
     import torch
     import torch.distributed as dist
 
@@ -51,13 +51,14 @@ def all_reduce() -> float:
 
 
 def start_group(rank: int, store: str) -> None:
+    """Start a process group of NPROC ranks. ``store`` is the file by which the processes meet."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NPROC)
 
 
 def with_group(rank: int, store: str) -> float:
-    """``all_reduce`` in a process without a group. ``store`` is the file by which the processes meet."""
+    """``all_reduce`` in a process without a group: start one, by the file ``store``, and end it afterwards."""
     import torch.distributed as dist
 
     start_group(rank, store)
@@ -75,7 +76,10 @@ def use_one_thread() -> None:
 
 
 def use_openmp() -> None:
-    """Multiply matrices on two threads, as a notebook's kernel has done by the time it starts ranks."""
+    """Multiply matrices on two threads, as a notebook's kernel has done by the time it starts ranks.
+
+    A process that was forked after that would hang, so a way to start ranks has to cope with it.
+    """
     import torch
 
     torch.set_num_threads(2)
@@ -102,6 +106,7 @@ def first_and_later(way: str, seconds: list[float]) -> Seconds:
 
 
 def time_launch() -> Seconds:
+    """This project's ``launch``, whose forkserver is started before, as in a chapter."""
     from helpers.ranks.launch import launch, warm
 
     warm()  # as `%load_ext helpers` does in a chapter's first cell
@@ -122,6 +127,7 @@ def totals_in(queue: SimpleQueue) -> list[float]:
 
 
 def time_spawn() -> Seconds:
+    """PyTorch's own mp.spawn. Each rank is a new interpreter, and imports torch."""
     import torch.multiprocessing as mp
 
     def call() -> list[float]:
@@ -181,13 +187,18 @@ def time_torchrun() -> Seconds:
 
 
 def call_on_engine(tools: str, function: str, arguments: list) -> Any:
-    """Call a function of this file on an engine of ipyparallel, to which it has to come as the module bench."""
+    """Call a function of this file on an engine of ipyparallel, by its name.
+
+    ipyparallel sends this function's code to the engine, where this file has not been imported, because the bench runs
+    it as its main program. So the function imports all that it uses, and this file, from the folder ``tools``.
+    """
     import importlib
     import sys
 
     if tools not in sys.path:
         sys.path.insert(0, tools)
-    return getattr(importlib.import_module("bench"), function)(*arguments)
+    bench = importlib.import_module("bench")
+    return getattr(bench, function)(*arguments)
 
 
 def time_ipyparallel() -> Seconds:
@@ -195,22 +206,23 @@ def time_ipyparallel() -> Seconds:
 
     The first call contains the engines' start. With a group that is kept, a call is the all-reduce alone.
     """
+    import logging
+
     import ipyparallel
 
-    logging_error = 40
     start = time.perf_counter()
     with (
         tempfile.TemporaryDirectory() as folder,
-        ipyparallel.Cluster(n=NPROC, log_level=logging_error, profile_dir=folder) as client,
+        ipyparallel.Cluster(n=NPROC, log_level=logging.ERROR, profile_dir=folder) as client,
     ):
 
         def on_engines(function: str, arguments: Callable[[int], list]) -> list:
             """What a function of this file returns on each engine. ``arguments(rank)`` are its arguments there."""
-            pending = []
+            replies = []
             for rank in range(NPROC):
                 engine = client[rank]
-                pending.append(engine.apply_async(call_on_engine, str(ROOT / "tools"), function, arguments(rank)))
-            return [reply.get(timeout=60) for reply in pending]
+                replies.append(engine.apply_async(call_on_engine, str(ROOT / "tools"), function, arguments(rank)))
+            return [reply.get(timeout=60) for reply in replies]
 
         store_numbers = itertools.count()  # A file by which processes met cannot be used again.
 
@@ -240,17 +252,21 @@ WAYS = {
 
 
 def in_new_interpreter(way: str) -> Seconds:
-    """Start this file again, in an interpreter that measures one way and prints what it measured as JSON."""
+    """Start this file again, in an interpreter that measures one way and prints what it measured as JSON.
+
+    No way then profits from what another one has imported or started.
+    """
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK}
     command = [sys.executable, __file__, "--way", way]
     process = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment)
     if process.returncode != 0:
         raise RuntimeError(f"{way} failed:\n{process.stderr[-2000:]}")
-    return json.loads(process.stdout.splitlines()[-1])
+    last_line = process.stdout.splitlines()[-1]
+    return json.loads(last_line)
 
 
 def measure() -> Seconds:
-    """All ways, one after another, in each of the rounds."""
+    """Measure all ways, one after another, in each of the rounds; return the seconds of all rounds by row."""
     seconds: Seconds = {}
     for number in range(ROUNDS):
         for way in WAYS:
@@ -261,7 +277,10 @@ def measure() -> Seconds:
 
 
 def table(seconds: Seconds) -> list[dict[str, str]]:
-    """The rows, first calls before later ones: the median, the spread, and how many times launch's median it is."""
+    """The table as rows, {column: text}, those of first calls before those of later calls.
+
+    A row has the median, the spread, and how many times the median of ``launch`` in the same kind of call it is.
+    """
 
     def call_of(row: str) -> str:
         """``first call`` or ``later call``, with which the name of a row begins."""
@@ -320,11 +339,13 @@ def write(rows: list[dict[str, str]], name: str) -> None:
 
 
 def main() -> None:
+    """Measure all ways and print the tables; or, with --way, measure one in this interpreter and print it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", action="store_true", help="write the tables of book/bench.md")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # for in_new_interpreter
     args = parser.parse_args()
     if args.way:
+        # What a library printed may not end with a line break, and the JSON has to be the last line.
         print("\n" + json.dumps(WAYS[args.way]()))
         return
     tables = {"machine": machine(), "calls": table(measure())}

@@ -8,7 +8,12 @@ from playwright.sync_api import Browser, sync_playwright
 
 CHROME_ON_MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 NAMES = ["chromium", "chromium-browser", "google-chrome", CHROME_ON_MACOS]
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+FLAGS = [
+    "--no-sandbox",  # root, as in a container of CI, cannot start the sandbox
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+]
 
 
 class Missing(Exception):
@@ -20,8 +25,8 @@ class Missing(Exception):
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    """Playwright's browser, until the end of the block. Raises Missing."""
-    path = next(filter(None, map(shutil.which, NAMES)), None)
+    """Playwright's browser, until the end of the block. Raises Missing if this machine has none of NAMES."""
+    path = installed_browser()
     if path is None:
         raise Missing
     with sync_playwright() as playwright:
@@ -30,3 +35,12 @@ def chromium() -> Iterator[Browser]:
             yield browser
         finally:
             browser.close()
+
+
+def installed_browser() -> str | None:
+    """The path of the first browser of NAMES that is installed; None if none is."""
+    for name in NAMES:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    return None

@@ -24,7 +24,7 @@ TIMEOUT = 20  # seconds of a call that hangs on purpose
 SLACK = 200 << 20  # bytes of a GPU that other programs may take or free between two looks
 
 
-def describe(rank: int) -> str:
+def use_gpu_and_nccl(rank: int) -> str:
     """In a rank: assert that its GPU is its own, and that NCCL adds over all ranks. Returns the GPU's name."""
     world_size = dist.get_world_size()
     device = torch.device("cuda", rank)
@@ -35,8 +35,8 @@ def describe(rank: int) -> str:
     assert dist.get_backend() == "nccl"
     total = torch.full((1024,), rank + 1.0, device=device)
     dist.all_reduce(total)
-    expected = world_size * (world_size + 1) / 2
-    assert torch.equal(total.cpu(), torch.full((1024,), expected))
+    sum_over_ranks = float(sum(range(1, world_size + 1)))
+    assert torch.equal(total.cpu(), torch.full((1024,), sum_over_ranks))
     return torch.cuda.get_device_name(device)
 
 
@@ -49,7 +49,7 @@ def raise_an_error() -> None:
 
 
 def raise_on_the_gpu() -> None:
-    """In a rank: start a kernel that fails after this function has returned."""
+    """In a rank: start a kernel that fails after this function has returned, because its index is out of bounds."""
     index = torch.full((1,), 10, device="cuda")
     torch.zeros(2, device="cuda")[index]
 
@@ -57,14 +57,14 @@ def raise_on_the_gpu() -> None:
 def hang() -> None:
     """In a rank: the GPU of rank 0 is busy for longer than the call's timeout, and its peers wait for it."""
     if dist.get_rank() == 0:
-        torch.cuda._sleep(10**12)
+        torch.cuda._sleep(10**12)  # clock cycles: some ten minutes
     dist.all_reduce(torch.ones(1, device="cuda"))
     torch.cuda.synchronize()
 
 
 def be_killed() -> None:
     """In a rank: the last rank takes a gigabyte of its GPU, and is killed."""
-    memory = torch.ones(1 << 28, device="cuda")
+    memory = torch.ones(1 << 28, device="cuda")  # numbers of four bytes
     torch.cuda.synchronize()
     if dist.get_rank() == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -77,8 +77,8 @@ def free_bytes() -> list[int]:
     return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
 
 
-def failure(fn: Callable[[], None], nproc: int, timeout: float = 120) -> str:
-    """The message of a call that has to fail."""
+def message_of_failure(fn: Callable[[], None], nproc: int, timeout: float = 120) -> str:
+    """Launch a function on GPUs; return the message of the RankError. AssertionError if the launch does not fail."""
     try:
         launch(fn, nproc=nproc, timeout=timeout, backend="nccl")
     except RankError as error:
@@ -87,50 +87,60 @@ def failure(fn: Callable[[], None], nproc: int, timeout: float = 120) -> str:
 
 
 def check_results(gpus: int) -> str:
-    names = launch(describe, nproc=gpus, backend="nccl")
-    assert launch(describe, nproc=gpus, backend="auto") == names
+    """Ranks compute on their own GPUs, whether NCCL is asked for or chosen by "auto"."""
+    names = launch(use_gpu_and_nccl, nproc=gpus, backend="nccl")
+    assert launch(use_gpu_and_nccl, nproc=gpus, backend="auto") == names
     return f"{gpus} x {names[0]}"
 
 
 def check_error(gpus: int) -> str:
-    message = failure(raise_an_error, nproc=gpus)
+    """An exception on one rank is reported although its peers wait for it on their GPUs."""
+    message = message_of_failure(raise_an_error, nproc=gpus)
     assert message.startswith(f"rank {gpus - 1} failed"), message
     assert "ValueError: no data" in message, message
     return message
 
 
 def check_error_on_the_gpu(gpus: int) -> str:
-    message = failure(raise_on_the_gpu, nproc=gpus)
+    """An error of a kernel is reported although the function that started it has returned before."""
+    message = message_of_failure(raise_on_the_gpu, nproc=gpus)
     assert "device-side assert" in message, message
     return message
 
 
 def check_hang(gpus: int) -> str:
+    """Ranks whose GPUs are busy are ended soon after the call's timeout."""
     start = time.monotonic()
-    message = failure(hang, nproc=gpus, timeout=TIMEOUT)
+    message = message_of_failure(hang, nproc=gpus, timeout=TIMEOUT)
     assert f"still ran after timeout={TIMEOUT} s" in message, message
     assert time.monotonic() - start < TIMEOUT + 60
     return message
 
 
 def check_kill(gpus: int) -> str:
-    before = launch(free_bytes, nproc=1, backend="nccl")[0]
-    message = failure(be_killed, nproc=gpus)
+    """A rank that is killed is reported, and all memory that the ranks held on the GPUs is free again."""
+    [free_before] = launch(free_bytes, nproc=1, backend="nccl")
+    message = message_of_failure(be_killed, nproc=gpus)
     assert message.startswith(f"rank {gpus - 1} died"), message
-    after = launch(free_bytes, nproc=1, backend="nccl")[0]
-    lost = max(old - new for old, new in zip(before, after, strict=True))
+    [free_after] = launch(free_bytes, nproc=1, backend="nccl")
+    lost = max(before - after for before, after in zip(free_before, free_after, strict=True))
     assert lost < SLACK, f"{lost} bytes of a GPU are not free again"
     return f"{message}; no process is left on a GPU"
 
 
 def check_caller_that_has_used_cuda(gpus: int) -> str:
-    on_gpu = torch.ones(1, device="cuda")  # from here on, no fork of this process can use CUDA
-    launch(describe, nproc=gpus, backend="nccl")
-    [arrived] = launch(lambda tensor: str(tensor.device), on_gpu, nproc=1, backend="nccl")
-    assert arrived == "cuda:0"
+    """Ranks start, and get a tensor of the caller's GPU, although the caller has used CUDA.
+
+    From then on no fork of this process can use CUDA, so ranks that were forked from it could not.
+    """
+    on_gpu = torch.ones(1, device="cuda")
+    launch(use_gpu_and_nccl, nproc=gpus, backend="nccl")
+    [arrived_on] = launch(lambda tensor: str(tensor.device), on_gpu, nproc=1, backend="nccl")
+    assert arrived_on == "cuda:0"
     return "ranks start although this process has used CUDA, and a tensor of cuda:0 arrives on cuda:0"
 
 
+# {name: a function that takes the number of GPUs, raises AssertionError if the check fails, and returns what to print}
 CHECKS: dict[str, Callable[[int], str]] = {
     "results": check_results,
     "error": check_error,
@@ -142,6 +152,7 @@ CHECKS: dict[str, Callable[[int], str]] = {
 
 
 def main() -> int:
+    """Make all checks, and print a line for each; return the exit status: 1 if one failed, or 2 without a GPU."""
     warm()
     gpus = count_gpus(dict(os.environ))
     if gpus == 0:
@@ -152,7 +163,7 @@ def main() -> int:
         try:
             outcome = check(gpus).replace("\n", " ")
             print(f"ok      {name}: {outcome}", flush=True)
-        except Exception as error:
+        except Exception as error:  # the other checks are made all the same
             failed += 1
             print(f"FAILED  {name}: {type(error).__name__}: {error}", flush=True)
     return 1 if failed else 0

@@ -12,8 +12,10 @@ ROOT = Path(__file__).parents[1]
 SCREEN = ViewportSize(width=1180, height=800)
 KINDS = ("code", "text", "output", "figure", "table", "heading", "box")
 
-# {kind: the height of all blocks of this kind in pixels}, the height of the article as "screens", and how many lines of
-# code are in view as "lines". What is closed has the height of its box.
+# JavaScript for the page. It goes through the article's elements from the outside to the inside, and adds the height of
+# each element that is of one of the KINDS to that kind, without looking inside it. It returns {kind: the sum of heights
+# in pixels}, with the whole article's height as "screens", and the number of lines of code in view as "lines". What is
+# closed has the height of its box.
 MEASURE = """() => {
     const heights = {}, article = document.querySelector('article');
     const kinds = [
@@ -48,11 +50,13 @@ def measure(page: Page) -> dict[str, float]:
 
 
 def measure_chapters(browser: Browser, html: Path) -> dict[str, dict[str, float]]:
-    """{a chapter's name: its measures} for each chapter of the built book."""
+    """{a chapter's name: its measures} for each chapter of the built book in the folder ``html``."""
     page = browser.new_page(viewport=SCREEN, color_scheme="light")
     measures = {}
     for notebook in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
         page.goto((html / "notebooks" / f"{notebook.stem}.html").resolve().as_uri())
+        # The height of a text is known only when its font has been loaded. `then` makes null of the set of fonts, which
+        # Playwright cannot send here.
         page.evaluate("document.fonts.ready.then(() => null)")
         measures[notebook.stem] = measure(page)
     page.close()
@@ -60,15 +64,17 @@ def measure_chapters(browser: Browser, html: Path) -> dict[str, dict[str, float]
 
 
 def main() -> None:
+    """Print a table with a line for each chapter."""
     try:
         with chromium() as browser:
             measures = measure_chapters(browser, ROOT / "_build" / "html")
     except Missing as missing:
         sys.exit(str(missing))
     rows = [["chapter", "screens", *KINDS, "lines"]]
-    for name, chapter in measures.items():
-        heights = [f"{chapter[column]:.1f}" for column in ("screens", *KINDS)]
-        rows.append([name, *heights, f"{chapter['lines']:.0f}"])
+    for name, of_chapter in measures.items():
+        heights = [f"{of_chapter[column]:.1f}" for column in ("screens", *KINDS)]
+        lines = f"{of_chapter['lines']:.0f}"
+        rows.append([name, *heights, lines])
     print(*aligned(rows, left=[0]), sep="\n")
 
 

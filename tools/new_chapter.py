@@ -7,13 +7,14 @@ notebook.
 
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
 from store_outputs import text_of
 
 ROOT = Path(__file__).parents[1]
-NAME = re.compile(r"(\d\d)_([a-z0-9]+(?:_[a-z0-9]+)*)")
+NAME = re.compile(r"(?P<number>\d\d)_(?P<topic>[a-z0-9]+(?:_[a-z0-9]+)*)")
 CHAPTER_IN_TOC = re.compile(r" *- file: notebooks/\d\d[a-z]?_\w+$")
 LEFT = """\
 {path} is a copy of the template, and _toc.yml lists it behind the last chapter. What is left to do:
@@ -25,48 +26,67 @@ LEFT = """\
 CONTRIBUTING.md has the rest of the list."""
 
 
-def checked(name: str, notebooks: Path) -> tuple[str, str]:
-    """(number, topic) of a new chapter. Raises ValueError, with the next step, for what is not the next chapter's name.
+@dataclass(frozen=True)
+class Name:
+    """The name of a chapter, NN_topic, which its notebook and its script have too."""
 
-    A gap between the chapters' numbers would break the order of the book.
+    number: str  # two digits
+    topic: str
+
+    def __str__(self) -> str:
+        return f"{self.number}_{self.topic}"
+
+
+def checked(text: str, notebooks: Path) -> Name:
+    """Read the name of a new chapter. Raises ValueError, with the next step, for what is not the next chapter's name.
+
+    Its number has to be the next one, because a gap between the chapters' numbers would break the order of the book.
+    The first chapter's number is 00, so the number of chapters is that of the next one.
     """
-    number = f"{len(list(notebooks.glob('[0-9][0-9]_*.ipynb'))):02}"
-    match = NAME.fullmatch(name)
-    if match is None or match[1] != number:
+    next_number = f"{len(list(notebooks.glob('[0-9][0-9]_*.ipynb'))):02}"
+    match = NAME.fullmatch(text)
+    if match is None or match["number"] != next_number:
         raise ValueError(
-            f"{name!r} cannot be the next chapter's name: its number, {number}, and a topic in small letters.\n"
-            f"For example: make chapter NAME={number}_topic"
+            f"{text!r} cannot be the next chapter's name: its number, {next_number}, and a topic in small letters.\n"
+            f"For example: make chapter NAME={next_number}_topic"
         )
-    return number, match[2]
+    return Name(next_number, match["topic"])
 
 
-def copy_of_template(template: Path, number: str, topic: str) -> nbformat.NotebookNode:
+def copy_of_template(template: Path, name: Name) -> nbformat.NotebookNode:
     """The template as a chapter: with its title and the names of its files, and without the template's questions."""
     nb = nbformat.read(template, as_version=4)
     for cell in nb.cells:
         if cell.cell_type == "markdown":
-            cell.source = re.sub(r"\btemplate(?=\.(py|ipynb)\b)", f"{number}_{topic}", cell.source)
-    title = topic.replace("_", " ").capitalize()
-    nb.cells[0].source = re.sub(r"^# .*", f"# {int(number)}. {title}", nb.cells[0].source)
+            # The text names template.py and template.ipynb.
+            cell.source = re.sub(r"\btemplate(?=\.(py|ipynb)\b)", str(name), cell.source)
+    title = name.topic.replace("_", " ").capitalize()
+    nb.cells[0].source = re.sub(r"^# .*", f"# {int(name.number)}. {title}", nb.cells[0].source)
     # They are the template's. Empty ones fail a test, so that they are not forgotten.
     nb.metadata.book.question = ""
     nb.metadata.book.searches = {}
     return nb
 
 
-def start(name: str, root: Path = ROOT) -> str:
-    """Make the notebook and its line in _toc.yml; return what is left to do. A refused name changes nothing."""
-    number, topic = checked(name, root / "notebooks")
-    path = Path("notebooks", f"{number}_{topic}.ipynb")
-    nb = copy_of_template(root / "notebooks" / "template.ipynb", number, topic)
-    (root / path).write_text(text_of(nb), encoding="utf-8")
+def start(text: str, root: Path = ROOT) -> str:
+    """Make the notebook of the chapter that ``text`` names, and its line in _toc.yml; return what is left to do.
 
-    toc = root / "_toc.yml"
+    Raises ValueError, and changes nothing, if that cannot be the next chapter's name.
+    """
+    name = checked(text, root / "notebooks")
+    path = Path("notebooks", f"{name}.ipynb")
+    nb = copy_of_template(root / "notebooks" / "template.ipynb", name)
+    (root / path).write_text(text_of(nb), encoding="utf-8")
+    add_to_toc(root / "_toc.yml", path.stem)
+    return LEFT.format(path=path, number=name.number)
+
+
+def add_to_toc(toc: Path, stem: str) -> None:
+    """Add the line of a notebook to _toc.yml, behind that of the last chapter, and indented like it."""
     lines = toc.read_text(encoding="utf-8").splitlines(keepends=True)
     last = max(index for index, line in enumerate(lines) if CHAPTER_IN_TOC.match(line))
-    lines.insert(last + 1, re.sub(r"notebooks/.*", f"notebooks/{path.stem}", lines[last]))
+    lines.insert(last + 1, re.sub(r"notebooks/.*", f"notebooks/{stem}", lines[last]))
     toc.write_text("".join(lines), encoding="utf-8")
-    return LEFT.format(path=path, number=number)
 
 
 if __name__ == "__main__":

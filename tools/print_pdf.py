@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[1]
 NAME = "world-size-one.pdf"
 INTRO = "book/intro"
 PAPER_WIDTH = 665  # pixels between the margins of A4: 210 mm - 2 * 17 mm, at 96 to the inch
+# What has no use on paper: links beside headings, the note for JupyterLab, the frames of a figure that are not shown,
+# the hint how to make the PDF, and what lets figures move.
 ON_SCREEN_ONLY = "a.headerlink, .wso-note, .wso-view:not(.wso-on), p.pdf, figure.wso script"
 PAPER_STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 
@@ -61,11 +63,12 @@ def element(tag: Tag, selector: str) -> Tag:
 
 
 def title_of(article: Tag) -> str:
+    """The title of a page, which is its only heading of the first level."""
     return element(article, "h1").get_text()
 
 
 def id_in_book(page: str, anchor: str = "") -> str:
-    """The id that a page, or an anchor on it, has in the one long page."""
+    """The id that a page, such as notebooks/04_ddp, or the element ``anchor`` on it has in the one long document."""
     page_id = re.sub(r"\W", "-", page)
     if anchor:
         return f"{page_id}--{anchor}"
@@ -73,7 +76,10 @@ def id_in_book(page: str, anchor: str = "") -> str:
 
 
 def article(html: Path, page: str, pages: list[str]) -> Tag:
-    """One built page, ready for the one document that holds all ``pages``."""
+    """Read one built page, and make of its content a part of the one long document, which holds all ``pages``.
+
+    ``html`` is the folder of the built book, and a page is a file's path in it without its suffix.
+    """
     text = (html / f"{page}.html").read_text(encoding="utf-8")
     document = BeautifulSoup(text, "html.parser")
     content = element(document, "article.bd-article")
@@ -84,7 +90,8 @@ def article(html: Path, page: str, pages: list[str]) -> Tag:
     for box in content("details"):
         open_box(box, document)
     for tag in content(id=True):
-        if not tag.find_parent("svg") and tag.name != "svg":  # ids of drawings are unique in the book already
+        is_in_drawing = tag.name == "svg" or tag.find_parent("svg") is not None
+        if not is_in_drawing:  # ids of drawings are unique in the book already
             tag["id"] = id_in_book(page, str(tag["id"]))
     for link in content("a", href=True):
         lead_inside(link, html, page, pages)
@@ -99,7 +106,7 @@ def replace_controls(controls: Tag) -> None:
     """Replace the controls of a figure by a line with their values: ``Shown: world size 4, step 0.``"""
     settings = []
     for control in controls.select("[data-labels]"):
-        label = element(control, "legend, label > span")
+        label = element(control, "legend, label > span")  # of buttons, or of a slider
         value = element(control, ":checked + span, output")
         settings.append(f"{label.get_text()} {value.get_text()}")
     controls.name = "p"
@@ -122,18 +129,22 @@ def open_box(box: Tag, document: BeautifulSoup) -> None:
 
 
 def lead_inside(link: Tag, html: Path, page: str, pages: list[str]) -> None:
-    """Make a link lead to the same place in the one document. A link to a file outside of it becomes text."""
+    """Make a link of a page lead to the same place in the one long document, which holds all ``pages``.
+
+    A link to the web stays. A link to a file that is not in the document, such as a download, becomes its text, because
+    paper has no file beside it.
+    """
     address = str(link["href"])
     if urlsplit(address).scheme:
         return
     path, _, anchor = address.partition("#")
-    target = page
+    target_page = page
     if path:
-        target = address_in_book(html, page, path).removesuffix(".html")
-    if target in pages:
-        link["href"] = "#" + id_in_book(target, unquote(anchor))
-        del link["title"]
-    else:  # a download: paper has no file beside it
+        target_page = address_in_book(html, page, path).removesuffix(".html")
+    if target_page in pages:
+        link["href"] = "#" + id_in_book(target_page, unquote(anchor))
+        del link["title"]  # what a screen shows at the mouse
+    else:
         link.unwrap()
 
 
@@ -159,7 +170,7 @@ def front(parts: list[Part], articles: Mapping[str, Tag], numbers: PageNumbers) 
 
 
 def contents(parts: list[Part], articles: Mapping[str, Tag], numbers: PageNumbers) -> Iterator[str]:
-    """The lines of the table of contents, as HTML: pages, and the sections of chapters."""
+    """Yield the lines of the table of contents, as HTML: captions of parts, pages, and the sections of chapters."""
     for part in parts:
         if part.caption:
             yield f'<p class="part">{escape(part.caption)}</p>'
@@ -172,6 +183,10 @@ def contents(parts: list[Part], articles: Mapping[str, Tag], numbers: PageNumber
 
 
 def contents_line(kind: str, target: str, text: str, numbers: PageNumbers) -> str:
+    """A line of the table of contents, as HTML: a link to the element with the id ``target``, and its page's number.
+
+    ``kind`` is the line's class. The style sheet print_pdf.css shows the number behind a line of dots, the ``<i>``.
+    """
     attribute = ""
     if target in numbers:
         attribute = f' data-page="{numbers[target]}"'
@@ -189,11 +204,7 @@ def document(html: Path, body: str, articles: Mapping[str, Tag]) -> str:
             address = address_in_book(html, page, str(link["href"]))
             if address not in style_sheets:  # each page loads those that it needs
                 style_sheets.append(address)
-        page_id = id_in_book(page)
-        running_heads.append(
-            f"#{page_id} {{ page: {page_id}; }} @page {page_id} "
-            f'{{ @top-left {{ content: "{title_of(content)}"; font: 8.5pt Inter; color: #555; }} }}'
-        )
+        running_heads.append(running_head(id_in_book(page), title_of(content)))
     links = "".join(f'<link rel="stylesheet" href="{escape(address)}">' for address in style_sheets)
     rules = PAPER_STYLE + "\n".join(running_heads)
     return (
@@ -203,11 +214,25 @@ def document(html: Path, body: str, articles: Mapping[str, Tag]) -> str:
     )
 
 
+def running_head(page_id: str, title: str) -> str:
+    """The rules of CSS that print a title at the top left of all paper pages of one page of the book.
+
+    The element with this id is printed on paper pages of its own kind, ``@page``, which has the same name as the id.
+    """
+    head = f'@top-left {{ content: "{title}"; font: 8.5pt Inter; color: #555; }}'
+    return f"#{page_id} {{ page: {page_id}; }} @page {page_id} {{ {head} }}"
+
+
 # --- printing ---------------------------------------------------------------------------------------------------------
 
 
 def print_pdf(html: Path, out: Path) -> int:
-    """Print the book in the folder ``html`` to the file ``out``; return the number of pages."""
+    """Print the book in the folder ``html`` to the file ``out``; return the number of pages.
+
+    The table of contents names page numbers, which are known only after the book was printed. So the whole book is
+    printed without them, and then the front pages once more with them. Only the front pages' text is taken from the
+    second print, because the links of the second print lead nowhere: the book is not in it.
+    """
     parts = table_of_contents()
     pages = [page for part in parts for page in part.pages]
     articles = {page: article(html, page, pages) for page in pages}
@@ -218,19 +243,20 @@ def print_pdf(html: Path, out: Path) -> int:
         numbers = page_numbers(book)
         numbered_front = front(parts, articles, numbers)
         front_pages = PdfReader(printed(browser, html, document(html, numbered_front, articles))).pages
-    if len(front_pages) != numbers[id_in_book(pages[0])] - 1:
+    pages_before_the_body = numbers[id_in_book(pages[0])] - 1
+    if len(front_pages) != pages_before_the_body:
         raise SystemExit("Page numbers make the table of contents longer. Give its lines room for them.")
-    # The links of the first print lead into the book, so they are kept, and only the text is replaced.
-    for page_of_book, page_with_numbers in zip(book.pages, front_pages, strict=False):
-        del page_of_book["/Contents"]
-        page_of_book.merge_page(page_with_numbers)
+    for page_with_links, page_with_numbers in zip(book.pages, front_pages, strict=False):  # the book has more pages
+        del page_with_links["/Contents"]  # what is drawn on the page; its links are in another entry, and stay
+        page_with_links.merge_page(page_with_numbers)
     for page, content in articles.items():
-        book.add_outline_item(title=title_of(content), page_number=numbers[id_in_book(page)] - 1)
+        book.add_outline_item(title=title_of(content), page_number=numbers[id_in_book(page)] - 1)  # pypdf counts from 0
     book.write(out)
     return len(book.pages)
 
 
 def page_numbers(book: PdfWriter) -> PageNumbers:
+    """On which page of a printed book, from 1 on, each element with an id stands: the browser writes that for links."""
     numbers = {}
     for name, destination in book.named_destinations.items():
         position = book.get_destination_page_number(destination)
@@ -240,7 +266,10 @@ def page_numbers(book: PdfWriter) -> PageNumbers:
 
 
 def printed(browser: Browser, html: Path, text: str) -> io.BytesIO:
-    """A document as a PDF. It is opened in the folder ``html``, from which its addresses count."""
+    """Print a document, ``text`` as HTML; return the PDF. Its relative addresses count from the folder ``html``.
+
+    Exits with a message if something in it is wider than the paper, because it would be cut off.
+    """
     file = html.resolve() / "print.html"
     file.write_text(text, encoding="utf-8")
     try:
@@ -248,6 +277,7 @@ def printed(browser: Browser, html: Path, text: str) -> io.BytesIO:
         page.set_default_timeout(300_000)  # milliseconds, for a machine that is busy with other things
         page.emulate_media(media="print")
         page.goto(file.as_uri())
+        # Wait until all fonts are loaded. `then` makes null of the set of fonts, which Playwright cannot send here.
         page.evaluate("document.fonts.ready.then(() => null)")
         if page.evaluate("document.documentElement.scrollWidth") > PAPER_WIDTH:
             raise SystemExit("An element is wider than the paper. Look at tools/print_pdf.css and your last change.")
@@ -268,6 +298,7 @@ def link_from_intro(html: Path, pdf: Path, pages: int) -> None:
 
 
 def main() -> None:
+    """Carry out the command line: print the book, and link the PDF from its first page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("html", type=Path, help="the folder of the built book")
     parser.add_argument("out", type=Path, help="the file to write")

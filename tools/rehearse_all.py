@@ -47,9 +47,11 @@ def main() -> int:
     all_equal = True
     print(f"{'script':24} {'GPUs':>10} {'seconds':>8}  equal to gloo", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for path in chapters.chapters():
-            for run in facts_at(path).script.rehearsals:
-                [script] = chapters.export(path, Path(folder) / "scripts")
+        scripts = Path(folder) / "scripts"
+        for notebook in chapters.chapters():
+            what_the_chapter_says = facts_at(notebook)
+            for run in what_the_chapter_says.script.rehearsals:
+                script = chapters.export_script(notebook, scripts)
                 if not rehearse(script, run):
                     all_equal = False
     return 0 if all_equal else 1

@@ -23,6 +23,8 @@ from helpers.verify.compare import numbers
 
 TOLERANCE = 0.002  # as in tests/support/scripting.py
 TIMEOUT = 900  # seconds for one run: 16 ranks of a rehearsal may share two cores
+PASSED = "passed"
+# The words between `python` and a script that start it on two ranks of this machine, as torchrun does.
 ON_TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -36,6 +38,7 @@ def result(folder: Path, *words: object) -> dict[str, float]:
     Raises Failed if it fails or takes too long.
     """
     command = [sys.executable, *map(str, words)]
+    # One thread for each rank, as torchrun sets it, so that a run alone computes as one rank of several does.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)  # no script may find this project
     try:
@@ -44,13 +47,15 @@ def result(folder: Path, *words: object) -> dict[str, float]:
         raise Failed(f"it still ran after {TIMEOUT} seconds: {command}") from None
     if done.returncode != 0:
         raise Failed(f"exit status {done.returncode}: {command}\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.strip().splitlines()[-1].removeprefix("result "))
+    last_line = done.stdout.strip().splitlines()[-1]
+    return json.loads(last_line.removeprefix("result "))
 
 
 def try_script(script: Path, facts: Script) -> None:
-    """Run a chapter's script alone and on two ranks; Failed if its result is not good enough, or not the same.
+    """Run a chapter's script alone and on two ranks. Raises Failed if its result is not good enough, or not the same.
 
-    ``facts`` are what the chapter says of its script. The comparison uses its quick flags, with which it ends sooner.
+    ``facts`` are what the chapter says of its script: conditions of the result of a full run, and quick flags, with
+    which a run ends sooner. The two runs that are compared use these flags.
     """
     full_result = result(script.parent, script)
     problems = unmet(facts.result, full_result)
@@ -62,6 +67,7 @@ def try_script(script: Path, facts: Script) -> None:
     if quick_flags:
         on_one_rank = result(script.parent, script, *quick_flags)
     on_two_ranks = result(script.parent, *ON_TWO_RANKS, script, *quick_flags)
+    # The world size is the one number that has to differ.
     world_sizes = (on_one_rank.pop("world_size"), on_two_ranks.pop("world_size"))
     if world_sizes != (1, 2):
         raise Failed(f"it counted {world_sizes} ranks, and had 1 and 2")
@@ -77,8 +83,23 @@ def record_version(notebook: Path, version: str) -> None:
     write_record(record, chapters.NOTEBOOKS / FILE_NAME)
 
 
+def outcome_of(notebook: Path, version: str, folder: Path) -> str:
+    """Export a chapter's script into a folder, try it, and record that it passed: "passed", or why it did not."""
+    script = chapters.export_script(notebook, folder)
+    what_the_chapter_says = facts_at(notebook)
+    try:
+        try_script(script, what_the_chapter_says.script)
+    except Failed as failure:
+        return f"FAILED: {failure}"
+    record_version(notebook, version)
+    return PASSED
+
+
 def main(names: list[str]) -> int:
-    """Try these chapters' scripts, or all, print a line for each, and record those that pass."""
+    """Try the scripts of these chapters, or of all if there are none, and print a line for each.
+
+    Returns the exit status: 1 if a script does not pass.
+    """
     version = torch.__version__.partition("+")[0]
     notebooks = [chapters.find_notebook(name) for name in names]
     if not notebooks:
@@ -87,15 +108,10 @@ def main(names: list[str]) -> int:
     print(f"{'PyTorch ' + version:28}{'seconds':>8}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for notebook in notebooks:
-            [script] = chapters.export(notebook, Path(folder, notebook.stem))
             start = time.monotonic()
-            try:
-                try_script(script, facts_at(notebook).script)
-                record_version(notebook, version)
+            outcome = outcome_of(notebook, version, Path(folder, notebook.stem))
+            if outcome == PASSED:
                 passed += 1
-                outcome = "passed"
-            except Failed as failure:
-                outcome = f"FAILED: {failure}"
             print(f"{notebook.stem:28}{time.monotonic() - start:8.0f}  {outcome}", flush=True)
 
     print(f"{passed} of {len(notebooks)} scripts passed: recorded in notebooks/{FILE_NAME}")

@@ -49,6 +49,7 @@ class Wanted:
     below: tuple[int, ...]
 
     def allows(self, version: str) -> bool:
+        """Whether a version may be taken. Who asks for 2.15.0 by name also gets its CPU build, 2.15.0+cpu."""
         if self.exact is not None:
             return self.exact in (version, public_version(version))
         return self.lowest <= numbers(version) < self.below
@@ -59,6 +60,7 @@ class Wanted:
         return max(allowed, key=numbers, default=None)
 
     def __str__(self) -> str:
+        """The versions as a message names them: ``PyTorch >=2.13,<2.16``."""
         if self.exact is not None:
             return f"PyTorch {self.exact}"
         lowest = ".".join(str(number) for number in self.lowest)
@@ -85,16 +87,22 @@ def wanted_torch(requirements: str, exact: str | None = None) -> Wanted:
 
 
 def choose(wanted: Wanted, configured: list[str], pytorch: list[str], system: str, has_gpu: bool) -> Build:
-    """The newest CPU build, or a build with CUDA if a GPU is here or if there is no other.
+    """Choose the PyTorch to install: a CPU build on Linux without a GPU, if there is one, or else the usual build.
 
     ``configured`` are the versions where pip is configured to look, usually at PyPI, and ``pytorch`` those of PyTorch's
-    own index. On Linux the version of a CPU build ends in ``+cpu``. On macOS every build is one.
+    own index. The usual build has CUDA on Linux, and none on macOS. Raises SetUpError if there is neither.
     """
     if system == "Linux" and not has_gpu:
         build = cpu_build(wanted, configured, pytorch)
         if build is not None:
             return build
+        # Without a CPU build, the one with CUDA works too. It only takes more time and space.
+    return usual_build(wanted, configured, system, has_gpu)
 
+
+def usual_build(wanted: Wanted, configured: list[str], system: str, has_gpu: bool) -> Build:
+    """The newest build that pip takes by itself: with CUDA on Linux, without on macOS. Raises SetUpError if none is."""
+    # A plus sign begins the name of a special build, such as 2.15.0+cpu.
     version = wanted.newest([version for version in configured if "+" not in version])
     if version is None:
         raise SetUpError(
@@ -107,11 +115,15 @@ def choose(wanted: Wanted, configured: list[str], pytorch: list[str], system: st
         why = "with CUDA, because nvidia-smi shows a GPU here"
     else:
         why = "with CUDA, 6 GB on disk, because no index that pip reaches has a CPU build for this Python"
-    return Build(f"torch==={version}", (), f"PyTorch {version}, {why}")
+    return Build(f"torch==={version}", index_options=(), description=f"PyTorch {version}, {why}")
 
 
 def cpu_build(wanted: Wanted, configured: list[str], pytorch: list[str]) -> Build | None:
-    """The newest build for Linux without CUDA; None if there is none. Of equal ones the configured index has it."""
+    """The newest build for Linux without CUDA, whose version ends in ``+cpu``; None if there is none.
+
+    The arguments are those of ``choose``. If both indexes have the newest one, it is taken from the configured one,
+    which may be nearer.
+    """
     configured_cpu = [version for version in configured if version.endswith("+cpu")]
     pytorch_cpu = [version for version in pytorch if version.endswith("+cpu")]
     version = wanted.newest([*configured_cpu, *pytorch_cpu])
@@ -158,10 +170,12 @@ class Environment:
         return answer.stdout.strip() == platform.python_version()
 
     def finish(self) -> None:
+        """Say by files that all is installed: `make` looks for ``ready``."""
         self.unfinished.unlink()
         self.ready.touch()
 
     def pip(self, *arguments: str) -> list[str]:
+        """The command line of this environment's pip with these arguments."""
         return [str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments]
 
     def versions(self, *options: str) -> list[str]:
@@ -194,6 +208,7 @@ class Environment:
 
 
 def ended_within(process: subprocess.Popen, seconds: float) -> bool:
+    """Wait for a process, but not for more than so many seconds; return whether it has ended."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -224,7 +239,9 @@ def chosen_build(environment: Environment, wanted: Wanted) -> Build:
     configured = environment.versions(*options, "--retries", "1")
     pytorch = []
     if system == "Linux" and not has_gpu:
-        pytorch = environment.versions(*options, "--index-url", PYTORCH_INDEX, "--retries", "0", "--timeout", "10")
+        # A machine that cannot reach PyTorch's index should not have to wait for it.
+        in_short = ("--retries", "0", "--timeout", "10")
+        pytorch = environment.versions(*options, "--index-url", PYTORCH_INDEX, *in_short)
     return choose(wanted, configured, pytorch, system, has_gpu)
 
 
@@ -252,6 +269,7 @@ def set_up(folder: Path, torch: str | None) -> None:
 
 
 def main() -> int:
+    """Carry out the command line; return the exit status."""
     parser = argparse.ArgumentParser(description="Set up the virtual environment in which the book runs.")
     parser.add_argument("folder", type=Path, help="where, for example .venv")
     parser.add_argument("torch", nargs="?", help="a version of PyTorch, for example 2.14.1; without it, the newest one")
@@ -267,7 +285,7 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         print("\nStopped. The next make begins again, and keeps what was downloaded completely.", file=sys.stderr)
-        return 130
+        return 130  # as a shell says it of a program that Ctrl-C has ended
     return 0
 
 

@@ -25,7 +25,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import leftovers
 import psutil
@@ -35,7 +34,8 @@ from scripting import stand_alone, torchrun
 from helpers.export import chapters
 
 LONGEST_WAIT = 180  # seconds: a start, a restart or an end that takes longer counts as a hang
-# What chapter 16's script imports: once in the agent, and not in each rank.
+# What chapter 16's script imports. The agent imports it before it forks ranks, so that no rank has to, which would take
+# far longer than the training.
 IMPORTS = [
     "numpy",
     "torch.utils.serialization",
@@ -52,16 +52,26 @@ class Failure(Exception):
 
 
 class Agent:
-    """torchrun's agent, which runs one job of ranks after the other, and the lines that the last job has printed."""
+    """torchrun's agent in a process of its own, which runs one job of ranks after the other.
+
+    The process is tests/support/forked_torchrun.py: with ``--serve`` it reads a job's arguments from its standard
+    input, runs the job, prints ``ended STATUS``, and waits for the next one. ``lines`` are what the latest job has
+    printed, and the file ``errors`` has what all jobs wrote to standard error.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.mark = uuid.uuid4().hex  # in the environment of all its processes
+        self.mark = uuid.uuid4().hex
         self.lines: list[str] = []
         self.errors = folder / "errors.txt"
+        # Without PYTHONPATH and the like, the script cannot find this project: it must not need it.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        environment |= {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1", leftovers.MARK: self.mark}
+        environment["TMPDIR"] = str(folder)
+        environment["OMP_NUM_THREADS"] = "1"
+        # All processes of the job inherit the mark. By it, those that nobody is the parent of are found too.
+        environment[leftovers.MARK] = self.mark
         environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-        # Ranks that start again may read dead ranks' addresses from a store that outlives them.
+        # With this, ranks that start again get a new store. In the agent's store, which outlives them, they might read
+        # the addresses of ranks that are dead.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
@@ -77,13 +87,15 @@ class Agent:
         self.reader.start()
 
     def read(self) -> None:
+        """Collect what the jobs print, in a thread, until the agent ends."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip())
 
     def start(self, script: Path, nproc: int, *flags: str, restarts: int = 0) -> None:
-        """Start a job; the one before has ended."""
-        arguments = [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}", "--monitor-interval=0.02"]
+        """Start a script on ``nproc`` ranks, which torchrun may restart ``restarts`` times. No other job may run."""
+        arguments = [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
+        arguments.append("--monitor-interval=0.02")  # seconds after which the agent looks for dead ranks
         self.lines.clear()
         print(json.dumps([*arguments, *AT_ADDRESS, str(script), *flags]), file=self.process.stdin, flush=True)
 
@@ -92,18 +104,18 @@ class Agent:
         return any(line.startswith(beginning) for line in self.lines)
 
     def status(self) -> int | None:
-        """The job's exit status; None while it runs."""
+        """The job's exit status; None while it runs. Raises Failure if the agent itself has ended."""
         for line in self.lines:
-            if line.startswith("ended "):  # the agent prints it, and waits for the next job
-                return int(line.split()[1])
+            if line.startswith("ended "):
+                return int(line.removeprefix("ended "))
         if self.process.poll() is not None:
             raise Failure(f"the agent ended with status {self.process.returncode}")
         return None
 
     def wait_for(self, condition: Callable[[], object], seconds: float = LONGEST_WAIT, step: float = 0.001) -> bool:
-        """Wait until a condition holds; return whether it held before the job's end.
+        """Wait until a condition holds, and return True; or until the job has ended, and return False.
 
-        Raises Failure after so many seconds without either. It looks again after each ``step`` seconds.
+        The condition is looked at every ``step`` seconds. Raises Failure if after ``seconds`` the job still runs.
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -122,14 +134,19 @@ class Agent:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks that run now, by rank."""
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):  # one that ends just now
+            # The agent forks them in the order of their ranks, so that their process ids grow.
             return sorted(psutil.Process(self.process.pid).children(), key=lambda child: child.pid)
         return []
 
     def end(self) -> int | None:
-        """Wait for the job's end: its exit status. Failure where it hangs or leaves a process."""
+        """Wait for the job's end; return its exit status. Raises Failure if it hangs or leaves a process behind."""
+
+        def only_the_agent_is_left() -> bool:
+            return leftovers.processes(self.mark).keys() == {self.process.pid}
+
         self.wait_for(lambda: self.status() is not None)
-        if not leftovers.wait_until(lambda: leftovers.processes(self.mark).keys() == {self.process.pid}):
+        if not leftovers.wait_until(only_the_agent_is_left):
             raise Failure(f"it left {leftovers.processes(self.mark)}")
         return self.status()
 
@@ -143,15 +160,23 @@ class Agent:
 
 
 def kill(rank: psutil.Process) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
+    """Kill a rank, unless it has ended by itself."""
+    with contextlib.suppress(psutil.NoSuchProcess):
         rank.kill()
 
 
 def doing(folder: Path) -> str:
-    """What a running job does to the checkpoints in its folder: "a write" or "a commit", or else "training"."""
+    """What a running job does to the checkpoints in its folder: "a write" or "a commit", or else "training".
+
+    A checkpoint is written under a hidden name. Its commit begins when it is complete: it then gets its own name, and
+    the oldest checkpoint is hidden and removed.
+    """
     hidden = list(folder.glob(".step_*"))
-    if any(path.suffix != ".part" or Path(path, ".metadata").exists() for path in hidden):
-        return "a commit"  # a checkpoint has all of its files but not its name, or an old one is being removed
+    for path in hidden:
+        is_old = path.suffix != ".part"  # it had its name, and is being removed
+        is_complete = Path(path, ".metadata").exists()  # its last file
+        if is_old or is_complete:
+            return "a commit"
     if hidden:
         return "a write"
     return "training"
@@ -171,49 +196,64 @@ class Restarts:
     CHAPTER = "13"
     NPROC = 2
     EPOCHS = 32  # long enough for some twenty kills
-    STEPS = 480
-    TRAINING = 1.0  # seconds
+    STEPS = 480  # of all epochs
+    TRAINING = 1.0  # seconds after a start-up in which a kill may come
     WAIT_FOR_A_WRITE = 0.3  # seconds
 
     def __init__(self, agent: Agent, script: Path, scratch: Path, luck: random.Random) -> None:
+        """Run the undisturbed job, with whose last lines the others are compared, and measure how long it starts.
+
+        ``scratch`` is a folder for its files, and ``luck`` draws all that is random, so that a seed repeats a run.
+        """
         self.agent = agent
         self.script = script
         self.luck = luck
-        self.kills = 0
         start = time.monotonic()
-        self.start(scratch / "undisturbed", 1000)
+        self.start(scratch / "undisturbed", save_every=1000)
         agent.wait_for(lambda: agent.printed("start "))
-        self.start_up = time.monotonic() - start
+        self.start_up = time.monotonic() - start  # seconds
         self.undisturbed = self.outcome()
 
     def start(self, folder: Path, save_every: int, *flags: str) -> None:
-        flags = ("--epochs", str(self.EPOCHS), "--save-every", str(save_every), "--checkpoint-dir", str(folder), *flags)
-        self.agent.start(self.script, self.NPROC, *flags, restarts=1_000_000)
+        """Start a job that saves its checkpoints in ``folder``, and that torchrun restarts as often as it is killed."""
+        all_flags = ["--epochs", str(self.EPOCHS), "--save-every", str(save_every)]
+        all_flags += ["--checkpoint-dir", str(folder), *flags]
+        self.agent.start(self.script, self.NPROC, *all_flags, restarts=1_000_000)
 
     def outcome(self) -> list[str]:
-        """Wait for the job's end; return the two lines that it prints there: its weights' digest and its result."""
-        status = self.agent.end()
-        endings = [line for line in self.agent.lines if line.startswith(("weights ", "result "))][-2:]
-        if status != 0 or [line.split()[0] for line in endings] != ["weights", "result"]:
-            raise Failure(f"torchrun ended with status {status}")
-        return endings
+        """Wait for the job's end; return the two lines that it prints there: its weights' digest and its result.
 
-    def job(self, folder: Path, most_kills: int) -> None:
-        """Kill ranks of one job until it ends, or until there were so many kills in all. Raises Failure."""
+        Raises Failure if it ends without them.
+        """
+        status = self.agent.end()
+        endings = [line for line in self.agent.lines if line.startswith(("weights ", "result "))]
+        last_two = endings[-2:]
+        if status != 0 or [line.split()[0] for line in last_two] != ["weights", "result"]:
+            raise Failure(f"torchrun ended with status {status}")
+        return last_two
+
+    def job(self, folder: Path, max_kills: int) -> int:
+        """Run one job, and kill ranks of it until it ends, or until there were ``max_kills`` kills.
+
+        Returns the number of kills. Raises Failure if the job ends in another way than the undisturbed one.
+        """
         save_every = self.luck.choice([1, 1, 2, 5])
         emergency = self.luck.choice(["--emergency", "--no-emergency"])
         self.start(folder, save_every, emergency)
-        ranks = self.new_ranks([])
-        while ranks and self.kills < most_kills:
+        kills = 0
+        ranks = self.new_ranks(before=[])
+        while ranks and kills < max_kills:
             was_killed = self.kill_one(folder, ranks)
             if not was_killed:
                 break
-            ranks = self.new_ranks(ranks)
+            kills += 1
+            ranks = self.new_ranks(before=ranks)
 
         outcome = self.outcome()
         if outcome != self.undisturbed:
             raise Failure(f"it is DIFFERENT: {outcome}, not {self.undisturbed}")
         self.check_names(folder)
+        return kills
 
     def check_names(self, folder: Path) -> None:
         """Raise Failure if the folder holds more than checkpoints, and what a kill during the last save may leave."""
@@ -225,7 +265,11 @@ class Restarts:
             raise Failure(f"its folder holds {strange}")
 
     def new_ranks(self, before: list[psutil.Process]) -> list[psutil.Process]:
-        """Wait until torchrun has started ranks that were not there before; [] if the job ends instead."""
+        """Wait until torchrun has started all ranks, and none of them is one of ``before``; return them.
+
+        ``before`` are the ranks of the start whose rank was killed: torchrun ends the others of them first. Returns []
+        if the job ends instead.
+        """
 
         def all_are_new() -> bool:
             ranks = self.agent.ranks()
@@ -236,15 +280,15 @@ class Restarts:
         return []
 
     def kill_one(self, folder: Path, ranks: list[psutil.Process]) -> bool:
-        """Wait for a moment and kill a rank; return whether it did, because the job may end before."""
+        """Wait for a moment and kill one of the ranks; return whether it did, because the job may end before."""
         moment = self.luck.uniform(0, self.start_up + self.TRAINING)
         if self.agent.ends_within(moment):
             return False
-        if self.luck.random() < 0.5:
+        waits_for_a_write = self.luck.random() < 0.5
+        if waits_for_a_write:
             with contextlib.suppress(Failure):  # after this time without a write, it is killed all the same
                 self.agent.wait_for(lambda: doing(folder) == "a write", self.WAIT_FOR_A_WRITE)
         kill(self.luck.choice(ranks))
-        self.kills += 1
         return True
 
 
@@ -259,16 +303,18 @@ class Step:
     norm: float
 
     def agrees_with(self, other: "Step") -> bool:
+        """Whether the two are equal but for the last digit that is printed, which may be rounded the other way."""
         return abs(self.loss - other.loss) < 0.0015 and abs(self.norm - other.norm) < 0.015
 
 
 @dataclass(frozen=True)
-class End:
-    """What one start has printed: the step of the checkpoint that it went on from, its own steps, and its result."""
+class Start:
+    """What came of one start of a job, until it ended or a rank of it was killed."""
 
-    origin: int
-    steps: dict[int, Step]
-    has_result: bool
+    was_killed: bool
+    origin: int  # the step of the checkpoint from which it went on; 0 if it began anew
+    steps: dict[int, Step]  # {number of a step: what it printed} of the steps that it trained itself
+    has_result: bool  # whether it trained to the end, and printed its result
 
 
 class Meshes:
@@ -287,7 +333,8 @@ class Meshes:
     """
 
     CHAPTER = "16"
-    # {(pp, dp, tp): how often it is drawn}. Twice the ranks take about twice the processor time.
+    # {(pipeline stages, data-parallel ranks, tensor-parallel ranks): how often the mesh is drawn}. Twice the ranks take
+    # about twice the processor time, so large meshes are drawn seldom.
     MESHES = {
         (1, 1, 1): 8,
         (2, 1, 1): 4,
@@ -302,53 +349,58 @@ class Meshes:
     SAVE_EVERY = 2
     FLAGS = ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-every", "1", "--backend", "gloo"]
     FLAGS += ["--width", "16", "--layers", "2", "--batch-size", "32", "--warmup", "4"]
-    # {what the job does when it is killed: the share of the seconds between two saves in which the kill comes}
+    # {what the job does when it is killed: how long the kill may wait, as a share of the seconds between two saves}.
+    # A write and a commit are short, so the kill has to come soon after they begin.
     PLACES = {"training": 1.0, "a write": 0.2, "a commit": 0.02}
 
-    def __init__(self, agent: Agent, script: Path, scratch: Path, luck: random.Random, meshes: dict = MESHES) -> None:
-        """Run the uninterrupted job on one rank, and note its steps and the seconds between two saves."""
+    def __init__(self, agent: Agent, script: Path, scratch: Path, luck: random.Random) -> None:
+        """Run the uninterrupted job on one rank, and note its steps and the seconds between two saves.
+
+        ``scratch`` is a folder for its files, and ``luck`` draws all that is random, so that a seed repeats a run.
+        """
         self.agent = agent
         self.script = script
         self.luck = luck
-        self.meshes = meshes
-        self.kills = 0
 
         folder = scratch / "uninterrupted"
         folder.mkdir()
         self.start((1, 1, 1), folder)
         if not agent.wait_for(lambda: doing(folder) == "a write"):
             raise Failure("its checkpoints have their names before they are complete")
-        start = time.monotonic()
+        start = time.monotonic()  # it writes the first checkpoint, after SAVE_EVERY steps
         agent.wait_for(lambda: agent.printed(f"step {3 * self.SAVE_EVERY}:"))
         self.seconds = (time.monotonic() - start) / 2
-        end = self.end()
-        if not end.has_result:
+        uninterrupted = self.end(was_killed=False)
+        if not uninterrupted.has_result:
             raise Failure("the uninterrupted job ends without a result")
-        self.steps = end.steps
+        self.steps = uninterrupted.steps
 
     def start(self, mesh: tuple[int, int, int], folder: Path) -> None:
+        """Start the job on a mesh of (pp, dp, tp) ranks. It goes on from the newest checkpoint in ``folder``."""
         pp, dp, tp = mesh
         flags = [*self.FLAGS, "--checkpoint-dir", str(folder), "--resume", "--pp", str(pp), "--tp", str(tp)]
         self.agent.start(self.script, pp * dp * tp, *flags)
 
-    def end(self) -> End:
-        """Wait for a start's end."""
+    def end(self, was_killed: bool) -> Start:
+        """Wait until the job that was started has ended, and read what it printed."""
         self.agent.end()
         text = "\n".join(self.agent.lines)
+        origin = 0
         checkpoint = re.search(r"going on from step_(\d+)", text)
-        lines = re.findall(r"^step (\d+): loss (\S+), norm (\S+)$", text, re.MULTILINE)
-        return End(
-            origin=int(checkpoint[1]) if checkpoint else 0,
-            steps={int(step): Step(float(loss), float(norm)) for step, loss, norm in lines},
-            has_result=self.agent.printed("result "),
-        )
+        if checkpoint is not None:
+            origin = int(checkpoint[1])
+        steps = {}
+        for number, loss, norm in re.findall(r"^step (\d+): loss (\S+), norm (\S+)$", text, re.MULTILINE):
+            steps[int(number)] = Step(float(loss), float(norm))
+        return Start(was_killed, origin, steps, has_result=self.agent.printed("result "))
 
     def kill_one(self, folder: Path) -> bool:
         """Wait for a moment, then kill a rank; return whether it did, because the job may end before."""
         agent = self.agent
         place = self.luck.choice(list(self.PLACES))
         moment = self.luck.uniform(0, self.PLACES[place] * self.seconds)
-        if not agent.wait_for(lambda: agent.printed("starting anew") or agent.printed("going on")):
+        trains = agent.wait_for(lambda: agent.printed("starting anew") or agent.printed("going on"))
+        if not trains:
             return False
         ranks = agent.ranks()
         if place != "training":
@@ -356,57 +408,72 @@ class Meshes:
         if agent.ends_within(moment) or agent.printed("result") or not ranks:
             return False
         kill(self.luck.choice(ranks))
-        self.kills += 1
         return True
 
-    def job(self, folder: Path, most_kills: int) -> None:
-        """Start and kill a job until it ends by itself, with at most so many kills in all. Raises Failure."""
+    def job(self, folder: Path, max_kills: int) -> int:
+        """Start a job and kill it, again and again, until it has trained to its end. After ``max_kills`` nothing kills.
+
+        Returns the number of kills. Raises Failure if the job loses something.
+        """
         kept_steps: dict[int, Step] = {}  # the steps that are in the weights with which the job goes on
         folder.mkdir()
+        kills = 0
         has_result = False
         while not has_result:
-            end = self.start_and_kill(folder, most_kills)
-            kept_steps = {step: printed for step, printed in kept_steps.items() if step <= end.origin}
-            kept_steps |= end.steps
-            has_result = end.has_result
+            start = self.start_and_kill(folder, may_kill=kills < max_kills)
+            if start.was_killed:
+                kills += 1
+            # Steps after the checkpoint from which this start went on were lost with the kill, and are trained again.
+            kept_steps = {number: step for number, step in kept_steps.items() if number <= start.origin}
+            kept_steps |= start.steps
+            has_result = start.has_result
 
         self.check_steps(kept_steps)
-        self.check_names(folder, trained=bool(end.steps))
+        self.check_names(folder, trained=bool(start.steps))
+        return kills
 
-    def start_and_kill(self, folder: Path, most_kills: int) -> End:
-        """Start the job on a mesh and, while kills are left, kill it. Raises Failure if it loses a checkpoint."""
-        [mesh] = self.luck.choices(list(self.meshes), list(self.meshes.values()))
+    def start_and_kill(self, folder: Path, may_kill: bool) -> Start:
+        """Start the job on a mesh that is drawn and, if it may, kill it. Raises Failure if it loses a checkpoint."""
+        [mesh] = self.luck.choices(list(self.MESHES), list(self.MESHES.values()))
         complete_before = complete(folder)
         self.start(mesh, folder)
         was_killed = False
-        if self.kills < most_kills:
+        if may_kill:
             was_killed = self.kill_one(folder)
         complete_at_kill = complete(folder)
-        end = self.end()
+        start = self.end(was_killed)
         complete_after = complete(folder)
 
-        if not end.has_result and not was_killed:
+        if not start.has_result and not was_killed:
             raise Failure("it ended by itself, without a result")
-        if end.origin != complete_before[-1]:
-            raise Failure(f"it went on from step {end.origin}, and the checkpoints {complete_before} were complete")
+        if start.origin != complete_before[-1]:
+            raise Failure(f"it went on from step {start.origin}, and the checkpoints {complete_before} were complete")
         if complete_after[-1] < complete_at_kill[-1]:
             raise Failure(f"of the checkpoints {complete_at_kill}, complete at the kill, {complete_after} are left")
-        return end
+        return start
 
-    def check_steps(self, history: dict[int, Step]) -> None:
+    def check_steps(self, kept_steps: dict[int, Step]) -> None:
         """Raise Failure unless each step was kept once, and printed what the uninterrupted job's did."""
-        if list(history) != list(range(1, self.STEPS + 1)):
-            raise Failure(f"the steps that it kept are {list(history)}")
-        for number, step in history.items():
+        if list(kept_steps) != list(range(1, self.STEPS + 1)):
+            raise Failure(f"the steps that it kept are {list(kept_steps)}")
+        for number, step in kept_steps.items():
             if not step.agrees_with(self.steps[number]):
                 raise Failure(f"step {number} printed {step}, not {self.steps[number]}")
 
     def check_names(self, folder: Path, trained: bool) -> None:
-        """Raise Failure unless the folder holds the last three checkpoints, or four where nothing was trained."""
+        """Raise Failure unless the folder holds the last three checkpoints and nothing else.
+
+        ``trained`` says whether the last start had steps to train. If it had none, a kill may have come before the last
+        save removed the fourth checkpoint, and nothing has removed it since.
+        """
         names = sorted(path.name for path in folder.iterdir())
         last_four = [f"step_{self.STEPS - self.SAVE_EVERY * back:08}" for back in (3, 2, 1, 0)]
-        if names != last_four[1:] and (trained or names != last_four):
-            raise Failure(f"its folder holds {names}")
+        last_three = last_four[1:]
+        if names == last_three:
+            return
+        if names == last_four and not trained:
+            return
+        raise Failure(f"its folder holds {names}")
 
 
 def complete(folder: Path) -> list[int]:
@@ -416,31 +483,32 @@ def complete(folder: Path) -> list[int]:
 
 
 def kill_many(
-    chapter: type[Restarts] | type[Meshes],
+    kind: type[Restarts] | type[Meshes],
     kills: int,
     seed: int,
     agent: Agent,
     script: Path,
     scratch: Path,
-    *options: Any,
 ) -> int:
     """Run jobs of a chapter until ``kills`` ranks have been killed in all, and compare each with one without a kill.
 
-    Prints a line for each job. Returns 1 if one fails, or 0. ``options`` are further ones of the chapter's class.
+    ``kind`` is the class of the chapter's jobs. It runs the job without a kill when it is created, and then one job
+    after the other. Prints a line for each job. Returns 1 if one fails, or 0.
     """
-    print(f"seed {seed}: python tools/soak.py --chapter {chapter.CHAPTER} --kills {kills} --seed {seed}", flush=True)
+    print(f"seed {seed}: python tools/soak.py --chapter {kind.CHAPTER} --kills {kills} --seed {seed}", flush=True)
+    killed = 0
+    number = 0
     try:
-        jobs = chapter(agent, script, scratch, random.Random(seed), *options)
-        number = 0
-        while jobs.kills < kills:
+        jobs = kind(agent, script, scratch, random.Random(seed))
+        while killed < kills:
             number += 1
-            jobs.job(scratch / f"job{number}", kills)
-            print(f"job {number} is as the undisturbed one, after {jobs.kills} kills in all", flush=True)
+            killed += jobs.job(scratch / f"job{number}", max_kills=kills - killed)
+            print(f"job {number} is as the undisturbed one, after {killed} kills in all", flush=True)
     except Failure as failure:
         print("\n".join([*agent.lines[-40:], *agent.errors.read_text().splitlines()[-40:]]))
         print(f"FAILED: {failure}", flush=True)
         return 1
-    print(f"{jobs.kills} kills in {number} jobs: nothing was lost", flush=True)
+    print(f"{killed} kills in {number} jobs: nothing was lost", flush=True)
     return 0
 
 
@@ -448,7 +516,7 @@ def kill_many(
 
 
 def run_many(script: Path, nproc: int, runs: int, scratch: Path) -> int:
-    """Run a script so many times under torchrun. Returns how many runs ended badly."""
+    """Run a script so many times under torchrun, and print those that end badly. Returns how many there were."""
     bad = 0
     start = time.monotonic()
     for _ in range(runs):
@@ -462,7 +530,7 @@ def run_many(script: Path, nproc: int, runs: int, scratch: Path) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns how many runs or jobs went wrong."""
+    """Carry out the command line; return how many runs or jobs went wrong."""
     kinds = {kind.CHAPTER: kind for kind in (Restarts, Meshes)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chapter", default="04", help="a chapter's number or name, or a notebook's path (04)")
@@ -474,7 +542,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"ranks are killed of chapters {' and '.join(kinds)}, not of {args.chapter}")
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        [script] = chapters.export(args.chapter, scratch / "script")
+        script = chapters.export_script(args.chapter, scratch / "script")
         if not args.kills:
             return sum(run_many(script, nproc, args.runs, scratch) for nproc in (2, 4))
         with contextlib.closing(Agent(scratch)) as agent:

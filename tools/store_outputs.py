@@ -37,12 +37,11 @@ def normalised(nb: NotebookNode) -> NotebookNode:
     if "book" in nb.metadata:
         metadata["book"] = nb.metadata.book
     nb.metadata = nbformat.from_dict(metadata)
-    nb.nbformat_minor = 5
+    nb.nbformat_minor = 5  # the first minor version of format 4 in which cells have ids
     for cell in nb.cells:
-        cell.metadata = nbformat.from_dict({key: value for key, value in cell.metadata.items() if key in CELL_METADATA})
-        folded: dict[str, bool] = {}
-        for tag in cell.metadata.get("tags", []):
-            folded |= dict.fromkeys(FOLDED.get(tag, []), True)
+        kept = {key: value for key, value in cell.metadata.items() if key in CELL_METADATA}
+        cell.metadata = nbformat.from_dict(kept)
+        folded = folded_parts(cell.metadata.get("tags", []))
         if folded:
             cell.metadata["jupyter"] = folded
         for output in cell.get("outputs", []):
@@ -51,9 +50,22 @@ def normalised(nb: NotebookNode) -> NotebookNode:
     return nb
 
 
+def folded_parts(tags: Sequence[str]) -> dict[str, bool]:
+    """What JupyterLab folds of a cell with these tags: ``{"source_hidden": True}``, as the cell's metadata say it."""
+    folded = {}
+    for tag in tags:
+        for part in FOLDED.get(tag, []):
+            folded[part] = True
+    return folded
+
+
 def without_machine_paths(text: str) -> str:
-    """The text with paths that begin at the packages' folder or at the project's, wherever these two are."""
+    """The text of a traceback with paths that begin at the packages' folder or at the project's, wherever these are.
+
+    A kernel's cells have a file name with the process's number in it, such as ipykernel_4711, which goes too.
+    """
     home = str(Path.home())
+    # Folders inside others come first, so that the shortest path remains.
     for folder in [sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(NOTEBOOKS.parent), home]:
         text = text.replace(f"{folder}/", "")
         if folder.startswith(f"{home}/"):  # IPython writes ~ for the home folder
@@ -67,18 +79,30 @@ def text_of(nb: NotebookNode) -> str:
 
 
 def run(path: Path) -> NotebookNode:
-    """Run the notebook in a new kernel, in the notebook's folder; return the notebook with its new outputs."""
+    """Run the notebook in a new kernel, in the notebook's folder; return the notebook with its new outputs.
+
+    Raises CellExecutionError for a cell that raises, unless its tags allow it, and FileNotFoundError.
+    """
     nb = nbformat.read(path, as_version=4)
     client = NotebookClient(
-        nb, timeout=600, kernel_name="python3", coalesce_streams=True, store_widget_state=False,
+        nb,
+        timeout=600,  # seconds of a cell
+        kernel_name="python3",
+        coalesce_streams=True,  # one output for all that a cell prints, however many messages brought it
+        store_widget_state=False,
         resources={"metadata": {"path": str(path.parent)}},
-    )  # fmt: skip
+    )
     return client.execute()
 
 
 def main(names: Sequence[str]) -> str | None:
-    """Run the notebooks, all if there are no names; return what went wrong."""
-    paths = [Path(name) for name in names] or sorted(NOTEBOOKS.glob("*.ipynb"))
+    """Run the notebooks at these paths, or all if there are none, and store their outputs.
+
+    Returns what went wrong, in words; None if nothing did. A notebook of which a cell fails is left as it was.
+    """
+    paths = [Path(name) for name in names]
+    if not paths:
+        paths = sorted(NOTEBOOKS.glob("*.ipynb"))
     for path in paths:
         try:
             nb = run(path)
@@ -87,7 +111,8 @@ def main(names: Sequence[str]) -> str | None:
         except CellExecutionError as error:
             return f"{error}\n{path} is unchanged: the cell above failed."
         path.write_text(text_of(normalised(nb)), encoding="utf-8")
-        print(f"{path}: {sum(cell.cell_type == 'code' for cell in nb.cells)} cells run, outputs stored")
+        code_cells = [cell for cell in nb.cells if cell.cell_type == "code"]
+        print(f"{path}: {len(code_cells)} cells run, outputs stored")
     return None
 
 

@@ -66,51 +66,58 @@ FEATURES = "--layout-features=kern,mark,mkmk,ccmp,locl,tnum"  # no ligatures: a 
 
 
 def subset(font: Path, out: Path, *options: str) -> None:
+    """Write a font with only some of its characters, as ``options`` of fonttools' pyftsubset say."""
     names = "--name-IDs=0,1,2,3,4,5,6,13,14"  # what a font says of itself and of its licence
     command = ["pyftsubset", str(font), f"--output-file={out}", "--no-hinting", "--flavor=woff2", names, *options]
     subprocess.run(command, check=True)
 
 
 def make_fonts(package: Package) -> None:
-    """Fetch a family, and write its fonts with the characters of the pages, and its licence."""
+    """Fetch a family from npm, and write its fonts with the characters of the pages, and its licence."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         subprocess.run(["npm", "pack", "--silent", package.name], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        with tarfile.open(next(folder.glob("*.tgz"))) as archive:
+        [archive_file] = folder.glob("*.tgz")
+        with tarfile.open(archive_file) as archive:
             archive.extractall(folder, filter="data")
+        contents = folder / "package"  # the folder that each archive of npm has
         for theirs, ours in package.fonts.items():
-            subset(folder / "package" / theirs, FONTS / ours, f"--unicodes={','.join(CHARACTERS)}", FEATURES)
-        licence = (folder / "package" / package.licence).read_text()
+            subset(contents / theirs, FONTS / ours, f"--unicodes={','.join(CHARACTERS)}", FEATURES)
+        licence = (contents / package.licence).read_text()
     text = f"{package.family}, from the npm package {package.name}\n\n{licence}"
     (FONTS / f"{package.family}-OFL.txt").write_text(text)
 
 
 def add_nabla(path: Path) -> None:
-    """Neither family has a nabla, which a formula needs. It is a delta that stands on its head."""
+    """Add the character ∇, which a formula needs and which neither family has: a capital delta upside down."""
     font = TTFont(path)
     delta = font.getBestCmap()[CAPITAL_DELTA]
     shape = font["glyf"][delta]
+    # (xx, xy, yx, yy, dx, dy): y becomes -y, and is moved up so that the shape stays between the same two heights.
     upside_down = (1, 0, 0, -1, 0, shape.yMin + shape.yMax)
     pen = TTGlyphPen(None)
     font.getGlyphSet()[delta].draw(TransformPen(pen, upside_down))
     font["glyf"]["nabla"] = pen.glyph()
-    font["hmtx"]["nabla"] = font["hmtx"][delta]
+    font["hmtx"]["nabla"] = font["hmtx"][delta]  # the same width
     for table in font["cmap"].tables:
         table.cmap[NABLA] = "nabla"
     font.save(path)
 
 
 def make_icons() -> None:
-    """The icons of the theme, Font Awesome's, that pages show: those that fonts.css lists."""
+    """Make the theme's icon fonts, Font Awesome's, small: only the icons that fonts.css lists, which pages show."""
     static = Path(str(files("pydata_sphinx_theme"))) / "theme" / "pydata_sphinx_theme" / "static"
     style_sheet = (FONTS / "fonts.css").read_text(encoding="utf-8")
     for font, ours in {"fa-solid-900": "Icons-Solid", "fa-brands-400": "Icons-Brands"}.items():
-        [codes] = re.findall(rf"url\({ours}\.woff2\).*?unicode-range: ([^;]+);", style_sheet, flags=re.S)
+        # In the style sheet each font has a rule with its file and, after it, the list of its characters.
+        [characters] = re.findall(rf"url\({ours}\.woff2\).*?unicode-range: ([^;]+);", style_sheet, flags=re.S)
+        without_spaces = "".join(characters.split())
         theirs = static / "vendor" / "fontawesome" / "webfonts" / f"{font}.ttf"
-        subset(theirs, FONTS / f"{ours}.woff2", f"--unicodes={''.join(codes.split())}")
+        subset(theirs, FONTS / f"{ours}.woff2", f"--unicodes={without_spaces}")
 
 
 def main() -> None:
+    """Write all fonts of the book anew."""
     for package in PACKAGES:
         make_fonts(package)
     add_nabla(FONTS / "Inter-Regular.woff2")

@@ -7,6 +7,7 @@ from chromium import Missing, chromium
 
 ROOT = Path(__file__).parents[1]
 PAGE = "book/intro.html"
+# A style sheet that hides all of the page but its title and the moving picture.
 ALONE = """
   .bd-article > section > :not(h1, .hero), .bd-sidebar-primary, .bd-sidebar-secondary, .bd-header-article,
   .hero-run, .hero-other, .headerlink { display: none !important; }

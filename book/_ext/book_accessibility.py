@@ -9,6 +9,7 @@ from sphinx.application import Sphinx
 
 
 def drop_roles(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object) -> None:
+    """Remove the two roles from a page. Sphinx calls it when it has made the page's HTML, ``context["body"]``."""
     body = context.get("body", "")
     if "citation-list" in body:
         body = body.replace('<div role="list" class="citation-list">', '<div class="citation-list">')

@@ -13,10 +13,11 @@ from sphinx.errors import ConfigError
 
 LOGO = "_static/favicon.svg"
 ADDRESS_PAGE = "book/how_to_run"
-GITHUB = re.compile(r"https://github\.com/([\w.-]+)/([\w.-]+)")
+GITHUB = re.compile(r"https://github\.com/(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)")
 
 
 def add_logo(app: Sphinx, config: Config) -> None:
+    """Put the book's logo and its title above the list of pages."""
     config.html_theme_options["logo"] = {"image_light": LOGO, "image_dark": LOGO, "text": config.html_title}
 
 
@@ -31,7 +32,7 @@ def add_repository(app: Sphinx, config: Config) -> None:
             f"BOOK_REPOSITORY_URL is {url!r}, which is not the address of a repository on GitHub. "
             "Correct it, or unset it to build the book without links to a repository."
         )
-    owner, name = repository.groups()
+    name = repository["name"]
     config.html_theme_options.update(
         repository_url=url,
         repository_branch="main",
@@ -44,11 +45,15 @@ def add_repository(app: Sphinx, config: Config) -> None:
             "colab_url": "https://colab.research.google.com",
         },
     )
-    config.html_baseurl = f"https://{owner.lower()}.github.io/{name}/"  # each page names its own address below it
+    # GitHub Pages serves the book from a folder with the repository's name. Each page names its own address below it.
+    config.html_baseurl = f"https://{repository['owner'].lower()}.github.io/{name}/"
     config.ogp_site_url = config.html_baseurl
+    # The page 404 is shown at any address, so its links cannot be relative: they begin at the root, "/", and have to
+    # begin at the book's folder instead.
     config.notfound_urls_prefix = f"/{name}/"
-    page = config.notfound_context["body"].replace('href="/', f'href="/{name}/')
-    config.notfound_context = {**config.notfound_context, "body": page}
+    context = dict(config.notfound_context)
+    context["body"] = context["body"].replace('href="/', f'href="/{name}/')
+    config.notfound_context = context
 
 
 def fill_in_address(app: Sphinx, page: str, text: list[str]) -> None:

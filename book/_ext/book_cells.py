@@ -27,13 +27,14 @@ MAX_NAMES = 4  # in a box's title
 
 
 def has_tag(cell: nodes.Element, tag: str) -> bool:
+    """Whether a notebook's cell has a tag. On the page, myst-nb makes a class of each."""
     return f"tag_{tag}" in cell["classes"]
 
 
 def title_of(cell: nodes.Element, box: nodes.Element, solution: int) -> str:
-    """The title of a closed box of a cell on the page."""
+    """The title of a closed box of a cell on the page. ``solution`` is the number of the page's latest solution."""
     tags = [name.removeprefix("tag_") for name in cell["classes"]]
-    hides_output = "above-input" not in box["classes"]
+    hides_output = "above-input" not in box["classes"]  # myst-nb's class of a box that has code
     return box_title(tags, listing_of(cell).astext(), hides_output, has_figure(cell), solution)
 
 
@@ -64,10 +65,12 @@ def title_of_code(source: str) -> str:
 
 
 def listing_of(cell: nodes.Element) -> nodes.literal_block:
+    """The code of a cell on the page. It comes before the outputs, which may be listings too."""
     return next(iter(cell.findall(nodes.literal_block)))
 
 
 def has_figure(cell: nodes.Element) -> bool:
+    """Whether a cell on the page shows a figure of helpers.figures."""
     return any('<figure class="wso' in raw.astext() for raw in cell.findall(nodes.raw))
 
 
@@ -86,21 +89,29 @@ def shown_lines(source: str) -> int:
     except SyntaxError:  # the cell begins with a magic, such as %%ranks
         return len(lines)
     before_checks = statements[: start_of_checks(statements)]
-    possible_cuts = []  # the number of the line after which the cell can be cut
-    for statement in before_checks:
-        for part in [*methods_of(statement), statement]:
-            possible_cuts.append(end_of(part))
-    cuts_on_the_screen = [line for line in possible_cuts if line <= MAX_OPEN_LINES]
-    if cuts_on_the_screen:
-        open_lines = max(cuts_on_the_screen)
-    elif before_checks:
-        open_lines = end_of(before_checks[0])  # a function that is longer than a screen stays whole
-    else:
-        open_lines = 0
+    open_lines = 0
+    if before_checks:
+        open_lines = last_line_on_the_screen(before_checks)
     closed_lines = [line for line in lines[open_lines:] if line]
     if len(closed_lines) < MIN_CLOSED_LINES:
         return len(lines)
     return open_lines
+
+
+def last_line_on_the_screen(statements: Sequence[ast.stmt]) -> int:
+    """The number of the last line, from 1, that a screen shows of a cell that begins with these statements.
+
+    It is the last line of a statement, or of a method, so that none is cut in two. A first statement that is longer
+    than the screen stays whole, too.
+    """
+    last_lines = []
+    for statement in statements:
+        last_lines += [end_of(method) for method in methods_of(statement)]
+        last_lines.append(end_of(statement))
+    on_the_screen = [line for line in last_lines if line <= MAX_OPEN_LINES]
+    if not on_the_screen:
+        return end_of(statements[0])
+    return max(on_the_screen)
 
 
 def start_of_checks(statements: Sequence[ast.stmt]) -> int:
@@ -116,6 +127,7 @@ def start_of_checks(statements: Sequence[ast.stmt]) -> int:
 
 
 def end_of(statement: ast.stmt) -> int:
+    """The number of a statement's last line, from 1. It is known of each statement that was parsed."""
     assert statement.end_lineno is not None
     return statement.end_lineno
 
@@ -125,13 +137,14 @@ def is_definition(statement: ast.stmt) -> bool:
 
 
 def methods_of(statement: ast.stmt) -> list[ast.stmt]:
-    """The methods of a class, between which it can be cut."""
+    """The methods of a class, between which it can be cut; none for another statement."""
     if isinstance(statement, ast.ClassDef):
         return [part for part in statement.body if is_definition(part)]
     return []
 
 
 def asserts_or_prints(statement: ast.stmt) -> bool:
+    """Whether an assert or a print is anywhere in a statement, such as in the body of a loop."""
     for node in ast.walk(statement):
         if isinstance(node, ast.Assert):
             return True
@@ -150,31 +163,47 @@ class ShowCells(SphinxPostTransform):
     formats = ("html",)
 
     def run(self, **kwargs: Any) -> None:
+        """Change the cells of one page, ``self.document``, from its top to its end: solutions are numbered in order."""
         cells = [node for node in self.document.findall(nodes.container) if node.get("nb_element") == "cell_code"]
         solution = 0
         for cell in cells:
             if has_tag(cell, "solution"):
                 solution += 1
-            for child in cell.children:
-                if isinstance(child, HideCodeCellNode):
-                    title = title_of(cell, child, solution)
-                    child["prompt_show"] = title
-                    child["prompt_hide"] = title
-            if has_figure(cell) and has_tag(cell, "hide-input"):
-                code, *outputs = cell.children
-                cell.children = [*outputs, code]  # the figure comes first, then the code that draws it
-            elif cell.children and cell.children[0].get("nb_element") == "cell_code_source":
+            give_titles(cell, solution)
+            if has_tag(cell, "hide-input") and has_figure(cell):
+                put_figure_first(cell)
+            if code_is_open(cell):
                 mark_mistake(cell)
                 close_end(cell)
             if has_tag(cell, "diff"):
                 color_diff(cell)
-        for cell in cells:
             if has_tag(cell, "imports"):
                 put_behind_figure(cell)
 
 
+def give_titles(cell: nodes.Element, solution: int) -> None:
+    """Give each closed box of a cell its title. ``solution`` is the number of the page's latest solution."""
+    for child in cell.children:
+        if isinstance(child, HideCodeCellNode):
+            title = title_of(cell, child, solution)
+            child["prompt_show"] = title
+            child["prompt_hide"] = title
+
+
+def put_figure_first(cell: nodes.Element) -> None:
+    """Move the closed box with a figure's code below the figure. A cell's first child is its code."""
+    code_box = cell.children[0]
+    outputs = cell.children[1:]
+    cell.children = [*outputs, code_box]
+
+
+def code_is_open(cell: nodes.Element) -> bool:
+    """Whether a cell shows its code. If tags close the code, myst-nb has put it into a box, or has left it out."""
+    return bool(cell.children) and cell.children[0].get("nb_element") == "cell_code_source"
+
+
 def mark_mistake(cell: nodes.Element) -> None:
-    """Say of code that is wrong on purpose what is wrong with it."""
+    """Say above code that is wrong on purpose what is wrong with it, if a tag of the open cell says so."""
     code = cell.children[0]
     assert isinstance(code, nodes.Element)
     for tag, text in MISTAKES.items():
@@ -185,34 +214,42 @@ def mark_mistake(cell: nodes.Element) -> None:
 
 def color_diff(cell: nodes.Element) -> None:
     """Color the lines of a cell's output as those of a diff."""
-    _, *outputs = cell.findall(nodes.literal_block)
-    for output in outputs:
+    listings = list(cell.findall(nodes.literal_block))
+    for output in listings[1:]:  # the first one is the code
         output["language"] = "diff"
 
 
 def close_end(cell: nodes.Element) -> None:
-    """Put the lines of an open cell that are not shown into a closed box below the others."""
+    """Put the lines of an open cell that are not shown into a closed box below the others.
+
+    If all of the cell is a check, its code as a whole goes into the box.
+    """
     code = cell.children[0]
     assert isinstance(code, nodes.Element)
     listing = listing_of(code)
     source = listing.astext()
     lines = source.splitlines()
     open_lines = shown_lines(source)
-    if open_lines == 0:  # all of the cell is a check
+    if open_lines == len(lines):
+        return
+    if open_lines == 0:
         cell.replace(code, closed_box(CHECKED, code.deepcopy()))
-    elif open_lines < len(lines):
-        closed_listing = listing.deepcopy()
-        set_text(listing, "\n".join(lines[:open_lines]).strip("\n"))
-        set_text(closed_listing, "\n".join(lines[open_lines:]).strip("\n"))
-        code.append(closed_box(title_of_code(closed_listing.astext()), closed_listing))
+        return
+    closed_listing = listing.deepcopy()  # with its language and its look
+    set_text(listing, "\n".join(lines[:open_lines]).strip("\n"))
+    set_text(closed_listing, "\n".join(lines[open_lines:]).strip("\n"))
+    title = title_of_code(closed_listing.astext())
+    code.append(closed_box(title, closed_listing))
 
 
 def set_text(listing: nodes.literal_block, text: str) -> None:
+    """Replace the text of a listing. Sphinx colours a listing only if its source is the same as its text."""
     listing.rawsource = text
     listing.children = [nodes.Text(text)]
 
 
 def closed_box(title: str, content: nodes.Node) -> HideCodeCellNode:
+    """A closed box with code, as myst-nb makes it for a cell with the tag hide-input."""
     box = HideCodeCellNode(prompt_show=title, prompt_hide=title, classes=["above-input"])
     box.append(content)
     return box
@@ -225,18 +262,22 @@ def put_behind_figure(imports: nodes.Element) -> None:
     """
     parent = imports.parent
     position = parent.index(imports)
-    next_cells = parent[position + 1 : position + 2]  # one, or none at the end of the page
-    if next_cells and isinstance(next_cells[0], nodes.container) and has_figure(next_cells[0]):
+    if position + 1 == len(parent):
+        return
+    next_cell = parent[position + 1]
+    if isinstance(next_cell, nodes.container) and has_figure(next_cell):
         parent.remove(imports)
         parent.insert(position + 1, imports)
 
 
 def open_box(self: Any, node: HideCodeCellNode) -> None:
+    """Write the start of a closed box as HTML. Sphinx calls it with its translator as ``self``."""
     classes = " ".join(node["classes"])
     self.body.append(f'<details class="hide {classes}"><summary>{self.encode(node["prompt_show"])}</summary>\n')
 
 
 def end_box(self: Any, node: HideCodeCellNode) -> None:
+    """Write the end of a closed box as HTML."""
     self.body.append("</details>\n")
 
 

@@ -1,4 +1,4 @@
-"""A chapter's cells by their ids, for the pages that show a cell of it: the first page and its moving picture."""
+"""Where a page is, and a chapter's cells by their ids, for the first page and its moving picture, which show some."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,13 @@ from typing import Any
 from sphinx.errors import ExtensionError
 
 
+def root_of(page: Path) -> Path:
+    """The folder of the project, of a page's file in one of its folders, book or notebooks."""
+    return page.parent.parent
+
+
 class Chapter:
-    """The cells of a notebook, with their stored outputs. Raises ExtensionError for what it does not have."""
+    """A notebook's cells with their stored outputs. The methods raise ExtensionError for what it does not have."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
@@ -16,6 +21,7 @@ class Chapter:
         self.cells = {cell["id"]: cell for cell in cells}
 
     def cell(self, cell_id: str) -> dict[str, Any]:
+        """A cell as nbformat stores it: ``source`` and texts of outputs are lists of lines."""
         if cell_id not in self.cells:
             raise ExtensionError(f"{self.name} has no cell {cell_id!r}, which the first page shows.")
         return self.cells[cell_id]

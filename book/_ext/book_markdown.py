@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from book_cells import MISTAKES, box_title, shown_lines, title_of_code
-from book_chapter import Chapter
+from book_chapter import Chapter, root_of
 from book_measured import with_measurements
 from book_sabotage import totals
 from book_verified import last_run
 from front_page import minutes, with_chapters
-from hero import RUNS, panel_of
+from hero import CHAPTER, RUNS, panel_of
 from pybtex.database import BibliographyData, parse_file
 from sphinx.application import Sphinx
 
@@ -39,10 +39,10 @@ CAPTION = re.compile(r"<figcaption>(.*?)</figcaption>", flags=re.S)
 
 
 def markdown(source: Path) -> str:
-    """A page's text as Markdown; of a notebook also its cells, with what they print."""
+    """A page's text as Markdown; of a notebook also its cells, with what they print. ``source`` is the page's file."""
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".md":
-        return text_of(with_chapters(text, root=source.parents[1]), source)
+        return text_of(with_chapters(text, root_of(source)), source)
     parts = []
     solution = 0
     for cell in json.loads(text)["cells"]:
@@ -59,7 +59,10 @@ def markdown(source: Path) -> str:
 
 
 def parts_of_cell(cell: dict[str, Any], solution: int) -> list[str]:
-    """What the page shows of a code cell, in its order. ``solution`` is the number of the page's latest solution."""
+    """What the page shows of a code cell, in its order, as pieces of Markdown.
+
+    ``solution`` is the number of the page's latest solution.
+    """
     source = "".join(cell["source"])
     tags = cell["metadata"].get("tags", [])
     language = "text"
@@ -67,20 +70,26 @@ def parts_of_cell(cell: dict[str, Any], solution: int) -> list[str]:
         language = "diff"
     outputs = [part for output in cell["outputs"] for part in parts_of_output(output, language)]
     has_figure = any(part.startswith("*Figure: ") for part in outputs)
-
-    def title(hides_output: bool) -> str:
-        return box_title(tags, source, hides_output, has_figure, solution)
+    title_of_code_box = box_title(tags, source, hides_output=False, has_figure=has_figure, solution=solution)
+    title_of_output_box = box_title(tags, source, hides_output=True, has_figure=has_figure, solution=solution)
 
     if "hide-cell" in tags:
-        return [details(title(hides_output=False), fenced(source, "python"), *outputs)]
+        return [details(title_of_code_box, fenced(source, "python"), *outputs)]
     if "hide-input" in tags:
-        code = details(title(hides_output=False), fenced(source, "python"))
+        code = details(title_of_code_box, fenced(source, "python"))
         if "hide-output" in tags:
-            return [code, details(title(hides_output=True), *outputs)]
+            return [code, details(title_of_output_box, *outputs)]
         if has_figure:  # the figure comes first, then its code
             return [*outputs, code]
         return [code, *outputs]
+    parts = parts_of_open_code(source, tags)
+    if "hide-output" in tags:
+        return [*parts, details(title_of_output_box, *outputs)]
+    return parts + outputs
 
+
+def parts_of_open_code(source: str, tags: list[str]) -> list[str]:
+    """What the page shows of code that no tag closes: its mark, the open lines, and the others in a closed box."""
     lines = source.splitlines()
     shown = shown_lines(source)
     parts = [f"*{MISTAKES[tag]}:*" for tag in tags if tag in MISTAKES]
@@ -89,13 +98,15 @@ def parts_of_cell(cell: dict[str, Any], solution: int) -> list[str]:
     if shown < len(lines):
         end = "\n".join(lines[shown:]).strip("\n")
         parts.append(details(title_of_code(end), fenced(end, "python")))
-    if "hide-output" in tags:
-        return [*parts, details(title(hides_output=True), *outputs)]
-    return parts + outputs
+    return parts
 
 
 def parts_of_output(output: dict[str, Any], language: str) -> list[str]:
-    """An output as Markdown. Of a figure it is what the figure shows in words, and its caption."""
+    """An output of a cell as pieces of Markdown. ``language`` is that of what the cell prints.
+
+    A figure is an SVG, which Markdown does not show. Its text for terminals, ``Figure: …``, says what it shows in
+    words, and its HTML has a caption. These two take its place.
+    """
     if output["output_type"] == "stream":
         return [fenced("".join(output["text"]), language)]
     if output["output_type"] == "error":
@@ -103,14 +114,17 @@ def parts_of_output(output: dict[str, Any], language: str) -> list[str]:
     text = "".join(output["data"].get("text/plain", ""))
     if not text.startswith("Figure: "):
         return [fenced(text, language)]
-    caption = CAPTION.search("".join(output["data"].get("text/html", "")))
     parts = [f"*{text}*"]
+    page = "".join(output["data"].get("text/html", ""))
+    caption = CAPTION.search(page)
     if caption is not None:
-        parts.append(html.unescape(re.sub("<[^>]+>", "", caption[1])))
+        without_tags = re.sub("<[^>]+>", "", caption[1])
+        parts.append(html.unescape(without_tags))
     return parts
 
 
 def fenced(text: str, language: str) -> str:
+    """A block of code. Its fence is longer than any in the text."""
     fence = "```"
     while fence in text:
         fence += "`"
@@ -138,70 +152,92 @@ def text_of(text: str, source: Path) -> str:
 
 
 def without_directives(text: str, source: Path) -> str:
+    """The text with what each directive inserts in its place, also inside of others.
+
+    A directive that DIRECTIVES does not have stays as it was written.
+    """
+
     def replacement(directive: re.Match[str]) -> str:
-        options = {}
-        lines = directive["body"].splitlines()
-        for line in list(lines):
-            option = OPTION.fullmatch(line)
-            if option is None:
-                break
-            options[option["name"]] = option["value"]
-            del lines[0]
-        body = without_directives("\n".join(lines).strip("\n"), source)
         show = DIRECTIVES.get(directive["name"])
         if show is None:
             return directive[0]
+        options, content = options_and_content(directive["body"].splitlines())
+        body = without_directives("\n".join(content).strip("\n"), source)
         return show(directive["argument"].strip(), options, body, source)
 
     return DIRECTIVE.sub(replacement, text)
 
 
+def options_and_content(lines: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Divide the lines inside a directive: its options, which come first (``:name: value``), and the other lines."""
+    options: dict[str, str] = {}
+    for position, line in enumerate(lines):
+        option = OPTION.fullmatch(line)
+        if option is None:
+            return options, lines[position:]
+        options[option["name"]] = option["value"]
+    return options, []
+
+
 def text_of_role(role: re.Match[str], source: Path) -> str:
+    """A role as Markdown: of {term}`rank <Rank>` the word rank. ``role`` is a match of ROLE in the file ``source``."""
     text = role["text"]
     target = text
     with_target = WITH_TARGET.fullmatch(text)
     if with_target is not None:
-        text, target = with_target.groups()
+        text = with_target["text"]
+        target = with_target["target"]
     match role["name"]:
         case "download":
             return f"[{text}]({target})"
         case "minutes":
-            return f"{minutes(source.parents[1] / 'notebooks' / f'{text}.ipynb')} minutes"
+            notebook = root_of(source) / "notebooks" / f"{text}.ipynb"
+            return f"{minutes(notebook)} minutes"
         case "cite":
             works = bibliography(source).entries
-            return "(" + "; ".join(title_with_link(works[key.strip()]) for key in text.split(",")) + ")"
-    return text
+            titles = [title_with_link(works[key.strip()]) for key in text.split(",")]
+            return f"({'; '.join(titles)})"
+    return text  # of a term
 
 
 def bibliography(source: Path) -> BibliographyData:
-    return works_in(source.parents[1] / "book" / "references.bib")
+    """The works that the book cites. ``source`` is the file of any page."""
+    return works_in(root_of(source) / "book" / "references.bib")
 
 
 @functools.cache
 def works_in(path: Path) -> BibliographyData:
+    """The works in a file, which is parsed once for all pages."""
     return parse_file(path)
 
 
 def title_with_link(work: Any) -> str:
-    title = re.sub(r"[{}]", "", work.fields["title"])
+    """A work's title, as a link if the work has an address."""
+    title = re.sub(r"[{}]", "", work.fields["title"])  # braces keep BibTeX from changing capital letters
     if "url" not in work.fields:
         return title
     return f"[{title}]({work.fields['url']})"
 
 
 # --- what each directive inserts --------------------------------------------------------------------------------------
+#
+# All these functions have the same four arguments, for the table DIRECTIVES: what stands on the directive's first line
+# (a title, a file's name, or nothing), its options, the text inside it as Markdown, and the page's file.
 
 
 def admonition(title: str, options: dict[str, str], body: str, source: Path) -> str:
+    """A box: a quotation that begins with the title."""
     lines = [f"**{title}**", "", *body.splitlines()]
     return "\n".join(f"> {line}".rstrip() for line in lines)
 
 
 def dropdown(title: str, options: dict[str, str], body: str, source: Path) -> str:
+    """A closed box."""
     return details(title, body)
 
 
 def literalinclude(name: str, options: dict[str, str], body: str, source: Path) -> str:
+    """The lines of a file that the options choose, as a block of code. ``name`` is its path from the page's folder."""
     lines = (source.parent / name).read_text(encoding="utf-8").splitlines()
     if "lines" in options:  # "4-": from the fourth on
         lines = lines[int(options["lines"].removesuffix("-")) - 1 :]
@@ -219,12 +255,14 @@ def position_of(quoted_text: str, lines: list[str]) -> int:
 
 
 def image(name: str, options: dict[str, str], body: str, source: Path) -> str:
+    """What an image shows, in words."""
     return f"*Figure: {options['alt']}*"
 
 
 def cell(names: str, options: dict[str, str], body: str, source: Path) -> str:
+    """A cell of a chapter: ``names`` are the notebook's name and the cell's id."""
     chapter_name, cell_id = names.split()
-    shown = Chapter(source.parents[1] / "notebooks" / f"{chapter_name}.ipynb").cell(cell_id)
+    shown = Chapter(root_of(source) / "notebooks" / f"{chapter_name}.ipynb").cell(cell_id)
     outputs = [part for output in shown["outputs"] for part in parts_of_output(output, "text")]
     if "output-only" in options:
         return "\n\n".join(outputs)
@@ -233,28 +271,35 @@ def cell(names: str, options: dict[str, str], body: str, source: Path) -> str:
 
 def hero(argument: str, options: dict[str, str], body: str, source: Path) -> str:
     """The first page's moving picture: the loop with each of its mistakes, and how it ends."""
-    chapter = Chapter(source.parents[1] / "notebooks" / "00_first_run.ipynb")
+    chapter = Chapter(root_of(source) / CHAPTER)
     parts = []
     for place in RUNS:
         panel = panel_of(chapter, place, repaired=False)
         code = "\n".join(line.text for line in panel.lines)
-        parts += [f"**{place.capitalize()}:** {panel.frames[-1].says}"]
-        parts += [fenced(code, "python"), fenced(panel.shown_output, "text")]
+        parts.append(f"**{place.capitalize()}:** {panel.frames[-1].says}")
+        parts.append(fenced(code, "python"))
+        parts.append(fenced(panel.shown_output, "text"))
     return "\n\n".join(parts)
 
 
 def csv_table(title: str, options: dict[str, str], body: str, source: Path) -> str:
+    """The file that the option ``file`` names, as a table. Its first row is the head."""
     with (source.parent / options["file"]).open(encoding="utf-8", newline="") as file:
         head, *rows = csv.reader(file)
     return table(head, rows)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    """A table of Markdown."""
+    lines = []
+    for row in [head, ["---"] * len(head), *rows]:
+        cells = [text.replace("|", "\\|") for text in row]  # a bar would begin another cell
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def lies(name: str, options: dict[str, str], body: str, source: Path) -> str:
+    """How many lies, which are planted faults, each chapter noticed. ``name`` is the path of the record."""
     sentence, head, rows = totals(source.parent / name)
     return f"{sentence}\n\n{table(head, rows)}"
 
@@ -265,6 +310,7 @@ def planner(argument: str, options: dict[str, str], body: str, source: Path) -> 
 
 
 def references(argument: str, options: dict[str, str], body: str, source: Path) -> str:
+    """The list of the works that the book cites."""
     lines = []
     for work in bibliography(source).entries.values():
         authors = ", ".join(str(person) for person in work.persons.get("author", []))
@@ -273,6 +319,7 @@ def references(argument: str, options: dict[str, str], body: str, source: Path) 
 
 
 def as_it_is(argument: str, options: dict[str, str], body: str, source: Path) -> str:
+    """The text inside the directive alone."""
     return body
 
 
@@ -294,6 +341,7 @@ DIRECTIVES: dict[str, Callable[[str, dict[str, str], str, Path], str]] = {
 
 
 def write_pages(app: Sphinx, exception: Exception | None) -> None:
+    """Write the Markdown of all pages beside their HTML, and llms.txt. Sphinx calls it at the end of a build."""
     if exception or app.builder.format != "html":
         return
     lines = [f"# {app.config.html_title}", "", f"> {PROMISE}", ""]

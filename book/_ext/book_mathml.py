@@ -16,13 +16,15 @@ def mathml(latex: str, display: str) -> str:
 
 
 def write_inline_formula(self: Any, node: nodes.math) -> None:
+    """Write a formula in a line of text. Sphinx calls it with its translator as ``self``."""
     self.body.append(f'<span class="math notranslate nohighlight">{mathml(node.astext(), "inline")}</span>')
-    raise nodes.SkipNode
+    raise nodes.SkipNode  # its text is written
 
 
 def write_formula(self: Any, node: nodes.math_block) -> None:
+    """Write a formula on a line of its own."""
     self.body.append(f'<div class="math notranslate nohighlight">{mathml(node.astext(), "block")}</div>\n')
-    raise nodes.SkipNode
+    raise nodes.SkipNode  # its text is written
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

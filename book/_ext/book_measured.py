@@ -20,6 +20,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from book_chapter import root_of
 from book_verified import MONTHS
 from docutils import nodes
 from docutils.parsers.rst.directives.admonitions import Admonition
@@ -34,6 +35,7 @@ from helpers.verify.record import Figure, Prediction, Record, read
 
 FOLDER = "book/measured"
 FACTS = ("machine", "date", "commit", "command")  # without these, a reader cannot know whose number it is
+# In the text of a page, a box with its classes. Its end is a fence on a line of its own.
 BOX = re.compile(
     r"^(?P<head>:{3,}\{admonition\}[^\n]*\n:class:(?P<classes>[^\n]*)\n)(?P<content>.*?)^(?P<end>:{3,})$",
     flags=re.M | re.S,
@@ -156,46 +158,58 @@ def caption(finding: Finding) -> str:
 
 
 def measurements_by_class(page: str) -> dict[str, str]:
-    """{class of a box, as docutils spells it: the name of a probe, or of the page's script}."""
+    """{class of a box, as docutils spells it: the name of a probe, or of the page's script}.
+
+    docutils writes classes in lower case, with dashes for other characters, and a probe's name may have underscores.
+    """
     names = {nodes.make_id(f"measured-{name}"): name for name in PROBES}
     names["measured-script"] = Path(page).stem
     return names
 
 
 class Box(Admonition, SphinxDirective):
-    """``{admonition}``, whose text a measurement replaces if one of its classes names a measurement."""
+    """``{admonition}``, whose text a measurement replaces if one of its classes is ``measured-NAME``."""
 
     def run(self) -> list[nodes.Node]:
-        classes = [name for name in self.options.get("class", []) if name.startswith("measured-")]
-        if not classes:
-            return super().run()
+        """The box as nodes, with the measurement's text if there is a measurement for one of its classes."""
+        for name in self.options.get("class", []):
+            if name.startswith("measured-"):
+                text = self.text_of_measurement(name)
+                # docutils' own directive then parses this text as it would parse the one that the page has.
+                self.content = StringList(text.splitlines(), source=self.env.docname)
+                break  # the text is that of one measurement
+        return super().run()
+
+    def text_of_measurement(self, class_name: str) -> str:
+        """What the box shows, as Markdown. A record that is added or changed makes Sphinx read the page again.
+
+        Raises the directive's error for a class that names no measurement.
+        """
         root = Path(self.env.srcdir)
         measurements = measurements_by_class(self.env.docname)
-        if classes[0] not in measurements:
+        if class_name not in measurements:
             raise self.error(
-                f"There is no measurement for the class {classes[0]}.\nTake one of: {', '.join(sorted(measurements))}"
+                f"There is no measurement for the class {class_name}.\nTake one of: {', '.join(sorted(measurements))}"
             )
         for path in (root / FOLDER).glob("*.json"):
             self.env.note_dependency(str(path))
-        text = text_of_box(root, measurements[classes[0]], "\n".join(self.content))
-        self.content = StringList(text.splitlines(), source=self.env.docname)
-        return super().run()
+        return text_of_box(root, measurements[class_name], text_without_record="\n".join(self.content))
 
 
 def with_measurements(text: str, source: Path) -> str:
     """Markdown of the page in ``source``, in which each box of a measurement has the text that the page shows."""
-    root = source.parents[1]
+    root = root_of(source)
     measurements = measurements_by_class(source.stem)
 
-    def fill_in(box: re.Match[str]) -> str:
+    def filled_in(box: re.Match[str]) -> str:
         content = box["content"]
         for name in box["classes"].split():
             measurement = measurements.get(nodes.make_id(name))
             if measurement is not None:
-                content = text_of_box(root, measurement, content.strip()) + "\n"
+                content = text_of_box(root, measurement, text_without_record=content.strip()) + "\n"
         return f"{box['head']}{content}{box['end']}"
 
-    return BOX.sub(fill_in, text)
+    return BOX.sub(filled_in, text)
 
 
 def check_records(app: Sphinx) -> None:

@@ -26,6 +26,7 @@ from helpers.planner import form
 HELPERS = Path(helpers.__file__).parent
 VERSION = "314.0.7"
 SHA256 = "66b7949e5a0cba2250b586d7e368bf12fb482800748d182c4618254b685ffaa0"
+# Of the package's files, those that a page loads.
 NEEDED = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
 STORE = Path(sys.prefix, "share", f"pyodide-{VERSION}")  # kept with the environment, so that it is fetched once
 
@@ -34,6 +35,7 @@ STORE = Path(sys.prefix, "share", f"pyodide-{VERSION}")  # kept with the environ
 
 
 def fetch_pyodide(app: Sphinx) -> None:
+    """Fetch Pyodide before the build, unless it is there. Without it the book is built all the same."""
     if app.builder.format != "html" or has_pyodide():
         return
     try:
@@ -43,11 +45,15 @@ def fetch_pyodide(app: Sphinx) -> None:
 
 
 def has_pyodide() -> bool:
+    """Whether all files of Pyodide that a page loads are there."""
     return all((STORE / name).exists() for name in NEEDED)
 
 
 def fetch(store: Path) -> None:
-    """Fetch Pyodide's package with npm. Raises OSError or CalledProcessError where that fails."""
+    """Fetch Pyodide with npm, and put the files that a page loads into the folder ``store``.
+
+    Raises OSError or SubprocessError where that fails, also for a package that is not the one that was tried.
+    """
     npm = shutil.which("npm")
     if npm is None:
         raise FileNotFoundError("npm is not installed")
@@ -55,15 +61,16 @@ def fetch(store: Path) -> None:
         folder = Path(name)
         command = [npm, "pack", f"pyodide@{VERSION}", "--silent"]
         subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
-        package = next(folder.glob("*.tgz"))
-        if hashlib.sha256(package.read_bytes()).hexdigest() != SHA256:
-            raise OSError(f"{package.name} is not the file that was tried")
-        with tarfile.open(package) as archive:
+        archive_file = next(folder.glob("*.tgz"))
+        if hashlib.sha256(archive_file.read_bytes()).hexdigest() != SHA256:
+            raise OSError(f"{archive_file.name} is not the file that was tried")
+        with tarfile.open(archive_file) as archive:
             archive.extractall(folder, filter="data")
+        contents = folder / "package"  # the folder that each archive of npm has
         shutil.rmtree(store, ignore_errors=True)
         store.mkdir(parents=True)
         for file in NEEDED:
-            shutil.copy(folder / "package" / file, store)
+            shutil.copy(contents / file, store)
 
 
 # --- The page ---------------------------------------------------------------------------------------------------------
@@ -73,6 +80,7 @@ class Planner(SphinxDirective):
     """The form, and the answer to its first values."""
 
     def run(self) -> list[nodes.Node]:
+        """The form as HTML, for planner.js, which reads whether it can compute from ``data-live``."""
         answer = form.answer({})
         groups = ""
         for title, entries in form.GROUPS.items():
@@ -92,7 +100,10 @@ class Planner(SphinxDirective):
 
 
 def control(entry: form.Input, sizes: dict[str, int]) -> str:
-    """An input with its label. An empty input shows the preset's size as its placeholder."""
+    """An input of the form as HTML, with its label: a list to choose from, or a field for a number.
+
+    ``sizes`` are the preset's, by the inputs' names. A field that is empty shows its size as a placeholder.
+    """
     if entry.choices:
         options = ""
         for text in entry.choices:
@@ -109,7 +120,7 @@ def control(entry: form.Input, sizes: dict[str, int]) -> str:
 
 
 def copy_planner(app: Sphinx, exception: Exception | None) -> None:
-    """Copy Pyodide, and the modules of the planner as an archive, into the built book."""
+    """Copy Pyodide, and the modules of the planner as an archive, into the built book. Sphinx calls it at the end."""
     if exception is not None or app.builder.format != "html":
         return
     folder = Path(app.outdir, "_static", "planner")

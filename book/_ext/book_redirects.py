@@ -23,6 +23,7 @@ def redirects(notebooks: Path) -> dict[str, str]:
 
 
 def configure(app: Sphinx, config: Config) -> None:
+    """Tell sphinx-reredirects which pages to write, and from which template."""
     config.redirects = redirects(Path(app.srcdir, "notebooks"))
     config.redirect_html_template_file = "book/_templates/redirect.html"
 

@@ -20,9 +20,10 @@ CHAPTER = re.compile(r"\[(?P<name>[\w ]+), ")  # of a link in the column "Notice
 class Lies(SphinxDirective):
     """A sentence with the totals, and a table with a dot for each cell that noticed a lie."""
 
-    required_arguments = 1
+    required_arguments = 1  # the file with the record
 
     def run(self) -> list[nodes.Node]:
+        """The sentence and the table as nodes. A change of the record makes Sphinx read the page again."""
         relative_path, path = self.env.relfn2path(self.arguments[0])
         self.env.note_dependency(relative_path)
         sentence, head, rows = totals(Path(path))
@@ -30,25 +31,28 @@ class Lies(SphinxDirective):
 
 
 def totals(path: Path) -> tuple[str, list[str], list[list[str]]]:
-    """How many lies were told and noticed, and a table of it: its head, and a row for each chapter."""
+    """How many lies were told and noticed: a sentence, and a table, as its head and a row for each chapter.
+
+    ``path`` is the record, a CSV file with a row for each lie and each cell that noticed it.
+    """
     with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))  # a row for each lie and each cell that noticed it
-    lies = {row["The lie"] for row in rows}
+        recorded = list(csv.DictReader(file))
+    lies = {row["The lie"] for row in recorded}
     cells: Counter[tuple[str, str]] = Counter()  # {(chapter, kind of failure): number of cells}
-    for row in rows:
+    for row in recorded:
         link = CHAPTER.match(row["Noticed in"])
         if link is not None:  # a lie that no cell noticed has a row without a link
             cells[link["name"], row["By"]] += 1
-    chapters = sorted({chapter for chapter, _ in cells}, key=reading_order)
-    table_rows = []
+    chapters = sorted({chapter for chapter, kind in cells}, key=reading_order)
+    rows = []
     for chapter in chapters:
         dots_by_kind = ["•" * cells[chapter, kind] for kind in KINDS]
-        table_rows.append([chapter, *dots_by_kind])
+        rows.append([chapter, *dots_by_kind])
     sentence = (
         f"{len(lies)} lies were told, and {cells.total()} cells of {len(chapters)} chapters and pages noticed one. "
         "Each dot is a cell."
     )
-    return sentence, ["chapter", *KINDS], table_rows
+    return sentence, ["chapter", *KINDS], rows
 
 
 def reading_order(chapter: str) -> tuple[float, str]:
@@ -60,6 +64,7 @@ def reading_order(chapter: str) -> tuple[float, str]:
 
 
 def table(head: list[str], rows: list[list[str]]) -> nodes.table:
+    """A table as docutils builds it, of texts."""
     group = nodes.tgroup(cols=len(head))
     group += [nodes.colspec(colwidth=1) for _ in head]
     group += nodes.thead("", table_row(head))
@@ -68,6 +73,7 @@ def table(head: list[str], rows: list[list[str]]) -> nodes.table:
 
 
 def table_row(texts: list[str]) -> nodes.row:
+    """A row of cells with these texts."""
     return nodes.row("", *(nodes.entry("", nodes.paragraph("", text)) for text in texts))
 
 

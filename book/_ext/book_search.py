@@ -22,14 +22,16 @@ from helpers.export.facts import facts_at
 
 ERRORS = "book/error_messages.txt"
 FIRST_PAGE = "book/intro"  # of the book; a test builds smaller ones
+# Types of nodes that add no words to an entry's text: its heading, of which the entry has a field, and what is no text.
 WITHOUT_WORDS = (nodes.title, nodes.term, nodes.raw, nodes.math_block, nodes.Invisible)
-ONE_LINE = (nodes.paragraph, nodes.row, nodes.rubric, nodes.caption)
+# Types of nodes whose words make one line of the text.
+ONE_LINE = (nodes.Text, nodes.paragraph, nodes.row, nodes.rubric, nodes.caption)
 # Of Python, only what is called or looked up, and variables of the environment: much of a cell is plumbing.
 NAMES = re.compile(r"[A-Za-z_]\w{3,}(?=\()|(?<=\.)[A-Za-z_]\w{3,}|\b[A-Z][A-Z_]{4,}\b")
 
 
 class Entry(NamedTuple):
-    """A section or a term. search_engine.js knows these six by their positions."""
+    """What the search can find: a section or a term. search_engine.js knows these six fields by their positions."""
 
     page: str
     anchor: str
@@ -51,6 +53,7 @@ class Passages:
 
 
 def is_entry(node: nodes.Node) -> bool:
+    """Whether a node is a section or a term, which the search finds by itself."""
     if isinstance(node, nodes.definition_list_item):  # a term of the glossary; other definitions have no ids
         return bool(node[0]["ids"])
     return isinstance(node, (nodes.section, nodes.citation))
@@ -76,7 +79,10 @@ def words_of(node: nodes.Node) -> str:
 
 
 def collect_listing(node: nodes.literal_block, scripts: Path, passages: Passages) -> None:
-    """Add to ``passages`` what a listing says: a traceback's message, the names in a cell, or else all of its text."""
+    """Add to ``passages`` what a listing says: a traceback's message, the names in a cell, or else all of its text.
+
+    ``scripts`` is the folder of the chapters' scripts.
+    """
     text = node.astext()
     file = node.get("source", "")  # empty for a cell and for an output
     if "traceback" in node["classes"]:
@@ -85,7 +91,8 @@ def collect_listing(node: nodes.literal_block, scripts: Path, passages: Passages
     elif node.get("language") == "python" and not file:
         draws_figure = "@style()" in text
         if not draws_figure:
-            passages.code.append(" ".join(sorted(set(NAMES.findall(text)))))
+            names = sorted(set(NAMES.findall(text)))
+            passages.code.append(" ".join(names))
     elif Path(file).parent != scripts:  # the script of a chapter has the same lines as its cells
         passages.code.append(text)
 
@@ -100,7 +107,7 @@ def collect(node: nodes.Element, scripts: Path, passages: Passages) -> None:
             continue
         if isinstance(child, nodes.literal_block):
             collect_listing(child, scripts, passages)
-        elif isinstance(child, (nodes.Text, *ONE_LINE)):
+        elif isinstance(child, ONE_LINE):
             passages.text.append(words_of(child))
         elif isinstance(child, nodes.Element) and not isinstance(child, WITHOUT_WORDS):
             collect(child, scripts, passages)
@@ -109,27 +116,30 @@ def collect(node: nodes.Element, scripts: Path, passages: Passages) -> None:
 def entries(
     node: nodes.Element, page: str, scripts: Path, errors: Mapping[str, list[str]], above: Sequence[str] = ()
 ) -> Iterator[Entry]:
-    """Yield an entry for each section and each term below ``node``, with the messages that ``errors`` has for it.
+    """Yield an entry for each section and each term below ``node``, which is a part of the page ``page``.
 
-    A section may be inside another one: ``above`` are the headings of the sections around ``node``.
+    ``scripts`` is the folder of the chapters' scripts, and ``errors`` has the messages that a section cures. A section
+    may be inside another one: ``above`` are the headings of the sections around ``node``.
     """
     for child in node.children:
         if not isinstance(child, nodes.Element):
             continue
         headings = [*above]
         if is_entry(child):
-            heading = child[0]
+            heading = child[0]  # the title of a section, or a term
             headings.append("".join(words_of(part) for part in heading.children).strip())
-            anchor = (child["ids"] or heading["ids"])[0]
+            anchors = (
+                child["ids"] or heading["ids"]
+            )  # a section has ids itself, and a definition's are those of its term
             passages = Passages()
             collect(child, scripts, passages)
             yield Entry(
                 page=page,
-                anchor=anchor,
+                anchor=anchors[0],
                 headings=headings,
                 text=joined(passages.text),
                 code=joined(passages.code),
-                errors=errors.get(f"{page}#{anchor}", []),
+                errors=errors.get(f"{page}#{anchors[0]}", []),
             )
         yield from entries(child, page, scripts, errors, headings)
 
@@ -159,6 +169,7 @@ def read_errors(file: Path) -> dict[str, list[str]]:
 
 
 def turn_off_sphinx_search(app: Sphinx) -> None:
+    """Keep Sphinx from writing its own index, searchindex.js."""
     if app.builder.format == "html":
         app.builder.search = False  # type: ignore[attr-defined]  # an HTML builder has it
 
@@ -174,27 +185,40 @@ def search_weight(app: Sphinx, page: str) -> float:
 def write_entries(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
     """Write the entries of all pages, also of those that did not change, into search_entries.js.
 
-    Returns the search's own page for Sphinx to write: its name, its context and its template.
+    Returns the search's own page for Sphinx to write: its name, its context and its template. Raises ExtensionError if
+    the list of error messages names a section that does not exist.
     """
     scripts = Path(app.srcdir, "scripts")
     errors = read_errors(Path(app.srcdir, ERRORS))
-    book: list[Entry] = []
+    entries_of_book: list[Entry] = []
     weights = {}
     for page in sorted(app.env.found_docs):
-        book += entries(app.env.get_and_resolve_doctree(page, app.builder), page, scripts, errors)
+        entries_of_book += entries(app.env.get_and_resolve_doctree(page, app.builder), page, scripts, errors)
         weight = search_weight(app, page)
         if weight != 1:
             weights[page] = weight
-    sections = {f"{entry.page}#{entry.anchor}" for entry in book}
-    missing = [section for section in errors if section not in sections]
-    if missing and app.config.root_doc == FIRST_PAGE:
-        raise ExtensionError(f"{ERRORS} names sections that are not there: {', '.join(missing)}")
-    columns = list(zip(*book, strict=True))  # gzip makes columns smaller than rows
-    data = json.dumps(columns, ensure_ascii=False, separators=(",", ":"))
-    packed = base64.b64encode(gzip.compress(data.encode(), mtime=0)).decode()
-    script = f'var searchEntries = "{packed}";\nvar searchWeights = {json.dumps(weights)};\n'
-    Path(app.outdir, "_static", "search_entries.js").write_text(script, encoding="utf-8")
+    if app.config.root_doc == FIRST_PAGE:  # the list is about this book's sections
+        check_sections(errors, entries_of_book)
+    file = Path(app.outdir, "_static", "search_entries.js")
+    file.write_text(script_with(entries_of_book, weights), encoding="utf-8")
     return [("search", {"title": "Search"}, "search.html")]
+
+
+def check_sections(errors: Mapping[str, list[str]], entries_of_book: Sequence[Entry]) -> None:
+    """Raise ExtensionError for a section, ``page#anchor``, that has messages and is not in the book."""
+    sections = {f"{entry.page}#{entry.anchor}" for entry in entries_of_book}
+    missing = [section for section in errors if section not in sections]
+    if missing:
+        raise ExtensionError(f"{ERRORS} names sections that are not there: {', '.join(missing)}")
+
+
+def script_with(entries_of_book: Sequence[Entry], weights: Mapping[str, float]) -> str:
+    """JavaScript with the entries, compressed, and the weights of pages: what search_engine.js reads."""
+    columns = list(zip(*entries_of_book, strict=True))  # gzip makes columns smaller than rows
+    data = json.dumps(columns, ensure_ascii=False, separators=(",", ":"))
+    compressed = gzip.compress(data.encode(), mtime=0)  # without the time, so that equal entries make an equal file
+    packed = base64.b64encode(compressed).decode()
+    return f'var searchEntries = "{packed}";\nvar searchWeights = {json.dumps(weights)};\n'
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

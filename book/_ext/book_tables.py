@@ -16,7 +16,10 @@ MIN_COLUMNS = 3
 
 
 def labelled(table: re.Match[str]) -> str:
-    """The table with the class "cards" and with its headings as labels of its cells; as it was, with fewer columns."""
+    """A table of a page, in which each cell has its column's heading as a label, and which has the class "cards".
+
+    ``table`` is a match of TABLE. A table with fewer than MIN_COLUMNS columns is returned as it is.
+    """
     columns = [text_of(heading) for heading in HEADING.findall(table["head"])]
     if len(columns) < MIN_COLUMNS:
         return table[0]
@@ -25,8 +28,9 @@ def labelled(table: re.Match[str]) -> str:
 
 
 def with_labels(row: str, columns: list[str]) -> str:
-    start, *cells = row.split("<td")
-    labelled_row = start
+    """A row of a table as HTML, each of whose cells gets the heading of its column as the attribute data-label."""
+    before_the_cells, *cells = row.split("<td")
+    labelled_row = before_the_cells
     for column, cell in zip(columns, cells, strict=True):
         labelled_row += f'<td data-label="{html.escape(column)}"{cell}'
     return labelled_row
@@ -39,6 +43,7 @@ def text_of(element: str) -> str:
 
 
 def label_tables(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object) -> None:
+    """Label all tables of a page. Sphinx calls it when it has made the page's HTML, ``context["body"]``."""
     if "</thead>" in context.get("body", ""):
         context["body"] = TABLE.sub(labelled, context["body"])
 

@@ -30,10 +30,12 @@ def last_run(app: Sphinx, page: str) -> str:
 
 
 def sentence(recorded: PageRecord | None, fingerprint_now: str, is_notebook: bool) -> str:
-    """What the record says of a notebook, whose cells were run, or of a Markdown page, which was checked as built."""
-    verb = "run"
-    if not is_notebook:
-        verb = "checked"
+    """What the record says of a page, as a sentence.
+
+    A notebook's cells were run; a Markdown page was checked as built. ``fingerprint_now`` tells whether the page has
+    changed since then.
+    """
+    verb = "run" if is_notebook else "checked"
     if recorded is None or not recorded.runs:
         return f"Not yet {verb} in full."
     newest = date.fromisoformat(max(run.date for run in recorded.runs))
@@ -49,7 +51,7 @@ def sentence(recorded: PageRecord | None, fingerprint_now: str, is_notebook: boo
 
 
 def listed(versions: list[str]) -> str:
-    """2.13.0, 2.14.1 and 2.15.0"""
+    """Versions in words: 2.13.0, 2.14.1 and 2.15.0."""
     if len(versions) == 1:
         return versions[0]
     return f"{', '.join(versions[:-1])} and {versions[-1]}"
@@ -62,6 +64,7 @@ def issue_link(repository: str, page: str) -> str:
 
 
 def add_last_line(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object) -> None:
+    """Add the last line to a page. Sphinx calls it when it has made the page's HTML, ``context["body"]``."""
     if page not in app.env.found_docs:  # such as the search and 404
         return
     line = escape(last_run(app, page))

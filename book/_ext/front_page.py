@@ -25,10 +25,11 @@ CHAPTERS = re.compile(r"```\{chapters\}\n(?P<questions>.*?)```\n", re.DOTALL)
 class Cell(SphinxDirective):
     """``{cell} 00_first_run four``: a cell of a chapter, and what it printed or drew."""
 
-    required_arguments = 2
+    required_arguments = 2  # the notebook's name and the cell's id
     option_spec = {"output-only": directives.flag}
 
     def run(self) -> list[nodes.Node]:
+        """The cell's code, unless ``:output-only:`` is given, and behind it its figures, or else what it printed."""
         chapter_name, cell_id = self.arguments
         path = Path(self.env.srcdir, "notebooks", f"{chapter_name}.ipynb")
         self.env.note_dependency(str(path))
@@ -37,15 +38,21 @@ class Cell(SphinxDirective):
         if "output-only" not in self.options:
             source = chapter.source(cell_id)
             shown.append(nodes.literal_block(source, source, language="python"))
-        figures = []
-        for output in chapter.cell(cell_id)["outputs"]:
-            html = output.get("data", {}).get("text/html")
-            if html:
-                figures.append(nodes.raw("", "".join(html), format="html"))
+        figures = figures_of(chapter.cell(cell_id))
         if figures:
             return shown + figures
         text = chapter.output(cell_id)
         return [*shown, nodes.literal_block(text, text, language="text", classes=["output"])]
+
+
+def figures_of(cell: dict[str, Any]) -> list[nodes.Node]:
+    """What a notebook's cell drew, as nodes of HTML; none for a cell that only printed."""
+    figures: list[nodes.Node] = []
+    for output in cell["outputs"]:
+        html = output.get("data", {}).get("text/html")
+        if html:
+            figures.append(nodes.raw("", "".join(html), format="html"))
+    return figures
 
 
 # --- the time to read a chapter ---------------------------------------------------------------------------------------
@@ -57,9 +64,10 @@ def minutes(path: Path) -> int:
     lines = 0
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
+        tags = cell["metadata"].get("tags", [])
         if cell["cell_type"] == "markdown":
             words += len(source.split())
-        elif CLOSED_TAGS.isdisjoint(cell["metadata"].get("tags", [])):
+        elif CLOSED_TAGS.isdisjoint(tags):
             open_lines = source.splitlines()[: shown_lines(source)]
             lines += len([line for line in open_lines if line.strip()])
     exact_minutes = words / WORDS_A_MINUTE + lines / LINES_A_MINUTE
@@ -70,6 +78,7 @@ class Minutes(SphinxRole):
     """``{minutes}`00_first_run```: the reading time of a chapter."""
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        """The time as a node, and no messages. A change of the notebook makes Sphinx read the page again."""
         path = Path(self.env.srcdir, "notebooks", f"{self.text}.ipynb")
         self.env.note_dependency(str(path))
         text = f"{minutes(path)} minutes"
@@ -90,7 +99,10 @@ def with_chapters(text: str, root: Path) -> str:
     block = CHAPTERS.search(text)
     if block is None:
         return text
-    questions = dict(line.split(": ", 1) for line in block["questions"].splitlines())
+    questions = {}
+    for line in block["questions"].splitlines():
+        page, question = line.split(": ", 1)
+        questions[page] = question
     toc = yaml.safe_load((root / "_toc.yml").read_text(encoding="utf-8"))
     # The part without a caption has how_to_run, which is not in the list.
     parts = [part for part in toc["parts"] if "caption" in part]
@@ -128,20 +140,22 @@ def line_of_page(root: Path, name: str, question: str) -> str:
 
 
 def line_of_notebook(root: Path, name: str) -> str:
+    """The line of a notebook in the list. A chapter's, which has a number in its title, also says how long it takes."""
     path = root / "notebooks" / f"{name}.ipynb"
     question = facts_at(path).question
     if not question:
         raise ExtensionError(f"notebooks/{name}.ipynb has no question for the first page: write metadata.book.question")
     first_cell = json.loads(path.read_text(encoding="utf-8"))["cells"][0]
-    title = "".join(first_cell["source"]).partition("\n")[0].removeprefix("# ")
-    numbered = re.fullmatch(r"(\d+)\. (.*)", title)
-    if numbered is None:
-        return f"  * [{title}](../notebooks/{name}.ipynb): {question}"
-    number, title = numbered.groups()
-    return f"  {number}. [{title}](../notebooks/{name}.ipynb): {question} {{minutes}}`{name}`"
+    heading = "".join(first_cell["source"]).partition("\n")[0].removeprefix("# ")
+    chapter = re.fullmatch(r"(?P<number>\d+)\. (?P<title>.*)", heading)
+    if chapter is None:
+        return f"  * [{heading}](../notebooks/{name}.ipynb): {question}"
+    link = f"[{chapter['title']}](../notebooks/{name}.ipynb)"
+    return f"  {chapter['number']}. {link}: {question} {{minutes}}`{name}`"
 
 
 def list_the_chapters(app: Sphinx, page: str, text: list[str]) -> None:
+    """Put the list into the first page. Sphinx calls it with a page's text, the one element of ``text``."""
     if page == app.config.root_doc:
         text[0] = with_chapters(text[0], Path(app.srcdir))
 

@@ -43,8 +43,9 @@ ENDINGS = {  # how the walk ends, which hero.css knows too: what the picture say
     "lost": "The others have ended. Rank 0 loses its connection.",
     "right": "Repaired: every rank makes the call, and the sums are right.",
 }
-MISTAKE = re.compile(r'if place == "(.*)" and rank in callers:')
-COLLECTIVE = re.compile(r"dist\.(all_reduce|broadcast)\((\w+)")
+# The line that begins the mistake at a place, and a call of a collective with the tensor that it is given.
+MISTAKE = re.compile(r'if place == "(?P<place>.*)" and rank in callers:')
+COLLECTIVE = re.compile(r"dist\.(?P<name>all_reduce|broadcast)\((?P<tensor>\w+)")
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Panel:
-    """What the picture shows for a place of the mistake, broken or repaired."""
+    """What the picture shows for a place of the mistake, broken or repaired. The template hero.html reads it."""
 
     name: str  # in its HTML id
     is_repaired: bool
@@ -77,6 +78,7 @@ class Panel:
 
     @property
     def ending(self) -> str:
+        """How the walk ends, as a key of ENDINGS."""
         return self.frames[-1].mood
 
     @property
@@ -87,7 +89,7 @@ class Panel:
 
     @property
     def seconds(self) -> str:
-        """How long the ranks waited until launch() ended them."""
+        """How long the ranks waited until launch() ended them, as its error says. "0" if they ended by themselves."""
         timeout = re.search(r"timeout=(\d+) s", self.output)
         if timeout is None:
             return "0"
@@ -112,11 +114,12 @@ def lines_of(source: str, place: str, repaired: bool) -> list[Line]:
     """
     function = ast.parse(source).body[-1]
     assert isinstance(function, ast.FunctionDef)
-    _, _, _, *shown, _ = function.body  # without the docstring, the rank, the weight, and the return
+    shown = function.body[3:-1]  # without the docstring, the rank and the weight at the top, and the return at the end
     lines = list(shown_statements(shown, source.splitlines(), place, repaired))
     code = "\n".join(line.text for line in lines)
-    highlighted = highlight(code, PythonLexer(stripall=False), HtmlFormatter(nowrap=True)).splitlines()
-    for line, html in zip(lines, highlighted, strict=True):
+    # All lines are colored at once: what a word is may depend on lines above it.
+    colored_lines = highlight(code, PythonLexer(stripall=False), HtmlFormatter(nowrap=True)).splitlines()
+    for line, html in zip(lines, colored_lines, strict=True):
         line.html = Markup(html)
     return lines
 
@@ -129,7 +132,11 @@ def shown_statements(
     indent: str = "",
     is_marked: bool = False,
 ) -> Iterator[Line]:
-    """Yield the lines of these statements and of those inside them, as ``lines_of`` says."""
+    """Yield the lines of these statements and of those inside them, as ``lines_of`` says.
+
+    ``source_lines`` are those of the function. The lines get ``indent`` and, if they belong to the mistake at
+    ``place``, the mark.
+    """
     for statement in statements:
         text = source_lines[statement.lineno - 1].strip()
         mistake = MISTAKE.match(text)
@@ -137,24 +144,32 @@ def shown_statements(
             yield Line(indent + text, is_marked)
             if isinstance(statement, ast.For):
                 yield from shown_statements(statement.body, source_lines, place, repaired, indent + "    ")
-        elif mistake[1] == place:
-            assert isinstance(statement, ast.If)
-            inner_indent = indent
-            if not repaired:
-                yield Line(f"{indent}if rank == 0:", is_marked=True)
-                inner_indent += "    "
-            yield from shown_statements(statement.body, source_lines, place, repaired, inner_indent, is_marked=True)
+            continue
+
+        # An `if` with a mistake. Those at the two other places are left out.
+        if mistake["place"] != place:
+            continue
+        assert isinstance(statement, ast.If)
+        indent_of_call = indent  # repaired, the call stands where the `if` stood
+        if not repaired:
+            yield Line(f"{indent}if rank == 0:", is_marked=True)
+            indent_of_call += "    "
+        yield from shown_statements(statement.body, source_lines, place, repaired, indent_of_call, is_marked=True)
 
 
 def executed_lines(statements: list[ast.stmt], rank: int) -> Iterator[int]:
-    """Yield the numbers, from 0, of the lines that a rank executes, in the order in which it does."""
+    """Yield the numbers, from 0, of the lines that a rank executes, in the order in which it does.
+
+    The statements are those of the picture. They have no condition but ``rank == 0``, and a loop is over ``range(N)``.
+    """
     for statement in statements:
         yield statement.lineno - 1
-        if isinstance(statement, ast.If) and rank == 0:  # the only condition of the loop is `rank == 0`
+        if isinstance(statement, ast.If) and rank == 0:
             yield from executed_lines(statement.body, rank)
         if isinstance(statement, ast.For):
             assert isinstance(statement.iter, ast.Call)
-            for _ in range(ast.literal_eval(statement.iter.args[0])):
+            [number_of_rounds] = statement.iter.args
+            for _ in range(ast.literal_eval(number_of_rounds)):
                 yield from executed_lines(statement.body, rank)
 
 
@@ -165,8 +180,8 @@ def walk(lines: list[str], output: str) -> list[Frame]:
     """Simulate how four ranks go through the lines, and return a frame for each of their steps.
 
     A rank waits at a collective until all ranks have come to one. As in gloo, the n-th collective of a rank then meets
-    the n-th one of each other rank, whatever their tensors are. Where these differ, a frame says what rank 0 printed
-    afterwards, which is in the chapter's ``output``.
+    the n-th one of each other rank, whatever their tensors are. ``output`` is what the chapter printed, and the frames
+    quote it.
     """
     end = len(lines)
     texts = [*lines, ""]  # a rank that has come to its end calls nothing
@@ -187,7 +202,7 @@ def walk(lines: list[str], output: str) -> list[Frame]:
                 steps[rank] += 1
             continue
 
-        collectives = {call[1] for call in calls if call is not None}
+        collectives = {call["name"] for call in calls if call is not None}
         frame.mood = ending_of(ended, collectives, has_mixed)
         if frame.mood:
             frame.says = ENDINGS[frame.mood]
@@ -197,21 +212,28 @@ def walk(lines: list[str], output: str) -> list[Frame]:
         tensors = []
         for rank, call in enumerate(calls):
             assert call is not None
-            tensor = call[2]
-            if tensor == "gradient":
+            tensor = call["tensor"]
+            if tensor == "gradient":  # each rank sends one in each round of the loop
                 tensor = f"gradient {sent_gradients[rank]}"
                 sent_gradients[rank] += 1
             tensors.append(tensor)
         if len(set(tensors)) > 1:
             has_mixed = True
-            printed = re.search(rf"\[ranks? 0[^]]*\] {tensors[0]}: (\S+)", output)
-            assert printed is not None, f"rank 0 printed nothing of its {tensors[0]}"
             frame.mood = "mixed"
-            frame.says = f"Rank 0's {tensors[0]} meets the others' {tensors[1]}: {printed[1]}"
+            frame.says = (
+                f"Rank 0's {tensors[0]} meets the others' {tensors[1]}: {printed_of_rank_0(tensors[0], output)}"
+            )
         else:
             frame.mood = "meet"
             frame.says = f"Four ranks meet in {collectives.pop()}({tensors[0]})."
         steps = [step + 1 for step in steps]
+
+
+def printed_of_rank_0(tensor: str, output: str) -> str:
+    """The value that rank 0 printed for a tensor: ``3.2`` of the line ``[rank 0] gradient 1: 3.2``."""
+    printed = re.search(rf"\[ranks? 0[^]]*\] {tensor}: (\S+)", output)
+    assert printed is not None, f"rank 0 printed nothing of its {tensor}"
+    return printed[1]
 
 
 def ending_of(ended: list[bool], collectives: set[str], has_mixed: bool) -> str:
@@ -233,11 +255,7 @@ def ending_of(ended: list[bool], collectives: set[str], has_mixed: bool) -> str:
 def panel_of(chapter: Chapter, place: str, repaired: bool) -> Panel:
     """The panel of a place. Raises ExtensionError if the stored output says that the ranks stood at other lines."""
     if repaired:
-        repair = chapter.output(REPAIR_CELL)
-        after_place = re.search(rf"(?m)^{place}\n((?:\[.*\n?)+)", repair)
-        if after_place is None:
-            raise ExtensionError(f"The cell {REPAIR_CELL!r} of {CHAPTER} says nothing of the place {place!r}.")
-        output = after_place[1].rstrip()
+        output = output_of_repair(chapter, place)
     else:
         output = chapter.output(RUNS[place])
     lines = lines_of(chapter.source(LOOP_CELL), place, repaired)
@@ -258,13 +276,24 @@ def panel_of(chapter: Chapter, place: str, repaired: bool) -> Panel:
     return panel
 
 
+def output_of_repair(chapter: Chapter, place: str) -> str:
+    """What the cell that runs all repairs printed for a place: the lines of ranks, ``[rank 0] …``, below its name."""
+    output = chapter.output(REPAIR_CELL)
+    after_place = re.search(rf"(?m)^{place}\n((?:\[.*\n?)+)", output)
+    if after_place is None:
+        raise ExtensionError(f"The cell {REPAIR_CELL!r} of {CHAPTER} says nothing of the place {place!r}.")
+    return after_place[1].rstrip()
+
+
 def last_lines_in(output: str) -> list[str]:
     """The line at which each rank ended, as an error of ``launch`` says it, or "" for a rank that it does not name."""
     last_lines = ["" for _ in RANKS]
     reports = re.findall(r"ranks? ([\d-]+)(?::| lost its connection) at line \d+ of \w+: (.*)", output)
     for ranks, line in reports:  # ranks: "2" or "1-3"
         first, _, last = ranks.partition("-")
-        for rank in range(int(first), int(last or first) + 1):
+        if last == "":
+            last = first
+        for rank in range(int(first), int(last) + 1):
             last_lines[rank] = line
     return last_lines
 

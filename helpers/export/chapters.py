@@ -28,7 +28,8 @@ def tested_with(notebook: Path) -> list[str] | None:
 
     There are none for a chapter that has changed since. It is None for a notebook that is no chapter of this book.
     """
-    if notebook.resolve().parent != NOTEBOOKS.resolve():
+    is_of_this_book = notebook.resolve().parent == NOTEBOOKS.resolve()
+    if not is_of_this_book:
         return None
     record = read_record(NOTEBOOKS / FILE_NAME)
     if record.script_fingerprints.get(notebook.stem) != fingerprint(notebook):
@@ -56,20 +57,22 @@ def find_notebook(chapter: str | Path) -> Path:
 
 
 def preflight() -> str:
-    """The name of the chapter whose script checks a cluster's links before other scripts run."""
-    [path] = [path for path in chapters() if facts_at(path).script.preflight]
-    return path.stem
+    """The name of the one chapter whose script checks a cluster's links before other scripts run."""
+    [notebook] = [path for path in chapters() if facts_at(path).script.preflight]
+    return notebook.stem
 
 
 def export(
     chapter: str | Path | None, folder: str | Path, force: bool = False, allocation: Allocation | None = None
 ) -> list[Path]:
-    """Write the script of a chapter, or of each (None), and with an allocation its launch files; return the paths.
+    """Write the script of a chapter, or of every chapter (None), into a folder; return the paths of what was written.
 
-    Raises ExportError, and writes nothing, where a notebook cannot be exported or a file differs, unless ``force``.
+    With an allocation of a cluster, what starts each script there is written too. Raises ExportError where a notebook
+    cannot be exported, or where a file is there with another text, unless ``force``. Nothing is written then.
     """
-    notebooks = chapters()
-    if chapter is not None:
+    if chapter is None:
+        notebooks = chapters()
+    else:
         notebooks = [find_notebook(chapter)]
     texts: dict[Path, str] = {}
     for path in notebooks:
@@ -86,6 +89,12 @@ def export(
         what = f"{error.filename} cannot be written: {error.strerror}"
         raise ExportError(f"{what}.\nChoose a folder: --out DIR") from None
     return list(texts)
+
+
+def export_script(chapter: str | Path, folder: str | Path) -> Path:
+    """Write the script of one chapter into a folder; return its path. Raises ExportError as ``export`` does."""
+    [script] = export(chapter, folder)  # without an allocation, a chapter has no other file
+    return script
 
 
 def files_of(path: Path, allocation: Allocation | None) -> dict[str, str]:
@@ -108,7 +117,11 @@ def refuse_other_text(path: Path, text: str) -> None:
 
 def refuse_practice_page(path: Path) -> None:
     """Raise ExportError for the notebook of a practice page, such as 10b: it has no script, and its chapter has one."""
-    beside = re.match(r"(\d\d)[a-z]_", path.name)
-    if beside and path.resolve() in [page.resolve() for page in numbered()]:
-        what = f"{path.stem} has no script: it is a page beside chapter {beside[1]}"
-        raise ExportError(f"{what}.\nGive the chapter's number: {beside[1]}")
+    beside = re.match(r"(?P<chapter>\d\d)[a-z]_", path.name)
+    if beside is None:
+        return
+    is_of_this_book = path.resolve() in [page.resolve() for page in numbered()]
+    if is_of_this_book:
+        chapter = beside["chapter"]
+        what = f"{path.stem} has no script: it is a page beside chapter {chapter}"
+        raise ExportError(f"{what}.\nGive the chapter's number: {chapter}")

@@ -58,19 +58,27 @@ def main(args: argparse.Namespace, flags: list[str]) -> int:
 
 
 def list_chapters() -> None:
+    """Print each chapter's name and title."""
     from helpers.export import chapters
     from helpers.export.notebook import read_notebook, title_and_purpose
 
     for path in chapters.chapters():
-        title, _ = title_and_purpose(read_notebook(path), path.stem)
+        title, _purpose = title_and_purpose(read_notebook(path), path.stem)
         print(f"{path.stem:27}{title}")
 
 
 def export(args: argparse.Namespace) -> None:
+    """Write what the arguments ask for, and print the paths of what was written.
+
+    Launch files are written if --slurm or one of their sizes is given. A size that is not given has its default.
+    """
     from helpers.export import chapters
     from helpers.export.launch_files import Allocation
 
-    sizes = {name: getattr(args, name) for name in ("nodes", "gpus_per_node", "time") if getattr(args, name)}
+    sizes = {}
+    for name in ("nodes", "gpus_per_node", "time"):
+        if getattr(args, name):
+            sizes[name] = getattr(args, name)
     allocation = None
     if args.slurm or sizes:
         allocation = Allocation(**sizes)
@@ -80,8 +88,9 @@ def export(args: argparse.Namespace) -> None:
 
 
 def run_chapter(args: argparse.Namespace, flags: list[str]) -> int:
+    """Run a chapter's script under torchrun, from a folder that is then removed; return its exit status."""
     from helpers.export import chapters
 
     with folder_until_a_signal() as folder:
-        [script] = chapters.export(args.chapter, folder)
+        script = chapters.export_script(args.chapter, folder)
         return run(script, args.nproc, flags)

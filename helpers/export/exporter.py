@@ -20,12 +20,16 @@ class TorchrunExporter(Exporter):
     output_mimetype = "text/x-python"
 
     def from_notebook_node(self, nb: NotebookNode, resources: Any = None, **keywords: Any) -> tuple[Any, Any]:
-        """(the script, nbconvert's resources with its name). Exits with one line for a notebook that has no script."""
+        """Convert a notebook, as nbconvert calls it: returns the script, and nbconvert's resources with its name.
+
+        Exits with one line for a notebook that has no script.
+        """
         resources = self._init_resources(resources)  # and no preprocessors: one of them executes notebooks
-        name = script_name(nb, resources["metadata"].get("name") or "notebook")
+        about_the_notebook = resources["metadata"]
+        name = script_name(nb, about_the_notebook.get("name") or "notebook")
         resources["unique_key"] = name  # which nbconvert takes for the file's name
         # nbconvert names the notebook's folder, unless it reads the notebook from standard input.
-        path = Path(resources["metadata"].get("path") or ".", f"{resources['metadata'].get('name')}.ipynb")
+        path = Path(about_the_notebook.get("path") or ".", f"{about_the_notebook.get('name')}.ipynb")
         try:
             return script_from_notebook(nb, name, tested_with(path)), resources
         except ExportError as error:  # nbconvert would show its traceback

@@ -22,22 +22,33 @@ RELATIONS = {
     ">=": operator.ge,
     ">": operator.gt,
 }
-CONDITION = re.compile(r"(<=|>=|==|<|>) ([-+.\w]+)")
+CONDITION = re.compile(r"(?P<relation><=|>=|==|<|>) (?P<bound>[-+.\w]+)")
 HELPERS = Path(__file__).resolve().parents[1]
 # An installed package holds the notebooks; in a copy of the repository they are beside it.
 NOTEBOOKS = HELPERS / "chapters" if (HELPERS / "chapters").is_dir() else HELPERS.parent / "notebooks"
 
 
 @dataclass(frozen=True)
-class Line:
-    """A torchrun line that the page prints, by its flags: how a test starts it on two cores, and what it promises."""
+class Bound:
+    """A part of a condition of a number: ``> 0.95``."""
 
-    flags: str
-    here: str = ""  # flags that take their place on two cores; empty keeps those of the line
-    why: str = ""  # they do
-    prints: str = ""  # a regular expression of a line of its output
-    writes: str = ""  # a file, or a folder with files
-    trains: bool = True  # to a result that meets the script's conditions
+    relation: str  # a key of RELATIONS
+    limit: str  # a number, or the name of another number of the same result
+
+
+@dataclass(frozen=True)
+class Line:
+    """A torchrun line that a chapter prints for its reader, and what a test that runs it expects.
+
+    The test has two CPU cores and no GPU, so that some lines need other flags there.
+    """
+
+    flags: str  # the script's flags in the line, by which the test finds this record
+    here: str = ""  # flags that a test takes in their place on two cores; empty keeps those of the line
+    why: str = ""  # the reason for other flags
+    prints: str = ""  # a regular expression of a line that the run has to print
+    writes: str = ""  # a file, or a folder with files, that the run has to write
+    trains: bool = True  # whether the run ends with a result that meets the script's conditions
 
 
 @dataclass(frozen=True)
@@ -46,8 +57,8 @@ class Rehearsal:
 
     nodes: int = 1
     gpus: int = 8  # of each node
-    flags: str = ""
-    why: str = ""  # with these
+    flags: str = ""  # of the script
+    why: str = ""  # the reason for these flags
 
 
 @dataclass(frozen=True)
@@ -55,14 +66,14 @@ class Script:
     """What a chapter says of its script. Flags are written as one types them."""
 
     result: dict[str, str] = field(default_factory=dict)  # what its numbers must be: {"val_accuracy": "> 0.95"}
-    quick_flags: str = ""  # with which it ends soon on CPUs, and repeats its counts
-    rehearsal_flags: str = ""  # which a rehearsal by the tests adds to these
-    gpus: int = 2  # that the tests pretend
+    quick_flags: str = ""  # flags with which it ends soon on CPUs, and with the same counts in each run
+    rehearsal_flags: str = ""  # further flags, which the tests' rehearsals on pretended GPUs add to the quick ones
+    gpus: int = 2  # how many GPUs these rehearsals pretend
     tolerance: float = 0.01  # of a result on GPUs beside gloo's: one of 357 images judged otherwise is 0.003
-    tolerance_why: str = ""  # it is another
-    fresh_interpreter: bool = False  # one rank of it cannot be tested in a fork
-    preflight: bool = False  # it checks all links of a cluster, so it runs before other scripts
-    saves_with: str = ""  # the function that a test makes slow, while the job is told to stop
+    tolerance_why: str = ""  # the reason for another tolerance
+    fresh_interpreter: bool = False  # whether a test of one rank needs a new interpreter, and cannot be a fork
+    preflight: bool = False  # whether it checks all links of a cluster, so that it runs before other scripts
+    saves_with: str = ""  # the function that saves: a test makes it slow, and tells the job to stop meanwhile
     rehearsals: list[Rehearsal] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
 
@@ -79,7 +90,7 @@ class Chapter:
     script: Script = field(default_factory=Script)
 
     def line(self, flags: str) -> Line:
-        """What is said of the torchrun line with these flags."""
+        """What is said of the torchrun line with these flags: its record, or one with the defaults."""
         for line in self.script.lines:
             if line.flags == flags:
                 return line
@@ -115,6 +126,7 @@ def facts_in(metadata: Mapping[str, Any], name: str) -> Chapter:
     location = f"{name}: metadata.book"
     book = dict(metadata.get("book", {}))
     script = dict(book.get("script", {}))
+    # The innermost records first: the fields of a record hold records, not dicts.
     for entry_name, kind in (("lines", Line), ("rehearsals", Rehearsal)):
         entries = script.get(entry_name, [])
         script[entry_name] = [record(kind, entry, f"{location}.script.{entry_name}") for entry in entries]
@@ -129,13 +141,18 @@ def facts_in(metadata: Mapping[str, Any], name: str) -> Chapter:
 
 
 def record(kind: Any, entries: Mapping[str, Any], location: str) -> Any:
-    """A record of a dataclass from a dict. Raises ExportError for unknown or missing entries, and for other types."""
+    """A record of the dataclass ``kind`` from a dict of JSON, whose entries have the names of the fields.
+
+    Raises ExportError for an entry that is unknown, is missing or has another type. ``location`` says in its message
+    where in the notebook the dict is.
+    """
     fields = {each.name: each for each in dataclasses.fields(kind)}
     for name, value in entries.items():
         if name not in fields:
             raise ExportError(f"{location} has an unknown entry: {name}.\nIt may have: {', '.join(fields)}.")
-        if not has_type(value, fields[name].type):
-            expected = getattr(fields[name].type, "__name__", fields[name].type)
+        field_type = fields[name].type
+        if not has_type(value, field_type):
+            expected = getattr(field_type, "__name__", field_type)  # list[str] has no name, and says itself what it is
             raise ExportError(f"{location}.{name} is {value!r}.\nIts type must be {expected}.")
     for name, each in fields.items():
         has_default = each.default is not dataclasses.MISSING or each.default_factory is not dataclasses.MISSING
@@ -146,36 +163,41 @@ def record(kind: Any, entries: Mapping[str, Any], location: str) -> Any:
 
 def has_type(value: object, kind: Any) -> bool:
     """Whether a value from JSON may stand in a field of this type. There, true is no number, and 1 may be a float."""
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # in Python a bool is an int, too
         return kind is bool
     if kind is float:
         return isinstance(value, int | float)
-    return isinstance(value, get_origin(kind) or kind)  # the type without what it contains
+    without_parameters = get_origin(kind) or kind  # list of list[str]
+    return isinstance(value, without_parameters)
 
 
-def parts_of(condition: str) -> list[tuple[str, str]]:
-    """(relation, bound) of each part: ``"> 15.9 and < 16.1"`` has two. Raises ValueError for any other text."""
-    parts = []
+def parts_of(condition: str) -> list[Bound]:
+    """The parts of a condition: ``"> 15.9 and < 16.1"`` has two. Raises ValueError for any other text."""
+    bounds = []
     for part in condition.split(" and "):
         match = CONDITION.fullmatch(part.strip())
         if match is None:
             raise ValueError(f"is {condition!r}.\nWrite a relation and a number, or a name of the result: > 0.95")
-        parts.append((match[1], match[2]))
-    return parts
+        bounds.append(Bound(match["relation"], match["bound"]))
+    return bounds
 
 
 def unmet(conditions: Mapping[str, str], result: Mapping[str, float]) -> list[str]:
-    """A line for each number of a result that does not meet its condition, such as ``loss is 2.1, and not < 1.5``."""
+    """A line for each number of a result that does not meet its condition, such as ``loss is 2.1, and not < 1.5``.
+
+    ``conditions`` are those of ``Script.result``.
+    """
     lines = []
     for name, condition in conditions.items():
         if name not in result:
             lines.append(f"the result has no {name}, only {', '.join(result)}")
             continue
-        for relation, bound in parts_of(condition):
-            if bound in result:
-                limit = result[bound]
+        for bound in parts_of(condition):
+            if bound.limit in result:
+                limit = result[bound.limit]
             else:
-                limit = float(bound)
-            if not RELATIONS[relation](result[name], limit):
-                lines.append(f"{name} is {result[name]}, and not {relation} {bound}")
+                limit = float(bound.limit)
+            is_met = RELATIONS[bound.relation](result[name], limit)
+            if not is_met:
+                lines.append(f"{name} is {result[name]}, and not {bound.relation} {bound.limit}")
     return lines

@@ -1,16 +1,29 @@
 """A notebook's parameters cell as the flags of a script: ``name: type = value  # help`` becomes ``--name``."""
 
 import ast
-import functools
 import json
 import re
+from dataclasses import dataclass
+from typing import Any
 
 from helpers.export.notebook import ExportError, label
 from helpers.source import IMPORT, Statement
 
-KINDS = {"int": int, "float": float, "str": str, "bool": bool}
-quoted = functools.partial(json.dumps, ensure_ascii=False)  # a Python string literal in double quotes
+KINDS = {  # the types that a parameter may have, by their names
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+}
 PATTERN = "Write name: type = literal  # help, with int, float, str, bool or Literal[...]."
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """The type of a parameter, as its annotation says it."""
+
+    kind: type
+    choices: list[Any]  # the values that Literal[...] allows; none for a plain type
 
 
 def read_flags(parameters: list[Statement]) -> dict[str, str]:
@@ -33,7 +46,7 @@ def read_flags(parameters: list[Statement]) -> dict[str, str]:
 
 
 def read_flag(statement: Statement) -> tuple[str, str]:
-    """One parameter's name, and the lines that add its flag.
+    """Read a parameter, ``name: type = value  # help``: its name, and the lines of the script that add its flag.
 
     Raises ValueError, KeyError or SyntaxError for a line that is no parameter.
     """
@@ -42,30 +55,23 @@ def read_flag(statement: Statement) -> tuple[str, str]:
         raise ValueError
     name = node.target.id
     default = ast.literal_eval(node.value)
-    annotation = ast.unparse(node.annotation)
-    choices = []
-    literal = re.fullmatch(r"Literal\[(.+)\]", annotation)
-    if literal is not None:
-        choices = list(ast.literal_eval(f"[{literal[1]}]"))
-        annotation = type(choices[0]).__name__
-    kind = KINDS[annotation]
-
-    last_line = statement.code.split("\n")[-1].encode()  # ast's columns count bytes
-    comment = last_line[node.end_col_offset :].decode().lstrip("# ;")
-    help_text = comment or name.replace("_", " ")
+    annotation = read_annotation(ast.unparse(node.annotation))
     arguments = [
         quoted(f"--{name.replace('_', '-')}"),
         ast.get_source_segment(statement.code, node.value),
-        quoted(help_text.replace("%", "%%")),  # argparse formats help texts with the % operator
+        quoted(help_of(statement, node, name).replace("%", "%%")),  # argparse formats help texts with the % operator
     ]
-    if kind is bool:
+    if annotation.kind is bool:
         arguments.append("action=switch")
     else:
-        if choices:
-            arguments.append(f"choices={choices!r}")
-        # The script's add() takes the type from the default, unless it gets other options, such as choices.
-        if kind is not type(default) or (choices and kind is not str):
-            arguments.append(f"type={kind.__name__}")
+        if annotation.choices:
+            arguments.append(f"choices={annotation.choices!r}")
+        # The script's add() takes the type from the default, unless it gets other options, such as choices. Then
+        # argparse takes text, unless it is told another type.
+        add_takes_another_type = annotation.kind is not type(default)
+        argparse_takes_text = bool(annotation.choices) and annotation.kind is not str
+        if add_takes_another_type or argparse_takes_text:
+            arguments.append(f"type={annotation.kind.__name__}")
     code = f"add({', '.join(map(str, arguments))})"
 
     # A comment above the parameter is the heading of a group of flags.
@@ -75,12 +81,36 @@ def read_flag(statement: Statement) -> tuple[str, str]:
     return name, code
 
 
+def read_annotation(text: str) -> Annotation:
+    """Read the annotation of a parameter: a type of KINDS, or Literal[...], whose first value has the type.
+
+    Raises KeyError or ValueError for another one.
+    """
+    literal = re.fullmatch(r"Literal\[(.+)\]", text)
+    if literal is None:
+        return Annotation(KINDS[text], choices=[])
+    choices = list(ast.literal_eval(f"[{literal[1]}]"))
+    return Annotation(KINDS[type(choices[0]).__name__], choices)
+
+
+def help_of(statement: Statement, node: ast.AnnAssign, name: str) -> str:
+    """The help text of a parameter's flag: the comment behind the parameter, or else its name in words."""
+    last_line = statement.code.split("\n")[-1].encode()  # ast's columns count bytes
+    comment = last_line[node.end_col_offset :].decode().lstrip("# ;")
+    return comment or name.replace("_", " ")
+
+
+def quoted(text: str) -> str:
+    """A text as Python's string literal in double quotes. JSON's literals are also Python's."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def parse_args_text(flags: dict[str, str], adds: bool = False) -> str:
     """The source of the script's function ``parse_args``.
 
-    flags: {parameter: the lines that add its flag}. adds: whether the chapter has a function ``add_flags``, which adds
-    more flags by calling the script's function ``add`` with a flag, a default and a help text alone. Then ``add`` makes
-    a switch of each default that is True or False; otherwise the flags' own lines say so.
+    ``flags`` are {parameter: the lines that add its flag}. ``adds`` says whether the chapter has a function
+    ``add_flags``, which adds more flags by calling the script's function ``add`` with a flag, a default and a help text
+    alone. Then ``add`` makes a switch of each default that is True or False; otherwise the flags' own lines say so.
     """
     calls = list(flags.values())
     has_groups = any(call.startswith("group = ") for call in calls)
@@ -93,7 +123,7 @@ def parse_args_text(flags: dict[str, str], adds: bool = False) -> str:
     if has_switch:
         lines.append("    switch = argparse.BooleanOptionalAction")
     if has_groups:
-        lines.append("    group = parser")
+        lines.append("    group = parser")  # for the flags above the first heading
     if calls:
         lines += ["", "    def add(flag, default, help, **options):"]
         if adds:

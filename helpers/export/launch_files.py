@@ -20,6 +20,7 @@ LATE = 900
 CPUS_PER_GPU = 4  # for a rank and the processes that load its data
 
 TEMPLATES = Path(__file__).parent / "templates"
+# {how the name of a launch file ends, behind the script's name: its template}
 TEMPLATE_OF = {".sbatch": "slurm.sbatch", ".nodes.sh": "nodes.sh", ".k8s.yaml": "k8s.yaml"}
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(TEMPLATES),
@@ -50,6 +51,8 @@ def launch_files(name: str, script: str, allocation: Allocation, preflight: str)
     if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
         raise ExportError(f"{name!r} has characters that a shell reads in its own way.\nRename it for --slurm.")
     abilities = abilities_of(script)
+    # With this flag a node without its GPUs fails at once. A later flag wins, so the reader can add --backend gloo.
+    backend = " --backend nccl" if abilities.chooses_backend else ""
     values = {
         **asdict(allocation),
         # Files, and how a shell takes their names.
@@ -70,15 +73,17 @@ def launch_files(name: str, script: str, allocation: Allocation, preflight: str)
         # What the script can do.
         "resumes": abilities.resumes,
         "stops": abilities.stops,
-        # With this flag a node without its GPUs fails at once. A later flag wins, so the reader can add --backend gloo.
-        "backend": " --backend nccl" if abilities.chooses_backend else "",
+        "backend": backend,
     }
-    return {name + suffix: ENVIRONMENT.get_template(file).render(values) for suffix, file in TEMPLATE_OF.items()}
+    texts = {}
+    for suffix, template in TEMPLATE_OF.items():
+        texts[name + suffix] = ENVIRONMENT.get_template(template).render(values)
+    return texts
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a script can do when it is started on a cluster."""
+    """What a script can do when it is started on a cluster. The templates ask for it only then."""
 
     resumes: bool  # It saves checkpoints, and goes on from the last one.
     stops: bool  # At a signal it saves, ends, and writes the file `stopped`.

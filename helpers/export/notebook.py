@@ -12,16 +12,17 @@ from nbformat import NotebookNode
 from helpers.export.error import ExportError
 from helpers.source import Statement, split
 
-LIBRARIES = {"torch", "torchvision", "numpy", "safetensors", "sklearn", "matplotlib"}  # in any order
+# Libraries that the chapters use. They may be imported in any order, and no script may have the name of one.
+LIBRARIES = {"torch", "torchvision", "numpy", "safetensors", "sklearn", "matplotlib"}
 
 
 @dataclass(frozen=True)
 class Cells:
-    """A notebook's code cells: as statements, those tagged ``export``, or all where none has the tag."""
+    """A notebook's code cells, as the export sees them. Where no cell has the tag ``export``, the script has all."""
 
-    parameters: list[Statement] = field(default_factory=list)
-    exported: list[Statement] = field(default_factory=list)
-    words_elsewhere: set[str] = field(default_factory=set)  # in the other cells
+    parameters: list[Statement] = field(default_factory=list)  # of the cells tagged ``parameters``
+    exported: list[Statement] = field(default_factory=list)  # of the cells of the script
+    words_elsewhere: set[str] = field(default_factory=set)  # all words in the code of the other cells
 
 
 def read_notebook(path: str | Path) -> NotebookNode:
@@ -30,7 +31,7 @@ def read_notebook(path: str | Path) -> NotebookNode:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of cells without ids, which older notebooks have
             notebook = nbformat.read(path, as_version=4)
-            nbformat.validate(notebook)  # which read only logs
+            nbformat.validate(notebook)  # raises for a mistake of which `read` only writes to a log
         return notebook
     except Exception as error:  # on a damaged file nbformat raises errors of any type
         reason = first_line(str(error)) or type(error).__name__
@@ -52,33 +53,41 @@ def label(statement: Statement) -> str:
 
 
 def sort_cells(notebook: NotebookNode, name: str) -> Cells:
-    """The Cells of a notebook. Raises ExportError for a cell of the script that is not Python, such as a magic."""
+    """Sort a notebook's code cells by their tags. Raises ExportError for a cell of the script that is not Python.
+
+    Such a cell is a magic, for example. ``name`` is the notebook's, for messages.
+    """
     has_tags = any("export" in tags_of(cell) for cell in notebook.cells if cell.cell_type == "code")
     cells = Cells()
     for number, cell in enumerate(notebook.cells, 1):
         if cell.cell_type != "code":
             continue
+        where = f"{name}, cell {number}"
         if "parameters" in tags_of(cell):
-            cells.parameters.extend(statements_of(cell, f"{name}, cell {number}", has_tags))
+            cells.parameters.extend(statements_of(cell, where, has_tags))
         elif "export" in tags_of(cell) or not has_tags:
-            cells.exported.extend(statements_of(cell, f"{name}, cell {number}", has_tags))
+            cells.exported.extend(statements_of(cell, where, has_tags))
         else:
             cells.words_elsewhere.update(re.findall(r"\w+", cell.source))
     return cells
 
 
 def tags_of(cell: NotebookNode) -> list[str]:
+    """The tags of a cell, which may have none."""
     return cell.metadata.get("tags", [])
 
 
 def statements_of(cell: NotebookNode, where: str, has_tags: bool) -> list[Statement]:
-    """The statements of a cell. Raises ExportError, which says ``where``, for a cell that is not Python."""
+    """The statements of a cell. Raises ExportError for a cell that is not Python.
+
+    ``where`` names the cell in the message. Its advice depends on ``has_tags``: whether the notebook tags its cells.
+    """
     source = re.sub("\r\n?", "\n", cell.source).strip("\n")
     try:
         return split(source, where)
     except SyntaxError as error:
         number = error.lineno or 1
-        line = first_line("".join(source.split("\n")[number - 1 : number]))
+        line = first_line("".join(source.split("\n")[number - 1 : number]))  # none, if the error is behind the end
         advice = "Delete it, or tag the cells of the script: export."
         if has_tags:
             advice = "Correct it, or move it to a cell that is not tagged export."
@@ -86,7 +95,10 @@ def statements_of(cell: NotebookNode, where: str, has_tags: bool) -> list[Statem
 
 
 def script_name(notebook: NotebookNode, name: str) -> str:
-    """The script's name: the notebook's, with _script behind it if Python would import the script for a module."""
+    """The script's name: the notebook's, with _script behind it if Python would import the script for a module.
+
+    Python looks for a module first in the folder of the script: a script torch.py that imports torch imports itself.
+    """
     source = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     is_imported = re.search(rf"^\s*(from|import|import .*,) +{re.escape(name)}\b", source, re.MULTILINE)
     if is_imported or name in LIBRARIES | sys.stdlib_module_names:
@@ -95,14 +107,20 @@ def script_name(notebook: NotebookNode, name: str) -> str:
 
 
 def title_and_purpose(notebook: NotebookNode, name: str) -> tuple[str, str]:
-    """(the title without its number, the sentence "The script of this chapter …" as "This script …", or "")."""
+    """What a notebook says it is: its title without the number, and a sentence on what its script does.
+
+    The sentence is "This script …", of a chapter's "The script of this chapter …". It is empty if there is none. The
+    title of a notebook without one is ``name``.
+    """
     markdown = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     markdown = re.sub(r"\{[\w:-]+\}`([^`<]*?)(?: *<[^`>]*>)?`", r"\1", markdown)  # {term}`rank <Rank>`
     markdown = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", markdown)  # [text](address), emphasis
-    title = re.search(r"^# (?:\d+\. )?(.+)", markdown, re.MULTILINE)
-    if title is not None:
-        name = title[1]
-    purpose = re.search(r"The script of this chapter (.+?[.?!])(?=\s|$)", markdown, re.DOTALL)
-    if purpose is None:
-        return name, ""
-    return name, f"This script {' '.join(purpose[1].split())}"
+    title = name
+    heading = re.search(r"^# (?:\d+\. )?(.+)", markdown, re.MULTILINE)
+    if heading is not None:
+        title = heading[1]
+    sentence = re.search(r"The script of this chapter (.+?[.?!])(?=\s|$)", markdown, re.DOTALL)
+    if sentence is None:
+        return title, ""
+    on_one_line = " ".join(sentence[1].split())
+    return title, f"This script {on_one_line}"

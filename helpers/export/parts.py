@@ -18,9 +18,11 @@ from helpers.source import DEFINITION, IMPORT, Statement, packages_of, split
 SOURCES = Path(__file__).parents[1] / "runtime"
 MODULES = ("process_group", "data", "models", "checkpoint", "stop_request")  # each imports only from those before it
 PLUMBING = "process_group"  # the module of helpers/runtime that stands below main
-OWN = {("main", ""), ("parse_args", ""), ("argparse", "import argparse")}  # the script's own names, and meanings
+# Names that each script has for itself, with what they mean there (see meaning_of).
+OWN = {("main", ""), ("parse_args", ""), ("argparse", "import argparse")}
 HARMLESS = {"field", "auto"}  # calls in a class's body that do above main what they do in its cell
 STOPS = re.compile(r"\b(stop|destroy)_process_group\(")
+# A statement that changes what a later import may find or do.
 SETTING = re.compile(
     r"environ\.(update|setdefault|pop)\(|environ\[[^]]*\] *=(?!=)|\b(putenv|chdir|addsitedir)\(|sys\.path\b"
 )
@@ -40,7 +42,7 @@ FIXED = [  # of a statement as ast.unparse writes it, what torchrun says in each
 
 @dataclass(frozen=True)
 class Parts:
-    """The script's statements."""
+    """The script's statements, by their place in it. Each list has the order of the notebook."""
 
     imports: list[Statement]
     definitions: list[Statement]  # above main, with constants and what is copied from helpers/runtime
@@ -48,7 +50,7 @@ class Parts:
     plumbing: list[Statement]  # below main: the process group, which a reader wants to see last
 
     def above(self) -> list[Statement]:
-        """What stands outside main."""
+        """What stands outside main, where its names are global."""
         return [*self.imports, *self.definitions, *self.plumbing]
 
     def of_cells(self) -> list[Statement]:
@@ -57,10 +59,12 @@ class Parts:
 
 
 def names_bound_by(statements: Iterable[Statement]) -> set[str]:
+    """The global names that any of these statements assigns, defines, imports or deletes."""
     return {name for statement in statements for name in statement.binds}
 
 
 def names_read_by(statements: Iterable[Statement]) -> set[str]:
+    """The global names that any of these statements reads, also later, in its functions."""
     return {name for statement in statements for name in statement.reads}
 
 
@@ -92,7 +96,7 @@ def sort_statements(cells: Cells) -> Parts:
         elif is_constant(statement):
             constants.append(statement)
         elif not statement.code and definitions and definitions[-1].where == statement.where:
-            definitions.append(statement)  # comments at the end of a cell
+            definitions.append(statement)  # comments at the end of a cell, behind its last definition
         else:
             body.append(statement)
 
@@ -114,13 +118,19 @@ def sort_statements(cells: Cells) -> Parts:
             plumbing.append(statement)
         else:
             copied_definitions.append(statement)
-    # The chapter's own functions come first, unless one of them, such as a subclass, needs another definition at once.
+    return Parts(imports, [*constants, *in_order(definitions, copied_definitions)], body, plumbing)
+
+
+def in_order(definitions: list[Statement], copied_definitions: list[Statement]) -> list[Statement]:
+    """The chapter's own definitions and those copied from helpers/runtime, in an order in which Python can read them.
+
+    The chapter's come first, because the reader knows them. But a class can be read only after the class that it
+    inherits from. So the copied ones come first if one of the chapter's needs another definition at once.
+    """
     needed_at_once = {name for statement in definitions for name in statement.needs}
     if needed_at_once & names_bound_by([*copied_definitions, *definitions]):
-        definitions = [*copied_definitions, *definitions]
-    else:
-        definitions = [*definitions, *copied_definitions]
-    return Parts(imports, [*constants, *definitions], body, plumbing)
+        return [*copied_definitions, *definitions]
+    return [*definitions, *copied_definitions]
 
 
 def names_with_two_meanings(statements: list[Statement]) -> set[str]:
@@ -129,14 +139,15 @@ def names_with_two_meanings(statements: list[Statement]) -> set[str]:
     for statement in statements:
         for name in statement.binds:
             meanings.add((name, meaning_of(statement, name)))
-    times = Counter(name for name, _ in meanings)
-    return {name for name, number in times.items() if number > 1}
+    number_of_meanings = Counter(name for name, _meaning in meanings)
+    return {name for name, number in number_of_meanings.items() if number > 1}
 
 
 def is_constant(statement: Statement) -> bool:
     """Whether a statement binds names such as WIDTH to what depends on no other name."""
-    is_literal = isinstance(statement.node, ast.Assign) and not statement.reads
-    return is_literal and all(name.isupper() for name in statement.binds)
+    if not isinstance(statement.node, ast.Assign) or statement.reads:
+        return False
+    return all(name.isupper() for name in statement.binds)
 
 
 def meaning_of(statement: Statement, name: str) -> str:
@@ -152,7 +163,11 @@ def meaning_of(statement: Statement, name: str) -> str:
 
 
 def check_order(late: Statement, before: list[Statement], imports: list[Statement]) -> None:
-    """Raise ExportError for an import behind a setting such as os.environ: in the script it stands above main."""
+    """Raise ExportError for an import behind a setting such as os.environ: in the script it would stand before it.
+
+    ``before`` are the statements that stay in main although they come before the import in the notebook. An import that
+    is also among ``imports``, which came earlier, has had its effect.
+    """
     if any(ast.unparse(late.node) == ast.unparse(early.node) for early in imports):
         return
     for statement in before:
@@ -164,15 +179,21 @@ def check_order(late: Statement, before: list[Statement], imports: list[Statemen
 def may_go_up(node: ast.AST) -> bool:
     """Whether a definition does above main what it does in its cell.
 
-    What Python executes when it reads the definition (defaults, bases, a class's body) may call nothing.
+    What Python executes when it reads the definition (defaults, bases, a class's body) may call nothing. Decorators
+    may be called: they belong to the definition.
     """
-    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] not in HARMLESS:
-        return False
+    if isinstance(node, ast.Call):
+        called = ast.unparse(node.func).rpartition(".")[2]
+        if called not in HARMLESS:
+            return False
     executed: ast.AST = node
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        executed = node.args
+        executed = node.args  # of a function the defaults alone; its body waits for a call
     decorators = getattr(node, "decorator_list", [])
-    return all(may_go_up(part) for part in ast.iter_child_nodes(executed) if part not in decorators)
+    for part in ast.iter_child_nodes(executed):
+        if part not in decorators and not may_go_up(part):
+            return False
+    return True
 
 
 # ---- What is copied
@@ -190,7 +211,10 @@ def is_notebook_only(node: ast.AST) -> bool:
 
 @functools.cache
 def runtime() -> list[Statement]:
-    """The modules' statements, in which a name has one meaning. Of the comments above, those that touch them stay."""
+    """The statements of helpers/runtime that bind names. No two of them give one name two meanings.
+
+    Of the comments above a statement only those stay that touch it: others are headings of the file.
+    """
     touching = re.compile(r"(?:^#.*\n?)*\Z", re.MULTILINE)
     statements = []
     for module in MODULES:
@@ -202,7 +226,7 @@ def runtime() -> list[Statement]:
 
 
 def copied(names: set[str]) -> list[Statement]:
-    """The statements that define the names and all that these use, in the order of the sources."""
+    """The statements of helpers/runtime that define the names and all that these use, in the order of the sources."""
     wanted: set[str] = set()
     new = set(names)
     while new:
@@ -229,7 +253,11 @@ def check_launching(statements: list[Statement]) -> None:
 
 
 def check_names(parts: Parts, parameters: list[Statement]) -> None:
-    """Raise ExportError where a statement reads or binds a name that is not the same one in the script."""
+    """Raise ExportError where a statement reads or binds a name that is not the same one in the script.
+
+    In a notebook all names are global. In the script those that main binds are its own: ``args`` and the statements of
+    ``parameters`` are there too.
+    """
     bound_above = names_bound_by(parts.above())
     main = [statement for statement in parameters if not isinstance(statement.node, IMPORT)] + parts.body
     bound_in_main = {"args"} | names_bound_by(main)
@@ -248,10 +276,15 @@ def check_names(parts: Parts, parameters: list[Statement]) -> None:
 
 
 def check_blocks(statement: Statement, is_in_main: bool) -> None:
-    """Raise ExportError for what a statement may not hold in a block, such as an import of helpers."""
+    """Raise ExportError for what a statement may not hold inside of it, such as in the body of a function or an ``if``.
+
+    It may not import what the script does not have, nor import everything with a star, which Python allows at the top
+    of a file alone. In main, which is a function, a name of the notebook cannot be ``global``.
+    """
     for node in ast.walk(statement.node):
         is_star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
-        if is_notebook_only(node) or (is_star and node is not statement.node):
+        is_inside = node is not statement.node
+        if is_notebook_only(node) or (is_star and is_inside):
             raise ExportError(f"{label(statement)} has `{ast.unparse(node)}` in a block. Import it at the top.")
         if isinstance(node, ast.Global) and is_in_main:
             raise ExportError(f"{label(statement)} has `{ast.unparse(node)}`, but main's names are not. Return it.")

@@ -26,7 +26,7 @@ from helpers.export.parts import (
 )
 from helpers.source import Statement, in_strings, packages_of
 
-WIDTH = 88
+WIDTH = 88  # characters of a line of a script
 
 
 def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequence[str] | None = None) -> str:
@@ -54,15 +54,18 @@ def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequenc
         'if __name__ == "__main__":\n    main(parse_args())',
     ]
     script = "\n\n\n".join(section for section in sections if section) + "\n"
+    script = with_short_lines(script)
     packages = {package for statement in parts.imports for package in packages_of(statement.node)}
     # The order of imports may matter to a package that is not among LIBRARIES, so it is kept then.
-    return formatted(with_short_lines(script), sort=packages <= LIBRARIES | sys.stdlib_module_names)
+    may_be_sorted = packages <= LIBRARIES | sys.stdlib_module_names
+    return formatted(script, sort=may_be_sorted)
 
 
 def main_body(body: list[Statement], parameters: list[str]) -> str:
-    """The statements of the script's main, cell by cell.
+    """The statements of the script's main, cell by cell, as text.
 
-    A parameter is read as args.NAME where that means the same; the others are assigned at the top, NAME = args.NAME.
+    A parameter of the notebook is a flag of the script, and main reads it as args.NAME where that means the same. The
+    others are assigned at the top, NAME = args.NAME: such as one that a statement changes.
     """
     rebound = names_bound_by(body)
     for statement in body:
@@ -87,7 +90,10 @@ def main_body(body: list[Statement], parameters: list[str]) -> str:
 
 
 def with_arguments(code: str, names: set[str]) -> str | None:
-    """The code with ``args.NAME`` for each of the names; None where the replaced text would mean something else."""
+    """The code with ``args.NAME`` for each of the names; None where the replaced text would mean something else.
+
+    It is replaced in the text, and not in the syntax tree, because the reader's comments and line breaks have to stay.
+    """
     tree = ast.parse(code)
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in names]
     # From the end to the beginning, so that a replacement does not move those that are still to come.
@@ -97,21 +103,23 @@ def with_arguments(code: str, names: set[str]) -> str | None:
         line = lines[node.lineno - 1]
         lines[node.lineno - 1] = line[: node.col_offset] + b"args." + line[node.col_offset :]
     # Some texts do not take the replacement: f"{lr=}" prints its own text, and before Python 3.12 some positions inside
-    # f-strings are wrong. So the new code has to be the old one but for the replaced names.
+    # f-strings are wrong. So the new code, with the old names put back, has to be the old code.
     try:
-        new = b"\n".join(lines).decode()
-        new_tree_with_old_names = NamesOfArguments().visit(ast.parse(new))
+        new_code = b"\n".join(lines).decode()
+        new_tree = ast.parse(new_code)
     except (SyntaxError, UnicodeDecodeError):
         return None
-    if ast.dump(new_tree_with_old_names) != ast.dump(tree):
+    with_old_names = ArgumentsToNames().visit(new_tree)
+    if ast.dump(with_old_names) != ast.dump(tree):
         return None
-    return new
+    return new_code
 
 
-class NamesOfArguments(ast.NodeTransformer):
-    """Makes NAME of each ``args.NAME``."""
+class ArgumentsToNames(ast.NodeTransformer):
+    """Puts the name NAME in the place of each ``args.NAME`` in a syntax tree."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        """What takes the place of an attribute, such as args.lr; ast calls it for each one in the tree."""
         self.generic_visit(node)
         if isinstance(node.value, ast.Name) and node.value.id == "args":
             return ast.Name(node.attr, node.ctx)
@@ -190,11 +198,12 @@ def with_short_lines(script: str) -> str:
 
 
 def formatted(script: str, sort: bool) -> str:
-    """The script as ruff formats it, its imports sorted or not."""
+    """The script as ruff formats it, with its imports sorted if ``sort``."""
     commands = [["format"]]
     if sort:
-        commands.insert(0, ["check", "--fix", "--exit-zero", "--quiet", "--select=I"])
+        commands.insert(0, ["check", "--fix", "--exit-zero", "--quiet", "--select=I"])  # I: the rules of imports
     for command in commands:
+        # The last argument, a dash, is standard input. Without --isolated, a pyproject.toml nearby would decide.
         ruff = [find_ruff_bin(), *command, "--isolated", f"--line-length={WIDTH}", "--target-version=py311", "-"]
         done = subprocess.run(ruff, input=script, capture_output=True, check=True, text=True, encoding="utf-8")
         script = done.stdout

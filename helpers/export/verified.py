@@ -35,9 +35,10 @@ class PageRecord:
 
 @dataclass
 class Record:
-    """``pages`` has names such as notebooks/04_ddp and book/intro; the others are of scripts, such as 04_ddp."""
+    """What the file holds, of the pages of the book and of the chapters' scripts."""
 
-    pages: dict[str, PageRecord] = field(default_factory=dict)
+    pages: dict[str, PageRecord] = field(default_factory=dict)  # by names such as notebooks/04_ddp and book/intro
+    # By names such as 04_ddp: on which versions of PyTorch a script passed, and the fingerprint of its notebook then.
     scripts: dict[str, list[str]] = field(default_factory=dict)
     script_fingerprints: dict[str, str] = field(default_factory=dict)
 
@@ -78,6 +79,7 @@ def read_record(file: Path) -> Record:
 
 
 def page_record(stored: dict[str, Any]) -> PageRecord:
+    """A PageRecord as the file's JSON holds it."""
     runs = [Run(**run) for run in stored["runs"]]
     return PageRecord(stored["fingerprint"], runs)
 
@@ -88,7 +90,10 @@ def write_record(record: Record, file: Path) -> None:
 
 
 def add_page(record: Record, page: str, of_code: str, run: Run) -> None:
-    """Add a run of a page. It takes the place of an older run with the same versions, and of all runs of other code."""
+    """Add a run of a page whose code has the fingerprint ``of_code``.
+
+    It takes the place of an older run with the same versions, and of all runs of other code.
+    """
     runs = [run]
     known = record.pages.get(page)
     if known is not None and known.fingerprint == of_code:
@@ -100,7 +105,10 @@ def add_page(record: Record, page: str, of_code: str, run: Run) -> None:
 
 
 def add_script(record: Record, script: str, of_code: str, torch: str) -> None:
-    """Add a version of PyTorch on which a script passed. Versions on which other code passed are dropped."""
+    """Add a version of PyTorch on which a script passed. Versions on which other code passed are dropped.
+
+    ``of_code`` is the fingerprint of its notebook.
+    """
     versions = {torch}
     if record.script_fingerprints.get(script) == of_code:
         versions.update(record.scripts[script])

@@ -56,12 +56,14 @@ def exposed(schedule: Sequence[Span]) -> float:
 
 # --- its figure -------------------------------------------------------------------------------------------------------
 
-LEFT = 70  # pixels of the timeline's sides
+# All sizes and positions below are in pixels, and y grows downwards.
+LEFT = 70  # the timeline's sides
 RIGHT = 650
 TOP = 56
 BOTTOM = 268
-MAX_RANK_HEIGHT = 74  # pixels for a rank in the timeline, however few ranks there are
-ROW = 21  # pixels for a row of the bar chart below the timeline
+MAX_RANK_HEIGHT = 74  # of a rank in the timeline, however few ranks there are
+ROW = 21  # the height of a row of the bar chart below the timeline
+LABEL_GAP = 10  # between a row's name, at its left, and LEFT
 BUCKET_COUNTS = [1, 2, 4, 8, 16]  # its rows
 PARTS = {  # label of a span: its name in the legend
     "forward": "forward",
@@ -80,14 +82,15 @@ def ddp_overlap(world_size: int = 4, buckets: int = 4, gigabytes_per_second: flo
     """
     very_many_ranks = 10**6  # the time of an all-reduce grows with the ranks, up to a limit that it has reached here
     slowest = [overlap_schedule(very_many_ranks, count, gigabytes_per_second) for count in BUCKET_COUNTS]
-    axis_end = max(schedule[-1].end for schedule in slowest)
+    axis_end = max(schedule[-1].end for schedule in slowest)  # milliseconds
     pixels_per_ms = (RIGHT - LEFT) / axis_end
     schedule = overlap_schedule(world_size, buckets, gigabytes_per_second)
-    waits = {}
+    waits = {}  # {number of buckets: milliseconds}
     for count in BUCKET_COUNTS:
         waits[count] = exposed(overlap_schedule(world_size, count, gigabytes_per_second))
 
-    fig, ax = canvas(660, 324 + ROW * len(BUCKET_COUNTS))
+    height_above_the_bars = BOTTOM + 56
+    fig, ax = canvas(660, height_above_the_bars + ROW * len(BUCKET_COUNTS))
     draw_legend(ax)
     draw_phases(ax, schedule, pixels_per_ms)
     for rank in range(world_size):
@@ -112,34 +115,43 @@ def look_of(label: str, color: str) -> dict[str, Any]:
 
 
 def draw_legend(ax: Axes) -> None:
-    """The legend is in ink, because every rank has its own colour."""
-    x: float = LEFT
+    """Draw a box and a name for each of PARTS. It is in ink, because every rank has its own colour."""
+    box_width = 16
+    gap = 6  # between a box and its name
+    gap_between_entries = 20
     width_of_character = 7.5  # about
+    x: float = LEFT
     for label, name in PARTS.items():
-        boxes(ax, [(x, 6, 16, 13)], **look_of(label, INK))
-        ax.text(x + 22, 17, name)
-        x += 42 + width_of_character * len(name)  # 22 to the text, and 20 between two entries
+        boxes(ax, [(x, 6, box_width, 13)], **look_of(label, INK))
+        text_x = x + box_width + gap
+        ax.text(text_x, 17, name)
+        x = text_x + gap_between_entries + width_of_character * len(name)
 
 
 def draw_phases(ax: Axes, schedule: Sequence[Span], pixels_per_ms: float) -> None:
-    """Lines across all ranks where forward, backward, the wait and the optimizer's step begin and end."""
+    """Draw lines across all ranks where forward, backward, the wait and the optimizer's step begin and end."""
     wait_starts = FORWARD + BACKWARD
     step_ends = schedule[-1].end
-    edges = [0, FORWARD, wait_starts, step_ends - OPTIMIZER_STEP, step_ends]
-    boxes(ax, [(LEFT + ms * pixels_per_ms - 0.4, TOP, 0.8, BOTTOM - TOP) for ms in edges], facecolor=(INK, 0.3))
+    edges = [0, FORWARD, wait_starts, step_ends - OPTIMIZER_STEP, step_ends]  # milliseconds
+    line_width = 0.8
+    lines = []
+    for ms in edges:
+        lines.append((LEFT + ms * pixels_per_ms - line_width / 2, TOP, line_width, BOTTOM - TOP))
+    boxes(ax, lines, facecolor=(INK, 0.3))
     width_of_text = 112
     x = min(LEFT + wait_starts * pixels_per_ms, RIGHT - width_of_text)
     ax.text(x, TOP - 8, f"waiting {exposed(schedule):.1f} ms", weight="bold")
 
 
 def draw_rank(ax: Axes, rank: int, world_size: int, schedule: Sequence[Span], pixels_per_ms: float) -> None:
-    """What a rank computes, and below it its all-reduces, in the middle of the space for all ranks."""
+    """Draw what a rank computes, and below it its all-reduces. All ranks together are in the middle of the timeline."""
     rank_height = min((BOTTOM - TOP) / world_size, MAX_RANK_HEIGHT)
     # From the top, a rank has a gap of 0.08 of its height, 0.5 for the computation, 0.04, and 0.3 for all-reduces.
     compute_y = (TOP + BOTTOM) / 2 + (rank - world_size / 2 + 0.08) * rank_height
     network_y = compute_y + 0.54 * rank_height
-    ax.text(LEFT - 10, compute_y + rank_height / 4 + 5, f"rank {rank}", ha="right")
-    labels = dict.fromkeys(span.label for span in schedule)
+    half_a_letter = 5  # from the middle of a text down to its baseline
+    ax.text(LEFT - LABEL_GAP, compute_y + rank_height / 4 + half_a_letter, f"rank {rank}", ha="right")
+    labels = dict.fromkeys(span.label for span in schedule)  # each once, in the order of the schedule
     for label in labels:
         y = compute_y
         height = 0.5 * rank_height
@@ -156,33 +168,39 @@ def draw_rank(ax: Axes, rank: int, world_size: int, schedule: Sequence[Span], pi
 
 
 def draw_time_axis(ax: Axes, axis_end: float, pixels_per_ms: float) -> None:
+    """Draw the axis below the timeline: a line from 0 to ``axis_end`` milliseconds, with ticks and their numbers."""
     ticks = [int(ms) for ms in MaxNLocator(6, integer=True).tick_values(0, axis_end) if ms <= axis_end]
-    rectangles: list[tuple[float, float, float, float]] = [(LEFT, BOTTOM + 6, RIGHT - LEFT, 1)]
+    axis_y = BOTTOM + 6
+    rectangles: list[tuple[float, float, float, float]] = [(LEFT, axis_y, RIGHT - LEFT, 1)]
     for ms in ticks:
-        rectangles.append((LEFT + ms * pixels_per_ms - 0.5, BOTTOM + 6, 1, 5))
+        rectangles.append((LEFT + ms * pixels_per_ms - 0.5, axis_y, 1, 5))
     boxes(ax, rectangles, facecolor=INK)
     for ms in ticks:
         if ms == 0:
-            ax.text(LEFT, BOTTOM + 25, "0 ms", ha="left")
+            ax.text(LEFT, BOTTOM + 25, "0 ms", ha="left")  # it names the unit
         else:
             ax.text(LEFT + ms * pixels_per_ms, BOTTOM + 25, f"{ms}", ha="center")
 
 
 def draw_waits(ax: Axes, waits: dict[int, float], buckets: int, pixels_per_ms: float) -> None:
-    """A bar chart of ``waits``, {number of buckets: milliseconds}, in which the shown number stands out."""
+    """Draw a bar for each of ``waits``, {number of buckets: milliseconds}, below the timeline and on its scale.
+
+    The number of buckets that the timeline shows, ``buckets``, stands out.
+    """
     ax.text(LEFT, BOTTOM + 47, "waiting, by number of buckets")
-    y = BOTTOM + 54
+    row_top = BOTTOM + 54
     for count, wait in waits.items():
         weight = "normal"
         opacity = 0.3
         if count == buckets:
             weight = "bold"
             opacity = 1
-        length = wait * pixels_per_ms
-        boxes(ax, [(LEFT, y + 3, length, 13)], facecolor=(INK, opacity))
-        ax.text(LEFT - 10, y + 14, f"{count}", ha="right", weight=weight)
-        ax.text(LEFT + length + 6, y + 14, f"{wait:.1f} ms", weight=weight)
-        y += ROW
+        bar_length = wait * pixels_per_ms
+        boxes(ax, [(LEFT, row_top + 3, bar_length, 13)], facecolor=(INK, opacity))
+        baseline = row_top + 14  # of the two texts, which are as tall as the bar
+        ax.text(LEFT - LABEL_GAP, baseline, f"{count}", ha="right", weight=weight)
+        ax.text(LEFT + bar_length + 6, baseline, f"{wait:.1f} ms", weight=weight)
+        row_top += ROW
 
 
 # --- the other figures ------------------------------------------------------------------------------------------------
@@ -232,5 +250,6 @@ def replicas() -> Figure:
 
 
 def arrow_down(ax: Axes, x: float, start: float, end: float) -> None:
+    """Draw an arrow at ``x`` from the height ``start`` down to ``end``, in pixels."""
     look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "color": INK, "linewidth": 1}
     ax.add_artist(FancyArrowPatch((x, start), (x, end), shrinkA=0, shrinkB=0, clip_on=False, **look))

@@ -167,8 +167,10 @@ def bars(values: Mapping[int | str, float], xlabel: str, number: str = "{:.3g}")
         else:
             names.append(name)
             look = {"color": INK, "alpha": 0.55}
-        ax.barh(row, value, 0.62, linewidth=0, **look)
-        ax.annotate(number.format(value), (value, row), (5, 0), textcoords="offset points", va="center")
+        ax.barh(row, value, height=0.62, linewidth=0, **look)
+        # The number stands 5 points behind the end of the bar.
+        end_of_bar = (value, row)
+        ax.annotate(number.format(value), end_of_bar, xytext=(5, 0), textcoords="offset points", va="center")
     ax.margins(x=0.12)  # so that the longest bar's number has space
     label_rows(ax, names, xlabel)
     return fig
@@ -183,20 +185,22 @@ def timeline(spans: Mapping[int, Sequence[Span]], xlabel: str) -> Figure:
     """
     lanes: list[str] = []
     for spans_of_rank in spans.values():
-        for lane, *_ in spans_of_rank:
+        for span in spans_of_rank:
+            lane = Span(*span).lane  # plain tuples will do, too
             if lane not in lanes:
                 lanes.append(lane)
     rows = [(rank, lane) for rank in spans for lane in lanes]
     fig = figure(600, 70 + 32 * len(rows), layout="constrained")  # 70 pixels for the axis, 32 for each row
     ax = fig.add_subplot()
-    for row, (rank, row_lane) in enumerate(rows):
+    for row, (rank, lane) in enumerate(rows):
         color = rank_color(rank)
         opacity = 0.85
-        if row_lane == lanes[0]:
+        if lane == lanes[0]:
             opacity = 0.25
-        for lane, start, end, _ in spans[rank]:
-            if lane == row_lane:
-                ax.barh(row, end - start, 0.7, left=start, facecolor=(color, opacity), edgecolor=color, linewidth=1)
+        look: dict[str, Any] = {"facecolor": (color, opacity), "edgecolor": color, "linewidth": 1}
+        for span in (Span(*fields) for fields in spans[rank]):
+            if span.lane == lane:
+                ax.barh(row, span.end - span.start, height=0.7, left=span.start, **look)
     label_rows(ax, [f"rank {rank}, {lane}" for rank, lane in rows], xlabel)
     ax.grid(axis="x")
     ax.set_axisbelow(True)
@@ -290,13 +294,13 @@ def svg(fig: Figure, salt: str = "", attributes: Mapping[str, str] | None = None
     """
     file = io.BytesIO()
     with style():
-        fig.savefig(file, format="svg", metadata={"Date": None})
+        fig.savefig(file, format="svg", metadata={"Date": None})  # the date would change the bytes each time
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close(fig)  # at the end of the cell, pyplot would show it once more
 
     root = compact(file.getvalue())
-    view_box = root.attrib["viewBox"]
-    _, _, width, height = (float(number) for number in view_box.split())
+    view_box = root.attrib["viewBox"]  # four numbers: "0 0 660 352"
+    _left, _top, width, height = (float(number) for number in view_box.split())
     root.attrib = {
         **(attributes or {}),
         "viewBox": view_box,
@@ -311,7 +315,10 @@ def svg(fig: Figure, salt: str = "", attributes: Mapping[str, str] | None = None
 
 
 def readable_width(root: ElementTree.Element, width: float) -> int:
-    """The pixels to which a drawing may shrink on a narrow screen, which otherwise scrolls: its smallest text has 9."""
+    """The pixels to which a drawing, ``width`` pixels wide, may shrink on a narrow screen before it scrolls instead.
+
+    At this width its smallest text has MIN_TEXT_SIZE. A drawing whose text is that small already may not shrink.
+    """
     styles = " ".join(element.get("style", "") for element in root.iter())
     text_sizes = [float(size) for size in re.findall(r"font-size:([\d.]+)px", styles)]
     smallest_text = min(text_sizes, default=STYLE["font.size"])

@@ -23,7 +23,7 @@ UNITS = {"seconds": "s", "minutes": "min"}  # the argument "save_seconds" is lab
 
 # A page may have several such figures. Each script uses the figure around it, so that no ids can collide.
 SCRIPT = f"<script>{Path(__file__).with_name('sliders.js').read_text(encoding='utf-8').strip()}</script>"
-DRAWING_SIZE = re.compile(r'viewBox="0 0 (\S+) (\S+)" width="\S+" height="\S+"')
+DRAWING_SIZE = re.compile(r'viewBox="0 0 (?P<width>\S+) (?P<height>\S+)" width="\S+" height="\S+"')
 
 
 def explore(fn: Callable[..., Figure], *, alt: str, caption: str = "", **sliders: Iterable[Any]) -> Shown:
@@ -46,7 +46,7 @@ def explore(fn: Callable[..., Figure], *, alt: str, caption: str = "", **sliders
     for control in controls:
         if not control.values:
             raise ValueError(f"explore({control.argument}=[]) has no values. List those to show.")
-    # A frame is a position of each control.
+    # A frame is a position of each control, as a tuple: sliders.js counts frames in the same order.
     frames = list(itertools.product(*(range(len(control.values)) for control in controls)))
     if len(frames) > MAX_FRAMES:
         raise ValueError(f"explore() draws at most {MAX_FRAMES} frames, not {len(frames)}. List fewer values.")
@@ -64,7 +64,7 @@ def explore(fn: Callable[..., Figure], *, alt: str, caption: str = "", **sliders
             frame_alt = f"{alt} ({', '.join(values_in_words)})"
         views.append(view(fn(**arguments), frame_alt, salt=caption, visible=frame == first_frame))
     call = ", ".join(f"{control.argument}={control.values}" for control in controls)
-    return Shown(page_of(equally_tall(views), controls, caption), f"explore({name_of(fn)}, {call})")
+    return Shown(page_of(equally_tall(views), controls, caption), text=f"explore({name_of(fn)}, {call})")
 
 
 def default_of(fn: Callable[..., Figure], argument: str) -> Any:
@@ -76,6 +76,7 @@ def default_of(fn: Callable[..., Figure], argument: str) -> Any:
 
 
 def name_of(fn: Callable[..., Figure]) -> str:
+    """The name of a function, also of one that functools.partial has given some arguments."""
     if isinstance(fn, functools.partial):
         return name_of(fn.func)
     return fn.__name__
@@ -86,12 +87,18 @@ def equally_tall(views: list[str]) -> list[str]:
 
     Drawings of different widths are left as they are: the page scales them differently, so no height fits all.
     """
-    sizes = [DRAWING_SIZE.search(text) for text in views]
-    widths = {size[1] for size in sizes if size}
-    if None in sizes or len(widths) > 1:
+    widths = set()
+    heights = []
+    for text in views:
+        size = DRAWING_SIZE.search(text)
+        if size is None:
+            return views
+        widths.add(size["width"])
+        heights.append(size["height"])
+    if len(widths) > 1:
         return views
-    height = max((size[2] for size in sizes if size), key=float)
-    attributes = rf'viewBox="0 0 \1 {height}" width="\1" height="{height}"'
+    height = max(heights, key=float)
+    attributes = rf'viewBox="0 0 \g<width> {height}" width="\g<width>" height="{height}"'
     return [DRAWING_SIZE.sub(attributes, text, count=1) for text in views]
 
 

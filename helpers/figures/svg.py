@@ -42,7 +42,8 @@ def compact_attributes(element: ElementTree.Element) -> dict[str, str]:
         short_value = tidy(name, value)
         if short_value:
             attributes[name] = short_value
-    if attributes.get("id", "").startswith("move "):  # the gid of an artist that sliders.js moves: see explore()
+    # An artist that sliders.js moves has the gid "move 0 -42" (see explore), which matplotlib writes as its id.
+    if attributes.get("id", "").startswith("move "):
         attributes["data-move"] = attributes.pop("id").removeprefix("move ")
     return attributes
 
@@ -55,9 +56,7 @@ def without_namespace(name: str) -> str:
 def tidy(name: str, value: str) -> str:
     """The value of an SVG attribute with rounded numbers and without a font, or "" for an attribute without effect."""
     if name == "style":
-        rules = [rule.strip() for rule in value.split(";")]
-        used = [rule for rule in rules if rule and not rule.startswith("font-family:")]
-        value = ";".join(re.sub(r":\s*", ":", rule, count=1) for rule in used)
+        value = without_font(value)
     if name in DIGITS:
         digits = DIGITS[name]
         value = NUMBER.sub(lambda number: rounded(number[0], digits), value)
@@ -68,6 +67,19 @@ def tidy(name: str, value: str) -> str:
         value = RECTANGLE.sub(r"M\1 \2H\3V\4H\1z", value)
         value = re.sub(r" ?([MLHVQCz]) ?", r"\1", value)
     return value
+
+
+def without_font(style: str) -> str:
+    """The rules of a style attribute, ``fill: red; font-family: Arial``, but for the font: ``fill:red``.
+
+    The page's own style sheet says in which font a figure's text is.
+    """
+    rules = []
+    for rule in style.split(";"):
+        rule = rule.strip()
+        if rule and not rule.startswith("font-family:"):
+            rules.append(re.sub(r":\s*", ":", rule, count=1))
+    return ";".join(rules)
 
 
 def rounded(number: str, digits: int) -> str:
@@ -85,10 +97,10 @@ def remove_unneeded(parent: ElementTree.Element) -> None:
         style = child.get("style", "")
         is_invisible = child.tag == "path" and "fill:none" in style and "stroke:" not in style
         is_empty = child.tag == "defs" and len(child) == 0
-        is_bare_group = child.tag == "g" and set(child.attrib) <= {"id"}
+        has_only_an_id = all(name == "id" for name in child.attrib)
         if child.tag in ("metadata", "style", "title") or is_invisible or is_empty:
             parent.remove(child)
-        elif is_bare_group:
+        elif child.tag == "g" and has_only_an_id:
             position = list(parent).index(child)
             parent.remove(child)
             for offset, grandchild in enumerate(list(child)):
@@ -102,8 +114,12 @@ def with_own_ids(text: str, salt: str) -> str:
     """
     # matplotlib's ids depend on the figures that were drawn before, so they must not get into the hash: ID-0, ID-1 and
     # so on take their places until the hash is known.
-    ids = dict.fromkeys(REFERENCE.findall(text))
+    ids: list[str] = []
+    for name in REFERENCE.findall(text):
+        if name not in ids:
+            ids.append(name)
     for number, name in enumerate(ids):
+        # Where the element has the id, id="NAME", and where another one refers to it, "#NAME" or url(#NAME).
         text = re.sub(rf"(id=\"|#){re.escape(name)}(?=[\")])", rf"\1ID-{number}", text)
     prefix = "f" + hashlib.sha256((salt + text).encode()).hexdigest()[:8]
     return re.sub(r"(id=\"|#)ID-", rf"\1{prefix}-", text)

@@ -1,11 +1,11 @@
-"""Tell the chapters one lie after the other, and see which cell notices it: ``make sabotage``.
+"""Plant one fault after the other, each called a lie, and see which cell of the book notices it: ``make sabotage``.
 
     make sabotage                               every lie
     make sabotage ARGS=all_reduce_adds_nothing  one lie
 
-A lie is a planted fault: a wrong change of torch, of helpers or of a chapter. With a lie, the chapters that teach its
-subject run in a copy of the project, each up to its first failing cell. What the cells said goes to
-book/recorded/sabotage.csv, which the book shows. The exit status is 1 if no cell notices a lie, or if the cell that
+A lie is a wrong change of torch, of helpers or of a chapter. To tell a lie is to run the chapters that teach its
+subject with the fault in place, in a copy of the project, each up to its first failing cell. What the cells said goes
+to book/recorded/sabotage.csv, which the book shows. The exit status is 1 if no cell notices a lie, or if the cell that
 notices it is about something else.
 """
 
@@ -34,7 +34,8 @@ RECORD = ROOT / "book" / "recorded" / "sabotage.csv"
 COLUMNS = ["The lie", "Noticed in", "Cell", "By", "What the cell said"]
 MOST_SECONDS = 3600  # a chapter that takes longer is ended
 LONGEST_QUOTE = 160  # characters of what a cell said
-PAIRS = [(lie, chapter) for lie in LIES.values() for chapter in lie.chapters]  # in the record's order
+# Each lie with each chapter that has to notice it, in the record's order.
+PAIRS = [(lie, chapter) for lie in LIES.values() for chapter in lie.chapters]
 
 
 @dataclass(frozen=True)
@@ -48,26 +49,30 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``row`` is for the record, and ``problem`` is empty if a cell about the lie's subject has noticed the lie."""
+    """What a run says of a lie: whether the chapter noticed it, and the row that the record has of it."""
 
-    row: dict[str, str]
-    problem: str
+    row: dict[str, str]  # {column: text}
+    problem: str  # why the run does not show that the chapter notices the lie; empty if it does
 
 
 @dataclass(frozen=True)
 class Section:
-    """Where a cell is. ``text`` is the cell, the prose before and after it, and the heading above."""
+    """Where in a chapter a cell is."""
 
-    heading: str
-    anchor: str
-    text: str
+    heading: str  # the last one above the cell
+    anchor: str  # of the heading, in the address of the page
+    text: str  # the heading, the prose before the cell, the cell, and the prose after it
 
 
 # --- one chapter under one lie ----------------------------------------------------------------------------------------
 
 
 def run(lie: Lie, chapter: str) -> Failure | None:
-    """Run a chapter under a lie, in a copy of the project. Returns its first failing cell; None if all cells pass."""
+    """Run a chapter under a lie, in a copy of the project. Returns its first failing cell; None if all cells pass.
+
+    The run has to reach processes that the chapter itself starts, and to say what happened in them. So the lie's name
+    goes to them in an environment variable, and they answer by files whose paths are in two others.
+    """
     with tempfile.TemporaryDirectory() as folder:
         project = copy_of_the_project(Path(folder, "book"))
         notebook = project / "notebooks" / notebook_of(chapter).name
@@ -91,9 +96,10 @@ def run(lie: Lie, chapter: str) -> Failure | None:
             return fault(f"the chapter did not end in {MOST_SECONDS} s")
         if failure_file.exists():
             return Failure(**json.loads(failure_file.read_text()))
-        if pytest.returncode != 0:
+        if pytest.returncode != 0:  # pytest failed before it came to a cell
             return fault(pytest.stdout[-1000:])
-        if not lie.changes_notebook and not applied_file.exists():
+        was_applied = lie.changes_notebook or applied_file.exists()
+        if not was_applied:
             return fault(f"no process imported {lie.module}")
         return None
 
@@ -105,8 +111,11 @@ def fault(text: str) -> Failure:
 
 def run_pytest(notebook: str, project: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run the cells of a notebook up to the first that fails. Raises TimeoutExpired after MOST_SECONDS."""
-    command = [sys.executable, "-m", "pytest", "--nbval", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += ["-p", "first_failure", "--nbval-cell-timeout=600", "--timeout=900", notebook]
+    command = [sys.executable, "-m", "pytest", notebook]
+    command += ["--nbval", "--nbval-cell-timeout=600", "--timeout=900"]
+    command += ["-x", "-q"]  # end at the first failure
+    command += ["-p", "first_failure"]  # the plugin in load/
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]  # one notebook, whose folder is then removed, needs neither
     return subprocess.run(
         command,
         cwd=project,
@@ -142,14 +151,18 @@ def notebook_of(chapter: str) -> Path:
 
 
 def verdict_on(lie: Lie, chapter: str, failure: Failure | None) -> Verdict:
-    """Whether a chapter's first failing cell, or None, shows that the chapter notices the lie."""
+    """Judge a run: whether it shows that the chapter notices the lie, with the row for the record.
+
+    ``failure`` is the chapter's first failing cell, or None if all cells passed. That a cell fails is not enough: the
+    words of the lie's subject have to be in the cell or in the prose around it, or a reader would not learn from it.
+    """
     row = dict.fromkeys(COLUMNS, "")
     row["The lie"] = lie.description
     row["Noticed in"] = f"chapter {label(chapter)}"
     if failure is None:
-        return Verdict(row, "no cell notices it")
+        return Verdict(row, problem="no cell notices it")
     if failure.kind == "fault":
-        return Verdict(row, f"the lie does not work: {failure.cell} {failure.text}")
+        return Verdict(row, problem=f"the lie does not work: {failure.cell} {failure.text}")
 
     notebook = notebook_of(chapter)
     section = section_of(read_notebook(notebook), failure.cell)
@@ -157,30 +170,35 @@ def verdict_on(lie: Lie, chapter: str, failure: Failure | None) -> Verdict:
     row["Cell"] = f"`{failure.cell}`"
     row["By"] = failure.kind
     row["What the cell said"] = as_code(failure.text)
-    if re.search(lie.words, section.text, re.IGNORECASE):
-        return Verdict(row, "")
-    return Verdict(row, f"neither the cell nor the prose around it has the words {lie.words}")
+    is_about_the_subject = re.search(lie.words, section.text, re.IGNORECASE) is not None
+    if not is_about_the_subject:
+        return Verdict(row, problem=f"neither the cell nor the prose around it has the words {lie.words}")
+    return Verdict(row, problem="")
 
 
 @cache
 def read_notebook(path: Path) -> nbformat.NotebookNode:
+    """A notebook. It is read once, because the record has many rows of the same chapter."""
     return nbformat.read(path, as_version=4)
 
 
 def section_of(nb: nbformat.NotebookNode, cell_id: str) -> Section:
-    """The part of a notebook in which a cell is."""
-    [position] = [index for index, cell in enumerate(nb.cells) if cell.id == cell_id]
-    before = prose_of(nb.cells[:position])
-    after = prose_of(nb.cells[position:])
+    """The part of a notebook in which a cell is. Raises ValueError if there is no such cell."""
+    position = [cell.id for cell in nb.cells].index(cell_id)
+    prose_before = prose_of(nb.cells[:position])
+    prose_after = prose_of(nb.cells[position:])
     # A comment in a listing begins with # as a heading does.
-    without_listings = re.sub(r"(?ms)^```.*?^```", "", "\n".join(before))
+    without_listings = re.sub(r"(?ms)^```.*?^```", "", "\n".join(prose_before))
     last_heading = re.findall(r"(?m)^#+ (.*)$", without_listings)[-1]
     heading = re.sub(r"^\d+\. ", "", last_heading)  # a chapter's title begins with its number
-    text = "\n".join([heading, *before[-1:], nb.cells[position].source, *after[:1]])
-    return Section(heading, slugify(last_heading.replace("`", "")), text)
+    # The nearest prose on each side; at the end of a chapter there is none after the cell.
+    text = "\n".join([heading, *prose_before[-1:], nb.cells[position].source, *prose_after[:1]])
+    anchor = slugify(last_heading.replace("`", ""))
+    return Section(heading, anchor, text)
 
 
 def prose_of(cells: list[nbformat.NotebookNode]) -> list[str]:
+    """The texts of the Markdown cells among these."""
     return [cell.source for cell in cells if cell.cell_type == "markdown"]
 
 
@@ -197,6 +215,7 @@ def as_code(text: str, longest: int = LONGEST_QUOTE) -> str:
 
 
 def read_record() -> list[dict[str, str]]:
+    """The rows of the record, {column: text}: what each chapter said of each lie when it was told last."""
     with RECORD.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
@@ -209,7 +228,8 @@ def label(chapter: str) -> str:
 
 
 def key(row: dict[str, str]) -> tuple[str, str]:
-    """(the lie, the chapter's label): no two rows have the same key."""
+    """Which row of the record this is: (the lie's description, the chapter's label). No two rows have the same key."""
+    # "chapter 4" where no cell noticed the lie, or else a link: "[4, The heading](address)".
     [chapter] = re.findall(r"^(?:chapter |\[)([\w ]+)", row["Noticed in"])
     return row["The lie"], chapter
 
@@ -231,32 +251,35 @@ def record(row: dict[str, str]) -> None:
 def tell_lies(names: list[str], jobs: int) -> int:
     """Run the chapters that have to notice these lies, ``jobs`` at a time, and record what the cells said.
 
-    Returns how many of the runs have a problem.
+    ``names`` are those of lies. Returns how many of the runs have a problem.
     """
     chosen = [(lie, chapter) for lie, chapter in PAIRS if lie.name in names]
-    lies_with_problem = []
+    names_with_problem = []  # a name for each such run, so a lie may be in it twice
     with ThreadPoolExecutor(jobs) as pool:
-        runs = {pool.submit(run, lie, chapter): (lie, chapter) for lie, chapter in chosen}
-        for finished in as_completed(runs):
-            lie, chapter = runs[finished]
+        pair_of_run = {}  # the verdicts come in the order in which the runs end
+        for lie, chapter in chosen:
+            pair_of_run[pool.submit(run, lie, chapter)] = (lie, chapter)
+        for finished in as_completed(pair_of_run):
+            lie, chapter = pair_of_run[finished]
             verdict = verdict_on(lie, chapter, finished.result())
             record(verdict.row)
             show(lie, chapter, verdict)
             if verdict.problem:
-                lies_with_problem.append(lie.name)
-    print(f"{len(chosen)} told, {len(lies_with_problem)} bad: {', '.join(lies_with_problem)}")
-    return len(lies_with_problem)
+                names_with_problem.append(lie.name)
+    print(f"{len(chosen)} told, {len(names_with_problem)} bad: {', '.join(names_with_problem)}")
+    return len(names_with_problem)
 
 
 def show(lie: Lie, chapter: str, verdict: Verdict) -> None:
     """Print in one line what the cell said, and the problem, if there is one, in a second."""
-    said = [verdict.row[column] for column in ("Cell", "By", "What the cell said")]
-    print(f"{lie.name}, chapter {chapter}: {' '.join(said)}", flush=True)
+    row = verdict.row
+    print(f"{lie.name}, chapter {chapter}: {row['Cell']} {row['By']} {row['What the cell said']}", flush=True)
     if verdict.problem:
         print(f"  {verdict.problem}", flush=True)
 
 
 def main() -> int:
+    """Carry out the command line; return the exit status: 1 if a run has a problem."""
     parser = argparse.ArgumentParser(prog="make sabotage", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="LIE", help="the lies to tell (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="chapters that run at a time (default: 1)")

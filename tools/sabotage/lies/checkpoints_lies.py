@@ -1,4 +1,4 @@
-"""Checkpoints."""
+"""Lies (planted faults) about checkpoints."""
 
 import json
 import os

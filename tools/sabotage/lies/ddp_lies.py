@@ -1,4 +1,4 @@
-"""DDP and automatic mixed precision."""
+"""Lies (planted faults) about DDP and automatic mixed precision."""
 
 import contextlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Profiling, debugging, and what NCCL says."""
+"""Lies (planted faults) about profiling, debugging, and what NCCL says."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel."""
+"""Lies (planted faults) about fully sharded data parallel."""
 
 from typing import Any
 
@@ -22,6 +22,7 @@ def every_rank_stores_everything(module: Any) -> None:
 
         mesh = options["mesh"]
         if mesh.ndim == 1:
+            # Hybrid sharding whose groups of shards have one rank each: all ranks are replicas.
             mesh = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("replicate", "shard"))
         return {"mesh": mesh}
 
@@ -61,7 +62,7 @@ def clipping_takes_the_local_norm(module: Any) -> None:
     def norm_of_slices(original: Any, tensors: Any, *inputs: Any, **keywords: Any) -> Any:
         from torch.distributed.tensor import DTensor, Replicate
 
-        tensors = list(tensors)
+        tensors = list(tensors)  # a generator could be read only once
         if not tensors or not isinstance(tensors[0], DTensor):
             return original(tensors, *inputs, **keywords)
         norm = original([tensor.to_local() for tensor in tensors], *inputs, **keywords)

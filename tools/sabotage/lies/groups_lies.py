@@ -1,4 +1,4 @@
-"""The first run, groups and launchers, and collectives."""
+"""Lies (planted faults) about the first run, process groups, launchers and collectives."""
 
 import os
 from typing import Any
@@ -41,6 +41,8 @@ def ddp_does_not_agree_on_its_buckets(parallel: Any) -> None:
         reducer = self.reducer
 
         class Quiet:
+            """The reducer, but for the method in which ranks agree on their buckets after the first step."""
+
             def _rebuild_buckets(self) -> bool:
                 return False
 
@@ -163,8 +165,10 @@ def mesh_counts_columns_first(module: Any) -> None:
     def init_device_mesh(device_type: Any, mesh_shape: Any, *, mesh_dim_names: Any = None, **_: Any) -> Any:
         import torch
 
+        # For the shape (2, 3) it is the transposed of [[0, 1], [2, 3], [4, 5]], where torch has [[0, 1, 2], [3, 4, 5]].
         size = torch.Size(mesh_shape).numel()
-        ranks = torch.arange(size).reshape(mesh_shape[::-1]).permute(*reversed(range(len(mesh_shape))))
+        axes = range(len(mesh_shape))
+        ranks = torch.arange(size).reshape(mesh_shape[::-1]).permute(*reversed(axes))
         return module.DeviceMesh(device_type, ranks.contiguous(), mesh_dim_names=mesh_dim_names)
 
     replace(module, "init_device_mesh", init_device_mesh)

@@ -1,4 +1,4 @@
-"""Samplers and data loaders."""
+"""Lies (planted faults) about samplers and data loaders."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Pipelines, tensor parallelism, long sequences."""
+"""Lies (planted faults) about pipelines, tensor parallelism and long sequences."""
 
 import contextlib
 from typing import Any
@@ -181,14 +181,17 @@ def messages_travel_the_other_way(c10d: Any) -> None:
 
     @instead_of(c10d, "batch_isend_irecv")
     def batch_isend_irecv(original: Any, operations: Any) -> Any:
-        receives = [operation.op is c10d.irecv for operation in operations]
-        peers = [
-            next(other.peer for other, receive in zip(operations, receives, strict=True) if receive != mine)
-            for mine in receives
-        ]
-        for operation, peer in zip(operations, peers, strict=True):
-            operation.peer = peer
-            operation.group_peer = c10d.get_group_rank(operation.group, peer)
+        # In a ring each rank sends to one peer, and receives from another. The two change places.
+        sends = [operation for operation in operations if operation.op is not c10d.irecv]
+        receives = [operation for operation in operations if operation.op is c10d.irecv]
+        rank_after = sends[0].peer
+        rank_before = receives[0].peer
+        for operation in operations:
+            if operation.op is c10d.irecv:
+                operation.peer = rank_after
+            else:
+                operation.peer = rank_before
+            operation.group_peer = c10d.get_group_rank(operation.group, operation.peer)
         return original(operations)
 
 

@@ -1,4 +1,4 @@
-"""The planner, and the capstone."""
+"""Lies (planted faults) about the planner and the capstone."""
 
 import dataclasses
 from typing import Any

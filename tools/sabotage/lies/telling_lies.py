@@ -1,4 +1,8 @@
-"""The record of a lie, which is a planted fault, and the functions with which lies change torch and helpers."""
+"""A lie is a fault that is planted in torch, helpers or a chapter: its record, and the functions that plant it.
+
+``@lie`` registers a function as one. ``instead_of``, ``replace``, ``build_with``, ``give_ranks`` and ``shard_with``
+patch a module, and ``swap`` changes the text of a notebook.
+"""
 
 import functools
 from collections.abc import Callable
@@ -25,17 +29,23 @@ class Lie:
 
     @property
     def changes_notebook(self) -> bool:
+        """Whether the fault is planted in the chapter's notebook, and not in a module."""
         return self.module == ""
 
 
 def lie(chapters: str, words: str, module: str = "", notebook: bool = False) -> Callable[[Callable], Callable]:
-    """Register the decorated function as a lie, which patches ``module`` or, with ``notebook=True``, the notebook.
+    """Register the decorated function as a lie, which is a planted fault, under its own name in ``LIES``.
 
-    ``chapters``: the chapters whose cells have to notice it, with spaces between them. ``words``: see ``Lie``.
+    With ``module`` the function patches this module of torch or helpers. With ``notebook=True`` it changes the text of
+    the chapter's notebook instead. ``chapters`` are the chapters whose cells have to notice the fault, with spaces
+    between them, and ``words`` is the pattern of its subject, as in ``Lie``. Raises ValueError unless exactly one of
+    ``module`` and ``notebook`` is given.
     """
 
     def register(function: Callable) -> Callable:
-        if notebook == bool(module):
+        changes_both = module != "" and notebook
+        changes_neither = module == "" and not notebook
+        if changes_both or changes_neither:
             raise ValueError(f"{function.__name__} has to change either a module or the notebook.")
         LIES[function.__name__] = Lie(
             name=function.__name__,
@@ -51,7 +61,11 @@ def lie(chapters: str, words: str, module: str = "", notebook: bool = False) -> 
 
 
 def swap(text: str, old: str, new: str, times: int = 1) -> str:
-    """The text with ``new`` in place of ``old``. Raises LookupError unless ``old`` occurs ``times`` times."""
+    """Change a line of a notebook: return ``text`` with ``new`` in place of ``old``.
+
+    Raises LookupError unless ``old`` occurs exactly ``times`` times, because then the line that a lie quotes has been
+    reworded, or is no longer the only one, and the lie would plant nothing, or another fault.
+    """
     count = text.count(old)
     if count != times:
         raise LookupError(f"it quotes a line that the notebook has {count} times, not {times}: {old}")
@@ -59,16 +73,21 @@ def swap(text: str, old: str, new: str, times: int = 1) -> str:
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
-    """Replace an attribute of ``owner``. Raises AttributeError if it has none of this name."""
+    """Replace an attribute of a module or a class, ``owner``.
+
+    Raises AttributeError if there is no such attribute. Otherwise a lie about a function that was renamed would add an
+    attribute that nothing reads, and plant no fault.
+    """
     getattr(owner, name)
     setattr(owner, name, value)
 
 
 def instead_of(owner: Any, name: str) -> Callable[[Callable], None]:
-    """Put the decorated function in the place of the function or method ``owner.name``.
+    """Have the decorated function called in the place of the function or method ``owner.name``.
 
-    It is called with the original function, and then with the arguments of its caller. It gets the original's
-    attributes, because torch uses them, and so inspect.getsource shows the original's source.
+    The decorated function gets the original function as its first argument, and then the arguments of the caller.
+    What is called keeps the attributes of the original (its name, docstring and so on), because torch uses them, and
+    so that inspect.getsource shows a chapter the original's source.
     """
 
     def put(function: Callable) -> None:
@@ -84,7 +103,7 @@ def instead_of(owner: Any, name: str) -> Callable[[Callable], None]:
 
 
 def build_with(kind: Any, **options: Any) -> None:
-    """Give these options to the constructor of a class, whatever its caller passes."""
+    """Make a class ignore what its callers choose: its constructor always gets these keyword arguments."""
 
     @instead_of(kind, "__init__")
     def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
@@ -92,25 +111,36 @@ def build_with(kind: Any, **options: Any) -> None:
 
 
 def nothing(*inputs: Any, **keywords: Any) -> None:
-    """Do nothing, in the place of any function or method."""
+    """Do nothing. A lie puts this function in the place of one whose work is to be left out."""
 
 
-def give_ranks(agent: Any, change: Any) -> None:
-    """Change the environment that torchrun's agent gives each rank: ``change`` returns the variables to replace."""
+def give_ranks(agent: Any, change: Callable[[dict[str, str]], dict[str, str]]) -> None:
+    """Change the environment variables that torchrun gives its ranks.
+
+    ``agent`` is the module ``AGENT``, whose ``start_processes`` starts the ranks with ``envs``, {rank: its variables}.
+    ``change`` gets one rank's variables, and returns those to replace.
+    """
 
     @instead_of(agent, "start_processes")
-    def start_processes(original: Any, *inputs: Any, envs: Any, **keywords: Any) -> Any:
-        return original(*inputs, envs={rank: env | change(env) for rank, env in envs.items()}, **keywords)
+    def start_processes(original: Any, *inputs: Any, envs: dict[int, dict[str, str]], **keywords: Any) -> Any:
+        changed = {}
+        for rank, variables in envs.items():
+            changed[rank] = variables | change(variables)
+        return original(*inputs, envs=changed, **keywords)
 
 
-def shard_with(module: Any, change: Any) -> None:
-    """Change the options of ``fully_shard``. ``change`` gets the caller's options, and returns those to replace."""
+def shard_with(module: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change the options of ``fully_shard`` in the module ``FSDP``.
+
+    ``change`` gets the options with which a chapter calls it, and returns those to replace.
+    """
 
     @instead_of(module, "fully_shard")
     def fully_shard(original: Any, layer: Any, **options: Any) -> Any:
         return original(layer, **options | change(options))
 
 
+# The modules that several lies patch.
 C10D = "torch.distributed.distributed_c10d"
 AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent"
 DDP = "torch.nn.parallel.distributed"

@@ -1,4 +1,4 @@
-"""Trainers, restarts and nodes."""
+"""Lies (planted faults) about trainers, restarts and nodes."""
 
 import re
 from typing import Any

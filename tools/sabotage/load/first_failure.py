@@ -1,8 +1,7 @@
-"""A plugin of pytest, for --nbval: which cell of a notebook failed first under a lie, and how.
+"""A plugin of pytest, for notebooks (--nbval): it writes which cell failed first under a lie, and how.
 
-A lie is a planted fault: see sabotage/lies. WORLD_SIZE_ONE_LIE names it, and WORLD_SIZE_ONE_FAILURE is the file for the
-answer. If a cell has noticed the lie, the kind of the failure is assert, error, hang or output. It is "fault" if
-something else went wrong, such as a mistake in the lie itself.
+A lie is a planted fault: see sabotage/lies. The environment variable WORLD_SIZE_ONE_LIE names it, and
+WORLD_SIZE_ONE_FAILURE is the file that the plugin writes, for sabotage/run.py.
 """
 
 import ast
@@ -11,93 +10,131 @@ import os
 import re
 import tempfile
 from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 # Errors by which a lie shows that it uses what does not exist, or not in this way:
-ERROR_OF_A_LIE = r"\b(Attribute|Import|Name|Type|Lookup|Key)Error: "
+ERROR_OF_A_LIE = re.compile(r"\b(Attribute|Import|Name|Type|Lookup|Key)Error: ")
+COLOR = re.compile(r"\x1b\[[\d;]*m")  # a terminal's command, which IPython writes into tracebacks
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a cell failed.
+
+    ``kind`` is assert, error, hang or output if the cell has noticed the lie. It is fault if something else went
+    wrong, such as a mistake in the lie itself. ``text`` is what the cell said, on one line.
+    """
+
+    kind: str
+    text: str
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]:
-    """pytest calls this for each cell. Writes the first failure; later cells may fail because of it."""
+    """Write the first failure of a notebook to a file. pytest calls this hook for each cell, and passes the report on.
+
+    ``item`` is nbval's cell, and ``call`` has the error of the phase that has just ended: pytest reports the set-up,
+    the call and the end of a cell one by one. Only the first failure counts, because it may have caused the later ones.
+    """
     report = yield
     path = Path(os.environ["WORLD_SIZE_ONE_FAILURE"])
-    if report.failed and not path.exists():
+    is_first_failure = report.failed and not path.exists()
+    if is_first_failure:
+        error = call.excinfo.value
         if call.when == "call":
-            kind, text = describe(item, call.excinfo.value)
-        else:
-            kind = "fault"  # the cell was not run, because its kernel did not start or did not end
-            text = str(call.excinfo.value)
-        path.write_text(json.dumps({"cell": item.cell.id, "kind": kind, "text": without_folders(text)}))
+            failure = describe(item, error)
+        else:  # the cell was not run, because its kernel did not start or did not end
+            failure = Failure("fault", str(error))
+        record = {"cell": item.cell.id, "kind": failure.kind, "text": without_folders(failure.text)}
+        path.write_text(json.dumps(record))
     return report
 
 
 def without_folders(text: str) -> str:
-    """A text without the names of temporary folders, which are other ones in the next run."""
+    """A text without the names of temporary folders, which differ from run to run."""
     for folder in (os.getcwd(), tempfile.gettempdir()):
         text = text.replace(f"{folder}/", "")
+    # Folders inside the temporary one get names such as tmpab3de_9x from Python's module tempfile.
     return re.sub(r"\btmp\w{8}/", "", text)
 
 
-def describe(item: Any, error: Exception) -> tuple[str, str]:
-    """(the kind of a cell's failure, what the cell said on one line)."""
+def describe(item: Any, error: Exception) -> Failure:
+    """How a cell failed that was run. ``error`` is what nbval raised for it.
+
+    nbval raises an error for a cell that takes too long, for one whose outputs differ from the stored ones, and for one
+    that raised an exception. The exception itself is then among the cell's outputs.
+    """
     if str(error).startswith("Timeout"):
-        return "fault", str(error)  # launch ends a hang much earlier: here the machine was too busy
+        return Failure("fault", str(error))  # launch ends a hang much earlier: here the machine was too busy
     outputs = item.test_outputs or []  # nbval has None for a cell that printed nothing
     if str(error).startswith("Cell outputs differ"):
-        return "output", difference(lines_of(item.cell.outputs), lines_of(outputs))
+        return Failure("output", difference(stored=lines_of(item.cell.outputs), now=lines_of(outputs)))
     for output in reversed(outputs):
         if output.output_type == "error":
-            traceback = re.sub(r"\x1b\[[\d;]*m", "", str(getattr(error, "inner_traceback", "")))
-            value = " ".join(output.evalue.split())
-            return describe_exception(output.ename, value, traceback, item.cell.source)
-    return "fault", str(error)
+            traceback = str(getattr(error, "inner_traceback", ""))  # not every error of nbval's has one
+            traceback = COLOR.sub("", traceback)
+            message = " ".join(output.evalue.split())
+            return describe_exception(output.ename, message, traceback, item.cell.source)
+    return Failure("fault", str(error))
 
 
-def describe_exception(name: str, value: str, traceback: str, source: str) -> tuple[str, str]:
-    """``describe`` for a cell with this source that raised an exception of this name and value."""
-    text = f"{name}: {value}"
+def describe_exception(name: str, message: str, traceback: str, source: str) -> Failure:
+    """How a cell failed that raised an exception, ``name: message``. ``source`` is the cell's code.
+
+    A lie that works makes the cell's own check fail. So an exception that the lie's code raises, because it calls what
+    does not exist or calls it in a wrong way, is a fault: it says nothing about what the chapter notices.
+    """
+    text = f"{name}: {message}"
     lie = os.environ["WORLD_SIZE_ONE_LIE"]
-    is_from_the_lie = "lies.py" in traceback or "lies.py" in value or f"{lie}." in value
-    if name in ("ImportError", "NameError") or (is_from_the_lie and re.search(ERROR_OF_A_LIE, text)):
-        return "fault", text
+    is_from_the_lie = "lies.py" in traceback or "lies.py" in message or f"{lie}." in message
+    if name in ("ImportError", "NameError"):
+        return Failure("fault", text)
+    if is_from_the_lie and ERROR_OF_A_LIE.search(text):
+        return Failure("fault", text)
     if name == "AssertionError":
         # IPython's traceback marks the line of each frame by an arrow: "----> 3 assert x == y".
-        lines = re.findall(r"^-+> *\d+ (.*)$", traceback, re.MULTILINE)
-        if lines:
-            innermost_line = lines[-1].strip()
-            return "assert", assert_with_line(source, innermost_line)
-        return "assert", value
+        marked_lines = re.findall(r"^-+> *\d+ (.*)$", traceback, re.MULTILINE)
+        if marked_lines:
+            innermost_line = marked_lines[-1].strip()
+            return Failure("assert", assert_with_line(source, innermost_line))
+        return Failure("assert", message)
     # launch raises a RankError, whose text has the rank's own error, or says which ranks hang.
-    if name == "RankError" and ": AssertionError" in value:
-        return "assert", text
-    if name == "RankError" and " still ran after" in value:
-        return "hang", text
-    return "error", text
+    if name == "RankError" and ": AssertionError" in message:
+        return Failure("assert", text)
+    if name == "RankError" and " still ran after" in message:
+        return Failure("hang", text)
+    return Failure("error", text)
 
 
 def assert_with_line(source: str, line: str) -> str:
-    """The assert statement of a cell that this line belongs to, on one line; or the line, if it belongs to none."""
+    """The assert statement of which a traceback shows one line, as text on one line.
+
+    ``source`` is the cell's code, and ``line`` may end with a comment. If it is no line of an assert, or if the cell
+    cannot be parsed, ``line`` is returned.
+    """
     try:
         cell = ast.parse(source)
     except SyntaxError:  # a cell that begins with %%
         return line
     code = line.partition("  #")[0]
-    for node in ast.walk(cell):
-        if isinstance(node, ast.Assert):
-            statement = ast.get_source_segment(source, node) or ""
-            if code in [part.strip() for part in statement.splitlines()]:
-                if statement in line:
-                    return statement
-                return ast.unparse(node)
+    asserts = [node for node in ast.walk(cell) if isinstance(node, ast.Assert)]
+    for node in asserts:
+        statement = ast.get_source_segment(source, node) or ""
+        lines_of_statement = [part.strip() for part in statement.splitlines()]
+        if code not in lines_of_statement:
+            continue
+        if statement in line:
+            return statement  # as its author wrote it
+        return ast.unparse(node)  # a statement of several lines, put on one
     return line
 
 
 def lines_of(outputs: list) -> list[str]:
-    """The lines of text in a cell's outputs."""
+    """All text that a cell has printed, raised or shown, as lines. ``outputs`` are outputs as nbformat has them."""
     text = ""
     for output in outputs:
         if output.output_type == "stream":
@@ -105,14 +142,19 @@ def lines_of(outputs: list) -> list[str]:
         elif output.output_type == "error":
             text += output.evalue
         else:
-            text += output.data.get("text/plain", "")
+            text += output.data.get("text/plain", "")  # a figure may have no text
     return text.splitlines()
 
 
 def difference(stored: list[str], now: list[str]) -> str:
-    """The first line that is not among the stored lines, and the first stored line that is missing, as text."""
+    """How the lines that a cell prints now differ from the stored ones: the first new line and the first missing one.
+
+    Where the text is the same, the outputs differ in a picture.
+    """
     new = [line.strip() for line in now if line not in stored]
-    gone = [line.strip() for line in stored if line not in now]
-    if not new and not gone:
+    missing = [line.strip() for line in stored if line not in now]
+    if not new and not missing:
         return "another picture"
-    return f"{next(iter(new), 'nothing')}; stored is: {next(iter(gone), 'nothing')}"
+    first_new = new[0] if new else "nothing"
+    first_missing = missing[0] if missing else "nothing"
+    return f"{first_new}; stored is: {first_missing}"
