@@ -220,7 +220,10 @@ class Finding:
 
 
 def finding(kind: str, place: Place, ranks: Iterable[int], sentence: str) -> Finding:
-    """A finding of a kind, whose cure and page are added."""
+    """A finding of one of KINDS, at a line of the reader's code, on these ranks.
+
+    ``sentence`` says what is wrong there. The cure and the page are those of the kind.
+    """
     known = KINDS[kind]
     return Finding(
         kind=kind,
@@ -395,18 +398,26 @@ THIS_FILE = os.path.realpath(__file__)
 CHUNK = 2**23  # bytes of a tensor that are summed at once
 # A tensor of at most so many elements is taken for a metric, unless a parameter has the same size.
 LARGEST_METRIC = 16
+LARGEST_OBJECT = 4096  # bytes of a pickled Python object that is taken for metrics, and not for a model's state
 OTHER_LIBRARIES = {"horovod", "deepspeed", "mpi4py", "colossalai", "bagua", "ray"}  # they communicate without torch
+# With fewer samples an order, or a number that a script adds up, may be equal to another one by chance:
+FEWEST_SAMPLES = 8
+# Likewise, how many numbers of a batch may be equal to those of another batch by chance:
+FEWEST_ELEMENTS = 32
+# How many rows of a tensor are summed to distinguish one dataset from another:
+ROWS_OF_DATASET = 256
 # Notes of the first batches, calls and failures are enough for a comparison, and must not grow with the training:
 MOST_BATCHES = 32  # in each epoch
 MOST_DROPOUTS = 64
 MOST_EVALUATIONS = 8  # of each model
 MOST_FAILURES = 20
+MOST_ADDRESSES = 100_000  # of tensors that are sent between two steps; a script may never make a step
 
 
 @functools.cache
 def is_readers(file: str) -> bool:
     """Whether a source file is the reader's own code, and not a library's or this check's."""
-    if file.startswith("<frozen"):
+    if file.startswith("<frozen"):  # a part of Python
         return False
     path = os.path.realpath(file)
     if path == THIS_FILE or path.startswith((TORCH, *LIBRARIES)):
@@ -463,9 +474,10 @@ def value_of(tensor: torch.Tensor) -> float:
 
 @torch.no_grad()
 def checksum_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit checksum of a tensor's bytes, on its device, so that nothing waits for a GPU.
+    """A 64-bit checksum of a tensor's bytes, as an int64 tensor on its device, so that nothing waits for a GPU.
 
-    Each word of 8 bytes is multiplied by an odd number of its own, so that words in another order give another sum.
+    Each word of 8 bytes is multiplied by an odd number of its own, so that words in another order give another sum. A
+    tensor whose bytes cannot be read, such as a sparse one, has the checksum 0.
     """
     data = local_part(tensor).detach()
     if data.layout != torch.strided or data.is_quantized or data.is_meta:
@@ -476,22 +488,27 @@ def checksum_tensor(tensor: torch.Tensor) -> torch.Tensor:
         data = torch.view_as_real(data.resolve_conj())
     data = data.resolve_neg().contiguous().flatten().view(torch.uint8)
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
+    word_size = 8  # bytes
     for number, part in enumerate(data.split(CHUNK)):
-        missing_bytes = -len(part) % 8
+        missing_bytes = -len(part) % word_size
         words = nn.functional.pad(part, (0, missing_bytes)).view(torch.int64)
-        words_before = number * CHUNK // 8
+        words_before = number * CHUNK // word_size
         first = 2 * words_before + 1
         odd_numbers = torch.arange(first, first + 2 * len(words), 2, device=data.device)
-        products = words * odd_numbers
-        total += (products ^ (products >> 32)).sum()  # integers of torch wrap at 2**64
+        products = words * odd_numbers  # integers of torch wrap at 2**64
+        total += (products ^ (products >> 32)).sum()  # mixes the upper half of each product into the lower one
     return total
 
 
 def checksums(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    """The checksum of each tensor, and 0 for None. The sums of one device are copied to the host together."""
+    """The checksum of each tensor, and 0 for None, in the order of the tensors.
+
+    The sums of one device are copied to the host together, because each copy from a GPU waits for it.
+    """
     sums = {index: checksum_tensor(tensor) for index, tensor in enumerate(tensors) if tensor is not None}
     numbers = [0] * len(tensors)
-    for device in {total.device for total in sums.values()}:
+    devices = {total.device for total in sums.values()}
+    for device in devices:
         sums_on_device = {index: total for index, total in sums.items() if total.device == device}
         values = torch.stack(list(sums_on_device.values())).tolist()
         for index, value in zip(sums_on_device, values, strict=True):
@@ -501,9 +518,10 @@ def checksums(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 
 def combined(numbers: Iterable[int]) -> int:
     """One 64-bit checksum of several, which depends on their order."""
+    prime = 1_000_003
     total = 0
     for number in numbers:
-        total = (total * 1_000_003 + number) % 2**64
+        total = (total * prime + number) % 2**64
     return total
 
 
@@ -529,11 +547,14 @@ def random_state(device: torch.device) -> int:
 
 
 def random_states(dataset: Any) -> dict[str, int]:
-    """Checksums of the random states from which a dataset may draw: torch's, Python's, NumPy's and its own."""
+    """The random states from which a dataset may draw, as {a generator's name: a checksum of its state}.
+
+    They are those of torch, of Python, of NumPy if the script uses it, and of generators that the dataset itself holds.
+    """
     generators = {"torch": torch.default_generator}
     depth = 0  # of datasets inside datasets
     while dataset is not None:
-        for name, value in getattr(dataset, "__dict__", {}).items():
+        for name, value in attributes_of(dataset).items():
             if isinstance(value, torch.Generator):
                 generators[f"{depth} {name}"] = value
         dataset = getattr(dataset, "dataset", None)  # a Subset has the dataset that it is a part of
@@ -543,9 +564,14 @@ def random_states(dataset: Any) -> dict[str, int]:
     states["random"] = crc(random.getstate())
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        _, keys, *rest = numpy.random.get_state()
+        _, keys, *rest = numpy.random.get_state()  # keys: an array, which repr would shorten
         states["numpy"] = crc((keys.tobytes(), rest))
     return states
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """An object's attributes by their names; empty for one that has slots, or is written in C."""
+    return getattr(value, "__dict__", {})
 
 
 def crc(value: object) -> int:
@@ -554,40 +580,55 @@ def crc(value: object) -> int:
 
 
 def dataset_checksum(dataset: Any, depth: int = 2) -> int | None:
-    """A checksum of the tensors, lists and names that a dataset holds, or None if it holds none of these.
+    """A checksum by which the ranks can tell whether they have equal datasets; None if nothing in one can be summed.
 
-    It looks into objects that the dataset holds, such as another dataset, down to ``depth``.
+    It is made of the tensors, lists, numbers and texts that the dataset holds as attributes, and of those in objects
+    that it holds, such as another dataset, down to ``depth``.
     """
-    parts: list[Any] = []
-    for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
+    contents: list[Any] = []  # each with the attribute's name
+    for name, value in sorted(attributes_of(dataset).items()):
         if isinstance(value, torch.Tensor):
-            parts.append((name, tuple(value.shape), beginnings([value])))
+            contents.append((name, tuple(value.shape), beginnings([value])))
         elif isinstance(value, (str, int, float)):
-            parts.append((name, value))
+            contents.append((name, value))
         elif isinstance(value, (list, tuple, range)) and len(value) > 0:
             # Its length and its two ends are enough to distinguish a list of a million file names from another.
-            ends = [part for part in (value[0], value[-1]) if isinstance(part, (str, int, float, tuple))]
-            tensors = [part for part in value if isinstance(part, torch.Tensor)]
+            ends = [item for item in (value[0], value[-1]) if isinstance(item, (str, int, float, tuple))]
+            tensors = [item for item in value if isinstance(item, torch.Tensor)]
             shapes = [tuple(tensor.shape) for tensor in tensors]
-            parts.append((name, len(value), ends, shapes, beginnings(tensors)))
+            contents.append((name, len(value), ends, shapes, beginnings(tensors)))
         elif depth > 0 and hasattr(value, "__getitem__") and hasattr(value, "__dict__"):
-            parts.append((name, dataset_checksum(value, depth - 1)))
-    if not parts:
+            contents.append((name, dataset_checksum(value, depth - 1)))
+    if not contents:
         return None
-    return crc((type(dataset).__name__, parts))
+    return crc((type(dataset).__name__, contents))
 
 
 def beginnings(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Checksums of the first rows of tensors, which may be large."""
-    return checksums([tensor[:256] if tensor.dim() > 0 else tensor for tensor in tensors])
+    first_rows = []
+    for tensor in tensors:
+        if tensor.dim() > 0:
+            tensor = tensor[:ROWS_OF_DATASET]
+        first_rows.append(tensor)
+    return checksums(first_rows)
 
 
 # --- what observes a rank ---------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class ReplacedFunction:
+    """A function of a module, and what takes its place while the check runs."""
+
+    original: Any
+    replacement: Any
+
+
 class Patches:
     """Functions and methods of torch that are replaced while the check runs. ``remove`` restores them.
 
+    A replacement calls the original and, before or after it, a hook: a function of this check, which notes something.
     A hook that fails must not end the training: its traceback is noted in the record instead.
     """
 
@@ -596,8 +637,8 @@ class Patches:
         self.process = os.getpid()
         self.thread = threading.get_ident()
         self.is_in_hook = False
-        self.undo: list[Callable[[], None]] = []
-        self.functions: dict[int, tuple[Any, Any]] = {}  # {id of the original: (the original, its replacement)}
+        self.undo: list[Callable[[], None]] = []  # functions that restore what was replaced, the latest last
+        self.functions: dict[int, ReplacedFunction] = {}  # by the id of the original
 
     def is_on(self) -> bool:
         """Whether a call is noted: the script's own, in the process and the thread that train.
@@ -625,7 +666,7 @@ class Patches:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():  # torch.compile would take the hook into its graph
                 return original(*args, **kwargs)
             if self.is_on():
                 self.run(hook, *args, **kwargs)
@@ -647,27 +688,29 @@ class Patches:
         self.replace(owner, name, call)
 
     def replace(self, owner: Any, name: str, call: Any) -> None:
-        """Put a function in the place of ``owner.name``, until ``remove``."""
+        """Put a function in the place of ``owner.name``, until ``remove``. The owner is a class or a module."""
         original = getattr(owner, name)
-        is_inherited = isinstance(owner, type) and name not in vars(owner)
+        is_class = isinstance(owner, type)
+        is_inherited = is_class and name not in vars(owner)
         setattr(owner, name, call)
         if is_inherited:  # without its own attribute, the class has its parent's again
-            self.undo.append(lambda: delattr(owner, name))
+            self.undo.append(functools.partial(delattr, owner, name))
         else:
-            self.undo.append(lambda: setattr(owner, name, original))
-        if not isinstance(owner, type):
-            self.functions[id(original)] = (original, call)
+            self.undo.append(functools.partial(setattr, owner, name, original))
+        if not is_class:
+            self.functions[id(original)] = ReplacedFunction(original, call)
 
     def replace_copies(self) -> None:
-        """Replace functions in all modules, because ``from torch.x import f`` copies them."""
+        """Replace the functions in all other modules, too, because ``from torch.x import f`` copies them."""
         for module in list(sys.modules.values()):
-            for name, value in list(getattr(module, "__dict__", {}).items()):
-                original, replacement = self.functions.get(id(value), (None, None))
-                if original is not None and value is original:
-                    setattr(module, name, replacement)
+            for name, value in list(attributes_of(module).items()):
+                replaced = self.functions.get(id(value))
+                if replaced is not None and value is replaced.original:
+                    setattr(module, name, replaced.replacement)
                     self.undo.append(functools.partial(setattr, module, name, value))
 
     def remove(self) -> None:
+        """Restore all that was replaced, the latest first."""
         while self.undo:
             restore = self.undo.pop()
             restore()
@@ -684,7 +727,7 @@ class LoaderObserver:
         self.epochs: weakref.WeakKeyDictionary[Any, Epoch] = weakref.WeakKeyDictionary()
         self.prefetched: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # indices, as in Epoch
         self.streams: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # checksums of batches
-        self.noise = 0  # of the latest batch, as in Epoch
+        self.noise = 0  # which random states loading the latest batch changed, as in Epoch
         self.waiting_epoch: Epoch | None = None  # the epoch of the latest batch, until a model is called
         self.training_epoch: Epoch | None = None  # the epoch of the batch that was trained on last
         self.padded_evaluation: Epoch | None = None  # an evaluation with repeated samples that has just ended
@@ -698,7 +741,10 @@ class LoaderObserver:
         patches.after(dist, "reduce", self.find_padding)
 
     def wrap_next(self, iterator_class: Any, patches: Patches) -> None:
-        """Observe the batches that the training loop gets, and the end of each epoch."""
+        """Observe the batches that the training loop gets, and the end of each epoch.
+
+        Both are seen in the iterator's ``__next__``, which gives the next batch or raises StopIteration.
+        """
         original = iterator_class.__next__
 
         def next_batch(iterator: Any) -> Any:
@@ -715,7 +761,10 @@ class LoaderObserver:
         patches.replace(iterator_class, "__next__", next_batch)
 
     def wrap_fetch(self, patches: Patches) -> None:
-        """Observe whether loading a batch draws random numbers. A loader with workers loads in them, unobserved."""
+        """Observe whether loading a batch draws random numbers, by the random states before and after it.
+
+        A loader with workers loads in them, which are other processes, so nothing of that is seen here.
+        """
         original = _MapDatasetFetcher.fetch
 
         def fetch(fetcher: Any, indices: Any) -> Any:
@@ -730,26 +779,30 @@ class LoaderObserver:
         patches.replace(_MapDatasetFetcher, "fetch", fetch)
 
     def begin_epoch(self, iterator: Any, loader: Any) -> None:
-        """Note what the loader and its sampler say of the epoch that begins."""
+        """After ``iter(loader)`` has made an iterator: note what the loader and its sampler say of the epoch."""
         if loader not in self.loaders:
             self.loaders[loader] = next(self.next_numbers)
         sampler = loader.sampler
         if loader.batch_sampler is not None:
-            sampler = getattr(loader.batch_sampler, "sampler", None)
+            sampler = getattr(loader.batch_sampler, "sampler", None)  # the reader's own may have none
         is_stream = isinstance(loader.dataset, IterableDataset)
         samples = 0
         if not is_stream and hasattr(loader.dataset, "__len__"):
             samples = len(loader.dataset)
+        is_divided = False
         padded_length = 0
-        if isinstance(sampler, DistributedSampler) and not sampler.drop_last and sampler.total_size != samples:
-            padded_length = sampler.total_size
+        if isinstance(sampler, DistributedSampler):
+            is_divided = sampler.num_replicas > 1
+            repeats_samples = not sampler.drop_last and sampler.total_size != samples
+            if repeats_samples:
+                padded_length = sampler.total_size
         epoch = Epoch(
             loader=self.loaders[loader],
             place=readers_line(),
             dataset=dataset_checksum(loader.dataset),
             samples=samples,
             sampler=type(sampler).__name__,
-            divided=isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1,
+            divided=is_divided,
             shuffled=bool(getattr(sampler, "shuffle", False)),
             sampler_epoch=getattr(sampler, "epoch", -1),
             padded_length=padded_length,
@@ -761,11 +814,11 @@ class LoaderObserver:
             self.streams[iterator] = []
 
     def forget_epoch(self, iterator: Any, *args: Any, **kwargs: Any) -> None:
-        """A loader with persistent workers uses its iterator again in the next epoch."""
+        """Before an iterator begins anew, as with persistent workers: its next batches are those of another epoch."""
         self.epochs.pop(iterator, None)
 
     def note_indices(self, indices: Any, iterator: Any) -> None:
-        """Note the indices of one batch, which the sampler has just given."""
+        """Note a checksum of the indices of one batch, which the sampler has just given. A stream has none."""
         if indices is None:
             return
         epoch = self.epochs.get(iterator)
@@ -777,11 +830,12 @@ class LoaderObserver:
             noted.append(crc(indices))
 
     def note_noise(self, before: dict[str, int], dataset: Any) -> None:
-        """Note from which random states a batch was made: those that are other ones than ``before``."""
+        """After a batch was loaded: note from which random states it drew, which have changed since ``before``."""
         after = random_states(dataset)
         self.noise = combined(before[name] for name in before if after.get(name) != before[name])
 
     def note_batch(self, iterator: Any, batch: Any) -> None:
+        """After the training loop got a batch: note its random states, and compare what workers of a stream yield."""
         epoch = self.epochs.get(iterator)
         self.waiting_epoch = epoch
         if epoch is not None:
@@ -798,27 +852,28 @@ class LoaderObserver:
         stream of equal batches is no mistake, those of three rounds have to differ from each other.
         """
         workers = iterator._num_workers
+        rounds = 3
         batches = self.streams[iterator]
         batches.append(combined(checksums(list(tensors_in(batch)))))
-        if len(batches) < 3 * workers:
+        if len(batches) < rounds * workers:
             return
-        del self.streams[iterator]
-        rounds = [set(batches[first : first + workers]) for first in range(0, 3 * workers, workers)]
-        equal_in_rounds = all(len(batches_of_round) == 1 for batches_of_round in rounds)
-        if equal_in_rounds and len(set(batches)) == 3:
+        del self.streams[iterator]  # later batches of this epoch are not noted
+        equal_in_rounds = all(equal(batches[first : first + workers]) for first in range(0, len(batches), workers))
+        if equal_in_rounds and len(set(batches)) == rounds:
             sentence = f"All {workers} workers of this loader yield the same batches, one after the other."
             self.record.add_finding("stream_repeated", epoch.place, sentence)
 
     def end_epoch(self, iterator: Any) -> None:
-        """Note an evaluation that got repeated samples. In fewer than 8 samples a number may be equal by chance."""
+        """At the end of a loop over a loader: remember it if it was an evaluation that got repeated samples."""
         epoch = self.epochs.get(iterator)
         if epoch is None:
             return
-        if epoch.padded_length >= 8 and epoch.evaluated > 0 and epoch.steps == 0:
+        is_evaluation = epoch.evaluated > 0 and epoch.steps == 0
+        if is_evaluation and epoch.padded_length >= FEWEST_SAMPLES:
             self.padded_evaluation = epoch
 
     def model_called(self, model: str, with_gradients: bool) -> None:
-        """Note whether the latest batch is trained on or evaluated, which a model's first call after it shows."""
+        """At a model's first call after a batch: note whether the batch is trained on or evaluated."""
         epoch = self.waiting_epoch
         if epoch is None:
             return
@@ -832,11 +887,15 @@ class LoaderObserver:
         self.waiting_epoch = None
 
     def optimizer_steps(self) -> None:
+        """Before a step of an optimizer: count it for the epoch whose batch it was trained on."""
         if self.training_epoch is not None:
             self.training_epoch.steps += 1
 
     def find_padding(self, result: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
-        """Find the number of samples with the repeated ones in a tensor that is reduced after an evaluation."""
+        """After a reduction: find an evaluation that counts the samples which its sampler has repeated.
+
+        It is certain if the reduced tensor has the number of all samples with the repeated ones.
+        """
         epoch = self.padded_evaluation
         if epoch is None or not isinstance(tensor, torch.Tensor) or tensor.numel() > LARGEST_METRIC:
             return
@@ -855,9 +914,9 @@ class LoaderObserver:
 
 @dataclass(frozen=True)
 class Clip:
-    """A call that clips the gradients of parameters, which are given by their ids."""
+    """A call of clip_grad_norm_ or clip_grad_value_ that has changed gradients."""
 
-    parameters: set[int]
+    parameters: set[int]  # the ids of the parameters whose gradients are clipped
     place: Place
 
 
@@ -871,7 +930,10 @@ class ObservedScheduler:
 
 
 class ScalerObserver:
-    """Notes in which order a GradScaler, clipping, optimizers and schedulers are called."""
+    """Notes in which order a GradScaler, clipping, optimizers and schedulers are called.
+
+    A GradScaler multiplies the loss, and with it the gradients, by a scale, and divides them by it before the step.
+    """
 
     def __init__(self, record: Record, patches: Patches) -> None:
         self.record = record
@@ -895,12 +957,14 @@ class ScalerObserver:
                 self.wrap_scheduler(scheduler, patches)
 
     def scale(self, scaler: Any, outputs: Any) -> None:
+        """Before ``scaler.scale(loss)``: note a scaler that is in use."""
         if scaler.is_enabled():
             self.scalers[id(scaler)] = scaler
 
     def read_scale(self, scaler: Any) -> None:
-        """Note that the script's own code asks for the scale, so it may divide gradients by it."""
-        if part_of_torch() == "":
+        """Before ``scaler.get_scale()``: if the script's own code asks for the scale, it may divide gradients by it."""
+        is_called_by_script = part_of_torch() == ""
+        if is_called_by_script:
             self.unscaled_by_hand.add(id(scaler))
 
     def is_scaling(self, scaler: Any) -> bool:
@@ -915,6 +979,7 @@ class ScalerObserver:
         return state is not None and state["stage"].name != "READY"
 
     def wrap_clip(self, name: str, patches: Patches) -> None:
+        """Observe the calls of one of torch's functions that clip gradients."""
         original = getattr(nn.utils, name)
 
         @functools.wraps(original)
@@ -940,6 +1005,7 @@ class ScalerObserver:
         self.clips.append(Clip(clipped, readers_line()))
 
     def wrap_step(self, patches: Patches) -> None:
+        """Observe ``scaler.step(optimizer)``, and know during the optimizer's own step that a scaler has called it."""
         original = GradScaler.step
 
         @functools.wraps(original)
@@ -958,16 +1024,16 @@ class ScalerObserver:
         """Before ``scaler.step(optimizer)``: find gradients of this optimizer that were clipped while scaled."""
         self.stepped_scalers.add(id(scaler))
         self.note_order(optimizer)
-        if self.is_scaling(scaler) and not self.is_unscaled(scaler, optimizer):
-            parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            for clip in self.clips:
-                if not clip.parameters.isdisjoint(parameters):
-                    scale = value_of(scaler._scale)
-                    sentence = (
-                        f"The gradients are clipped while they are still multiplied by the loss scale, {scale:g}."
-                    )
-                    self.record.add_finding("clipped_while_scaled", clip.place, sentence)
+        clips = self.clips
         self.clips = []
+        if not self.is_scaling(scaler) or self.is_unscaled(scaler, optimizer):
+            return
+        parameters = {id(parameter) for parameter in parameters_of(optimizer)}
+        for clip in clips:
+            if not clip.parameters.isdisjoint(parameters):
+                scale = value_of(scaler._scale)
+                sentence = f"The gradients are clipped while they are still multiplied by the loss scale, {scale:g}."
+                self.record.add_finding("clipped_while_scaled", clip.place, sentence)
 
     def optimizer_steps(self, optimizer: Any) -> None:
         """Before an optimizer's step: if no scaler calls it, note whether its gradients are scaled."""
@@ -980,6 +1046,7 @@ class ScalerObserver:
                 self.direct_steps[id(scaler)] = readers_line()
 
     def wrap_scheduler(self, scheduler_class: Any, patches: Patches) -> None:
+        """Observe the steps of a class of schedulers, but not those that happen within another scheduler's step."""
         original = scheduler_class.step
 
         @functools.wraps(original)
@@ -995,6 +1062,7 @@ class ScalerObserver:
         patches.replace(scheduler_class, "step", step)
 
     def scheduler_steps(self, scheduler: Any) -> None:
+        """Before a scheduler's step: note the step in the order in which the scheduler and its optimizer step."""
         steps_made = getattr(scheduler, "_step_count", 0)
         if steps_made == 0:  # it is being built, or it counts no steps
             return
@@ -1003,8 +1071,11 @@ class ScalerObserver:
             return
         optimizer = scheduler.optimizer
         has_stepped = optimizer in self.stepped_optimizers or getattr(optimizer, "_opt_called", False)
+        # A scheduler makes its first step by itself when it is built, and is then at epoch 0.
         is_first_of_all = steps_made == 1 and scheduler.last_epoch == 0 and not has_stepped
-        order = ["scheduler"] if is_first_of_all else ["later"]
+        order = ["later"]
+        if is_first_of_all:
+            order = ["scheduler"]
         self.schedulers[id(scheduler)] = ObservedScheduler(scheduler, readers_line(), order)
 
     def note_order(self, optimizer: Any) -> None:
@@ -1015,13 +1086,14 @@ class ScalerObserver:
                 observed.order.append("optimizer")
 
     def close(self) -> None:
-        """Add the findings that are certain only at the end."""
-        for scaler, place in self.direct_steps.items():
-            if scaler not in self.stepped_scalers and scaler not in self.unscaled_by_hand:
+        """Add the findings that are certain only at the end of the observation."""
+        for scaler_id, place in self.direct_steps.items():
+            if scaler_id not in self.stepped_scalers and scaler_id not in self.unscaled_by_hand:
                 sentence = "optimizer.step() applies gradients that are still multiplied by the loss scale."
                 self.record.add_finding("wrong_order", place, sentence)
         for observed in self.schedulers.values():
-            if observed.order[:6] == ["scheduler", "optimizer"] * 3:
+            scheduler_comes_first = ["scheduler", "optimizer"] * 3  # three times, so it is no accident
+            if observed.order[: len(scheduler_comes_first)] == scheduler_comes_first:
                 sentence = "The scheduler steps before the optimizer, so the first learning rate is never used."
                 self.record.add_finding("wrong_order", observed.first_step, sentence)
 
@@ -1072,6 +1144,7 @@ class StateObserver:
         patches.before(torch, "save", self.save)
 
     def note_existing(self, modules: Iterable[nn.Module]) -> None:
+        """Note the parameters of modules that were built before the observation began."""
         for module in modules:
             for name, parameter in module._parameters.items():
                 self.register(module, name, parameter)
@@ -1085,68 +1158,94 @@ class StateObserver:
         holders = self.attributes.get(id(parameter), [])
         if not any(attribute.parameter() is parameter for attribute in holders):
             holders = []  # they held an earlier parameter with this id, which is gone
-        holders.append(Attribute(weakref.ref(module), name))
+        holders.append(Attribute(owner=weakref.ref(module), name=name))
         self.attributes[id(parameter)] = holders
         if len(holders) == 2:  # a third attribute joins the list that is a tie already
             self.ties.append(holders)
 
     def forget_ties_of(self, module: nn.Module, name: str) -> None:
+        """Take one attribute of a module out of the ties that it is in."""
         for tie in self.ties:
-            # In place, because ``attributes`` has the same list.
-            tie[:] = [attribute for attribute in tie if attribute.owner() is not module or attribute.name != name]
+            others = []
+            for attribute in tie:
+                is_this_one = attribute.owner() is module and attribute.name == name
+                if not is_this_one:
+                    others.append(attribute)
+            tie[:] = others  # in place, because ``attributes`` has the same list
 
     def load(self, module: nn.Module, state: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Before ``module.load_state_dict(state)``: with strict=False, note whether the keys match any of the module.
+
+        With strict=True torch itself raises an error.
+        """
         self.is_loading = True
         # Not the keys of state_dict(), whose hooks may communicate.
-        own = {name for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())}
-        if strict or not own or not state:
+        own_keys = {name for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())}
+        if strict or not own_keys or not state:
             return
-        given = sorted(state)
-        example = f"it has {min(own)}, and was given {given[0]}"
-        load = Load(not own.isdisjoint(given), readers_line(), example)
-        self.loads.setdefault(crc(given), []).append(load)
+        given_keys = sorted(state)
+        load = Load(
+            has_match=not own_keys.isdisjoint(given_keys),
+            place=readers_line(),
+            example=f"it has {min(own_keys)}, and was given {given_keys[0]}",
+        )
+        self.loads.setdefault(crc(given_keys), []).append(load)
 
     def loaded(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        """After ``load_state_dict``."""
         self.is_loading = False
 
     def load_distributed(self, result: Any, state: Any, *args: Any, **kwargs: Any) -> None:
-        """After ``dcp.load``: find what the checkpoint has and the given state has no place for."""
-        planner = kwargs.get("planner")
+        """After ``dcp.load(state, checkpoint_id=…)``: find what the checkpoint has and the state has no place for."""
         path = kwargs.get("checkpoint_id")
         if path is None or not os.path.isdir(path):
             return
-        saved = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+        saved_keys = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
         for name, part in state.items():
             is_optimizer = isinstance(part, dict) and "param_groups" in part
             if not is_optimizer or part.get("state"):
                 continue
-            if any(key.startswith(f"{name}.state.") for key in saved):
+            if any(key.startswith(f"{name}.state.") for key in saved_keys):
                 sentence = (
                     f"The checkpoint holds the optimizer's moments, and {name!r} has no place for them: "
                     "the state of an optimizer that has made no step is empty."
                 )
                 self.record.add_finding("nothing_restored", readers_line(), sentence)
-        asked = {key for key, value in flat(state) if isinstance(value, torch.Tensor)}
-        if getattr(planner, "allow_partial_load", False) and asked and asked.isdisjoint(saved):
-            sentence = f"Not one tensor was loaded: {min(asked)} was asked for, and the checkpoint has {min(saved)}."
+
+        asked_keys = {key for key, value in flat(state) if isinstance(value, torch.Tensor)}
+        # Unless a planner allows that keys are missing, dcp.load itself raises an error.
+        may_miss_keys = getattr(kwargs.get("planner"), "allow_partial_load", False)
+        if may_miss_keys and asked_keys and asked_keys.isdisjoint(saved_keys):
+            sentence = (
+                f"Not one tensor was loaded: {min(asked_keys)} was asked for, and the checkpoint has {min(saved_keys)}."
+            )
             self.record.add_finding("nothing_restored", readers_line(), sentence)
 
     def save(self, value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(file, (str, os.PathLike)) and not os.fspath(file).startswith("/dev/"):
-            path = os.path.realpath(file)
-            self.record.saves.setdefault(path, Save(self.steps_made(), readers_line()))
+        """Before ``torch.save(value, file)``: note the first time that a path is written to."""
+        if not isinstance(file, (str, os.PathLike)):
+            return
+        if os.fspath(file).startswith("/dev/"):  # such as /dev/null, which all ranks may write to
+            return
+        path = os.path.realpath(file)
+        save = Save(steps_made=self.steps_made(), place=readers_line())
+        self.record.saves.setdefault(path, save)
 
     def broken_ties(self, model: nn.Module) -> Iterator[str]:
-        """For each tie of a model whose attributes hold several parameters now: the names of these parameters."""
-        paths = {module: path for path, module in model.named_modules()}
+        """Yields, for each tie of a model that is broken, the names of the parameters that it has now.
+
+        A tie is broken if its attributes, which held one parameter, hold several.
+        """
+        paths = {module: path for path, module in model.named_modules()}  # the model's own path is ""
         for tie in self.ties:
             names: dict[nn.Parameter, str] = {}  # for a parameter with several names, the first one
             for attribute in tie:
+                module = attribute.owner()
                 parameter = attribute.parameter()
-                if parameter is None or attribute.owner() not in paths:
+                if parameter is None or module not in paths:
                     continue
-                path = paths[attribute.owner()]
-                names.setdefault(parameter, f"{path}.{attribute.name}".lstrip("."))
+                full_name = f"{paths[module]}.{attribute.name}".lstrip(".")
+                names.setdefault(parameter, full_name)
             if len(names) > 1:
                 yield " and ".join(names.values())
 
@@ -1159,7 +1258,7 @@ class StateObserver:
 
 
 def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested dictionaries by their joined keys, as DCP names them."""
+    """The (key, value) pairs of nested dictionaries, whose keys are joined with dots, as DCP names them."""
     for key, value in state.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{key}.")
@@ -1208,24 +1307,26 @@ class CommunicationObserver:
                 patches.before(functional, name, self.send_functional)
 
     def send(self, group: Any, *args: Any, **kwargs: Any) -> None:
+        """Before a collective of a process group."""
         if group.size() > 1:
             self.note(list(tensors_in([args, kwargs])))
 
     def send_functional(self, *args: Any, **kwargs: Any) -> None:
+        """Before a functional collective."""
         self.note(list(tensors_in([args, kwargs])))
 
     def note(self, tensors: list[torch.Tensor]) -> None:
-        """Note the tensors of a call, unless a part of torch calls it."""
+        """Note the tensors that a collective sends, unless a part of torch calls it for the script."""
         if part_of_torch().startswith(self.PARTS_OF_TORCH):
             return
         for tensor in tensors:
             # Functions such as all_gather_object send Python objects as bytes.
-            is_small_object = tensor.dtype == torch.uint8 and tensor.numel() < 4096
+            is_small_object = tensor.dtype == torch.uint8 and tensor.numel() < LARGEST_OBJECT
             if tensor.numel() <= LARGEST_METRIC or is_small_object:
                 self.record.sent_sizes.add(tensor.numel())
             else:
                 self.record.sent_large = True
-            if len(self.addresses) < 100_000:  # a script that never steps must not fill the memory
+            if len(self.addresses) < MOST_ADDRESSES:
                 self.addresses.add(local_part(tensor).data_ptr())
         self.sent()
 
@@ -1239,6 +1340,24 @@ class ObservedModel:
     name: str = ""  # empty until the training uses the module
     calls: Calls = field(default_factory=lambda: Calls(synchronizing=0, averaged=0))
     waits_for_backward: bool = False  # since a forward whose backward will average the gradients
+
+    def unwrapped(self) -> nn.Module:
+        """The module itself, or the one inside it if it is a DistributedDataParallel."""
+        if isinstance(self.module, DistributedDataParallel):
+            inner: nn.Module = self.module.module
+            return inner
+        return self.module
+
+
+def note_of_model(module: nn.Module) -> Model:
+    """How a model is wrapped, and which ranks average its gradients."""
+    if isinstance(module, DistributedDataParallel):
+        ranks = dist.get_process_group_ranks(module.process_group)
+        return Model(wrapper="DDP", data_ranks=tuple(ranks))
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            return Model(wrapper="FSDP", data_ranks=mesh_ranks(part))
+    return Model(wrapper="", data_ranks=())
 
 
 class TrainingObserver:
@@ -1279,6 +1398,7 @@ class TrainingObserver:
         patches.before(torch.Tensor, "item", self.read_number)
         patches.replace_copies()
         if note_existing:
+            # By type(), because isinstance() reads an object's __class__, at which a lazy object may begin to work.
             existing = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
             patches.run(self.states.note_existing, existing)
             for module in existing:
@@ -1296,13 +1416,14 @@ class TrainingObserver:
         self.hooks = []
 
     def stop(self) -> None:
-        """End the observation; ``record`` is complete then. The hooks of optimizers stay until ``remove_hooks``."""
+        """End the observation, and complete the record. The hooks of optimizers stay until ``remove_hooks``."""
         if self.is_finished:
             return
         self.is_finished = True
         self.patches.remove()
-        for close in (self.scalers.close, self.states.close, self.find_idle_optimizers):
-            self.patches.run(close)
+        self.patches.run(self.scalers.close)
+        self.patches.run(self.states.close)
+        self.patches.run(self.find_idle_optimizers)
         if dist.is_initialized():
             self.see_group()
         elif self.store is None:
@@ -1316,9 +1437,8 @@ class TrainingObserver:
         self.models.clear()  # they may hold much memory
         self.optimizers.clear()
         del self.loaders, self.scalers, self.states, self.communication
-        rank = self.record.rank
-        different_findings = dict.fromkeys(self.record.findings)
-        self.record.findings = [replace(found, ranks=(rank,)) for found in different_findings]
+        findings = without_repetitions(self.record.findings)
+        self.record.findings = [replace(found, ranks=(self.record.rank,)) for found in findings]
 
     def see_group(self) -> None:
         """Note this rank's number in the process group, whose store the notes will go through."""
@@ -1329,7 +1449,11 @@ class TrainingObserver:
     # --- calls of modules
 
     def wrap_module_calls(self) -> None:
-        """Observe the calls of models: modules that no other module calls, and DDP, which may be inside another."""
+        """Observe the calls of models, by a replacement of the method with which every module is called.
+
+        A model is a module that no other module calls, or DDP, which may be inside another. Of the modules within a
+        model only dropouts are noted.
+        """
         original = nn.Module.__call__
         patches = self.patches
 
@@ -1340,7 +1464,8 @@ class TrainingObserver:
                 return original(module, *args, **kwargs)
             inner = uncompiled(module)
             is_ddp = isinstance(inner, DistributedDataParallel)
-            is_model = self.call_depth == 0 or is_ddp
+            is_called_by_script = self.call_depth == 0
+            is_model = is_called_by_script or is_ddp
             self.call_depth += 1
             forward = None
             if is_model:
@@ -1353,7 +1478,7 @@ class TrainingObserver:
                 output = original(module, *args, **kwargs)
                 if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
                     patches.run(self.note_dropout, args, output)
-                if is_model and forward is not None:
+                if forward is not None:
                     patches.run(self.after_model, inner, forward)
                 return output
             finally:
@@ -1369,30 +1494,28 @@ class TrainingObserver:
         A module that was known before ``fully_shard`` wrapped it is looked at again.
         """
         known = self.models.get(id(module))
-        if known is not None and (known.note.wrapper or not isinstance(module, FSDPModule)):
-            return known
-        if next(module.parameters(), None) is None:
+        if known is not None:
+            was_wrapped_since = isinstance(module, FSDPModule) and not known.note.wrapper
+            if not was_wrapped_since:
+                return known
+        has_parameters = next(module.parameters(), None) is not None
+        if not has_parameters:
             return None
-        model = Model(wrapper="", data_ranks=())
         if isinstance(module, DistributedDataParallel):
-            model = Model("DDP", tuple(dist.get_process_group_ranks(module.process_group)))
             for part in module.module.modules():
                 self.wrapper_of[part] = weakref.ref(module)
-        else:
-            sharded = next((part for part in module.modules() if isinstance(part, FSDPModule)), None)
-            if sharded is not None:
-                model = Model("FSDP", mesh_ranks(sharded))
-        self.models[id(module)] = ObservedModel(module, model)
+        self.models[id(module)] = ObservedModel(module, note_of_model(module))
         return self.models[id(module)]
 
     def use(self, model: ObservedModel) -> None:
-        """Give the model a name, which is the same on all ranks that use their models in the same order."""
+        """Give the model a name when the training first uses it, such as "DDP Net 1" for the first Net inside DDP.
+
+        The name is the same on all ranks that use their models in the same order.
+        """
         if model.name:
             return
-        module: Any = model.module
-        if model.note.wrapper == "DDP":
-            module = module.module
-        kind = f"{model.note.wrapper} {type(module).__name__}".strip()
+        class_name = type(model.unwrapped()).__name__
+        kind = f"{model.note.wrapper} {class_name}".strip()
         earlier = [name for name in self.record.models if name.startswith(f"{kind} ")]
         model.name = f"{kind} {len(earlier) + 1}"
         self.record.models[model.name] = model.note
@@ -1411,9 +1534,11 @@ class TrainingObserver:
         self.loaders.model_called(model.name, with_gradients)
         self.count_call(model, with_gradients)
         if with_gradients:
-            self.evaluation = None
-        elif self.evaluation is not None or module.training:
-            return None
+            self.evaluation = None  # the model is trained again
+        else:
+            begins_evaluation = self.evaluation is None and not module.training
+            if not begins_evaluation:
+                return None
         inputs = list(tensors_in([args, kwargs]))
         forward = Forward(
             model=model.name,
@@ -1427,6 +1552,7 @@ class TrainingObserver:
         return forward
 
     def after_model(self, module: nn.Module, forward: Forward) -> None:
+        """After a call of a model: complete the notes that ``before_model`` has made, and add them to the record."""
         if not torch.is_grad_enabled():
             self.note_evaluation(module, forward)
             return
@@ -1435,13 +1561,14 @@ class TrainingObserver:
         self.record.forwards.append(forward)
 
     def count_call(self, model: ObservedModel, with_gradients: bool) -> None:
-        """Count a call of a wrapped model in which the wrapper communicates with the other ranks."""
+        """Before a call of a model: count the call if the model is wrapped, and its wrapper will communicate."""
         calls = model.calls
         if isinstance(model.module, DistributedDataParallel):
             join: Any = model.module._join_config
             if join.enable:
                 model.note.joins = True
-            if with_gradients and not model.module.require_backward_grad_sync:  # as in no_sync
+            is_in_no_sync = not model.module.require_backward_grad_sync
+            if with_gradients and is_in_no_sync:
                 calls.not_synchronized = readers_line()
                 return
             if not with_gradients and not model.module._check_sync_bufs_pre_fwd():
@@ -1497,25 +1624,26 @@ class TrainingObserver:
         return ()
 
     def note_evaluation(self, module: nn.Module, forward: Forward) -> None:
-        """Note the first call of an evaluation. Only that of a model with batch statistics goes into the record."""
-        statistics: dict[str, torch.Tensor] = {}
-        for path, part in module.named_modules():
-            if isinstance(part, nn.modules.batchnorm._BatchNorm):
-                for name, buffer in part.named_buffers(recurse=False):
-                    statistics[f"{path}.{name}".lstrip(".")] = buffer
+        """After the first call of an evaluation: note what the model evaluates, with which batch statistics.
+
+        Only the evaluations of a model with batch statistics go into the record, and only the first ones of them.
+        """
+        statistics = batch_statistics(module)
         earlier = [evaluation for evaluation in self.record.evaluations if evaluation.model == forward.model]
         is_recorded = bool(statistics) and len(earlier) < MOST_EVALUATIONS
         parameters = list(module.parameters())
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         weights = 0
-        if is_recorded and not any(isinstance(parameter, DTensor) for parameter in parameters):
+        if is_recorded and not is_sharded:
             weights = combined(checksums(parameters))
+        sums = checksums(list(statistics.values()))
         self.evaluation = Evaluation(
             model=forward.model,
             number=len(earlier),
             place=forward.place,
             inputs=forward.inputs,
             weights=weights,
-            buffers=dict(zip(statistics, checksums(list(statistics.values())), strict=True)),
+            buffers=dict(zip(statistics, sums, strict=True)),
         )
         if is_recorded:
             self.record.evaluations.append(self.evaluation)
@@ -1523,7 +1651,10 @@ class TrainingObserver:
     # --- backward, and numbers that are read
 
     def wrap_backward(self, name: str) -> None:
-        """Observe backward passes. In each, DDP and FSDP average the gradients of the models that were called."""
+        """Observe backward passes, by a replacement of ``torch.autograd.backward`` or ``torch.autograd.grad``.
+
+        In a backward pass DDP and FSDP average the gradients of the models that were called before it.
+        """
         original = getattr(torch.autograd, name)
 
         @functools.wraps(original)
@@ -1543,8 +1674,9 @@ class TrainingObserver:
         self.patches.replace(torch.autograd, name, call)
 
     def read_number(self, tensor: torch.Tensor) -> None:
-        """Note where the script reads a loss: a number with a gradient, by ``item()`` or by float()."""
-        if tensor.dim() == 0 and tensor.grad_fn is not None and part_of_torch() in ("", "_tensor.py"):
+        """Before ``tensor.item()``: note where the script reads a loss, which is a number with a gradient."""
+        is_loss = tensor.dim() == 0 and tensor.grad_fn is not None
+        if is_loss and part_of_torch() in ("", "_tensor.py"):  # by item() itself, or by float(), which is in _tensor.py
             place = readers_line()
             if place not in self.record.loss_reads:
                 self.record.loss_reads.append(place)
@@ -1560,12 +1692,15 @@ class TrainingObserver:
     # --- steps of optimizers
 
     def ddp_built(self, result: Any, ddp: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """After a DistributedDataParallel was built: know the modules inside it before they are called."""
         self.observed(ddp)
 
     def optimizer_built(self, result: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """After an optimizer was built: note where, for a finding that it was built too early."""
         self.built[optimizer] = readers_line()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """torch calls this before each step of any optimizer."""
         if self.is_finished or torch.compiler.is_compiling() or not self.patches.is_on():
             return
         is_nested = self.stepping is not None and self.stepping is not optimizer  # as in ZeroRedundancyOptimizer
@@ -1573,6 +1708,7 @@ class TrainingObserver:
             self.patches.run(self.begin_step, optimizer)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """torch calls this after each step of any optimizer. After the last step to observe, the observation ends."""
         if optimizer is self.stepping:
             self.stepping = None
             self.patches.run(self.optimizers[id(optimizer)].end, self)
@@ -1580,6 +1716,7 @@ class TrainingObserver:
                 self.stop()
 
     def begin_step(self, optimizer: Any) -> None:
+        """Before a step: tell the other observers, and note what the step starts from."""
         if dist.is_initialized() and self.store is None:
             self.see_group()
         if id(optimizer) not in self.optimizers:
@@ -1593,37 +1730,49 @@ class TrainingObserver:
         observed.begin(self)
 
     def find_idle_optimizers(self) -> None:
-        """Find optimizers that hold parameters which the model no longer has, or that never got a gradient."""
+        """At the end: find optimizers that hold parameters which the model no longer has, or that never got a gradient.
+
+        fully_shard, or a conversion of the model, replaces parameters by others of the same shapes. (A shard is a
+        DTensor, whose shape is that of the whole parameter.) So an optimizer that was built before is certain if the
+        parameters that it has, and the model lacks, have the shapes of those that the model has, and no optimizer.
+        """
         model_names: dict[nn.Parameter, str] = {}  # the parameters of the models that were called
         for model in self.models.values():
-            if model.name:
+            was_called = model.name != ""
+            if was_called:
                 for name, parameter in model.module.named_parameters():
                     if parameter.requires_grad:
                         model_names[parameter] = name
         optimized = {id(parameter) for observed in self.optimizers.values() for parameter in observed.parameters()}
         not_optimized = [parameter for parameter in model_names if id(parameter) not in optimized]
+        shapes_not_optimized = [parameter.shape for parameter in not_optimized]
         for observed in self.optimizers.values():
-            idle = [parameter for parameter in observed.parameters() if id(parameter) not in observed.with_gradient]
-            stale = [parameter for parameter in idle if parameter not in model_names]
+            without_gradient = [
+                parameter for parameter in observed.parameters() if id(parameter) not in observed.with_gradient
+            ]
+            stale = [parameter for parameter in without_gradient if parameter not in model_names]
             place = self.built.get(observed.optimizer, observed.place)
             optimizer_class = type(observed.optimizer)
-            # A conversion of the model, or fully_shard, replaces parameters by others of the same shapes: a shard is a
-            # DTensor, whose shape is that of the whole parameter.
-            if stale and [parameter.shape for parameter in stale] == [parameter.shape for parameter in not_optimized]:
+            if stale and [parameter.shape for parameter in stale] == shapes_not_optimized:
                 sentence = (
                     f"{len(stale)} parameters of this {optimizer_class.__name__} are not the model's, so its steps "
                     f"change nothing: {model_names[not_optimized[0]]} of the model is in no optimizer."
                 )
                 self.record.add_finding("stale_optimizer", place, sentence)
-                continue
-            # Optimizers of other libraries may compute updates without gradients.
-            is_of_torch = optimizer_class.__module__.startswith("torch.optim")
-            if is_of_torch and observed.steps >= 3 and not observed.with_gradient and not observed.unsynchronized:
+            elif observed.never_got_a_gradient():
                 sentence = (
                     f"{observed.steps} steps of this {optimizer_class.__name__} found no gradient at any of its "
                     "parameters."
                 )
                 self.record.add_finding("no_gradient", place, sentence)
+
+
+@dataclass(frozen=True)
+class OwnedParameter:
+    """The model that has a parameter, and the parameter's name there."""
+
+    model: ObservedModel
+    name: str
 
 
 class ObservedOptimizer:
@@ -1641,7 +1790,8 @@ class ObservedOptimizer:
         self.step: Step | None = None  # the latest
 
     def parameters(self) -> list[Any]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        """The optimizer's parameters now, in order: a script may add some later."""
+        return parameters_of(self.optimizer)
 
     def name_parameters(self, observer: TrainingObserver) -> None:
         """Give each parameter a key that is the same on all ranks.
@@ -1651,43 +1801,53 @@ class ObservedOptimizer:
         """
         if all(id(parameter) in self.keys for parameter in self.parameters()):
             return
-        owners = self.find_owners(observer)
+        owned = self.find_owned(observer)
         for number, parameter in enumerate(self.parameters()):
             if id(parameter) in self.keys:
                 continue
             model: ObservedModel | None = None
-            owner = f"{type(self.optimizer).__name__} {self.index}"
+            owner_name = f"{type(self.optimizer).__name__} {self.index}"
             name = f"parameter {number}"
-            if id(parameter) in owners:
-                model, name = owners[id(parameter)]
+            if id(parameter) in owned:
+                model = owned[id(parameter)].model
+                name = owned[id(parameter)].name
                 observer.use(model)
-                owner = model.name
+                owner_name = model.name
                 if model not in self.models:
                     self.models.append(model)
-            key = f"{owner}: {name}"
+            key = f"{owner_name}: {name}"
             self.keys[id(parameter)] = key
-            observer.record.parameters[key] = describe(parameter, name, owner, model)
+            observer.record.parameters[key] = describe(parameter, name, owner_name, model)
 
-    def find_owners(self, observer: TrainingObserver) -> dict[int, tuple[ObservedModel, str]]:
-        """{a parameter's id: (the model that has it, its name there)}; finds weights that are no longer tied, too.
+    def find_owned(self, observer: TrainingObserver) -> dict[int, OwnedParameter]:
+        """Which model has which parameter, by the parameter's id. It also finds weights that are no longer tied.
 
-        A model may be known both by itself and inside DDP, which comes first then.
+        A model may be known both by itself and inside DDP. The parameter is then that of DDP.
         """
-        owners: dict[int, tuple[ObservedModel, str]] = {}
-        wrapped = [model for model in observer.models.values() if model.note.wrapper == "DDP"]
-        called = [model for model in observer.models.values() if model.note.wrapper != "DDP" and model.name]
-        for model in [*wrapped, *called]:
-            module: Any = model.module
-            if model.note.wrapper == "DDP":
-                module = module.module
+        owned: dict[int, OwnedParameter] = {}
+        in_ddp = [model for model in observer.models.values() if model.note.wrapper == "DDP"]
+        others = [model for model in observer.models.values() if model.note.wrapper != "DDP"]
+        called_others = [model for model in others if model.name]
+        for model in [*in_ddp, *called_others]:
+            module = model.unwrapped()
             for name, parameter in module.named_parameters():
-                owners.setdefault(id(parameter), (model, name))
+                owned.setdefault(id(parameter), OwnedParameter(model, name))
             for names in observer.states.broken_ties(module):
                 sentence = f"{names} were one parameter when the model was built, and are two now."
                 observer.record.add_finding("untied", readers_line(), sentence)
-        return owners
+        return owned
+
+    def never_got_a_gradient(self) -> bool:
+        """Whether it is certain that something keeps all gradients from the optimizer, over several steps.
+
+        Optimizers of other libraries may compute updates without gradients. Gradients that fully_shard holds because it
+        was told not to reduce them are another mistake.
+        """
+        is_of_torch = type(self.optimizer).__module__.startswith("torch.optim")
+        return is_of_torch and self.steps >= 3 and not self.with_gradient and not self.unsynchronized
 
     def note_gradients(self) -> None:
+        """Note which parameters have a gradient now."""
         for parameter in self.parameters():
             if parameter.grad is not None:
                 self.with_gradient.add(id(parameter))
@@ -1702,15 +1862,18 @@ class ObservedOptimizer:
             place=readers_line(),
             rates=rates_of(self.optimizer),
             settings=settings_of(self.optimizer),
-            calls={model.name: replace(model.calls, places=[*model.calls.places]) for model in self.models},
+            calls={},
         )
         for model in self.models:
+            calls_so_far = replace(model.calls, places=[*model.calls.places])  # a copy, because the counts go on
+            step.calls[model.name] = calls_so_far
             self.check_sharded_gradients(model.module, step.place, observer)
             model.calls.synchronized = False
             model.calls.not_synchronized = None
             model.calls.around = None
         if self.steps == 1:
             step.before = self.checksums_of(parameters)
+        # A script that averages gradients by hand has sent each of them from where it is in memory.
         sent_addresses = observer.communication.addresses
         gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if gradients and all(gradient.data_ptr() in sent_addresses for gradient in gradients):
@@ -1742,13 +1905,16 @@ class ObservedOptimizer:
         """The mean absolute value of each DTensor's gradient, by the parameter's key.
 
         Each rank with a replica computes its gradient anew, so that checksums may differ by rounding, and means hardly.
+        A gradient that is partial, so that the ranks' parts are still to be added up, is left out.
         """
         means: dict[str, float] = {}
         for parameter in self.parameters():
             key = self.keys[id(parameter)]
             gradient = parameter.grad
+            if gradient is None or record.parameters[key].kind != "DTensor":
+                continue
             is_partial = isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements)
-            if record.parameters[key].kind == "DTensor" and gradient is not None and not is_partial:
+            if not is_partial:
                 part = local_part(gradient).detach()
                 total: Any = part.float().abs().sum().tolist()
                 means[key] = total / max(1, part.numel())
@@ -1756,12 +1922,25 @@ class ObservedOptimizer:
 
     def check_sharded_gradients(self, module: nn.Module, place: Place, observer: TrainingObserver) -> None:
         """Find gradients that fully_shard has not reduced. It keeps them where no optimizer sees them."""
-        parts = [part for group in parameter_groups(module) for part in group.fsdp_params]
-        holds_gradients = any(holds_unreduced_gradient(part) for part in parts)
+        holds_gradients = False
+        for group in parameter_groups(module):
+            if any(holds_unreduced_gradient(fsdp_parameter) for fsdp_parameter in group.fsdp_params):
+                holds_gradients = True
         if holds_gradients and not self.unsynchronized:
             self.unsynchronized = True
             sentence = "The optimizer steps while fully_shard holds gradients that it has not reduced."
             observer.record.add_finding("not_synchronized", place, sentence)
+
+
+def batch_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The running means and variances of a model's BatchNorm layers, by their names in the model."""
+    statistics: dict[str, torch.Tensor] = {}
+    for path, part in model.named_modules():  # the model's own path is ""
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            for name, buffer in part.named_buffers(recurse=False):
+                full_name = f"{path}.{name}".lstrip(".")
+                statistics[full_name] = buffer
+    return statistics
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -1776,6 +1955,11 @@ def holds_unreduced_gradient(fsdp_parameter: Any) -> bool:
         return True
     whole = getattr(fsdp_parameter, "_unsharded_param", None)  # up to PyTorch 2.14 the gradient stays there
     return getattr(whole, "grad", None) is not None
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    """The parameters of all groups of an optimizer, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def rates_of(optimizer: Any) -> tuple[float, ...]:
@@ -1813,10 +1997,12 @@ def parameter_groups(module: nn.Module) -> Iterator[Any]:
 
 
 def mesh_ranks(module: nn.Module) -> tuple[int, ...]:
-    """The ranks of the mesh on which fully_shard divides a module."""
-    for group in parameter_groups(module):
-        return tuple(group.mesh_info.mesh.mesh.flatten().tolist())
-    return ()
+    """The ranks of the mesh on which fully_shard divides a module, or none if it has no parameters of its own."""
+    first_group = next(parameter_groups(module), None)
+    if first_group is None:
+        return ()
+    mesh = first_group.mesh_info.mesh  # a DeviceMesh, whose own attribute ``mesh`` is a tensor of ranks
+    return tuple(mesh.mesh.flatten().tolist())
 
 
 # The communication hooks of DDP after which all ranks have the same gradients. Another hook may average otherwise.
@@ -1830,9 +2016,10 @@ AVERAGING_HOOKS = (
 
 
 def describe(parameter: Any, name: str, owner: str, model: ObservedModel | None) -> Parameter:
-    """The note of an optimizer's parameter: which ranks hold replicas of it. ``model``: the one that has it, if known.
+    """The note of an optimizer's parameter: of what kind it is, and which ranks hold replicas of it.
 
-    ``owner`` is the name of the model, or of an optimizer whose parameter no known model has.
+    ``model`` is the model that has the parameter, and ``name`` the parameter's name there. ``owner`` is the name of the
+    model or, where no known model has the parameter, of the optimizer.
     """
     kind = "plain"
     replicas: tuple[int, ...] = ()
@@ -1844,12 +2031,18 @@ def describe(parameter: Any, name: str, owner: str, model: ObservedModel | None)
             kind = "not averaged by DDP"
     elif isinstance(parameter, DTensor):
         kind = "DTensor"
-        mesh = parameter.device_mesh
-        root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-        if root.size() == 1 and dist.get_world_size() > 1:
+        if is_on_mesh_of_one(parameter) and dist.get_world_size() > 1:
             kind = "mesh of one"
         replicas = replicas_of(parameter)
-    return Parameter(owner, name, kind, local_part(parameter).numel(), replicas)
+    return Parameter(model=owner, name=name, kind=kind, size=local_part(parameter).numel(), replicas=replicas)
+
+
+def is_on_mesh_of_one(parameter: DTensor) -> bool:
+    """Whether the mesh of a DTensor has only one rank, and is no part of a larger mesh."""
+    mesh = parameter.device_mesh
+    if hasattr(mesh, "_get_root_mesh"):  # not every version has it
+        mesh = mesh._get_root_mesh()
+    return mesh.size() == 1
 
 
 def is_averaged(ddp: DistributedDataParallel, name: str) -> bool:
@@ -1865,13 +2058,14 @@ def replicas_of(parameter: DTensor) -> tuple[int, ...]:
     they have this rank's coordinate.
     """
     mesh = parameter.device_mesh
-    coordinate: Any = mesh.get_coordinate()
-    index: list[Any] = []
+    own_coordinate: Any = mesh.get_coordinate()
+    all_along_dimension = slice(None)
+    index: list[Any] = []  # of these ranks in the mesh, which is a tensor of ranks
     for dimension, placement in enumerate(parameter.placements):
         if placement.is_replicate():
-            index.append(slice(None))
+            index.append(all_along_dimension)
         else:
-            index.append(coordinate[dimension])
+            index.append(own_coordinate[dimension])
     ranks = tuple(mesh.mesh[tuple(index)].flatten().tolist())
     if len(ranks) == 1:
         return ()
@@ -1886,17 +2080,26 @@ CAUSES_OF_DRIFT = ("different_noise", "uneven_steps", "rank_alone", "different_s
 
 
 def compare(records: Sequence[Record]) -> list[Finding]:
-    """The findings of each rank, and those of the rules that compare ranks. There is one record for each rank."""
+    """The findings of a check, from one record of each rank: those of single ranks, and those of the rules.
+
+    What several ranks have found in the same way is one finding of all these ranks.
+    """
     ranks_of: dict[Finding, set[int]] = {}  # {a finding without its ranks: the ranks that have it}
     for record in records:
         for found in record.findings:
-            ranks_of.setdefault(replace(found, ranks=()), set()).update(found.ranks)
+            without_ranks = replace(found, ranks=())
+            ranks_of.setdefault(without_ranks, set()).update(found.ranks)
     findings = [replace(found, ranks=tuple(sorted(ranks))) for found, ranks in ranks_of.items()]
     if len(records) > 1:
         for rule in RULES:
             findings += rule(records)
     if any(found.kind in CAUSES_OF_DRIFT for found in findings):
         findings = [found for found in findings if found.kind != "drift"]
+    return without_repetitions(findings)
+
+
+def without_repetitions(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings in their order, each once."""
     return list(dict.fromkeys(findings))
 
 
@@ -1909,17 +2112,20 @@ def listed(ranks: Iterable[int]) -> str:
 
 
 def equal(values: Iterable[Any]) -> bool:
-    """Whether all values are equal."""
+    """Whether all values are equal, such as the ranks' notes of one thing."""
     values = list(values)
     return all(value == values[0] for value in values)
 
 
 def is_wrapped(records: Sequence[Record]) -> bool:
-    """Whether some model is wrapped.
+    """Whether some model is wrapped, so that several ranks average its gradients.
 
     Beside a wrapped model, an unwrapped one may be a reference that each rank trains alone, so nothing is said of it.
     """
-    return any(len(model.data_ranks) > 1 for record in records for model in record.models.values())
+    for record in records:
+        if any(len(model.data_ranks) > 1 for model in record.models.values()):
+            return True
+    return False
 
 
 def sends_by_hand(records: Sequence[Record]) -> bool:
@@ -1932,12 +2138,19 @@ def sends_by_hand(records: Sequence[Record]) -> bool:
 
 
 def common_steps(records: Sequence[Record]) -> list[list[Step]]:
-    """Each step that all these ranks made, in order: a list of the ranks' notes of it, in the order of the records."""
+    """The steps that all these ranks made, in order. Of each step there is a list: one note of each rank.
+
+    Steps of different ranks belong together if they have the same number and are of the same optimizer.
+    """
     if not records:
         return []
-    tables = [{(step.optimizer, step.number): step for step in record.steps} for record in records]
-    common = [key for key in tables[0] if all(key in table for table in tables)]
-    return [[table[key] for table in tables] for key in common]
+    steps_of_ranks = [{(step.optimizer, step.number): step for step in record.steps} for record in records]
+    steps_of_first_rank = steps_of_ranks[0]
+    common = []
+    for key in steps_of_first_rank:
+        if all(key in steps for steps in steps_of_ranks):
+            common.append([steps[key] for steps in steps_of_ranks])
+    return common
 
 
 def initial_weights(record: Record) -> dict[str, int]:
@@ -1957,19 +2170,23 @@ def same_settings(records: Sequence[Record]) -> bool:
 
 
 def plain_replicas(records: Sequence[Record], kinds: set[str]) -> bool:
-    """Whether all ranks train one unwrapped model: the same parameters, all of these kinds, with equal settings."""
+    """Whether all ranks train one unwrapped model: the same parameters, all of these kinds, with equal settings.
+
+    Nothing is certain if the notes of a rank are missing, or if some model is wrapped (``is_wrapped``).
+    """
     if len(records) < records[0].world_size or is_wrapped(records):
         return False
-    tables = [
-        {key: (parameter.kind, parameter.size) for key, parameter in record.parameters.items()} for record in records
-    ]
-    if not tables[0] or not equal(tables):
+    parameters_of_ranks = []
+    for record in records:
+        parameters_of_ranks.append({key: (note.kind, note.size) for key, note in record.parameters.items()})
+    if not parameters_of_ranks[0] or not equal(parameters_of_ranks):
         return False
-    return all(kind in kinds for kind, _ in tables[0].values()) and same_settings(records)
+    kinds_of_parameters = {note.kind for note in records[0].parameters.values()}
+    return kinds_of_parameters <= kinds and same_settings(records)
 
 
 def names_of(keys: Iterable[str]) -> str:
-    """The first of some parameters by name, and how many more there are."""
+    """The first of some parameters by name, and how many more there are: "weight and 3 more"."""
     names = [key.split(": ", 1)[1] for key in keys]
     if len(names) == 1:
         return names[0]
@@ -1977,105 +2194,145 @@ def names_of(keys: Iterable[str]) -> str:
 
 
 def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
-    """Replicas of DDP or of a DTensor that differ. They have to begin equal, and each step has to leave them equal."""
+    """Find replicas of DDP's parameters, or of a DTensor, that differ. ``records`` are the notes of all ranks.
+
+    Replicas have to begin equal, and each step has to leave them equal.
+    """
     if not equal(record.device for record in records):
         return []  # GPUs of two kinds may round differently
     findings = []
-    for (model, ranks), keys in replicated_parameters(records).items():
-        holders = [record for record in records if record.rank in ranks and keys[0] in record.parameters]
-        if len(holders) < 2 or left_out_steps(model, holders):
+    for replicas in replicated_parameters(records):
+        first_key = replicas.keys[0]
+        holders = [record for record in records if record.rank in replicas.ranks and first_key in record.parameters]
+        if len(holders) < 2 or left_out_steps(replicas.model, holders):  # which find_uneven_steps reports
             continue
         starts = [initial_weights(record) for record in holders]
-        different = [key for key in keys if not equal(start.get(key) for start in starts)]
+        different = [key for key in replicas.keys if not equal(start.get(key) for start in starts)]
         if different:
             place = holders[0].steps[0].place
-            sentence = f"{names_of(different)} differ on {listed(ranks)} before the first step."
-            findings.append(finding("different_start", place, ranks, sentence))
-        elif holders[0].parameters[keys[0]].kind == "DDP":
+            sentence = f"{names_of(different)} differ on {listed(replicas.ranks)} before the first step."
+            findings.append(finding("different_start", place, replicas.ranks, sentence))
+        elif holders[0].parameters[first_key].kind == "DDP":
             # A script that sends weights or gradients itself may mean its replicas to differ for some steps.
             if not any(record.sent_large for record in holders):
-                findings += explain_drift(model, ranks, keys, holders)
+                findings += explain_drift(replicas, holders)
         else:
-            findings += find_gradients_that_differ(ranks, keys, holders)
+            findings += find_gradients_that_differ(replicas, holders)
     return findings
 
 
-def replicated_parameters(records: Sequence[Record]) -> dict[tuple[str, tuple[int, ...]], list[str]]:
-    """{(a model, the ranks that hold replicas): the keys of the parameters of which they hold them}."""
-    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+@dataclass(frozen=True)
+class Replicas:
+    """Parameters of one model, given by their keys, that should be equal on some ranks."""
+
+    model: str
+    ranks: tuple[int, ...]
+    keys: list[str] = field(default_factory=list)
+
+
+def replicated_parameters(records: Sequence[Record]) -> list[Replicas]:
+    """Which parameters should be equal on which ranks, one entry for each model and its ranks."""
+    groups: dict[tuple[str, tuple[int, ...]], Replicas] = {}
     for record in records:
         for key, parameter in record.parameters.items():
-            if len(parameter.replicas) > 1:
-                keys = groups.setdefault((parameter.model, parameter.replicas), [])
-                if key not in keys:
-                    keys.append(key)
-    return groups
+            if len(parameter.replicas) < 2:
+                continue
+            model_and_ranks = (parameter.model, parameter.replicas)
+            replicas = groups.setdefault(model_and_ranks, Replicas(parameter.model, parameter.replicas))
+            if key not in replicas.keys:
+                replicas.keys.append(key)
+    return list(groups.values())
 
 
-def explain_drift(model: str, ranks: tuple[int, ...], keys: list[str], holders: Sequence[Record]) -> list[Finding]:
-    """The first step after which DDP's replicas differ, with the reason if it is known."""
-    suspects: list[list[Step]] = []  # the steps of the model since the last one after which its replicas were equal
-    different: list[str] = []
+def explain_drift(replicas: Replicas, holders: Sequence[Record]) -> list[Finding]:
+    """Whether replicas of a model inside DDP come to differ: a finding with the reason, if it is known; else none.
+
+    ``holders`` are the records of the ranks that hold the replicas. Weights are compared only after some steps, so each
+    step since the last equal ones may be the one with the mistake.
+    """
+    suspects: list[list[Step]] = []  # the steps since the weights were last seen to be equal, of each all ranks' notes
+    different: list[str] = []  # the parameters that differ
     for steps in common_steps(holders):
-        is_sampled = not steps[0].after.keys().isdisjoint(keys)
-        if is_sampled or model in steps[0].calls:
+        step_of_first_rank = steps[0]
+        has_checksums = not step_of_first_rank.after.keys().isdisjoint(replicas.keys)
+        if has_checksums or replicas.model in step_of_first_rank.calls:
             suspects.append(steps)
-        if is_sampled:
-            different = [key for key in keys if not equal(step.after.get(key) for step in steps)]
+        if has_checksums:
+            different = [key for key in replicas.keys if not equal(step.after.get(key) for step in steps)]
             if different:
                 break
             suspects = []
     if not different:
         return []
     for steps in suspects:
-        reason = reason_to_drift(model, ranks, steps)
+        reason = reason_to_drift(replicas, steps)
         if reason is not None:
             return [reason]
-    step = suspects[-1][0]
+    last_suspect = suspects[-1][0]
     sentence = (
-        f"{names_of(different)} differ on {listed(ranks)} after step {step.number}, although DDP made them equal."
+        f"{names_of(different)} differ on {listed(replicas.ranks)} after step {last_suspect.number}, "
+        "although DDP made them equal."
     )
-    return [finding("drift", step.place, ranks, sentence)]
+    return [finding("drift", last_suspect.place, replicas.ranks, sentence)]
 
 
-def reason_to_drift(model: str, ranks: tuple[int, ...], steps: Sequence[Step]) -> Finding | None:
-    """The mistake before one step after which DDP's replicas differ, or None. ``steps`` are the ranks' notes of it."""
+def reason_to_drift(replicas: Replicas, steps: Sequence[Step]) -> Finding | None:
+    """Why DDP's replicas of a model may differ after one step: the mistake that was made before it, or None.
+
+    ``steps`` are the notes of this one step, one of each rank.
+    """
     for step in steps:
-        calls = step.calls[model]
+        calls = step.calls[replicas.model]
         if calls.not_synchronized is not None:
             sentence = "The last call before optimizer.step() is inside no_sync: its gradients stay on their rank."
-            return finding("not_synchronized", calls.not_synchronized, ranks, sentence)
+            return finding("not_synchronized", calls.not_synchronized, replicas.ranks, sentence)
         if calls.around is not None and not calls.synchronized:
             sentence = "The module inside DDP is called here, not DDP: no gradient is averaged before the step."
-            return finding("around_the_wrapper", calls.around, ranks, sentence)
+            return finding("around_the_wrapper", calls.around, replicas.ranks, sentence)
     if equal(step.rates for step in steps):
         return None
-    rates = " and ".join(dict.fromkeys(f"{step.rates[0]:g}" for step in steps if step.rates))
-    sentence = f"From step {steps[0].number} on, replicas use different learning rates: {rates}."
-    return finding("different_rates", steps[0].place, ranks, sentence)
+    rates: list[str] = []  # of the first group of parameters, which is mostly the only one
+    for step in steps:
+        if step.rates and f"{step.rates[0]:g}" not in rates:
+            rates.append(f"{step.rates[0]:g}")
+    sentence = f"From step {steps[0].number} on, replicas use different learning rates: {' and '.join(rates)}."
+    return finding("different_rates", steps[0].place, replicas.ranks, sentence)
 
 
-def find_gradients_that_differ(ranks: tuple[int, ...], keys: list[str], holders: Sequence[Record]) -> list[Finding]:
-    """Replicated DTensors whose gradients differ by more than rounding explains."""
+# By rounding, even to bfloat16, the means of two replicas' gradients differ by less than this part of the largest mean
+# of any parameter. Of any, because a gradient that is small beside the others may be nothing but rounding.
+ROUNDING_OF_MEANS = 0.05
+
+
+def find_gradients_that_differ(replicas: Replicas, holders: Sequence[Record]) -> list[Finding]:
+    """Find a replicated DTensor whose gradients on the ranks differ by more than rounding explains.
+
+    ``holders`` are the records of the ranks that hold the replicas.
+    """
     for steps in common_steps(holders):
-        largest = max((mean for step in steps for mean in step.gradient_means.values()), default=0.0)
-        for key in keys:
+        all_means: list[float] = []  # of all parameters, on all ranks
+        for step in steps:
+            all_means += step.gradient_means.values()
+        largest_mean = max(all_means, default=0.0)
+        for key in replicas.keys:
             means = [step.gradient_means[key] for step in steps if key in step.gradient_means]
-            if len(means) < len(steps):
+            if len(means) < len(steps):  # a rank has no gradient of it
                 continue
-            if max(means) - min(means) > 0.05 * largest:  # rounding, even to bfloat16, makes less of a difference
+            if max(means) - min(means) > ROUNDING_OF_MEANS * largest_mean:
+                ranks = listed(replicas.ranks)
                 sentence = (
-                    f"The gradient of {names_of([key])} differs on {listed(ranks)}, which hold replicas of it: "
+                    f"The gradient of {names_of([key])} differs on {ranks}, which hold replicas of it: "
                     f"its mean size is {min(means):.2g} on one and {max(means):.2g} on another."
                 )
-                return [finding("drift", steps[0].place, ranks, sentence)]
+                return [finding("drift", steps[0].place, replicas.ranks, sentence)]
     return []
 
 
 def find_unwrapped(records: Sequence[Record]) -> list[Finding]:
-    """A model that is not wrapped, or not over all ranks: no rank sends anything, and the ranks' weights drift apart.
+    """Find a model that is not wrapped, or not over all ranks, so that the weights of the ranks drift apart.
 
-    A script that averages weights every 500 steps has to be observed for more than 500, or has to allow "drift".
+    It is certain if the ranks train one model, and no rank sends anything. A script that averages weights every 500
+    steps has to be observed for more than 500, or has to allow "drift". ``records`` are the notes of all ranks.
     """
     if sends_by_hand(records) or not equal(record.device for record in records):
         return []
@@ -2112,14 +2369,25 @@ def first_step_of_drift(records: Sequence[Record]) -> Step | None:
 
 
 def divides_one_training(records: Sequence[Record]) -> bool:
-    """Whether the script says that the ranks train one model: it divides a dataset among them, or rank 0 saves it."""
-    divides = all(any(epoch.divided and epoch.steps for epoch in record.epochs) for record in records)
-    saving = [record.rank for record in records if record.saves]
-    return divides or saving == [0]
+    """Whether the script says that the ranks train one model: it divides a dataset among them, or rank 0 saves it.
+
+    Otherwise each rank may train a model of its own on purpose, as in a search for the best settings.
+    """
+    ranks_with_divided_data = []
+    for record in records:
+        if any(epoch.divided and epoch.steps > 0 for epoch in record.epochs):
+            ranks_with_divided_data.append(record.rank)
+    divides_data = len(ranks_with_divided_data) == len(records)
+    saving_ranks = [record.rank for record in records if record.saves]
+    return divides_data or saving_ranks == [0]
 
 
 def find_different_start(records: Sequence[Record]) -> list[Finding]:
-    """Gradients that were averaged by hand, and are applied to weights that differ from the start."""
+    """Find gradients that were averaged by hand, and are applied to weights that differ from the start.
+
+    It is certain if each optimizer's first step has equal gradients on all ranks, and they change the weights.
+    ``records`` are the notes of all ranks.
+    """
     if not plain_replicas(records, {"plain"}):
         return []
     starts = [initial_weights(record) for record in records]
@@ -2157,9 +2425,19 @@ def data_parallel_ranks(model: str, records: Sequence[Record]) -> set[int]:
     return set()
 
 
+def models_of(records: Sequence[Record]) -> list[str]:
+    """The names of all models that any rank uses, each once."""
+    names: list[str] = []
+    for record in records:
+        for name in record.models:
+            if name not in names:
+                names.append(name)
+    return names
+
+
 def common_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
-    """Each model that several ranks train on data of their own, with their records."""
-    for model in dict.fromkeys(model for record in records for model in record.models):
+    """Yields (name, records) of each model that several ranks train on data of their own, with these ranks' records."""
+    for model in models_of(records):
         ranks = data_parallel_ranks(model, records)
         holders = [record for record in records if record.rank in ranks and model in record.models and record.steps]
         if len(holders) > 1:
@@ -2167,6 +2445,7 @@ def common_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]
 
 
 def forwards_of(record: Record, model: str) -> list[Forward]:
+    """A rank's calls of a model in training, in order."""
     return [forward for forward in record.forwards if forward.model == model]
 
 
@@ -2175,28 +2454,51 @@ def epochs_of(record: Record, model: str) -> list[Epoch]:
     return [epoch for epoch in record.epochs if model in epoch.models]
 
 
-def pairs_of_calls(model: str, holders: Sequence[Record]) -> Iterator[tuple[Record, Record, list[Any]]]:
-    """Each two ranks that train a model, with pairs of their calls of it: the first of both, the second of both, …."""
+@dataclass(frozen=True)
+class PairOfRanks:
+    """Two ranks that train a model, and their calls of it: as many of each as both have made."""
+
+    first: Record
+    second: Record
+    first_calls: list[Forward]
+    second_calls: list[Forward]
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        return self.first.rank, self.second.rank
+
+    def calls(self) -> Iterator[tuple[Forward, Forward]]:
+        """The first call of both, the second call of both, and so on."""
+        return zip(self.first_calls, self.second_calls, strict=True)
+
+
+def pairs_of_ranks(model: str, holders: Sequence[Record]) -> Iterator[PairOfRanks]:
+    """Yields each pair of the ranks that train a model, whose records are given."""
     for first, second in itertools.combinations(holders, 2):
-        calls = zip(forwards_of(first, model), forwards_of(second, model), strict=False)  # as far as both have come
-        yield first, second, list(calls)
+        first_calls = forwards_of(first, model)
+        second_calls = forwards_of(second, model)
+        common = min(len(first_calls), len(second_calls))
+        yield PairOfRanks(first, second, first_calls[:common], second_calls[:common])
 
 
 def find_same_samples(records: Sequence[Record]) -> list[Finding]:
-    """Ranks whose models get equal inputs in each call, or whose loaders give out equal indices of equal datasets."""
+    """Find ranks that train on the same samples. ``records`` are the notes of all ranks.
+
+    Either their models get equal inputs in each call, or their loaders give out equal indices of equal datasets.
+    """
     findings = []
     for model, holders in common_models(records):
-        for first, second, calls in pairs_of_calls(model, holders):
-            batches = {mine.inputs for mine, _ in calls}
-            elements = sum(mine.elements for mine, _ in calls)
-            is_same = all(mine.inputs == other.inputs for mine, other in calls)
+        for pair in pairs_of_ranks(model, holders):
+            batches = {call.inputs for call in pair.first_calls}
+            elements = sum(call.elements for call in pair.first_calls)
+            is_same = all(first_call.inputs == second_call.inputs for first_call, second_call in pair.calls())
             # A benchmark may train on one batch again and again, and a few numbers may be equal by chance.
-            if is_same and len(batches) > 1 and elements >= 32:
-                ranks = (first.rank, second.rank)
-                sentence = f"{listed(ranks).capitalize()} train on the same {len(batches)} batches."
-                findings.append(finding("same_samples", source_of(first, calls[0][0]), ranks, sentence))
+            if is_same and len(batches) > 1 and elements >= FEWEST_ELEMENTS:
+                sentence = f"{listed(pair.ranks).capitalize()} train on the same {len(batches)} batches."
+                place = source_of(pair.first, pair.first_calls[0])
+                findings.append(finding("same_samples", place, pair.ranks, sentence))
             else:
-                findings += find_same_indices(model, first, second)
+                findings += find_same_indices(model, pair.first, pair.second)
     return merged(findings)
 
 
@@ -2209,16 +2511,21 @@ def source_of(record: Record, forward: Forward) -> Place:
 
 
 def find_same_indices(model: str, first: Record, second: Record) -> list[Finding]:
-    """Loaders that give two ranks the same samples. These may look different, because each rank augments its own."""
-    for mine, other in zip(epochs_of(first, model), epochs_of(second, model), strict=False):
-        if mine.dataset is None or (mine.dataset, mine.loader) != (other.dataset, other.loader):
+    """Find loaders that give two ranks, which train one model, the same samples.
+
+    The batches may look different, because each rank augments its own samples. So the indices are compared.
+    """
+    epochs_of_both = zip(epochs_of(first, model), epochs_of(second, model), strict=False)  # as far as both have come
+    for epoch, other_epoch in epochs_of_both:
+        has_same_dataset = epoch.dataset is not None and epoch.dataset == other_epoch.dataset
+        if not has_same_dataset or epoch.loader != other_epoch.loader:
             continue
-        if min(mine.steps, other.steps) < 2 or mine.samples < 8:
-            continue
-        if equal_beginnings(mine.indices, other.indices):
+        if min(epoch.steps, other_epoch.steps) < 2 or epoch.samples < FEWEST_SAMPLES:
+            continue  # so few may be equal by chance
+        if equal_beginnings(epoch.indices, other_epoch.indices):
             ranks = (first.rank, second.rank)
-            sentence = f"The {mine.sampler} gives {listed(ranks)} the same indices of the same dataset."
-            return [finding("same_samples", mine.place, ranks, sentence)]
+            sentence = f"The {epoch.sampler} gives {listed(ranks)} the same indices of the same dataset."
+            return [finding("same_samples", epoch.place, ranks, sentence)]
     return []
 
 
@@ -2229,7 +2536,7 @@ def equal_beginnings(first: list[int], second: list[int]) -> bool:
 
 
 def merged(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings, in which those of one kind at one line become one finding of all their ranks."""
+    """The findings of pairs of ranks, in which those of one kind at one line become one finding of all their ranks."""
     by_line: dict[tuple[str, str, int], Finding] = {}
     for found in findings:
         key = (found.kind, found.file, found.line)
@@ -2237,63 +2544,79 @@ def merged(findings: Sequence[Finding]) -> list[Finding]:
             by_line[key] = found
             continue
         known = by_line[key]
-        ranks = tuple(sorted({*known.ranks, *found.ranks}))
-        # The sentence names the ranks, too.
+        all_ranks = tuple(sorted({*known.ranks, *found.ranks}))
+        # The sentence names the ranks, too, and may begin with them.
         old = listed(known.ranks)
-        new = listed(ranks)
+        new = listed(all_ranks)
         sentence = known.sentence.replace(old, new).replace(old.capitalize(), new.capitalize())
-        by_line[key] = replace(known, ranks=ranks, sentence=sentence)
+        by_line[key] = replace(known, ranks=all_ranks, sentence=sentence)
     return list(by_line.values())
 
 
 def find_same_noise(records: Sequence[Record]) -> list[Finding]:
-    """Ranks whose dropout begins with the same random state in each call, while their batches differ."""
+    """Find ranks whose dropout begins with the same random state in each call, while their batches differ.
+
+    They drop the same units, so they learn less than from different noise. ``records`` are the notes of all ranks.
+    """
     findings = []
     for model, holders in common_models(records):
-        for first, second, calls in pairs_of_calls(model, holders):
-            has_dropout = all(mine.noise is not None for mine, _ in calls)
-            same_noise = all(mine.noise == other.noise for mine, other in calls)
-            different_batches = all(mine.inputs != other.inputs for mine, other in calls)
-            if len(calls) >= 3 and has_dropout and same_noise and different_batches:
-                ranks = (first.rank, second.rank)
-                sentence = f"{listed(ranks).capitalize()} drop the same units in each of {len(calls)} forward passes."
-                findings.append(finding("same_noise", calls[0][0].place, ranks, sentence))
+        for pair in pairs_of_ranks(model, holders):
+            has_dropout = all(call.noise is not None for call in pair.first_calls)
+            same_noise = all(first_call.noise == second_call.noise for first_call, second_call in pair.calls())
+            different_batches = all(first_call.inputs != second_call.inputs for first_call, second_call in pair.calls())
+            passes = len(pair.first_calls)
+            if passes >= 3 and has_dropout and same_noise and different_batches:
+                sentence = f"{listed(pair.ranks).capitalize()} drop the same units in each of {passes} forward passes."
+                findings.append(finding("same_noise", pair.first_calls[0].place, pair.ranks, sentence))
     return merged(findings)
 
 
 def find_same_augmentation(records: Sequence[Record]) -> list[Finding]:
-    """Datasets that give two ranks different samples, and draw the same random numbers for them."""
+    """Find datasets that give two ranks different samples, but draw the same random numbers to augment them.
+
+    ``records`` are the notes of all ranks.
+    """
     findings = []
     for model, holders in common_models(records):
         for first, second in itertools.combinations(holders, 2):
-            for mine, other in zip(epochs_of(first, model), epochs_of(second, model), strict=False):
-                if draw_the_same(mine, other):
+            epochs_of_both = zip(epochs_of(first, model), epochs_of(second, model), strict=False)
+            for epoch, other_epoch in epochs_of_both:
+                if draw_the_same(epoch, other_epoch):
                     ranks = (first.rank, second.rank)
                     sentence = f"{listed(ranks).capitalize()} draw the same random numbers for different samples."
-                    findings.append(finding("same_noise", mine.place, ranks, sentence))
+                    findings.append(finding("same_noise", epoch.place, ranks, sentence))
     return merged(findings)
 
 
 def draw_the_same(first: Epoch, second: Epoch) -> bool:
-    """Whether two ranks drew the same random numbers, for different samples, in each of at least three batches."""
-    # The first batch does not count: before it a sampler may draw its order.
-    noise = list(zip(first.noise, second.noise, strict=False))[1:]
-    indices = list(zip(first.indices, second.indices, strict=False))[1:]
-    batches = min(len(noise), len(indices))
-    if min(batches, first.steps, second.steps) < 3:
+    """Whether two ranks drew the same random numbers, for different samples, in each of at least three batches.
+
+    The first batch does not count, because before it a sampler may draw its order.
+    """
+    noted_batches = min(len(first.noise), len(second.noise), len(first.indices), len(second.indices))
+    if min(noted_batches - 1, first.steps, second.steps) < 3:
         return False
-    same_noise = all(mine == other and mine != 0 for mine, other in noise[:batches])
-    different_samples = all(mine != other for mine, other in indices[:batches])
-    return same_noise and different_samples
+    for batch in range(1, noted_batches):
+        draws_nothing = first.noise[batch] == 0
+        if draws_nothing or first.noise[batch] != second.noise[batch]:
+            return False
+        if first.indices[batch] == second.indices[batch]:
+            return False
+    return True
 
 
 def find_different_noise(records: Sequence[Record]) -> list[Finding]:
-    """A dropout whose input is equal on two tensor-parallel ranks, and whose output is not."""
+    """Find a dropout whose input is equal on two tensor-parallel ranks, and whose output is not.
+
+    Such ranks hold one activation, of which each has to drop the same units. ``records`` are the notes of all ranks.
+    """
     for first, second in itertools.combinations(records, 2):
         different = []
-        for mine, other in zip(first.dropouts, second.dropouts, strict=False):
-            if second.rank in mine.ranks and mine.before == other.before and mine.after != other.after:
-                different.append(mine)
+        for dropout, other in zip(first.dropouts, second.dropouts, strict=False):
+            same_input = dropout.before == other.before
+            same_output = dropout.after == other.after
+            if second.rank in dropout.ranks and same_input and not same_output:
+                different.append(dropout)
         if len(different) >= 2:
             ranks = (first.rank, second.rank)
             sentence = f"A dropout gets the same activation on {listed(ranks)} and drops different units of it."
@@ -2302,14 +2625,21 @@ def find_different_noise(records: Sequence[Record]) -> list[Finding]:
 
 
 def find_repeated_orders(records: Sequence[Record]) -> list[Finding]:
-    """Two epochs of one loader, both trained on, with the same shuffled order and the same epoch's number."""
+    """Find two epochs of one loader, both trained on, that have the same order, although the sampler shuffles.
+
+    A DistributedSampler gives a new order only after ``set_epoch`` with another number. ``records`` are the notes of
+    all ranks, each of which is looked at alone.
+    """
     findings = []
     for record in records:
-        for earlier, later in itertools.pairwise(sorted(record.epochs, key=lambda epoch: epoch.loader)):
+        epochs_by_loader = sorted(record.epochs, key=lambda epoch: epoch.loader)  # each loader's stay in their order
+        for earlier, later in itertools.pairwise(epochs_by_loader):
             if earlier.loader != later.loader or not earlier.shuffled or min(earlier.steps, later.steps) < 2:
                 continue
-            same_epoch = earlier.sampler_epoch == later.sampler_epoch >= 0
-            if same_epoch and later.samples >= 8 and equal_beginnings(earlier.indices, later.indices):
+            has_epochs = later.sampler_epoch >= 0
+            same_epoch = has_epochs and earlier.sampler_epoch == later.sampler_epoch
+            is_enough = later.samples >= FEWEST_SAMPLES  # the order of fewer may be the same by chance
+            if same_epoch and is_enough and equal_beginnings(earlier.indices, later.indices):
                 sentence = (
                     f"The {later.sampler} gives the same order in two epochs: its epoch stays {later.sampler_epoch}."
                 )
@@ -2318,8 +2648,11 @@ def find_repeated_orders(records: Sequence[Record]) -> list[Finding]:
 
 
 def wrapped_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
-    """Each wrapped model outside Join, with the records of the ranks that average its gradients."""
-    for model in dict.fromkeys(model for record in records for model in record.models):
+    """Yields (name, records) of each wrapped model, with the records of the ranks that average its gradients.
+
+    A model inside torch's Join is left out, because there ranks may call it differently often.
+    """
+    for model in models_of(records):
         holders = [record for record in records if model in record.models and record.steps]
         if not holders or any(record.models[model].joins for record in holders):
             continue
@@ -2329,35 +2662,42 @@ def wrapped_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record
 
 
 def find_calls_on_some_ranks(records: Sequence[Record]) -> list[Finding]:
-    """A wrapped model that some ranks call more often than others before a step, as in a validation on rank 0 alone.
+    """Find a wrapped model that some ranks call more often than others before a step, as to validate on rank 0 alone.
 
-    These calls communicate, so they pair up with other calls of the other ranks.
+    These calls communicate, so they pair up with other calls of the other ranks. ``records`` are the notes of all
+    ranks.
     """
     for model, holders in wrapped_models(records):
         for steps in common_steps(holders):
-            finding_of_step = compare_calls(model, holders, steps)
-            if finding_of_step is not None:
-                return [finding_of_step]
+            calls_of_ranks = {}
+            for record, step in zip(holders, steps, strict=True):  # a step has one note of each holder
+                if model in step.calls:
+                    calls_of_ranks[record.rank] = step.calls[model]
+            found = compare_calls(calls_of_ranks, steps[0])
+            if found is not None:
+                return [found]
     return []
 
 
-def compare_calls(model: str, holders: Sequence[Record], steps: Sequence[Step]) -> Finding | None:
-    """Compare how often ranks have called a wrapped model before one step, of which ``steps`` are their notes."""
-    calls = {record.rank: step.calls[model] for record, step in zip(holders, steps, strict=True) if model in step.calls}
+def compare_calls(calls_of_ranks: dict[int, Calls], step: Step) -> Finding | None:
+    """A finding if some ranks have called a wrapped model more often than others before a step, or None.
+
+    ``calls_of_ranks`` is {rank: how it has called the model until then}. ``step`` is one rank's note of the step.
+    """
     # If the ranks have not averaged gradients equally often, a step was left out, which is another mistake.
-    if len(calls) < 2 or not equal(call.averaged for call in calls.values()):
+    if len(calls_of_ranks) < 2 or not equal(calls.averaged for calls in calls_of_ranks.values()):
         return None
-    most = max(calls.values(), key=lambda call: call.synchronizing)
-    fewest = min(calls.values(), key=lambda call: call.synchronizing)
+    most = max(calls_of_ranks.values(), key=lambda calls: calls.synchronizing)
+    fewest = min(calls_of_ranks.values(), key=lambda calls: calls.synchronizing)
     if most.synchronizing == fewest.synchronizing:
         return None
-    place = steps[0].place
+    place = step.place
     lines_of_most_alone = [line for line in most.places if line not in fewest.places]
     if lines_of_most_alone:
         place = lines_of_most_alone[0]
-    ranks = [rank for rank, call in calls.items() if call.synchronizing > fewest.synchronizing]
+    ranks = [rank for rank, calls in calls_of_ranks.items() if calls.synchronizing > fewest.synchronizing]
     sentence = (
-        f"Before step {steps[0].number}, the wrapped model is called {most.synchronizing} times on "
+        f"Before step {step.number}, the wrapped model is called {most.synchronizing} times on "
         f"{listed(ranks)} and {fewest.synchronizing} times elsewhere."
     )
     return finding("rank_alone", place, ranks, sentence)
@@ -2377,25 +2717,36 @@ def left_out_steps(model: str, holders: Sequence[Record]) -> list[LeftOutStep]:
     All ranks take part in such a backward pass, so its number is the same on all ranks.
     """
     left_out = []
-    optimizers = {step.optimizer for record in holders for step in record.steps if model in step.calls}
-    for optimizer in sorted(optimizers):
-        steps_by_backward: dict[int, dict[int, Step]] = {}  # {rank: {number of the backward pass: the step after it}}
+    for optimizer in optimizers_of(model, holders):
+        steps_of_ranks: dict[int, dict[int, Step]] = {}  # {rank: {number of the backward pass: the step after it}}
         for record in holders:
             steps = [step for step in record.steps if step.optimizer == optimizer and model in step.calls]
-            steps_by_backward[record.rank] = {step.calls[model].averaged: step for step in steps}
-        if not all(steps_by_backward.values()):
+            steps_of_ranks[record.rank] = {step.calls[model].averaged: step for step in steps}
+        if not all(steps_of_ranks.values()):  # a rank has made no step at all
             continue
-        last = min(max(steps) for steps in steps_by_backward.values())  # the last one that every rank has come to
-        for rank, own_steps in steps_by_backward.items():
-            for others_steps in steps_by_backward.values():
-                for backward, step in others_steps.items():
-                    if backward <= last and backward not in own_steps:
+        last_of_each_rank = [max(steps_after) for steps_after in steps_of_ranks.values()]
+        last_of_all = min(last_of_each_rank)  # how far every rank has come
+        for rank, own_steps in steps_of_ranks.items():
+            for steps_of_other in steps_of_ranks.values():
+                for backward, step in steps_of_other.items():
+                    if backward <= last_of_all and backward not in own_steps:
                         left_out.append(LeftOutStep(rank, step))
     return left_out
 
 
+def optimizers_of(model: str, holders: Sequence[Record]) -> list[int]:
+    """The numbers of the optimizers that have parameters of a model, in order."""
+    numbers = set()
+    for record in holders:
+        numbers |= {step.optimizer for step in record.steps if model in step.calls}
+    return sorted(numbers)
+
+
 def find_uneven_steps(records: Sequence[Record]) -> list[Finding]:
-    """Steps of an optimizer that some ranks leave out, such as one that skips a step after a large loss."""
+    """Find steps of an optimizer that some ranks leave out, as a rank may do that skips a step after a large loss.
+
+    ``records`` are the notes of all ranks.
+    """
     for model, holders in wrapped_models(records):
         left_out = left_out_steps(model, holders)
         if left_out:
@@ -2409,7 +2760,10 @@ def find_uneven_steps(records: Sequence[Record]) -> list[Finding]:
 
 
 def find_different_buffers(records: Sequence[Record]) -> list[Finding]:
-    """Replicas with different batch statistics that evaluate different data, and reduce the result."""
+    """Find replicas that evaluate different data with different batch statistics, and then add up their results.
+
+    The result depends on which rank gets which data then. ``records`` are the notes of all ranks.
+    """
     evaluations: dict[tuple[str, int], dict[int, Evaluation]] = {}  # {(model, number): {rank: the rank's note}}
     for record in records:
         for evaluation in record.evaluations:
@@ -2418,7 +2772,9 @@ def find_different_buffers(records: Sequence[Record]) -> list[Finding]:
     for by_rank in evaluations.values():
         ranks = list(by_rank)
         notes = list(by_rank.values())
-        if len(notes) < 2 or not equal(note.weights for note in notes) or equal(note.inputs for note in notes):
+        same_weights = equal(note.weights for note in notes)
+        same_data = equal(note.inputs for note in notes)
+        if len(notes) < 2 or not same_weights or same_data:
             continue
         different = [name for name in notes[0].buffers if not equal(note.buffers.get(name) for note in notes)]
         if different:
@@ -2428,9 +2784,15 @@ def find_different_buffers(records: Sequence[Record]) -> list[Finding]:
 
 
 def find_own_losses(records: Sequence[Record]) -> list[Finding]:
-    """Rank 0 alone reads a loss, nothing small is ever reduced, and the ranks' batches differ."""
+    """Find a loss that rank 0 reads, as to log it, although it is only that of the rank's own share of the data.
+
+    It is certain if rank 0 alone reads a loss, no rank ever sends something as small as a loss, and the ranks' batches
+    differ. ``records`` are the notes of all ranks.
+    """
     readers = [record for record in records if record.loss_reads]
-    if [record.rank for record in readers] != [0] or any(record.sent_sizes for record in records):
+    only_rank_0_reads = [record.rank for record in readers] == [0]
+    something_small_is_sent = any(record.sent_sizes for record in records)
+    if not only_rank_0_reads or something_small_is_sent:
         return []
     for model, holders in common_models(records):
         first_batches = set()
@@ -2438,24 +2800,31 @@ def find_own_losses(records: Sequence[Record]) -> list[Finding]:
             forwards = forwards_of(record, model)
             if len(forwards) >= 2:
                 first_batches.add(forwards[0].inputs)
-        if len(first_batches) == len(holders):
+        each_has_its_own = len(first_batches) == len(holders)
+        if each_has_its_own:
             sentence = "Rank 0 alone reads the loss, and no rank ever reduces one: it is the loss of rank 0's share."
-            return [finding("own_loss", readers[0].loss_reads[0], [0], sentence)]
+            first_line = readers[0].loss_reads[0]
+            return [finding("own_loss", first_line, [0], sentence)]
     return []
 
 
 def find_same_files(records: Sequence[Record]) -> list[Finding]:
-    """Files that several ranks of one host first write after the same number of steps, so at about the same time."""
+    """Find files that several ranks of one host write at about the same time. ``records`` are the notes of all ranks.
+
+    It is about the same time if the ranks have made the same number of steps when each first writes the file.
+    """
     writers: dict[tuple[str, str, int], dict[int, Place]] = {}  # {(host, path, steps made): {rank: line}}
     for record in records:
         for path, save in record.saves.items():
-            writers.setdefault((record.host, path, save.steps_made), {})[record.rank] = save.place
+            same_time = (record.host, path, save.steps_made)
+            writers.setdefault(same_time, {})[record.rank] = save.place
     findings = []
     for (_, path, _), lines in writers.items():
         if len(lines) > 1:
-            ranks = sorted(lines)
+            ranks = list(lines)
+            place_of_first = lines[ranks[0]]
             sentence = f"{listed(ranks).capitalize()} all write {os.path.basename(path)} at the same time."
-            findings.append(finding("same_file", next(iter(lines.values())), ranks, sentence))
+            findings.append(finding("same_file", place_of_first, ranks, sentence))
     return findings
 
 
@@ -2492,7 +2861,10 @@ def short_name(file: str) -> str:
 
 
 def report(findings: Sequence[Finding], failures: Sequence[str] = ()) -> str:
-    """The section on silent mistakes, as text for the screen."""
+    """The section on silent mistakes, as text for the screen. The mistakes come first, then the notes.
+
+    ``failures`` are tracebacks of the check itself, which are said because the check may then have missed something.
+    """
     lines = ["silent mistakes"]
     if not mistakes_among(findings):
         lines.append(f"  none of the {len(KINDS)} kinds")
@@ -2502,8 +2874,8 @@ def report(findings: Sequence[Finding], failures: Sequence[str] = ()) -> str:
         lines.append(f"    {found.cure}")
         lines.append(f"    {found.page}  (--allow {found.kind})")
     if failures:
-        last = failures[0].strip().splitlines()[-1]
-        lines.append(f"  The check itself failed {len(failures)} times, so it is not complete: {last}")
+        error = failures[0].strip().splitlines()[-1]  # a traceback ends with the exception
+        lines.append(f"  The check itself failed {len(failures)} times, so it is not complete: {error}")
     return "\n".join(lines)
 
 
@@ -2534,17 +2906,21 @@ class TrainingCheck:
         self.is_published = False
 
     def start(self) -> None:
+        """Begin the observation of this rank."""
         self.observer.start()
         if dist.is_initialized():
             self.observer.see_group()
 
     def publish(self) -> None:
-        """Put this rank's notes into the store, if they are not there. The observer has stopped."""
-        if not self.is_published and self.observer.store is not None:
-            self.is_published = True
-            self.observer.store.set(self.key(self.observer.record.rank), pickle.dumps(self.observer.record))
+        """Put this rank's notes into the store, if they are not there yet. The observer has stopped."""
+        if self.is_published or self.observer.store is None:
+            return
+        self.is_published = True
+        record = self.observer.record
+        self.observer.store.set(self.key(record.rank), pickle.dumps(record))
 
     def key(self, rank: int) -> str:
+        """Under which key of the store a rank's notes are."""
         return f"{self.prefix}/rank{rank}"
 
     def present(self) -> list[int]:
@@ -2562,7 +2938,8 @@ class TrainingCheck:
             return
         self.publish()
         record = self.observer.record
-        if record.rank == 0 and self.findings is None and len(self.present()) == record.world_size:
+        is_to_report = record.rank == 0 and self.findings is None
+        if is_to_report and len(self.present()) == record.world_size:
             self.compare_ranks()
 
     def finish(self) -> None:
@@ -2601,7 +2978,8 @@ class TrainingCheck:
         store = self.observer.store
         present = self.present()
         self.missing = [rank for rank in range(self.observer.record.world_size) if rank not in present]
-        self.conclude([pickle.loads(store.get(self.key(rank))) for rank in present])
+        records = [pickle.loads(store.get(self.key(rank))) for rank in present]
+        self.conclude(records)
         store.set(f"{self.prefix}/findings", pickle.dumps(self.findings))
 
     def conclude(self, records: Sequence[Record]) -> None:
@@ -2638,7 +3016,7 @@ def check_training(steps: int = 20, patience: float = 30, allow: Iterable[str] =
 
 
 def main() -> None:
-    """Run a script under torchrun as ``__main__``, and check its training."""
+    """The command: run a script under torchrun as ``__main__``, with its flags, and check its training."""
     parser = argparse.ArgumentParser(description="Run a script under torchrun, and look for mistakes without errors.")
     parser.add_argument("--steps", type=int, default=200, help="steps of an optimizer to observe (default: 200)")
     parser.add_argument("--allow", action="append", default=[], metavar="KIND", help="a kind of finding to leave out")
@@ -2656,11 +3034,12 @@ def main() -> None:
         check.observer.stop()
         if check.observer.record.world_size > 1:
             # The script may have ended its process group, and its store with it. torchrun's store is still there.
-            check.observer.store, _, _ = next(dist.rendezvous("env://"))
+            torchrun_store, _, _ = next(dist.rendezvous("env://"))  # the other two are the rank and the world size
+            check.observer.store = torchrun_store
         check.finish()
         if args.json and check.observer.record.rank == 0:
-            records = [asdict(found) for found in check.findings or []]
-            args.json.write_text(json.dumps(records, indent=1))
+            findings = [asdict(found) for found in check.findings or []]
+            args.json.write_text(json.dumps(findings, indent=1))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Start the doctor in this rank, or without a launcher on ranks of this machine; return the exit status."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch reads it when it is loaded, by these imports.
+    """Run ``doctor``: in this rank, if a launcher has started it, or else on new ranks of this machine.
+
+    Returns the exit status: 0, or 1 where something is wrong.
+    """
+    # Otherwise torch would print warnings of connections that fail, which the report names better. torch reads the
+    # variable when it is loaded, by these imports.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from helpers.doctor.examine import run_rank, start_local
     from helpers.doctor.membership import read_launcher
     from helpers.doctor.plan import read_plan
@@ -47,8 +52,9 @@ def main(args: argparse.Namespace) -> int:
 
     if launched is None:
         options = {"--timeout": args.timeout, "--backend": args.backend, "--plan": args.plan}
+        flags = [f"{name}={value}" for name, value in options.items() if value]
         with folder_until_a_signal():
-            return start_local(args.nproc, [f"{name}={value}" for name, value in options.items() if value])
+            return start_local(args.nproc, flags)
     # Python handles Ctrl-C only between two lines of Python, which a rank that waits in torch does not reach. The
     # system's own handler ends the process at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -36,11 +36,13 @@ CLOCK_READINGS = 5
 
 
 def run_rank(launched: LaunchedRank, backend: str | None = None, timeout: float = 60, plan: Plan | None = None) -> int:
-    """Examine all ranks as one of them; the lowest rank that answers prints the report.
+    """Run the doctor on this rank, while the other ranks do the same; the lowest one that answers prints the report.
 
-    Returns the exit status: 1 for a problem, or if this rank could not take part.
+    ``launched`` says what the launcher has told this rank. ``backend`` is "gloo" to leave the GPUs out. ``timeout`` is
+    for how many seconds a rank waits for another one. Returns the exit status: 1 for a problem, or if this rank could
+    not take part.
     """
-    # Without it NCCL's watchdog ends the process at a timeout; with it the collective raises.
+    # With it a collective that times out raises an error. Without it NCCL's watchdog would end the process.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     try:
         store = open_store(launched, timeout)
@@ -55,13 +57,14 @@ def run_rank(launched: LaunchedRank, backend: str | None = None, timeout: float 
 
     if not has_problems:
         return 0
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if under_torchrun:
         # torchrun prints a long report for each rank that fails, and stops the other ranks of its host at once. So
         # only one rank of each host fails, and not before all ranks have ended their work.
         if launched.local_rank > 0:
             return 0
         wait_until_all_are_gone(membership)
-        time.sleep(0.5)
+        time.sleep(0.5)  # for their processes to end, after they have said that they need the store no more
     return 1
 
 
@@ -70,16 +73,21 @@ def print_report(membership: Membership, launched: LaunchedRank, backend: str | 
     findings = examine(membership, launched, backend, plan)
     result = report(findings, plan)
     try:
-        if launched.rank == findings.members[0]:
+        lowest_rank = findings.members[0]
+        if launched.rank == lowest_rank:
             print(result.text, flush=True)
     finally:
-        membership.gather(REPORT_IS_PRINTED, None)
+        # No rank ends before it is printed, because a launcher may stop the others when one has failed.
+        membership.gather(REPORT_IS_PRINTED, answer=None)
     return result.problems > 0
 
 
 @contextlib.contextmanager
 def kept_store(membership: Membership, launched: LaunchedRank) -> Iterator[None]:
-    """At the end tell the others that this rank needs the store no more; if it serves the store, wait for them."""
+    """A context of which no rank leaves the others without their store, which rank 0 may serve.
+
+    At its end a rank writes to the store that it needs the store no more. The one that serves it waits for the others.
+    """
     try:
         yield
     finally:
@@ -97,11 +105,16 @@ def refuse(launched: LaunchedRank, reason: str) -> int:
 
 
 def wait_until_all_are_gone(membership: Membership) -> None:
+    """Wait until all members have written that they need the store no more, or for REPORT_SECONDS."""
     membership.wait_for([f"gone/{rank}" for rank in membership.members], REPORT_SECONDS)
 
 
 def examine(membership: Membership, launched: LaunchedRank, backend: str | None, plan: Plan | None = None) -> Findings:
-    """Try everything with the other ranks, and with a plan also what it counts on. Every rank has the same findings."""
+    """Try with the other ranks what a training run will need, and with a plan also what the plan counts on.
+
+    All ranks call it together, and it returns the same findings on each. It goes from what needs least to what needs
+    most: the store, TCP connections, a process group and its collectives, the link of each pair of ranks.
+    """
     with listening_port() as port:
         own_facts = facts_of_rank(launched, port, backend)
         facts = membership.gather("roll call", own_facts, patience=membership.timeout)
@@ -154,19 +167,29 @@ def each_has_a_gpu(facts: Mapping[int, Facts]) -> bool:
 
 @contextlib.contextmanager
 def listening_port() -> Iterator[int]:
-    """A port of this host that takes connections from all others, by IPv4 and IPv6 where it has both."""
+    """A context in which a port of this host takes connections from all other hosts; gives the port's number.
+
+    It takes them by IPv4, and by IPv6 where the host has both.
+    """
     dual_stack = socket.has_dualstack_ipv6()
     family = socket.AF_INET
     if dual_stack:
         family = socket.AF_INET6
-    with socket.create_server(("", 0), family=family, dualstack_ipv6=dual_stack, backlog=4096) as listener:
+    any_address_and_port = ("", 0)
+    many_connections = 4096  # that wait: all ranks connect at once, and nobody accepts them
+    with socket.create_server(
+        any_address_and_port, family=family, dualstack_ipv6=dual_stack, backlog=many_connections
+    ) as listener:
         yield listener.getsockname()[1]
 
 
 def compare_clocks(membership: Membership) -> dict[int, float]:
-    """How many seconds each rank's clock is ahead of the first rank's: {rank: seconds}."""
-    membership.gather("before the clocks are read", None)  # The ranks leave it at about the same moment.
-    readings = [membership.gather(f"reading the clocks, {k}", time.time()) for k in range(CLOCK_READINGS)]
+    """How many seconds each rank's clock is ahead of the first rank's: {rank: seconds}.
+
+    The ranks read their clocks at about the same moment, when they have just left an exchange through the store.
+    """
+    membership.gather("before the clocks are read", answer=None)
+    readings = [membership.gather(f"reading the clocks, {k}", answer=time.time()) for k in range(CLOCK_READINGS)]
     first = min(membership.members)
     offsets = {}
     for rank in membership.members:
@@ -177,7 +200,7 @@ def compare_clocks(membership: Membership) -> dict[int, float]:
 
 
 def try_connections(membership: Membership, facts: Mapping[int, Facts]) -> dict[int, dict[int, str]]:
-    """{rank: {a rank to which it cannot connect: the reason}}."""
+    """Let each rank open a TCP connection to every other: {rank: {a rank to which it cannot connect: the reason}}."""
     addresses = {}
     for rank, rank_facts in facts.items():
         if rank != membership.rank and rank_facts.address:
@@ -187,25 +210,30 @@ def try_connections(membership: Membership, facts: Mapping[int, Facts]) -> dict[
 
 
 def refusals(addresses: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """{rank: the reason} for each rank of {rank: (address, port)} that accepts no connection."""
+    """Try to connect to all of {rank: (address, port)}: {rank: the reason} for those that accept no connection."""
 
     def refusal(address: tuple[str, int]) -> str:
+        """The reason, or "" if there is a connection."""
         try:
             socket.create_connection(address, timeout=5).close()
         except OSError as error:
             return str(error.strerror or error)
         return ""
 
-    with ThreadPoolExecutor(32) as pool:
-        reasons = dict(zip(addresses, pool.map(refusal, addresses.values()), strict=True))
-    return {rank: reason for rank, reason in reasons.items() if reason}
+    with ThreadPoolExecutor(max_workers=32) as pool:  # many at once, because each may wait for its timeout
+        reasons = pool.map(refusal, addresses.values())
+        reason_of_rank = dict(zip(addresses, reasons, strict=True))
+    return {rank: reason for rank, reason in reason_of_rank.items() if reason}
 
 
 # --- trials -----------------------------------------------------------------------------------------------------------
 
 
 def try_collectives(membership: Membership) -> dict[str, dict[int, Trial | None]]:
-    """{name: {rank: its trial, or None where the collective raised}}."""
+    """Try each collective among all members: {its name: {rank: its trial, or None where the collective raised}}.
+
+    A collective that fails may break the process group. If no new one can be started, the other trials are left out.
+    """
     by_name: dict[str, dict[int, Trial | None]] = {}
     for name in trials.COLLECTIVES:
         if not membership.backend:
@@ -221,27 +249,35 @@ def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
     group can be started for those that are left, the trials end.
     """
     links: dict[tuple[int, int], Trial] = {}
-    ranks = list(membership.members)
-    for number, pairs in enumerate(trials.rounds_of_pairs(len(ranks)), 1):
-        if membership.backend == "":
+    ranks_at_start = list(membership.members)  # try_pairs takes the ranks that are lost out of membership.members
+    rounds = trials.rounds_of_pairs(len(ranks_at_start))
+    for number, pairs in enumerate(rounds, start=1):
+        has_no_group = membership.backend == ""
+        if has_no_group:
             break
         pairs_of_members = []
-        for first, second in pairs:
-            pair = (ranks[first], ranks[second])
-            if pair[0] in membership.members and pair[1] in membership.members:
-                pairs_of_members.append(pair)
+        for first_index, second_index in pairs:
+            first = ranks_at_start[first_index]
+            second = ranks_at_start[second_index]
+            if first in membership.members and second in membership.members:
+                pairs_of_members.append((first, second))
         links |= try_pairs(membership, f"round {number} of the links", pairs_of_members)
     return links
 
 
 def try_pairs(membership: Membership, step: str, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], Trial]:
-    """Let pairs of ranks exchange data, all at the same time; no rank is in two pairs. {pair: its link}."""
+    """Let pairs of ranks exchange data, all pairs at the same time, and return {pair: the trial of its link}.
+
+    No rank is in two pairs. A pair of which one rank fails is left out; ``membership.errors`` has under the name
+    ``step`` what the rank raised.
+    """
     peers = {}
     for first, second in pairs:
         peers[first] = second
         peers[second] = first
 
     def exchange() -> Trial | None:
+        """What this rank does: try the link to its peer."""
         if membership.rank not in peers:
             return None  # Of an odd number of members, one has no peer.
         peer_in_group = membership.members.index(peers[membership.rank])
@@ -252,18 +288,27 @@ def try_pairs(membership: Membership, step: str, pairs: list[tuple[int, int]]) -
         membership.errors[step][rank] = f"with rank {peers[rank]}: {error}"
     links = {}
     for first, second in pairs:
-        a = answers.get(first)
-        b = answers.get(second)
-        if a is not None and b is not None:
-            # A link is as good as the slower of its two ends sees it.
-            links[first, second] = Trial(
-                right=a.right and b.right, seconds=max(a.seconds, b.seconds), speed=min(a.speed, b.speed)
-            )
+        of_first = answers.get(first)
+        of_second = answers.get(second)
+        if of_first is not None and of_second is not None:
+            links[first, second] = worse_of(of_first, of_second)
     return links
 
 
+def worse_of(first: Trial, second: Trial) -> Trial:
+    """The trial of a link, from those of its two ranks: it is as good as the rank sees it that sees it worse."""
+    return Trial(
+        right=first.right and second.right,
+        seconds=max(first.seconds, second.seconds),
+        speed=min(first.speed, second.speed),
+    )
+
+
 def try_plan(membership: Membership, plan: Plan, hosts: list[str]) -> dict[int, Speeds | None]:
-    """{rank: what it has of what the plan counts on}, from the members' hosts in order."""
+    """Try how fast each rank is in what the plan counts on: {rank: its speeds}.
+
+    ``hosts`` has the name of each member's host, in order.
+    """
     if not membership.backend:
         return {}
     return membership.attempt("what the plan counts on", lambda: trials.try_plan(plan.dtype, hosts, membership.device))
@@ -273,14 +318,18 @@ def try_plan(membership: Membership, plan: Plan, hosts: list[str]) -> dict[int, 
 
 
 def start_local(nproc: int | None, flags: list[str]) -> int:
-    """Start the doctor on ``nproc`` ranks of this machine, as torchrun would; return 0, or 1 where one failed."""
+    """Start the doctor with these flags on ``nproc`` ranks of this machine, as torchrun would.
+
+    For None there are as many ranks as GPUs, or two on a machine without GPUs. Returns the exit status: 0, or 1 where a
+    rank failed.
+    """
     if nproc is None:
         nproc = torch.cuda.device_count()
     if nproc == 0:
         nproc = 2  # There are no GPUs.
     set_defaults(nproc)
     # This process serves the store, as torchrun's agent does. Port 0 stands for any free one.
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port=0, world_size=None, is_master=True, wait_for_workers=False)
     variables = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -288,7 +337,10 @@ def start_local(nproc: int | None, flags: list[str]) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     command = [sys.executable, "-m", "helpers", "doctor", *flags]
-    ranks = [processes.start(command, env={**variables, **rank_variables(rank, nproc)}) for rank in range(nproc)]
+    ranks = []
+    for rank in range(nproc):
+        variables_of_rank = {**variables, **rank_variables(rank, nproc)}
+        ranks.append(processes.start(command, env=variables_of_rank))
     statuses = processes.wait(ranks)
     if any(statuses.values()):
         return 1  # That rank has said why.

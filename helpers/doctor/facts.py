@@ -83,16 +83,19 @@ def addresses_by_interface() -> dict[str, str]:
         internet = [(entry.family, entry.address) for entry in entries if entry.family != psutil.AF_LINK]
         if internet:
             _, address = min(internet)  # AF_INET sorts before AF_INET6
-            addresses[name] = address.partition("%")[0]
+            without_interface, _, _ = address.partition("%")  # "fe80::1" of "fe80::1%eth0"
+            addresses[name] = without_interface
     return addresses
 
 
 def address_towards(host: str) -> str:
-    """The address from which this host would send to another one."""
+    """The address from which this host would send to another one, or the loopback if that one is not known."""
+    any_port = 9  # nothing is sent there: a datagram socket that connects only chooses its own address
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # A datagram socket sends nothing when it connects.
-            return probe.getsockname()[0]
+            probe.connect((host, any_port))
+            own_address, _ = probe.getsockname()
+            return own_address
     except OSError:
         return "127.0.0.1"
 
@@ -127,7 +130,11 @@ def has_code_for(capability: tuple[int, int], architectures: list[str]) -> bool:
 
 
 def facts_of_rank(launched: LaunchedRank, port: int, backend: str | None) -> Facts:
-    """What this rank, which listens at ``port``, knows about itself. ``backend`` is "gloo" to leave the GPUs out."""
+    """What this rank knows about itself, for the other ranks.
+
+    ``port`` is where it listens for their connections. ``backend`` is "gloo" to leave the GPUs out. A rank takes the
+    GPU with its local rank's number, as a script does under torchrun.
+    """
     gpu_count = torch.cuda.device_count()
     if backend == "gloo":
         gpu_count = 0
@@ -139,8 +146,9 @@ def facts_of_rank(launched: LaunchedRank, port: int, backend: str | None) -> Fac
     if os.path.isdir("/dev/shm"):
         shared_memory = shutil.disk_usage("/dev/shm").free
     interface = choose_interface(device, launched.host)
+    short_name_of_host = socket.gethostname().split(".")[0]
     facts = Facts(
-        host=socket.gethostname().split(".")[0],
+        host=short_name_of_host,
         port=port,
         local_rank=launched.local_rank,
         device=str(device),
@@ -157,7 +165,10 @@ def facts_of_rank(launched: LaunchedRank, port: int, backend: str | None) -> Fac
 
 
 def with_facts_of_gpu(facts: Facts, device: torch.device) -> Facts:
-    """The facts, and what the driver says of the rank's GPU."""
+    """The facts with those of the rank's GPU, as the driver and this build of PyTorch know it.
+
+    If the driver does not answer, they have its error instead.
+    """
     try:
         gpu = torch.cuda.get_device_properties(device)
     except RuntimeError as error:

@@ -35,7 +35,7 @@ class Findings:
     def hosts(self) -> list[str]:
         """The name of each host, once, in the order of ranks."""
         names = [facts.host for facts in self.facts.values()]
-        return list(dict.fromkeys(names))
+        return list(dict.fromkeys(names))  # the keys of a dictionary are different, and keep their order
 
     def host(self, rank: int) -> str:
         """The name of the rank's host."""
@@ -52,9 +52,12 @@ class Slowest(Generic[Key]):
 
 
 def slowest(speeds: Mapping[Key, float | None]) -> Slowest[Key] | None:
-    """The slowest of those whose speed is known; None for fewer than two."""
+    """The slowest of {a rank or a pair of ranks: its speed, or None where it is not known}.
+
+    None if fewer than two speeds are known, because then there is nothing to compare with.
+    """
     known = {key: speed for key, speed in speeds.items() if speed}
     if len(known) < 2:
         return None
-    key = min(known, key=lambda key: known[key])
-    return Slowest(key, known[key], median(known.values()))
+    slowest_key = min(known, key=lambda key: known[key])
+    return Slowest(key=slowest_key, speed=known[slowest_key], median=median(known.values()))

@@ -42,17 +42,16 @@ class LaunchedRank:
 
 
 def read_launcher(environment: Mapping[str, str]) -> LaunchedRank | None:
-    """What torchrun's variables say of this rank, or else Slurm's; None where no launcher has set its own.
+    """This rank's numbers and its store's address, from the environment variables that its launcher has set.
 
+    torchrun sets them under their usual names, and srun under its own. None where no launcher has started this process.
     Raises ValueError if some of them are missing or wrong.
     """
     variables = dict(environment)
     if is_task_of_step(variables) and not variables.get("RANK"):
-        variables |= {name: variables[slurm_name] for name, slurm_name in VARIABLES_UNDER_SLURM.items()}
-        variables.setdefault("MASTER_ADDR", first_host(variables["SLURM_STEP_NODELIST"]))
-        # Each job has its own port, so that two jobs that share a node do not meet.
-        variables.setdefault("MASTER_PORT", str(20000 + int(variables["SLURM_JOB_ID"]) % 10000))
-    if not any(variables.get(name) for name in VARIABLES_UNDER_SLURM):
+        variables |= variables_from_slurm(variables)
+    has_launcher = any(variables.get(name) for name in VARIABLES_UNDER_SLURM)
+    if not has_launcher:
         return None  # People export MASTER_ADDR in their shells, so it alone means nothing.
 
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -73,14 +72,27 @@ def read_launcher(environment: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def is_task_of_step(variables: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several tasks. A step of one task may be a shell."""
+    """Whether srun started this process as one of several tasks. A single task may be a shell, which is no launcher."""
     return "SLURM_STEP_ID" in variables and variables.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+
+
+def variables_from_slurm(variables: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables for a task of srun. An address and a port that the user has set stay as they are."""
+    translated = {name: variables[slurm_name] for name, slurm_name in VARIABLES_UNDER_SLURM.items()}
+    if "MASTER_ADDR" not in variables:
+        translated["MASTER_ADDR"] = first_host(variables["SLURM_STEP_NODELIST"])
+    if "MASTER_PORT" not in variables:
+        # Each job has its own port, so that two jobs that share a node do not meet.
+        port = 20000 + int(variables["SLURM_JOB_ID"]) % 10000
+        translated["MASTER_PORT"] = str(port)
+    return translated
 
 
 def first_host(nodes: str) -> str:
     """The first host of a Slurm node list: gpu03 for ``gpu[03-05,9]``, rack1-node3 for ``rack[1-2]-node[3-4]``."""
-    first_entry = re.split(r",(?![^\[]*\])", nodes)[0]  # A comma within brackets is part of the entry.
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first_entry)
+    comma_outside_brackets = r",(?![^\[]*\])"
+    first_entry = re.split(comma_outside_brackets, nodes)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first_entry)  # of each pair of brackets the first number
 
 
 # --- the store --------------------------------------------------------------------------------------------------------
@@ -92,39 +104,51 @@ def serves_store(launched: LaunchedRank) -> bool:
 
 
 def open_store(launched: LaunchedRank, timeout: float) -> dist.Store:
-    """Connect to the store that all ranks use, or serve it; MembershipError if that takes over ``timeout`` seconds."""
+    """Connect to the store through which the ranks exchange their answers, or serve it, if this rank has to.
+
+    Raises MembershipError if there is no connection within ``timeout`` seconds.
+    """
     host = launched.host
     port = launched.port
     is_server = serves_store(launched)
     try:
         socket.getaddrinfo(host, port)  # TCPStore would try a name without an address until its timeout.
-        store = dist.TCPStore(host, port, None, is_server, timedelta(seconds=timeout), wait_for_workers=False)
     except socket.gaierror:
         raise MembershipError(
             f"The host name {host} has no address here. Try getent hosts, or give an address in MASTER_ADDR."
         ) from None
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            world_size=None,
+            is_master=is_server,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
     except (RuntimeError, OSError) as error:
         if is_server:
-            raise MembershipError(
-                f"Port {port} of {host} cannot be opened: {plain(error)}. Choose another MASTER_PORT."
-            ) from None
-        raise MembershipError(
-            f"Nothing answered at {host}:{port} within {timeout:g} s: rank 0 did not start there, or a firewall "
-            f"is between. Try from here: nc -vz {host} {port}"
-        ) from None
+            problem = f"Port {port} of {host} cannot be opened: {plain(error)}. Choose another MASTER_PORT."
+        else:
+            problem = (
+                f"Nothing answered at {host}:{port} within {timeout:g} s: rank 0 did not start there, or a firewall "
+                f"is between. Try from here: nc -vz {host} {port}"
+            )
+        raise MembershipError(problem) from None
     # After a restart torchrun's store still has the keys of the attempt before.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"doctor/{attempt}", store)
 
 
 def plain(error: Exception) -> str:
-    """An exception's first line, without the C++ file and line that torch puts before it."""
+    """An exception's message as part of a sentence: its first line, without the C++ file and line before it."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     longest = 200  # characters
-    # A place in brackets, "[socket.cpp:1024]", or a bare one, "/torch/csrc/distributed/c10d/TCPStore.cpp:83".
-    text = re.sub(r"\[[^\]]*:\d+\]:?|\S*/\S+:\d+:?", "", lines[0])
+    in_brackets = r"\[[^\]]*:\d+\]:?"  # "[socket.cpp:1024]"
+    bare = r"\S*/\S+:\d+:?"  # "/torch/csrc/distributed/c10d/TCPStore.cpp:83"
+    text = re.sub(f"{in_brackets}|{bare}", "", lines[0])
     return " ".join(text.split()).rstrip(".")[:longest]
 
 
@@ -140,7 +164,11 @@ class Outcomes:
 
 
 class Membership:
-    """The ranks that still answer, as each of them knows them. All ranks are equal: none of them leads."""
+    """The members, which are the ranks that still answer, as one of them knows them.
+
+    Each rank has such an object, and calls the same methods in the same order. No rank leads: what the ranks decide
+    together, they decide by what is in the store. So a step goes on without a rank that has died or hangs.
+    """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
         self.store = store
@@ -155,31 +183,36 @@ class Membership:
 
     def wait_for(self, keys: list[str], seconds: float) -> bool:
         """Wait for the store's keys at most so many seconds; return whether all of them are there."""
+        at_least = 0.5  # seconds: also who has no patience left lets the store answer
         try:
-            self.store.wait(keys, timedelta(seconds=max(0.5, seconds)))
+            self.store.wait(keys, timedelta(seconds=max(at_least, seconds)))
         except dist.DistError:
             return False
         return True
 
     def gather(self, step: str, answer: Any, patience: float | None = None) -> dict[int, Any]:
-        """Exchange an answer with all members; return {rank: answer}, the same on every rank.
+        """Give all members this rank's answer, and return those of all: {rank: answer}, the same on every rank.
 
-        The step ends when the last member has answered, or when the first of those that wait has waited ``patience``
-        seconds. That rank writes down which answers are there. A member whose answer is not among them is lost: the
-        others go on without it, and on that member itself this raises MembershipError.
+        ``step`` is a name for the exchange, which no other one has. It ends when the last member has answered, or when
+        the first of those that wait has waited ``patience`` seconds. That rank writes down which answers are there. A
+        member whose answer is not among them is lost: the others go on without it, and on that member itself this
+        raises MembershipError.
         """
         if patience is None:
             patience = self.timeout + REPORT_SECONDS
+        everybodys_answers = f"{step}/all"
         self.store.set(f"{step}/{self.rank}", pickle.dumps(answer))
-        is_last = self.store.add(f"{step}/count", 1) == len(self.members)
-        if is_last or not self.wait_for([f"{step}/all"], patience):
+        number_of_answers = self.store.add(f"{step}/count", 1)  # with this rank's own
+        is_last = number_of_answers == len(self.members)
+        if is_last or not self.wait_for([everybodys_answers], patience):
             answered = [rank for rank in self.members if self.store.check([f"{step}/{rank}"])]
             seen_here = {rank: pickle.loads(self.store.get(f"{step}/{rank}")) for rank in answered}
             # Several ranks may get here at a time, and see different answers. compare_set writes only where there is no
             # value yet, so the first of them decides for all, and the ranks cannot disagree about who is lost.
-            self.store.compare_set(f"{step}/all", "", pickle.dumps(seen_here))
+            no_value = ""
+            self.store.compare_set(everybodys_answers, no_value, pickle.dumps(seen_here))
 
-        answers = pickle.loads(self.store.get(f"{step}/all"))
+        answers = pickle.loads(self.store.get(everybodys_answers))
         if self.rank not in answers:
             raise MembershipError("The others went on without this rank: it was too slow. Try a longer --timeout.")
         for rank in self.members:
@@ -206,9 +239,11 @@ class Membership:
         return Outcomes(values, errors)
 
     def attempt(self, step: str, work: Callable[[], Any]) -> dict[int, Any]:
-        """Call ``work`` on all members: {rank: what it returned, or None where it raised}.
+        """Call ``work`` on all members, and go on whatever becomes of it.
 
-        Errors go to ``self.errors``. After an error or a loss, a new process group is started if there was one.
+        Returns {rank: what the work returned there, or None where it raised}. Errors are noted in ``self.errors`` under
+        the name ``step``. After an error, or the loss of a member, a new process group takes the place of the one that
+        there was, because that one's connections may be broken.
         """
         members_before = self.members
         outcomes = self.outcomes(step, work)
@@ -216,7 +251,7 @@ class Membership:
             self.errors[step] = outcomes.errors
         has_group = self.groups_started > 0
         if has_group and (outcomes.errors or self.members != members_before):
-            self.start_group()  # The old one's connections may be broken.
+            self.start_group()
         return outcomes.values
 
     def start_group(self) -> None:
@@ -229,11 +264,13 @@ class Membership:
             self.groups_started += 1
             members_before = self.members
             outcomes = self.outcomes(f"starting group {self.groups_started}", self.replace_group)
-            if self.members == members_before:
-                if not outcomes.errors:
-                    return
-                self.errors[f"starting a group on {self.backend}"] = outcomes.errors
-                self.use_next_backend()
+            lost_a_member = self.members != members_before
+            if lost_a_member:
+                continue
+            if not outcomes.errors:
+                return
+            self.errors[f"starting a group on {self.backend}"] = outcomes.errors
+            self.use_next_backend()
 
     def use_next_backend(self) -> None:
         """Go from NCCL to gloo, which has its tensors on the CPU, and from gloo to none."""

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from helpers.doctor.findings import Findings
 from helpers.doctor.problems import Problem, three_digits
@@ -43,31 +44,43 @@ class Comparison:
 
 
 def read_plan(path: str) -> Plan:
-    """What the plan in this file counts on; ValueError for a file that holds no plan."""
+    """What the plan in this file counts on. Raises ValueError for a file that is missing, or that holds no plan."""
     try:
-        tables = json.loads(Path(path).read_text())
-        cluster = tables["cluster"]
-        layout = tables["layout"]
-        title = f"{tables['model']['name']} on {cluster['gpus']} x {cluster['gpu']}"
-        dtype = str(layout.get("dtype", "bfloat16"))
-        ranks = math.prod(int(layout.get(dimension, 1)) for dimension in ("dp", "tp", "pp", "cp"))
-        nodes = int(cluster["nodes"])
-        needs = [
-            Need("ranks", ranks),
-            Need("nodes", nodes),
-            Need("memory", float(tables["memory"]["limit"]), "GB", 1e9),
-            Need("matmul", float(cluster["peak"]), f"TFLOP/s in {dtype}", 1e12, ENOUGH_OF_A_SPEED),
-        ]
-        if ranks > nodes:
-            needs.append(Need("in a node", float(cluster["link_in_node"]), "GB/s", 1e9, ENOUGH_OF_A_SPEED))
-        if nodes > 1:
-            needs.append(Need("between", float(cluster["link_between"]), "GB/s", 1e9, ENOUGH_OF_A_SPEED))
-        return Plan(title, dtype, tuple(needs))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return plan_in(json.loads(Path(path).read_text()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # any JSON may be in the file
         raise ValueError(
             f"{path} holds no plan ({type(error).__name__}: {error}).\n"
             f"Write one: python -m helpers plan MODEL CLUSTER --layout dp=8 --json > {path}"
         ) from None
+
+
+def plan_in(tables: dict[str, Any]) -> Plan:
+    """What a plan counts on, from the tables that ``plan --json`` prints: model, cluster, layout and memory.
+
+    Where something is missing from them, or has another type, it raises what Python raises for that.
+    """
+    cluster = tables["cluster"]
+    layout = tables["layout"]
+    title = f"{tables['model']['name']} on {cluster['gpus']} x {cluster['gpu']}"
+    dtype = str(layout.get("dtype", "bfloat16"))
+    ranks = math.prod(int(layout.get(dimension, 1)) for dimension in ("dp", "tp", "pp", "cp"))
+    nodes = int(cluster["nodes"])
+    memory = float(tables["memory"]["limit"])
+    peak = float(cluster["peak"])
+
+    needs = [
+        Need("ranks", planned=ranks),
+        Need("nodes", planned=nodes),
+        Need("memory", planned=memory, unit="GB", unit_size=1e9),
+        Need("matmul", planned=peak, unit=f"TFLOP/s in {dtype}", unit_size=1e12, enough=ENOUGH_OF_A_SPEED),
+    ]
+    if ranks > nodes:
+        speed = float(cluster["link_in_node"])
+        needs.append(Need("in a node", planned=speed, unit="GB/s", unit_size=1e9, enough=ENOUGH_OF_A_SPEED))
+    if nodes > 1:
+        speed = float(cluster["link_between"])
+        needs.append(Need("between", planned=speed, unit="GB/s", unit_size=1e9, enough=ENOUGH_OF_A_SPEED))
+    return Plan(title=title, dtype=dtype, needs=tuple(needs))
 
 
 def compare(findings: Findings, plan: Plan) -> Iterator[Comparison]:
@@ -78,7 +91,10 @@ def compare(findings: Findings, plan: Plan) -> Iterator[Comparison]:
 
 
 def numbers_of(findings: Findings) -> dict[str, dict[int | None, float]]:
-    """What the doctor found of each need: {name: {rank: number in base units}}. The key None is the whole cluster."""
+    """What the cluster has of each thing that a plan may need: {its name: {rank: number in base units}}.
+
+    What the whole cluster has, such as nodes, is under the key None in place of a rank.
+    """
     hosts = [facts.host for facts in findings.facts.values()]
     memory: dict[int | None, float] = {}
     for rank, facts in findings.facts.items():
@@ -106,29 +122,31 @@ def numbers_of(findings: Findings) -> dict[str, dict[int | None, float]]:
 
 
 def compare_least(need: Need, by_rank: dict[int | None, float]) -> Comparison:
-    """Compare what the plan needs with the rank that has least of it.
+    """Compare what the plan needs of one thing with the rank that has least of it.
 
-    by_rank: {rank: number}, or {None: number} for the whole cluster; 0 on a rank where it could not be tried.
+    ``by_rank`` is {rank: number}, or {None: number} for the whole cluster; 0 on a rank where it could not be tried.
     """
     planned = three_digits(need.planned / need.unit_size)
     tried = {rank: number for rank, number in by_rank.items() if number > 0}
     if not tried:
         return Comparison(f"{need.name:10}was not tried, the plan counts on {planned}")
 
-    rank, least = min(tried.items(), key=lambda item: item[1])
-    if rank is None:
+    rank_with_least = min(tried, key=lambda rank: tried[rank])
+    least = tried[rank_with_least]
+    if rank_with_least is None:
         where = "here"
         remedy = "Start as many (--nnodes, --nproc-per-node), or plan for what is here."
     else:
-        where = f"on rank {rank}"
+        where = f"on rank {rank_with_least}"
         remedy = "Look at that rank's host, or write what it has into the plan's [cluster]."
     measured = f"{three_digits(least / need.unit_size)} {need.unit}".rstrip()
     line = f"{need.name:10}has {measured} {where}, the plan counts on {planned}"
-    if least >= need.enough * need.planned:
+    is_enough = least >= need.enough * need.planned
+    if is_enough:
         return Comparison(line)
 
     shortage = ""
     if need.enough < 1:
         shortage = f", less than {need.enough:.0%} of it"
     text = f"The plan counts on {planned} ({need.name}), and {where} is {measured}{shortage}."
-    return Comparison(line, Problem(text, remedy))
+    return Comparison(line, problem=Problem(text, remedy))

@@ -1,4 +1,7 @@
-"""What is wrong with a cluster according to the findings, and the next thing to try for each problem."""
+"""What is wrong with a cluster according to the findings, and the next thing to try for each problem.
+
+A function for each kind of problem yields a Problem for each case that is in the findings.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -27,7 +30,7 @@ class Problem:
 
 
 def problems(findings: Findings) -> list[Problem]:
-    """What is wrong, in the order in which to look at it."""
+    """What is wrong, in the order in which to look at it: what comes first may be the cause of what follows."""
     found = [
         *missing_ranks(findings),
         *different_versions(findings),
@@ -44,7 +47,7 @@ def problems(findings: Findings) -> list[Problem]:
 
 
 def notes(findings: Findings) -> list[Problem]:
-    """What is not wrong but may explain slowness."""
+    """What is not wrong, but may explain why training is slow. On NCCL most of it counts as wrong."""
     if findings.backend == "nccl":
         return list(slow_ranks(findings))
     # On gloo the speed of a link depends on how busy the cores are, so a slow one need not be a fault.
@@ -56,9 +59,10 @@ def notes(findings: Findings) -> list[Problem]:
 
 def span(numbers: Iterable[int]) -> str:
     """Sorted numbers as text: ``0-3, 6`` for [0, 1, 2, 3, 6]."""
-    runs: list[list[int]] = []
+    runs: list[list[int]] = []  # lists of numbers that follow each other without a gap
     for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
+        continues_last_run = bool(runs) and runs[-1][-1] == number - 1
+        if continues_last_run:
             runs[-1].append(number)
         else:
             runs.append([number])
@@ -95,6 +99,7 @@ def at_start(text: str) -> str:
 
 
 def missing_ranks(findings: Findings) -> Iterator[Problem]:
+    """Ranks that never answered, and ranks that stopped answering at a later step."""
     never_came = [rank for rank, step in findings.lost.items() if step == "roll call"]
     if never_came:
         yield Problem(
@@ -110,6 +115,7 @@ def missing_ranks(findings: Findings) -> Iterator[Problem]:
 
 
 def different_versions(findings: Findings) -> Iterator[Problem]:
+    """Programs of which the ranks have different versions, which may not understand each other."""
     for program in ("python", "torch", "NCCL"):
         ranks_by_version = defaultdict(list)
         for rank, facts in findings.facts.items():
@@ -123,7 +129,8 @@ def different_versions(findings: Findings) -> Iterator[Problem]:
 
 
 def broken_gpus(findings: Findings) -> Iterator[Problem]:
-    ranks_by_gpu = defaultdict(list)
+    """GPUs that fail, that this PyTorch cannot use, that several ranks share, or that some ranks lack."""
+    ranks_by_gpu = defaultdict(list)  # by the GPU's id, which is "" for a rank without a GPU
     for rank, facts in findings.facts.items():
         ranks_by_gpu[facts.gpu_id].append(rank)
         if facts.gpu_error:
@@ -149,6 +156,7 @@ def broken_gpus(findings: Findings) -> Iterator[Problem]:
 
 
 def missing_addresses(findings: Findings) -> Iterator[Problem]:
+    """Ranks whose network interface has no address, or one that other hosts cannot reach."""
     ranks_by_interface = defaultdict(list)
     for rank, facts in findings.facts.items():
         if not facts.address:
@@ -176,24 +184,31 @@ def ranks_on_loopback(findings: Findings) -> list[int]:
 
 
 def closed_connections(findings: Findings) -> Iterator[Problem]:
-    """One problem for all ranks that fail to connect to the same host for the same reason."""
+    """Ranks that cannot connect to others: one problem for all that fail with the same host for the same reason.
+
+    A rank on the loopback interface is left out, because ``missing_addresses`` says why nobody can connect to it.
+    """
     explained = ranks_on_loopback(findings)
-    failures = defaultdict(list)  # {(host of the target, reason): [(rank, target)]}
+    failing_ranks = defaultdict(set)  # {(host, reason): the ranks that cannot connect to it}
+    targets = defaultdict(set)  # {(host, reason): the ranks there to which they cannot connect}
     for rank, reasons in findings.unreachable.items():
         for target, reason in reasons.items():
             if target not in explained:
-                failures[findings.host(target), reason].append((rank, target))
-    for (host, reason), pairs in failures.items():
-        failing = {rank for rank, _ in pairs}
-        targets = {target for _, target in pairs}
-        interface = findings.facts[min(targets)].interface
+                host = findings.host(target)
+                failing_ranks[host, reason].add(rank)
+                targets[host, reason].add(target)
+    for host, reason in targets:
+        failing = ranks(failing_ranks[host, reason])
+        unreachable = targets[host, reason]
+        interface = findings.facts[min(unreachable)].interface
         yield Problem(
-            f"{at_start(ranks(failing))} cannot connect to {ranks(targets)} on {host} ({interface}): {reason}.",
+            f"{at_start(failing)} cannot connect to {ranks(unreachable)} on {host} ({interface}): {reason}.",
             "Open all TCP ports between the nodes, or choose another interface in GLOO_SOCKET_IFNAME.",
         )
 
 
 def wrong_clocks(findings: Findings) -> Iterator[Problem]:
+    """Ranks whose host's clock is too far from the first rank's."""
     for rank, offset in findings.clock_offsets.items():
         if abs(offset) <= CLOCK_TOLERANCE:
             continue
@@ -207,6 +222,7 @@ def wrong_clocks(findings: Findings) -> Iterator[Problem]:
 
 
 def errors(findings: Findings) -> Iterator[Problem]:
+    """Steps of the examination that raised an error, such as a collective: one problem for each step."""
     for step, error_by_rank in findings.errors.items():
         if step in findings.lost.values():
             continue  # The error follows from the loss of a rank, which is a problem already.
@@ -218,8 +234,9 @@ def errors(findings: Findings) -> Iterator[Problem]:
 
 
 def wrong_results(findings: Findings) -> Iterator[Problem]:
+    """Collectives and links after which the data were not the expected ones, although no error was raised."""
     for name, trials in findings.collectives.items():
-        wrong = [rank for rank, trial in trials.items() if trial and not trial.right]
+        wrong = [rank for rank, trial in trials.items() if trial is not None and not trial.right]
         if wrong:
             yield Problem(
                 f"{name} gave a wrong result on {ranks(wrong)}.",
@@ -238,6 +255,7 @@ def wrong_results(findings: Findings) -> Iterator[Problem]:
 
 
 def scarce_memory(findings: Findings) -> Iterator[Problem]:
+    """Hosts with little shared memory, as containers have by default."""
     shared_memory = {facts.host: facts.shared_memory for facts in findings.facts.values()}
     for host, free in shared_memory.items():
         if free is not None and free < LITTLE_SHARED_MEMORY:
@@ -248,8 +266,9 @@ def scarce_memory(findings: Findings) -> Iterator[Problem]:
 
 
 def slow_ranks(findings: Findings) -> Iterator[Problem]:
+    """The rank that computes most slowly, if it is far slower than the median."""
     slow = slowest(findings.compute_speeds)
-    if slow and slow.speed * SLOW_RANK < slow.median:
+    if slow is not None and slow.speed * SLOW_RANK < slow.median:
         yield Problem(
             f"Rank {slow.key} on {findings.host(slow.key)} computes far more slowly than the others.",
             "Look for another process, for heat (nvidia-smi -q -d PERFORMANCE), or for too few cores or threads.",
@@ -267,7 +286,7 @@ def slow_links(findings: Findings) -> Iterator[Problem]:
             between_hosts[first, second] = link.speed
     for speeds in (within_hosts, between_hosts):
         slow = slowest(speeds)
-        if slow and slow.speed * SLOW_LINK < slow.median:
+        if slow is not None and slow.speed * SLOW_LINK < slow.median:
             first, second = slow.key
             yield Problem(
                 f"The link of ranks {first} and {second} has far less bandwidth than the others.",

@@ -12,6 +12,7 @@ from helpers.doctor.findings import Findings, slowest
 from helpers.doctor.plan import Plan, compare
 from helpers.doctor.problems import Problem, notes, problems, span, three_digits
 
+WIDTH = 80  # characters of a line
 MOST_RANKS_WITH_A_TABLE_OF_LINKS = 8  # A table of more does not fit a screen.
 
 
@@ -24,7 +25,10 @@ class Report:
 
 
 def report(findings: Findings, plan: Plan | None = None) -> Report:
-    """What the doctor prints."""
+    """What the doctor prints: tables of what it found, and then each problem with a remedy.
+
+    With a plan, there is also a comparison of what the plan counts on with what the cluster has.
+    """
     found = problems(findings)
     lines = [
         f"{counted(findings.world_size, 'rank')} on {counted(len(findings.hosts), 'host')}, {findings.backend}",
@@ -63,18 +67,22 @@ def counted(count: int, noun: str) -> str:
 
 
 def paragraph(label: str, problem: Problem) -> list[str]:
-    """A problem and its remedy as lines."""
+    """A problem and its remedy as lines, indented after a label such as "WRONG"."""
+    indent = 7
+    following_lines = " " * indent
     return [
-        *textwrap.wrap(problem.text, 80, initial_indent=f"{label:7}", subsequent_indent=" " * 7),
-        *textwrap.wrap(problem.remedy, 80, initial_indent="  try: ", subsequent_indent=" " * 7),
+        *textwrap.wrap(problem.text, WIDTH, initial_indent=f"{label:{indent}}", subsequent_indent=following_lines),
+        *textwrap.wrap(problem.remedy, WIDTH, initial_indent="  try: ", subsequent_indent=following_lines),
     ]
 
 
 def gigabytes(bandwidth: float) -> str:
+    """Bytes per second as a number of GB/s."""
     return three_digits(bandwidth / 1e9)
 
 
 def microseconds(seconds: float) -> str:
+    """Seconds as a whole number of microseconds."""
     return f"{1e6 * seconds:.0f}"
 
 
@@ -82,16 +90,19 @@ def table_of_ranks(findings: Findings) -> list[str]:
     """A table of the ranks' hosts, devices and interfaces; neighbouring ranks that share all three share a line."""
 
     def shared_cells(rank: int) -> tuple[str, str, str]:
+        """The host, the device and the interface of a rank, cut so that the columns fit into the width."""
         facts = findings.facts[rank]
         device = facts.gpu_model or facts.device
-        return facts.host[:20], device[:24], f"{facts.interface} {facts.address or ''}"[:28]
+        interface = f"{facts.interface} {facts.address or ''}"
+        return facts.host[:20], device[:24], interface[:28]
 
-    rows = [["rank", "local", "host", "device", "interface"]]
+    head = ["rank", "local", "host", "device", "interface"]
+    rows = [head]
     for cells, group in groupby(sorted(findings.facts), shared_cells):
         ranks = list(group)
         local_ranks = sorted(findings.facts[rank].local_rank for rank in ranks)
         rows.append([span(ranks)[:28], span(local_ranks)[:28], *cells])
-    return aligned(rows, left=range(5))
+    return aligned(rows, left=range(len(head)))
 
 
 def summary(findings: Findings) -> Iterator[str]:
@@ -112,7 +123,7 @@ def summary(findings: Findings) -> Iterator[str]:
     yield f"store     {findings.store_address}, reached by {len(all_facts)} of {findings.world_size}"
 
     with_address = [facts for facts in all_facts if facts.address]
-    connections = len(with_address) * (len(all_facts) - 1)
+    connections = len(with_address) * (len(all_facts) - 1)  # from each other rank one to each that has an address
     failed = sum(len(reasons) for reasons in findings.unreachable.values())
     yield f"tcp       {connections - failed} of {connections} connections between ranks open"
 
@@ -128,10 +139,10 @@ def summary(findings: Findings) -> Iterator[str]:
     yield f"links     {len(right)} of {pairs} pairs right"
 
     rank = slowest(findings.compute_speeds)
-    if rank:
+    if rank is not None:
         yield f"slowest   rank {rank.key} computes in {rank.median / rank.speed:.2f} times the median"
     pair = slowest({ranks: link.speed for ranks, link in findings.links.items()})
-    if pair:
+    if pair is not None:
         first, second = pair.key
         speeds = f"{gigabytes(pair.speed)} GB/s, the median pair {gigabytes(pair.median)}"
         yield f"          ranks {first} and {second}: {speeds}"
@@ -150,13 +161,14 @@ def table_of_collectives(findings: Findings) -> list[str]:
         size = "64 MiB"
     rows = [["collective", "right", "us (4 KiB)", f"GB/s busbw ({size})"]]
     for name, by_rank in findings.collectives.items():
-        trials = [trial for trial in by_rank.values() if trial]
+        trials = [trial for trial in by_rank.values() if trial is not None]
+        raised_nowhere = len(trials) == len(by_rank)
         right = "NO"
-        if len(trials) == len(by_rank) and all(trial.right for trial in trials):
+        if raised_nowhere and all(trial.right for trial in trials):
             right = "yes"
         latency = ""
         bus_bandwidth = ""
-        if trials and count > 1:
+        if trials and count > 1:  # one rank alone communicates with nobody
             latency = microseconds(mean(trial.seconds for trial in trials))
             # The harmonic mean is the bytes divided by the mean of the ranks' times.
             algorithm_bandwidth = harmonic_mean([trial.speed for trial in trials])
@@ -166,7 +178,10 @@ def table_of_collectives(findings: Findings) -> list[str]:
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """A collective's bus bandwidth divided by its algorithm bandwidth."""
+    """A collective's bus bandwidth divided by its algorithm bandwidth, which is its bytes divided by its time.
+
+    It is the share of the bytes that each link has to carry (nccl-tests, doc/PERFORMANCE.md).
+    """
     if collective in ("broadcast", "reduce"):
         return 1.0
     if collective == "all_reduce":
@@ -181,19 +196,24 @@ def table_of_links(findings: Findings) -> list[str]:
         return []
 
     def cell(row: int, column: int) -> str:
+        """What stands in the row of one rank and the column of another; with "!" where the data arrived changed."""
         if row == column:
             return "-"
         link = findings.links.get((min(row, column), max(row, column)))
         if link is None:
             return "none"
-        text = microseconds(link.seconds)
-        if row < column:
+        is_above_diagonal = row < column
+        if is_above_diagonal:
             text = gigabytes(link.speed)
+        else:
+            text = microseconds(link.seconds)
         if not link.right:
             text += "!"
         return text
 
-    rows = [["", *map(str, members)]]
+    head = ["", *map(str, members)]
+    rows = [head]
     for row in members:
-        rows.append([f"rank {row}", *(cell(row, column) for column in members)])
+        cells = [cell(row, column) for column in members]
+        rows.append([f"rank {row}", *cells])
     return ["", "pairs: GB/s above the diagonal, microseconds below", *aligned(rows, left=[0])]

@@ -69,7 +69,11 @@ def wait(works: Any) -> None:
 def seconds_of(
     call: Call, rounds: int, device: torch.device, before_each_try: Call | None = None, tries: int = 3
 ) -> float:
-    """Seconds of one call: the mean over ``rounds`` calls in a row, in the fastest of several tries."""
+    """Seconds of one call: the mean over ``rounds`` calls in a row, in the fastest of several tries.
+
+    ``call`` does its work before it returns, or starts a communication and returns what ``wait`` waits for.
+    ``before_each_try`` is called outside of the measured time, such as a barrier at which all ranks meet.
+    """
     synchronize = torch.get_device_module(device).synchronize
     seconds_of_tries = []
     for _ in range(tries):
@@ -93,15 +97,21 @@ def try_exchange(
 
     ``prepare`` makes the exchange for a count of float32 numbers. ``before_each_try`` is called before each measuring.
     """
-    large = LARGE[device.type]
     small_exchange = prepare(SMALL)
-    right = is_right(small_exchange)
-    latency = seconds_of(small_exchange.start, 5, device, before_each_try)
+    small_is_right = is_right(small_exchange)
+    latency = seconds_of(small_exchange.start, rounds=5, device=device, before_each_try=before_each_try)
+
+    # Every rank has to try this one, too, even if it got a wrong result before: the others wait for it.
+    large = LARGE[device.type]
     large_exchange = prepare(large)
-    right = is_right(large_exchange) and right  # Every rank has to start the exchange, whatever the first one gave.
-    seconds = seconds_of(large_exchange.start, 2, device, before_each_try)
+    large_is_right = is_right(large_exchange)
+    seconds = seconds_of(large_exchange.start, rounds=2, device=device, before_each_try=before_each_try)
     float32_bytes = 4
-    return Trial(right, seconds=latency, speed=float32_bytes * large / seconds)
+    return Trial(
+        right=small_is_right and large_is_right,
+        seconds=latency,
+        speed=float32_bytes * large / seconds,
+    )
 
 
 def is_right(exchange: Exchange) -> bool:
@@ -115,20 +125,23 @@ def is_right(exchange: Exchange) -> bool:
 
 def try_collective(name: str, device: torch.device) -> Trial:
     """Try one collective on this rank. All ranks meet before each measurement."""
-    return try_exchange(lambda numbers: collective(name, numbers, device), device, dist.barrier)
+    return try_exchange(lambda numbers: collective(name, numbers, device), device, before_each_try=dist.barrier)
 
 
 def collective(name: str, numbers: int, device: torch.device) -> Exchange:
-    """One of COLLECTIVES over so many numbers, of which each rank has an equal part."""
+    """One of COLLECTIVES over so many numbers, and what this rank has to get from it.
+
+    Each rank's data are divided into as many parts as there are ranks, all of one length. The numbers are small and
+    whole, so that their sums are exact in float32.
+    """
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     part = math.ceil(numbers / world_size)
-    # Rank k has the pattern times k + 1. Its row r is the part for rank r. Sums of these numbers are exact in float32.
-    pattern = torch.arange(world_size * part, device=device).view(world_size, part) % 7 + 1.0
-    factors = torch.arange(1.0, world_size + 1, device=device)[:, None]
-    data = (pattern * (rank + 1)).flatten()
-    total = (pattern * factors.sum()).flatten()
-    rows_of_ranks = (pattern * factors).flatten()
+    pattern = torch.arange(world_size * part, device=device).view(world_size, part) % 7 + 1.0  # [parts, numbers]
+    factors = torch.arange(1.0, world_size + 1, device=device)[:, None]  # rank k's data are the pattern times k + 1
+    data = (pattern * (rank + 1)).flatten()  # of this rank
+    total = (pattern * factors.sum()).flatten()  # the sum of all ranks' data
+    rows_of_ranks = (pattern * factors).flatten()  # part 0 of rank 0's data, part 1 of rank 1's, and so on
 
     if name == "broadcast":
         return Exchange(lambda: dist.broadcast(data, 0, async_op=True), data, pattern.flatten())
@@ -181,20 +194,23 @@ def rounds_of_pairs(count: int) -> Iterator[list[tuple[int, int]]]:
     """
     seats = list(range(count))
     if count % 2 == 1:
-        seats.append(count)  # Who sits opposite to this seat has nobody to play with in this round.
-    for _ in seats[1:]:
+        seats.append(count)  # Nobody has this number, so who sits opposite to it has nobody to play with.
+    number_of_rounds = len(seats) - 1
+    for _ in range(number_of_rounds):
         pairs = []
         for left, right in zip(seats, reversed(seats), strict=True):
-            if left < right < count:
+            if left < right < count:  # each pair is met twice, once from each side
                 pairs.append((left, right))
         yield pairs
-        seats.insert(1, seats.pop())
+        last = seats.pop()
+        seats.insert(1, last)
 
 
 def try_link(peer: int, device: torch.device) -> Trial:
     """Try an exchange with one peer, a rank of the process group: both send and receive at once."""
 
     def prepare(numbers: int) -> Exchange:
+        """Send so many numbers, and receive as many. Each rank's are a pattern times its rank + 1."""
         pattern = torch.arange(numbers, device=device) % 7 + 1.0
         sent = pattern * (dist.get_rank() + 1)
         received = torch.zeros_like(pattern)
@@ -216,7 +232,9 @@ def try_matmul(dtype: str, device: torch.device, before_each_try: Call | None = 
         return None
     size = MATRIX_SIZE[device.type]
     x = torch.randn(size, size, device=device, dtype=getattr(torch, dtype))
-    return 2 * size**3 / seconds_of(lambda: torch.mm(x, x), 1, device, before_each_try, tries=15)
+    seconds = seconds_of(lambda: torch.mm(x, x), rounds=1, device=device, before_each_try=before_each_try, tries=15)
+    operations = 2 * size**3  # a multiplication and an addition for each number of a row and each of a column
+    return operations / seconds
 
 
 def try_all_reduce(groups: list[list[int]], device: torch.device) -> float:
@@ -225,12 +243,14 @@ def try_all_reduce(groups: list[list[int]], device: torch.device) -> float:
     An all-reduce among N ranks sends 2(N - 1)/N times its size over each link (nccl-tests, doc/PERFORMANCE.md). So the
     bandwidth is 0 for a rank that is alone in its group.
     """
-    group, _ = dist.new_subgroups_by_enumeration(groups)
+    own_group, _ = dist.new_subgroups_by_enumeration(groups)
     x = torch.zeros(LARGE[device.type], device=device)
-    all_reduce = partial(dist.all_reduce, x, group=group, async_op=True)
+    all_reduce = partial(dist.all_reduce, x, group=own_group, async_op=True)
     wait(all_reduce())  # The first call connects.
-    seconds = seconds_of(all_reduce, 2, device, dist.barrier)
-    return 2 * (group.size() - 1) / group.size() * x.nbytes / seconds
+    seconds = seconds_of(all_reduce, rounds=2, device=device, before_each_try=dist.barrier)
+    ranks = own_group.size()
+    bytes_over_a_link = 2 * (ranks - 1) / ranks * x.nbytes
+    return bytes_over_a_link / seconds
 
 
 def try_plan(dtype: str, hosts: list[str], device: torch.device) -> Speeds:
@@ -242,12 +262,12 @@ def try_plan(dtype: str, hosts: list[str], device: torch.device) -> Speeds:
     ranks_by_host = defaultdict(list)
     for rank, host in enumerate(hosts):
         ranks_by_host[host].append(rank)
-    nodes = list(ranks_by_host.values())
-    columns = []
-    for column in zip_longest(*nodes):
-        columns.append([rank for rank in column if rank is not None])
+    groups_in_nodes = list(ranks_by_host.values())  # such as [[0, 1], [2, 3]]
+    groups_between_nodes = []  # then [[0, 2], [1, 3]]
+    for column in zip_longest(*groups_in_nodes):  # a node with fewer ranks is filled up with None
+        groups_between_nodes.append([rank for rank in column if rank is not None])
     return Speeds(
-        matmul=try_matmul(dtype, device, dist.barrier),
-        in_node=try_all_reduce(nodes, device),
-        between=try_all_reduce(columns, device),
+        matmul=try_matmul(dtype, device, before_each_try=dist.barrier),
+        in_node=try_all_reduce(groups_in_nodes, device),
+        between=try_all_reduce(groups_between_nodes, device),
     )

@@ -32,11 +32,13 @@ LATE_WITHIN = 2  # ranks that are computing, or that wait for a processor of a b
 # So many seconds is one wait for reports. It is short, because a Ctrl-C that another thread receives does not end it:
 NOTICE_WITHIN = 0.2
 NOTICE_AFTER_A_FAILURE = 0.02  # shorter, so that a call ends soon after its ranks have
+# A rank sends two bytes in its life, MET and then RETURNED or RAISED. One read may get both.
+BYTES_OF_A_RANK = 2
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank as the launcher has it."""
+    """A rank that was started, as the launcher sees it: a process, and a pipe on which the process reports."""
 
     process: BaseProcess
     pipe: connection.Connection  # the rank sends MET, then RETURNED or RAISED; it closes when the process ends
@@ -54,50 +56,57 @@ class Outcome:
 
 
 def collect(folder: Path, ranks: list[Rank], timeout: float, watch: Callable[[], None] = lambda: None) -> Outcome:
-    """Wait for the ranks' reports, and return what has become of the ranks.
+    """Wait until every rank of a call has returned or failed, and return what has become of each.
 
-    The wait is over when every rank has reported, shortly after one has failed, or at the timeout. The timeout counts
-    from the moment when all ranks have met in their process group, for which they have MEET_WITHIN seconds more.
-    Meanwhile ``watch`` is called several times a second.
+    Ranks that still run are not waited for beyond the timeout, nor for long after the first failure, because they may
+    then wait for the failed rank for ever. The timeout, in seconds, counts from the moment when all ranks have met in
+    their process group. For that they have MEET_WITHIN seconds more. ``watch`` is called several times a second while
+    this function waits. The ranks write their results and failures to files in ``folder``.
     """
     outcome = Outcome()
     deadline = time.monotonic() + MEET_WITHIN + timeout
     all_have_met = False
     while True:
-        waiting = [rank for rank in range(len(ranks)) if rank not in outcome.returned | outcome.failures.keys()]
-        if not waiting:
+        running = [rank for rank in range(len(ranks)) if rank not in outcome.returned | outcome.failures.keys()]
+        if not running:
             return outcome
         watch()
-        seconds = seconds_to_wait(outcome, ranks, waiting, deadline)
-        read_reports(folder, ranks, waiting, outcome, seconds)
-        if seconds == 0:  # the wait is over, but a rank may have reported since it was decided
+        if is_over(outcome, ranks, running, deadline):
+            read_reports(folder, ranks, running, outcome, seconds=0)  # a rank may just have reported
             return outcome
+        wait_seconds = min(NOTICE_WITHIN, deadline - time.monotonic())
+        if outcome.failures:
+            wait_seconds = NOTICE_AFTER_A_FAILURE
+        read_reports(folder, ranks, running, outcome, seconds=wait_seconds)
         if len(outcome.met) == len(ranks) and not all_have_met:
             all_have_met = True
             deadline = time.monotonic() + timeout
 
 
-def seconds_to_wait(outcome: Outcome, ranks: list[Rank], waiting: list[int], deadline: float) -> float:
-    """How long the next wait for reports takes. 0 if the ranks that still are ``waiting`` get no more time."""
+def is_over(outcome: Outcome, ranks: list[Rank], running: list[int], deadline: float) -> bool:
+    """Whether the ranks that are still ``running`` get no more time to report, because of the deadline or a failure."""
+    if time.monotonic() >= deadline:
+        return True
     if not outcome.failures:
-        return max(0, min(deadline - time.monotonic(), NOTICE_WITHIN))
-    dying = outcome.closed.intersection(waiting)
-    if time.monotonic() >= deadline or not may_report(outcome.failures, ranks, dying):
-        return 0
-    return NOTICE_AFTER_A_FAILURE
+        return False
+    dying = outcome.closed.intersection(running)
+    return not may_report(outcome.failures, ranks, dying)
 
 
-def read_reports(folder: Path, ranks: list[Rank], waiting: list[int], outcome: Outcome, seconds: float) -> None:
-    """Wait for at most ``seconds`` until one of the ``waiting`` ranks reports or dies, and add that to the outcome."""
-    events: list[connection.Connection | int] = [ranks[rank].process.sentinel for rank in waiting]
-    events += [ranks[rank].pipe for rank in waiting if rank not in outcome.closed]
-    ready = connection.wait(events, seconds)
-    for rank in waiting:
+def read_reports(folder: Path, ranks: list[Rank], running: list[int], outcome: Outcome, seconds: float) -> None:
+    """Wait until a rank that is ``running`` reports or dies, at most so many seconds, and note it in ``outcome``."""
+    events: list[connection.Connection | int] = []
+    for rank in running:
+        events.append(ranks[rank].process.sentinel)  # it becomes ready when the process has ended
+        if rank not in outcome.closed:  # a closed pipe would always be ready
+            events.append(ranks[rank].pipe)
+    ready = connection.wait(events, max(0, seconds))
+    for rank in running:
         process = ranks[rank].process
         pipe = ranks[rank].pipe
         report = b""
         if pipe in ready:
-            report = os.read(pipe.fileno(), 2)  # a rank sends a byte when it has met its peers, and one at its end
+            report = os.read(pipe.fileno(), BYTES_OF_A_RANK)
             if not report:
                 outcome.closed.add(rank)
         if MET in report:
@@ -106,62 +115,78 @@ def read_reports(folder: Path, ranks: list[Rank], waiting: list[int], outcome: O
             outcome.returned.add(rank)
         elif RAISED in report:
             outcome.failures[rank] = pickle.loads((folder / f"report{rank}").read_bytes())
-        elif process.sentinel in ready and not report:
+        elif process.sentinel in ready and not report:  # a process that has ended may have left a report in the pipe
             outcome.failures[rank] = death(process)
 
 
 def may_report(failures: dict[int, Failure], ranks: list[Rank], dying: Collection[int]) -> bool:
-    """Whether it is worth waiting for more ranks, which may report an earlier cause, or the same failure.
+    """Whether to wait a little longer after the first failure, because another rank may explain it or share it.
 
-    ``dying`` are ranks whose pipes are closed, and whose exit statuses are not known yet.
+    A rank that fails pulls others down with it, and these may report first. So the error message is not written before
+    the other ranks have had the time to report, too. ``dying`` are ranks whose pipes are closed, and whose exit
+    statuses are not known yet.
     """
-    seconds = time.monotonic() - min(failure.when for failure in failures.values())
-    wait_for_all: float = PEERS_WITHIN
-    wait_for_busy: float = LATE_WITHIN
+    first_failed = min(failure.when for failure in failures.values())
+    seconds_since = time.monotonic() - first_failed
+    seconds_for_all: float = PEERS_WITHIN
+    seconds_for_busy: float = LATE_WITHIN
     if any(failure.killed for failure in failures.values()):
         # A rank that is killed is no consequence of a peer's failure, so nobody has an earlier cause to report. The
         # peers get only the time to finish what they print.
-        wait_for_all = 0
-        wait_for_busy = PEERS_WITHIN
-    if seconds <= wait_for_all:
+        seconds_for_all = 0
+        seconds_for_busy = PEERS_WITHIN
+    if seconds_since <= seconds_for_all:
         return True
-    if seconds > wait_for_busy:
+    if seconds_since > seconds_for_busy:
         return False
+    if dying:
+        return True
     # Ranks that have reported may be busy as well: a thread of theirs may still send what a peer waits for.
-    return bool(dying) or any(busy(rank.process.pid) for rank in ranks)
+    return any(busy(rank.process.pid) for rank in ranks)
 
 
 def busy(pid: int | None) -> bool:
     """Whether a thread of a process runs, or waits for a processor or a disk. False on systems without /proc.
 
-    /proc has a thread's state after its name in parentheses. R: it runs, or is ready to run. D: it waits for a disk.
+    Linux has a line for each thread in /proc/PID/task/*/stat, such as ``4711 (python) R 1 …``. The letter behind the
+    name is the thread's state. R: it runs, or is ready to run. D: it waits for a disk. (man proc_pid_stat)
     """
     try:
         stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
     except (FileNotFoundError, ProcessLookupError):  # a thread has ended since glob listed it
         return True
-    states = [stat.rpartition(")")[2].split()[0] for stat in stats]
-    return "R" in states or "D" in states
+    for stat in stats:
+        _, _, after_name = stat.rpartition(")")  # the name itself may have spaces and parentheses
+        state = after_name.split()[0]
+        if state in ("R", "D"):
+            return True
+    return False
 
 
 def death(process: BaseProcess) -> Failure:
-    """The Failure of a rank whose process is gone."""
+    """The Failure of a rank whose process has ended without a report: by a signal, or by a call such as os._exit."""
     process.join()
     status = process.exitcode or 0
+    was_killed = status < 0  # then it is the signal's number with a minus
     how = f"ended by itself with exit code {status}"
-    if status < 0:
+    if was_killed:
         how = f"killed by {signal.Signals(-status).name}"
-    return Failure(when=time.monotonic(), what=how, killed=status < 0)
+    return Failure(when=time.monotonic(), what=how, killed=was_killed)
 
 
 def end(ranks: list[Rank]) -> None:
     """Kill all ranks and the processes that they started; return when the ranks are gone."""
-    processes = {rank.process.pid: rank.process for rank in ranks if rank.process.pid is not None}
-    for pid, process in processes.items():
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # no group of its own yet, or gone
-            os.killpg(pid, signal.SIGKILL)
+    started = []
+    for rank in ranks:
+        process = rank.process
+        if process.pid is None:  # it was not started, because something failed before
+            continue
+        # A rank leads a process group, in which all that it starts is. Right after its start it may not yet.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
-    for process in processes.values():
+        started.append(process)
+    for process in started:
         process.join()
         process.close()
     for rank in ranks:
@@ -169,7 +194,7 @@ def end(ranks: list[Rank]) -> None:
 
 
 def lines_at_timeout(folder: Path, nproc: int) -> dict[int, str]:
-    """{rank: the innermost line of the reader's code} at the timeout.
+    """Where each rank is at the timeout: {rank: the innermost line of the reader's code}, for the error message.
 
     At the timeout each rank's faulthandler begins to write the stacks of its threads into a file. This waits until all
     files are complete, but not longer than LATE_WITHIN seconds.
@@ -177,11 +202,16 @@ def lines_at_timeout(folder: Path, nproc: int) -> dict[int, str]:
     latest = time.monotonic() + LATE_WITHIN
     while True:
         is_late = time.monotonic() > latest
-        dumps = [read(folder / f"stack{rank}") for rank in range(nproc)]
-        main_stacks = [dump.rpartition("\n\n")[2] for dump in dumps]  # faulthandler writes the main thread's last
+        main_stacks = [main_stack(read(folder / f"stack{rank}")) for rank in range(nproc)]
         if is_late or all(is_complete(stack) for stack in main_stacks):
             return {rank: innermost(stack) for rank, stack in enumerate(main_stacks)}
         time.sleep(0.05)
+
+
+def main_stack(dump: str) -> str:
+    """The main thread's stack in what faulthandler has written: the last one, after an empty line."""
+    _, _, last_stack = dump.rpartition("\n\n")
+    return last_stack
 
 
 def is_complete(stack: str) -> bool:
@@ -195,9 +225,11 @@ def where(folder: str | Path, ranks: Iterable[int]) -> dict[int, str]:
 
 
 def innermost(stack: str) -> str:
-    """The innermost line of the reader's code in one thread's stack, in words for an error message."""
-    escaped_character = r"\\(x..|u.{4}|U.{8})"  # faulthandler writes in ASCII: "\xe9" for é
-    stack = re.sub(escaped_character, lambda code: chr(int(code[1][1:], 16)), stack)
+    """The innermost line of the reader's code in one thread's stack, in words for an error message.
+
+    faulthandler writes a line for each frame, the innermost first: ``  File "train.py", line 3 in step``.
+    """
+    stack = re.sub(r"\\(?:x..|u.{4}|U.{8})", unescaped, stack)
     for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', stack):
         if not is_library(file):
             source = linecache.getline(file, int(line)).strip()
@@ -205,8 +237,14 @@ def innermost(stack: str) -> str:
         if function == wait_for_gpu.__name__:
             return "its end, waiting for its GPU: did every rank call the same collectives?"
         if function == rank_main.__name__:
-            break  # the forkserver's frames are outside
+            break  # further out are only the forkserver's frames
     return "no line of its own code"
+
+
+def unescaped(match: re.Match[str]) -> str:
+    r"""The character for ``\xe9``, ``\u20ac`` or ``\U0001f600``, as faulthandler writes what is not ASCII."""
+    hexadecimal = match[0][2:]  # without the backslash and the letter
+    return chr(int(hexadecimal, base=16))
 
 
 def read(path: Path) -> str:

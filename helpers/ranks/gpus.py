@@ -11,10 +11,11 @@ COUNT_WITHIN = 60  # seconds for a process to say how many GPUs there are
 
 
 def send_count(pipe: connection.Connection, environment: Mapping[str, str]) -> None:
-    """Send the number of GPUs that a rank with these environment variables sees. It runs in a process of its own.
+    """Count the GPUs that a rank with these environment variables sees, and send the number through the pipe.
 
-    PyTorch asks NVML, which does not start CUDA. Where NVML does not answer, as with MIG, PyTorch asks CUDA itself.
-    From then on no fork of the process that asked can use CUDA, so neither the kernel nor its forkserver may ask.
+    This has to run in a process of its own, neither in the notebook's kernel nor in its forkserver: PyTorch counts GPUs
+    through NVML, but where NVML does not answer, as with MIG, PyTorch initializes CUDA, and after that no fork of the
+    process can use CUDA.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -24,9 +25,10 @@ def send_count(pipe: connection.Connection, environment: Mapping[str, str]) -> N
 
 
 def choose_backend(backend: str, nproc: int, gpus: int) -> str:
-    """The backend of ``nproc`` ranks on a machine with this number of GPUs: "gloo" or "nccl".
+    """Which backend ``nproc`` ranks get on a machine with so many GPUs, if ``backend`` was asked for: "gloo" or "nccl".
 
-    Raises LaunchError for "nccl" where a rank would have no GPU of its own.
+    "auto" is NCCL where each rank has a GPU of its own, otherwise gloo. Raises LaunchError for "nccl" where a rank
+    would have no GPU of its own.
     """
     if backend == "gloo":
         return "gloo"

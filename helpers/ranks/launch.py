@@ -27,7 +27,7 @@ from helpers.ranks.live import LiveLine
 from helpers.ranks.messages import LaunchError, RankError, count_oom_kills, first_failure, fold, hang, tidy
 from helpers.ranks.pickler import dumps
 from helpers.ranks.ports import LOOPBACK, hold_port
-from helpers.ranks.rank import TORCHRUN_VARIABLES, Call, rank_main
+from helpers.ranks.rank import TORCHRUN_VARIABLES, Call, Work, rank_main
 
 __all__ = ["LaunchError", "RankError", "cannot_be_sent", "context", "launch", "warm", "without_main"]
 
@@ -42,7 +42,10 @@ starting = threading.Lock()  # without_main changes sys.modules, so one thread a
 
 
 def warm() -> None:
-    """Start the forkserver unless it runs. It imports torch in the background, after this function has returned."""
+    """Start the forkserver, from which all ranks are forked, unless it runs.
+
+    It imports torch in the background, after this function has returned, so that later calls need not wait for that.
+    """
     os.environ["WORLD_SIZE_ONE_FOLDER"] = util.get_temp_dir()
     context.set_forkserver_preload(["helpers.ranks.preload"])
     server: Any = forkserver._forkserver  # its process id has no public name
@@ -56,10 +59,11 @@ def warm() -> None:
 def wait_until_it_leads_a_group(pid: int) -> None:
     """Wait until a new forkserver has left this process group, which a restart of the kernel kills.
 
-    The forkserver tidies up after the kernel, so it has to outlive it.
+    The forkserver ends the ranks and removes the files of a kernel that was killed, so it has to outlive the kernel.
+    ``pid`` is its process id. If it does not come so far within 10 seconds, its first use will fail and say why.
     """
     latest = time.monotonic() + 10
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError):  # it has ended
         while os.getpgid(pid) == os.getpgrp() and time.monotonic() < latest:
             time.sleep(0.002)
 
@@ -112,14 +116,25 @@ def launch(
         try:
             if backend != "gloo":
                 backend = choose_backend(backend, nproc, count_gpus(environment))
-            return results(Call(folder, nproc, timeout, environment, backend, check), payload)
+            call = Call(
+                folder=folder,
+                world_size=nproc,
+                timeout=timeout,
+                environment=environment,
+                backend=backend,
+                check=check,
+            )
+            return results(call, payload)
         except KeyboardInterrupt as interrupt:
             show_in_one_line(interrupt)
             raise interrupt.with_traceback(None) from None
 
 
 def results(call: Call, payload: bytes) -> list[Any]:
-    """The results of a call's ranks, which this starts and ends. Raises RankError, and prints what the ranks print."""
+    """Start the ranks of a call, wait for them, end them, print what they have printed, and return their results.
+
+    ``payload`` is the pickled Work, which each rank reads from a file. Raises RankError if a rank failed or hung.
+    """
     folder = call.folder
     nproc = call.world_size
     ranks: list[Rank] = []
@@ -153,7 +168,10 @@ def results(call: Call, payload: bytes) -> list[Any]:
 
 
 def count_gpus(environment: dict[str, str]) -> int:
-    """How many GPUs a rank with these environment variables sees. A process of its own counts them."""
+    """How many GPUs a rank with these environment variables sees. ``send_count`` says why another process counts them.
+
+    Raises LaunchError if that process does not answer, or ends without an answer.
+    """
     with uninterrupted(), without_main():
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=send_count, args=(sender, environment), name="count of the GPUs")
@@ -201,13 +219,15 @@ def check_arguments(fn: object, nproc: int, timeout: float, backend: str) -> Non
 
 
 def added_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """The variables whose values each rank adds before ``args``: none, its rank, or its rank and the number of ranks.
+    """Which arguments each rank adds before ``args``, so that a tutorial's function need not be rewritten for launch.
 
-    Raises LaunchError where ``fn`` takes other arguments than these.
+    They are named by the environment variables that hold them: none, ["RANK"], or ["RANK", "WORLD_SIZE"]. For example
+    ``train(rank, world_size, epochs)`` with ``args=(3,)`` gets both. As few are added as make the call possible, so
+    ``args=(0, 4, 3)`` adds none. Raises LaunchError where the call is not possible with any of them.
     """
     try:
         signature = inspect.signature(fn)
-    except ValueError:  # of many functions in C
+    except ValueError:  # many functions that are written in C have no signature
         return []
     possible: list[str] = []
     for parameter, variables in zip(signature.parameters, (FIRST_PARAMETERS, SECOND_PARAMETERS), strict=False):
@@ -224,7 +244,8 @@ def added_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
         else:
             return added
     name = getattr(fn, "__name__", fn)
-    example = ", ".join(["fn", *required(signature)[len(possible) :], "nproc=4"])
+    missing = required(signature)[len(possible) :]
+    example = ", ".join(["fn", *missing, "nproc=4"])
     raise LaunchError(
         f"launch calls {name}{signature} with {len(args)} arguments: {refusal}.\n"
         f"Pass them: launch({example}). A rank's own number is dist.get_rank() in fn."
@@ -233,49 +254,73 @@ def added_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
 
 def required(signature: inspect.Signature) -> list[str]:
     """The names of the positional parameters that have no default."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = signature.parameters.values()
-    return [one.name for one in parameters if one.kind in kinds and one.default is one.empty]
+    positional_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = []
+    for name, parameter in signature.parameters.items():
+        if parameter.kind in positional_kinds and parameter.default is inspect.Parameter.empty:
+            names.append(name)
+    return names
 
 
 def pack(fn: Callable[..., Any], added: list[str], args: tuple[Any, ...]) -> bytes:
-    """The function, its arguments and the sources of the notebook's cells as bytes. Raises LaunchError."""
-    sources = {name: entry for name, entry in linecache.cache.items() if "ipykernel_" in name or name.startswith("<")}
+    """A call's Work as bytes, which ``rank.run`` reads. Raises LaunchError if something in it cannot be pickled.
+
+    ``added`` are the arguments that each rank adds itself (``added_arguments``).
+    """
+    sources = {}
+    for file, entry in linecache.cache.items():
+        is_cell = "ipykernel_" in file or file.startswith("<")
+        if is_cell:
+            sources[file] = entry
     try:
-        return dumps((fn, added, args, sources))
+        return dumps(Work(function=fn, added=added, args=args, sources=sources))
     except Exception as error:
-        parts: dict[str, Any] = {f"the function {getattr(fn, '__name__', fn)}": fn}
+        # Pickled one by one, the function and its arguments show which of them is at fault.
+        labelled: dict[str, Any] = {f"the function {getattr(fn, '__name__', fn)}": fn}
         for index, arg in enumerate(args):
-            parts[f"argument {index}, a {type(arg).__name__},"] = arg
-        raise cannot_be_sent(parts) or error from None
+            labelled[f"argument {index}, a {type(arg).__name__},"] = arg
+        refusal = cannot_be_sent(labelled)
+        if refusal is not None:
+            raise refusal from None
+        raise error from None
 
 
-def cannot_be_sent(parts: Mapping[str, Any]) -> LaunchError | None:
-    """The LaunchError for the first of ``{label: object}`` that cloudpickle refuses, or None."""
-    for name, part in parts.items():
+def cannot_be_sent(labelled: Mapping[str, Any]) -> LaunchError | None:
+    """An error about the first of these objects that cannot be pickled, or None. Some callers only want to know.
+
+    ``labelled`` is {what the object is called in the error's message: the object}.
+    """
+    for label, thing in labelled.items():
         try:
-            dumps(part)
+            dumps(thing)
         except Exception as reason:
             return LaunchError(
-                f"{name} cannot be sent to the ranks ({reason}).\n"
+                f"{label} cannot be sent to the ranks ({reason}).\n"
                 "Build process groups, DDP models, locks and open files in the ranks."
             )
     return None
 
 
 def start(rank: int, call: Call, ranks: list[Rank]) -> None:
-    """Start a rank of a call. It is added to ``ranks`` first, so that whatever happens it can be ended."""
+    """Start a rank of a call, and add it to ``ranks``.
+
+    It is added before it starts, so that the caller can end it even if this fails in between.
+    """
     with uninterrupted(), without_main():
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=rank_main, args=(sender, rank, call), name=f"rank {rank}")
-        ranks.append(Rank(process, receiver))
-        with sender:
+        ranks.append(Rank(process=process, pipe=receiver))
+        with sender:  # closed here, so that the pipe ends with the rank, which has the other copy
             process.start()
 
 
 @contextlib.contextmanager
 def without_main() -> Iterator[None]:
-    """Hide the caller's main module: multiprocessing would import it in the ranks. cloudpickle sends what they need."""
+    """A context for starting processes, which hides the caller's main module from them.
+
+    multiprocessing would import that module again in each rank, and so run a script without an
+    ``if __name__ == "__main__"`` guard once more. The ranks do without it, because cloudpickle sends what they need.
+    """
     with starting:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")

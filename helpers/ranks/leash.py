@@ -14,14 +14,20 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def leashed(command: list[str]) -> list[str]:
-    """The command, which then ends with this process. It is left as it is on other systems."""
+    """A command line that does what ``command`` does, but gets a SIGTERM when this process ends, even if it is killed.
+
+    It starts this file, which then becomes the command. On systems other than Linux it is ``command`` itself.
+    """
     if not sys.platform.startswith("linux"):
         return command
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+    quick_python = [sys.executable, "-I", "-S"]  # isolated and without site-packages, which take time to find
+    return [*quick_python, __file__, str(os.getpid()), *command]
 
 
 def main(parent: int, command: list[str]) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Ask the kernel for a SIGTERM at the death of the parent, whose process id is given, and become the command."""
+    this_program = ctypes.CDLL(None)  # with the C library, which it is linked with
+    this_program.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     parent_is_alive = os.getppid() == parent  # it may have died before the request
     if parent_is_alive:
         os.execvp(command[0], command)

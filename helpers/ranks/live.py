@@ -26,6 +26,13 @@ TAIL = 4096  # bytes at the end of a rank's output in which its newest line is l
 SHORTEST_GROUP = 20  # characters that each different line gets at least, however many there are
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and movements of the cursor
 
+# What a terminal does at these characters (https://invisible-island.net/xterm/ctlseqs/ctlseqs.html):
+ERASE_LINE = "\x1b[K"  # from the cursor to the end of the line
+SAVE_CURSOR = "\x1b7"
+RESTORE_CURSOR = "\x1b8"
+DO_NOT_WRAP = "\x1b[?7l"  # what does not fit into the line is not shown
+WRAP = "\x1b[?7h"
+
 
 class Screen(Protocol):
     """Where a line can be shown, and be erased again."""
@@ -44,11 +51,10 @@ class Terminal:
         self.width = shutil.get_terminal_size().columns - 1
 
     def show(self, text: str) -> None:
-        # Erase to the end of the line; save the cursor, do not wrap; wrap again, restore the cursor.
-        write(f"\x1b[K\x1b7\x1b[?7l{text}\x1b[?7h\x1b8")
+        write(f"{ERASE_LINE}{SAVE_CURSOR}{DO_NOT_WRAP}{text}{WRAP}{RESTORE_CURSOR}")
 
     def erase(self) -> None:
-        write("\x1b[K")
+        write(ERASE_LINE)
 
 
 class JupyterLab:
@@ -69,16 +75,20 @@ class JupyterLab:
 
 
 def write(text: str) -> None:
+    """Write to standard output at once, and without a newline."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def find_screen() -> Screen | None:
-    """The screen that a person watches, or None where nobody does, or where a line could not be taken back."""
+    """Where to show the line: in the terminal or the JupyterLab that a person watches.
+
+    None where nobody watches, or where the line could not be taken back, such as a file, a pipe or another frontend.
+    """
     if threading.current_thread() is not threading.main_thread():
         return None  # several calls at once would erase each other's lines
     if not hasattr(sys.stdout, "isatty"):
-        return None  # it was replaced by something that is less than a file
+        return None  # somebody has replaced it by an object that can be written to, and no more
     if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         return Terminal()
     if type(sys.stdout).__module__ == "ipykernel.iostream" and is_jupyterlab(executed_request()):
@@ -100,8 +110,8 @@ def executed_request() -> Mapping[str, Any]:
 def is_jupyterlab(request: Mapping[str, Any]) -> bool:
     """Whether a person asked for this execution in JupyterLab, which handles backspaces.
 
-    nbclient and nbval tell the kernel that nobody can answer a question, and only JupyterLab's notebooks send the
-    cells that were deleted.
+    ``request`` is the message that asked for it. nbclient and nbval say in it that nobody can answer a question of the
+    cell. Other frontends than JupyterLab's notebooks do not list the cells that were deleted.
     """
     somebody_can_answer: bool = request.get("content", {}).get("allow_stdin", False)
     return somebody_can_answer and "deletedCells" in request.get("metadata", {})
@@ -143,32 +153,44 @@ class LiveLine:
 
 
 def newest_line(output: Path) -> str:
-    """The last line of a rank's output that has a visible character, or ""."""
+    """The last line of a rank's output that has a visible character, or "".
+
+    A progress bar overwrites its line, so the latest version of the bar comes after a carriage return.
+    """
     try:
         text = end_of_file(output, TAIL).decode("utf-8", errors="replace")
     except FileNotFoundError:  # the rank has not come so far
         return ""
-    lines = re.split(r"[\r\n]+", ESCAPES.sub("", tidy(text)))  # a progress bar separates its versions by \r
-    visible = [line.strip() for line in lines if line.strip()]
-    if not visible:
-        return ""
-    return visible[-1]
+    plain = ESCAPES.sub("", tidy(text))
+    for line in reversed(re.split(r"[\r\n]+", plain)):
+        if line.strip():
+            return line.strip()
+    return ""
 
 
 def compose(seconds: float, newest: Mapping[int, str], width: int) -> str:
-    """``5 s  [ranks 0-1] step 3  [rank 2] step 2`` for {rank: its newest line}, with at most ``width`` characters."""
+    """The line that is shown after so many seconds, such as ``5 s  [ranks 0-1] step 3  [rank 2] step 2``.
+
+    ``newest`` is {rank: its newest line}. Ranks with the same newest line share a group, and the groups share the
+    ``width``, which is the most characters that the line may have.
+    """
     separator = "  "
     time_text = f"{seconds:.0f} s"
     ranks_of_line = ranks_by_line(newest)
-    width_of_line = (width - len(time_text)) // len(ranks_of_line) - len(separator)
+    width_of_group = (width - len(time_text)) // len(ranks_of_line) - len(separator)
+    width_of_group = max(SHORTEST_GROUP, width_of_group)
     parts = [time_text]
     for line, ranks in ranks_of_line.items():
-        parts.append(shorten(f"[{label(ranks)}] {line}", max(SHORTEST_GROUP, width_of_line)))
+        group = f"[{label(ranks)}] {line}"
+        parts.append(shorten(group, width_of_group))
     return separator.join(parts)[:width]
 
 
 def shorten(text: str, width: int) -> str:
-    """The text with at most ``width`` characters, each of which takes one column and one backspace."""
+    """The text with at most ``width`` characters, each of which can be erased by one backspace.
+
+    So a tab, a control character, or one beyond U+FFFF, such as an emoji, which JupyterLab counts as two, becomes "?".
+    """
     plain = ""
     for character in text:
         if character.isprintable() and character <= "\uffff":

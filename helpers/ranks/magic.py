@@ -15,12 +15,14 @@ from helpers.source import DEFINITION, split
 
 SOURCE = "<ranks cell>"
 OF_EACH_RANK = ("rank", "local_rank", "world_size")  # each rank has its values, whatever these are in the notebook
+# After one of these statements it is not certain that the names which it binds are bound:
 MAY_NOT_RUN = ast.If | ast.For | ast.While | ast.Try | ast.TryStar | ast.Match
 
 
 def load(shell: InteractiveShell) -> None:
     """Start the forkserver and register the magic; ``%load_ext helpers`` calls this."""
-    os.environ["PYTHON_COLORS"] = "0"  # the kernel asks for colours; from Python 3.13 on its children's tracebacks obey
+    # The kernel asks all programs for colours, and from Python 3.13 on the tracebacks of its children obey.
+    os.environ["PYTHON_COLORS"] = "0"
     launch.warm()
     shell.register_magics(RanksMagics)
 
@@ -70,24 +72,32 @@ class FreeNames:
 
 
 def sendable(namespace: dict[str, Any], cell: str) -> dict[str, Any]:
-    """What the ranks need of the notebook's namespace to run a cell. Raises LaunchError for what cannot be sent.
+    """The part of the notebook's variables that is sent to the ranks, so that they can run a cell.
 
-    A value that the cell may replace is left out where it cannot be sent.
+    The variables that the cell certainly reads have to be sent, so this raises LaunchError if one of them cannot be
+    pickled. A variable that the cell may set itself before it reads it is left out then.
     """
     names = free_names(cell)
-    required = sorted(names.required & namespace.keys())
-    error = launch.cannot_be_sent({f"the notebook's {name!r}": namespace[name] for name in required})
-    if error:
+    required = {name: namespace[name] for name in sorted(names.required & namespace.keys())}
+    optional = {name: namespace[name] for name in sorted(names.optional & namespace.keys())}
+
+    error = launch.cannot_be_sent({f"the notebook's {name!r}": value for name, value in required.items()})
+    if error is not None:
         raise error
-    sent = {name: namespace[name] for name in required}
-    for name in sorted(names.optional & namespace.keys()):
-        if not launch.cannot_be_sent({name: namespace[name]}):
-            sent[name] = namespace[name]
+    sent = dict(required)
+    for name, value in optional.items():
+        can_be_sent = launch.cannot_be_sent({name: value}) is None
+        if can_be_sent:
+            sent[name] = value
     return sent
 
 
 def free_names(cell: str) -> FreeNames:
-    """The names that a cell's body may read from the notebook. Raises LaunchError where it is not plain Python."""
+    """The names that a cell's body may read from the notebook, because it does not bind them itself before.
+
+    Raises LaunchError where the body is not plain Python. The statements are looked at in their order: what a block
+    such as ``if`` binds may be bound after it, and what a plain statement binds certainly is.
+    """
     try:
         statements = split(cell)
     except SyntaxError as error:
@@ -96,46 +106,50 @@ def free_names(cell: str) -> FreeNames:
             f"line {error.lineno} of the cell is not Python ({error.msg}): {line}\n"
             "Correct it; a magic or a shell command belongs in a cell of its own."
         ) from None
-    bound = {*OF_EACH_RANK}
-    perhaps_bound: set[str] = set()
     bound_anywhere: set[str] = set()
-    read: set[str] = set()
-    read_first: set[str] = set()
+    # Of the statements so far:
+    bound = {*OF_EACH_RANK}  # certainly
+    perhaps_bound: set[str] = set()  # by a block or in a function
+    read: set[str] = set()  # by a statement, or by a function's body, before the name is certainly bound
+    read_first: set[str] = set()  # when a statement itself runs, before anything may have bound the name
     for statement in statements:
         bound_anywhere |= statement.binds
         read |= statement.reads - bound
         if hasattr(statement.node, "body"):
             perhaps_bound |= statement.binds
         read_first |= statement.needs - bound - perhaps_bound
-        if isinstance(statement.node, DEFINITION):  # when it is called, it may bind others by `global`
-            bound.add(statement.node.name)
+        if isinstance(statement.node, DEFINITION):
+            bound.add(statement.node.name)  # its other bindings come by `global`, and not before it is called
         elif not isinstance(statement.node, MAY_NOT_RUN):
             bound |= statement.binds
-    optional = read & bound_anywhere - read_first
+    optional = (read & bound_anywhere) - read_first
     return FreeNames(required=read - optional, optional=optional)
 
 
 def run_body(cell: str, names: dict[str, Any]) -> Any:
-    """In a rank: run the body with these names; print the value of a last expression and return it."""
+    """In a rank: run a cell's body with these variables of the notebook.
+
+    If its last statement is an expression, its value is printed, as in a notebook, and returned; otherwise None is.
+    """
     import torch.distributed as dist
 
     scope = {
         "__name__": "__main__",
         **names,
         "rank": dist.get_rank(),
-        "local_rank": dist.get_rank(),
+        "local_rank": dist.get_rank(),  # all ranks of launch are on one machine
         "world_size": dist.get_world_size(),
     }
     module = ast.parse(cell, SOURCE)
-    value = None
-    last = None
-    if module.body:
-        last = module.body[-1]
-    if isinstance(last, ast.Expr):
-        module.body.pop()
+    last_statement = module.body[-1] if module.body else None
+    last_expression = None
+    if isinstance(last_statement, ast.Expr):
+        del module.body[-1]
+        last_expression = ast.Expression(last_statement.value)
     exec(compile(module, SOURCE, "exec"), scope)
-    if isinstance(last, ast.Expr):
-        value = eval(compile(ast.Expression(last.value), SOURCE, "eval"), scope)
+    if last_expression is None:
+        return None
+    value = eval(compile(last_expression, SOURCE, "eval"), scope)
     if value is not None:
         print(repr(value))
     return value

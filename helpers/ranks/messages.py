@@ -1,6 +1,5 @@
 """What a reader sees of ranks: their output, folded, and the errors that name the rank, the line and the cause."""
 
-import contextlib
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -44,11 +43,17 @@ class RankError(RuntimeError):
 
 
 def first_failure(failures: dict[int, Failure], out_of_memory: bool) -> RankError:
-    """The RankError for the failure that came first, which names all ranks that failed in the same way.
+    """The RankError about the failure that came first, such as ``ranks 0-1 failed: ValueError: no data``.
 
-    A rank that lost its connection to a peer (``echo``) may report before the peer that caused it, so it comes last.
+    ``failures`` is {rank: its failure}. The message names all ranks that failed in the same way, and the error carries
+    every rank's traceback. ``out_of_memory`` says whether Linux killed a process because memory ran out.
     """
-    first = min(failures, key=lambda rank: (failures[rank].echo, failures[rank].when))
+
+    def causes_first(rank: int) -> tuple[bool, float]:
+        # A rank that lost its connection to a peer (``echo``) may report before the peer that caused it.
+        return failures[rank].echo, failures[rank].when
+
+    first = min(failures, key=causes_first)
     alike = [rank for rank in sorted(failures) if are_alike(rank, failures[rank], first, failures[first])]
     cause = failures[alike[0]]
     what = cause.what.split("\n")[0]  # the traceback has the other lines
@@ -65,30 +70,35 @@ def first_failure(failures: dict[int, Failure], out_of_memory: bool) -> RankErro
     if cause.where:
         message += f"\n  at {cause.where}"
     texts = {rank: failure.traceback or failure.what for rank, failure in failures.items()}
-    return RankError(message, alike[0], texts)
+    return RankError(message, rank=alike[0], failures=texts)
 
 
 def are_alike(rank: int, failure: Failure, other_rank: int, other: Failure) -> bool:
-    """Whether two ranks failed in the same way at the same line, but for the rank that torch puts into its messages."""
+    """Whether two ranks failed in the same way at the same line.
+
+    Some messages of torch name the rank that raises them, so a rank's own number does not count as a difference.
+    """
     what = re.sub(rf"\brank {rank}\b", "rank", failure.what)
     other_what = re.sub(rf"\brank {other_rank}\b", "rank", other.what)
     return what == other_what and failure.where == other.where
 
 
 def hang(lines: dict[int, str], finished: Collection[int], timeout: float) -> RankError:
-    """The RankError for a timeout: it says which ranks have finished, and in which line each of the others was.
+    """The RankError about a timeout: it says which ranks have finished, and in which line each of the others was.
 
-    ``lines`` is {rank: its line}. ``finished`` has the numbers of the ranks that have returned.
+    ``lines`` is {rank: its line}, of all ranks. ``finished`` has the numbers of the ranks that have returned.
     """
     states = {}
+    hung = {}
     for rank, line in sorted(lines.items()):
-        states[rank] = f"at {line}"
         if rank in finished:
             states[rank] = "finished"
+        else:
+            states[rank] = f"at {line}"
+            hung[rank] = states[rank]
     message = f"{len(states) - len(finished)} of {len(states)} ranks still ran after timeout={timeout:g} s:"
     for group in by_line(states):
         message += f"\n  {group}"
-    hung = {rank: state for rank, state in states.items() if rank not in finished}
     return RankError(message, rank=None, failures=hung)
 
 
@@ -107,22 +117,25 @@ def ranks_by_line(lines: Mapping[int, str]) -> dict[str, list[int]]:
 
 def count_oom_kills() -> int:
     """How many processes Linux has killed since its start because memory ran out; 0 on other systems."""
-    with contextlib.suppress(OSError):
-        count = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
-        if count:
-            return int(count[1])
-    return 0
+    try:
+        statistics = Path("/proc/vmstat").read_text()
+    except OSError:
+        return 0
+    count = re.search(r"^oom_kill (\d+)", statistics, re.MULTILINE)
+    if count is None:
+        return 0
+    return int(count[1])
 
 
 def fold(outputs: list[str]) -> Iterator[str]:
-    """Merge the ranks' outputs, and yield their lines with labels: ``[ranks 0-3] step 1``.
+    """Merge what the ranks printed, and yield the lines with labels: ``[ranks 0-3] step 1``.
 
-    Each rank's lines keep their order. A line that several ranks print is yielded once with all of them, if the order
-    of the other lines allows it.
+    ``outputs`` has each rank's text. Each rank's lines keep their order. A line that several ranks print is yielded
+    once with all of them, if the order of the other lines allows it.
     """
     lines = [split_lines(output) for output in outputs]
-    remaining = [Counter(lines_of_rank) for lines_of_rank in lines]  # how often each rank has yet to print a line
     position = [0] * len(lines)  # of each rank's next line
+    remaining = [Counter(lines_of_rank) for lines_of_rank in lines]  # how often each rank has yet to print a line
     while True:
         unfinished = [rank for rank in range(len(lines)) if position[rank] < len(lines[rank])]
         if not unfinished:
@@ -137,21 +150,24 @@ def fold(outputs: list[str]) -> Iterator[str]:
 
 
 def split_lines(output: str) -> list[str]:
-    """The lines of an output; str.splitlines would also cut at a form feed."""
+    """The lines of an output. Only a newline ends a line here; str.splitlines would also cut at a form feed."""
     if not output:
         return []
     return output.removesuffix("\n").split("\n")
 
 
 def choose_line(next_lines: Mapping[int, str], remaining: Sequence[Counter[str]]) -> str:
-    """Which line of {rank: its next line} to show next: the first one that no other rank prints only later.
+    """Which line of {rank: its next line} to show next.
 
-    If another rank prints every one of them later, it is the first rank's line. ``remaining`` has, for each rank, how
-    often it has yet to print a line.
+    It is best to wait with a line that another rank prints too, but only after other lines, because the line is then
+    shown once for both. So the first line is taken for which this is not so, or else the first rank's line.
+    ``remaining`` has {line: how often the rank still prints it} for each rank.
     """
     for line in next_lines.values():
-        comes_later = any(other != line and remaining[rank][line] > 0 for rank, other in next_lines.items())
-        if not comes_later:
+        ranks_that_print_it_later = [
+            rank for rank, next_line in next_lines.items() if next_line != line and remaining[rank][line] > 0
+        ]
+        if not ranks_that_print_it_later:
             return line
     return next(iter(next_lines.values()))
 

@@ -10,6 +10,8 @@ from typing import Any
 import cloudpickle
 
 OPERATORS = ("_OpNamespace", "OpOverloadPacket", "OpOverload")  # torch.ops.aten, torch.ops.aten.add and its .Tensor
+# cloudpickle rebuilds a class by _make_skeleton_class(type, name, bases, attributes, …): here are the attributes.
+ATTRIBUTES_OF_CLASS = 3
 
 
 class Pickler(cloudpickle.Pickler):
@@ -20,17 +22,28 @@ class Pickler(cloudpickle.Pickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """How an object is rebuilt, as (function, arguments); NotImplemented leaves it to pickle."""
-        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
-            return importlib.import_module, (obj.__name__,)
-        if type(obj).__module__ == "torch._ops" and type(obj).__name__ in OPERATORS:
-            return operator.attrgetter(path_in_torch_ops(obj)), (sys.modules["torch.ops"],)
+        """How pickle should send an object: a tuple that begins with a function and the arguments that rebuild it.
+
+        pickle calls this for each object that it comes to. NotImplemented leaves the object to pickle itself.
+        """
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+            is_imported = sys.modules.get(obj.__name__) is obj
+            if is_imported:
+                return importlib.import_module, (obj.__name__,)
+
+        is_operator = type(obj).__module__ == "torch._ops" and type(obj).__name__ in OPERATORS
+        if is_operator:
+            get_operator = operator.attrgetter(path_in_torch_ops(obj))
+            return get_operator, (sys.modules["torch.ops"],)
+
         reduced = super().reducer_override(obj)
         has_slots = isinstance(obj, type) and "__slots__" in vars(obj)
-        is_sent_by_value = isinstance(reduced, tuple) and len(reduced[1]) > 3  # a class of a notebook, not an import
-        if has_slots and is_sent_by_value:
-            attributes_of_copy = reduced[1][3]  # cloudpickle leaves __slots__ out of them
-            attributes_of_copy["__slots__"] = vars(obj)["__slots__"]
+        if has_slots and isinstance(reduced, tuple):
+            arguments = reduced[1]
+            # A class of a notebook is sent by value, and cloudpickle leaves __slots__ out of its attributes. A class of
+            # a module is sent by its name, with fewer arguments.
+            if len(arguments) > ATTRIBUTES_OF_CLASS:
+                arguments[ATTRIBUTES_OF_CLASS]["__slots__"] = vars(obj)["__slots__"]
         return reduced
 
 

@@ -13,11 +13,14 @@ if sys.platform == "darwin":
 
 @contextlib.contextmanager
 def hold_port() -> Iterator[int]:
-    """A context that reserves a port of the loopback interface for a store, and gives the port's number.
+    """A context in which a port of the loopback interface is reserved for a store that starts later; gives its number.
 
-    Its socket is bound and does not listen: a store still can, because both set SO_REUSEADDR, and nobody else gets it.
+    While the context's socket is bound to the port, the system gives the port to no other program that asks for a free
+    one. The store can still listen there, because this socket does not listen, and because both set SO_REUSEADDR.
     """
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
+    with socket.socket() as bound_socket:
+        bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        any_free_port = 0
+        bound_socket.bind(("127.0.0.1", any_free_port))
+        _, port = bound_socket.getsockname()
+        yield port

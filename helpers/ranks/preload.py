@@ -1,6 +1,7 @@
 """The forkserver imports this module once, so that the ranks that it forks have torch imported already.
 
-So it does what many cells use in ranks. Constructors of ``torch.optim`` import torch._dynamo: as slow as torch itself.
+It also imports the parts of torch that many cells use in their ranks. torch._dynamo is among them, because each
+optimizer of ``torch.optim`` imports it when it is built, which takes as long as torch itself.
 """
 
 import atexit
@@ -14,10 +15,14 @@ from pathlib import Path
 
 
 def tidy_up(folder: str) -> None:
-    """End the ranks of a kernel that was killed, and remove its files."""
+    """End the ranks that a kernel has left when it was killed, and remove its files from the folder.
+
+    Each rank has written its process id, which is also that of its process group, to a file ``pid<rank>``.
+    """
     for file in Path(folder).glob("*/pid*"):
-        with contextlib.suppress(OSError, ValueError):
-            os.killpg(int(file.read_text()), signal.SIGKILL)
+        with contextlib.suppress(OSError, ValueError):  # the rank is gone, or its file is not complete
+            process_group = int(file.read_text())
+            os.killpg(process_group, signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # the interpreter's own end would take 0.7 s, to free all that is imported here
 

@@ -34,28 +34,29 @@ def start(command: Sequence[str], **options: Any) -> psutil.Popen:
 def fork(work: Callable[[], object]) -> psutil.Process:
     """Fork this process; the new one calls ``work()`` and exits, with status 1 if that raised and 0 if it returned.
 
-    The new process has imported what this one has. It leads a session of its own, and handles signals as a program does
-    that has just been started.
+    The new process begins quickly, because it has imported already what this one has. It leads a session of its own, so
+    that a Ctrl-C at the terminal does not reach it, and it handles signals as a program does that has just started.
     """
     sys.stdout.flush()  # otherwise both processes would write what is still in the buffers
     sys.stderr.flush()
     leave = os._exit  # kept here, because ``work`` may replace os._exit
     # The new process begins with this one's handlers, which would end the other ranks. So signals wait until it has
     # handlers of its own.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     pid = os.fork()
-    if pid == 0:
+    is_new_process = pid == 0
+    if is_new_process:
         try:
             os.setsid()
             for number in RESET:
                 signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # it raises KeyboardInterrupt
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
             work()
             leave(0)
         finally:
-            leave(1)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            leave(1)  # reached if ``work`` raised, because the leave(0) above does not return
+    signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
     return psutil.Process(pid)
 
 
@@ -65,11 +66,12 @@ def wait(
     stop_at_failure: bool = False,
     watch: Callable[[Mapping[int, int]], None] = lambda statuses: None,
 ) -> dict[int, int]:
-    """Wait for ``timeout`` seconds at most, and return {index: exit status} of the processes that have ended.
+    """Wait until the processes have ended, but not longer than ``timeout`` seconds; return how they ended.
 
-    A process that a signal has killed has the status -signal. The wait is over when all processes have ended; with
-    ``stop_at_failure``, as soon as one has another status than 0. Meanwhile ``watch`` is called, several times a
-    second, with the statuses so far.
+    Returns {the process's place in the list: its exit status}, without the processes that still run. The status is the
+    signal's number with a minus for a process that a signal has killed. With ``stop_at_failure`` the wait is over as
+    soon as one process has another status than 0. ``watch`` is called several times a second while this function waits,
+    with the statuses so far.
     """
     statuses: dict[int, int] = {}
     deadline = time.monotonic() + timeout
@@ -85,7 +87,7 @@ def wait(
 
 
 def with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """The processes that still run, and all that they have started."""
+    """The processes, without those that have ended, and all processes that they have started, and these, and so on."""
     family = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -101,17 +103,21 @@ def end(processes: Iterable[psutil.Process], grace: float = GRACE) -> None:
     running = with_descendants(processes)
     if grace > 0:
         # All of them are paused until all have got SIGTERM: a rank that saw another one end would print a traceback.
-        for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
-            send(number, running)
+        send(signal.SIGSTOP, running)
+        send(signal.SIGTERM, running)
+        send(signal.SIGCONT, running)
         _, running = psutil.wait_procs(running, timeout=grace)
     send(signal.SIGKILL, running)
-    psutil.wait_procs(running, timeout=GRACE)
+    psutil.wait_procs(running, timeout=GRACE)  # so that no child of this process stays behind as a zombie
 
 
 def send(number: signal.Signals, processes: Iterable[psutil.Process]) -> None:
-    """Send a signal to processes and to the process groups that they lead, as torchrun's ranks do."""
+    """Send a signal to each process, and to the process group that it leads, if it leads one, as torchrun's ranks do.
+
+    The group may have processes whose parent has ended, so that ``with_descendants`` does not find them.
+    """
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it leads no group
             os.killpg(process.pid, number)

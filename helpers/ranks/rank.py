@@ -15,9 +15,10 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum, auto
 from multiprocessing import connection, forkserver, parent_process
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ TORCHRUN_VARIABLES = {
     "MASTER_ADDR": "127.0.0.1",
 }
 
-# What gloo and NCCL say where a peer has ended.
+# What gloo and NCCL say on a rank whose peer has ended.
 LOST_CONNECTION = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -70,6 +71,16 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What each rank of one ``launch`` has to do. It is pickled, so that it can be carried to the ranks."""
+
+    function: Callable[..., Any]
+    added: list[str]  # the environment variables with the arguments that each rank adds before ``args``
+    args: tuple[Any, ...]
+    sources: dict[str, Any]  # linecache's entries for the notebook's cells, so that a traceback shows their lines
+
+
+@dataclass(frozen=True)
 class Failure:
     """How one rank failed, as the rank itself or the launcher saw it."""
 
@@ -82,7 +93,12 @@ class Failure:
 
 
 def rank_main(pipe: connection.Connection, rank: int, call: Call) -> None:
-    """The whole life of a rank: it writes its result or its Failure to a file, and says through the pipe which."""
+    """The whole life of a rank, in a process that the forkserver has just forked.
+
+    The rank sends MET through the pipe when it has met its peers. Later it writes its function's result, or the Failure
+    that describes its error, to the file ``report<rank>`` in the call's folder, and sends RETURNED or RAISED. Then it
+    waits until the launcher ends the process.
+    """
     folder = call.folder
     os.setsid()  # Ctrl-C reaches the launcher alone, and one signal to this group ends all that the rank starts
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -93,17 +109,20 @@ def rank_main(pipe: connection.Connection, rank: int, call: Call) -> None:
     multiprocessing.set_start_method(start_method, force=True)
     threading.Thread(target=end_with_parent, daemon=True).start()
     (folder / f"pid{rank}").write_text(str(os.getpid()))  # the forkserver reads it if a rank that holds the GIL is left
+    # The forkserver ends when no process has this pipe open any more. With the copy that the rank has inherited, the
+    # forkserver would not notice the launcher's end.
     alive = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
-    os.close(alive)  # open, it would hide the launcher's end
+    os.close(alive)
     write_output_to(folder / f"output{rank}")
+    # At the timeout faulthandler writes to this file where the rank is, for the launcher's error message. A signal
+    # would need a handler, which belongs to the reader's code. faulthandler needs none, and works without the GIL.
     stacks = open(folder / f"stack{rank}", "w")
+    faulthandler.dump_traceback_later(MEET_WITHIN + call.timeout, file=stacks)
 
     def all_have_met() -> None:
-        # A signal would need a handler, and handlers belong to the reader. faulthandler also works without the GIL.
-        faulthandler.dump_traceback_later(call.timeout, file=stacks)
+        faulthandler.dump_traceback_later(call.timeout, file=stacks)  # the timeout counts from now on
         os.write(pipe.fileno(), MET)
 
-    faulthandler.dump_traceback_later(MEET_WITHIN + call.timeout, file=stacks)
     report = folder / f"report{rank}"
     try:
         report.write_bytes(run(rank, call, all_have_met))
@@ -127,15 +146,22 @@ def write_output_to(path: Path) -> None:
 
 
 def end_with_parent() -> None:
-    """End this rank and all that it started as soon as the process that called ``launch`` is gone."""
+    """Wait until the process that called ``launch`` is gone; then kill this rank and all that it has started.
+
+    A thread of the rank does this, so that a notebook's kernel that is killed leaves no ranks behind.
+    """
     parent = parent_process()
-    if parent:
+    if parent is not None:
         connection.wait([parent.sentinel])
-    os.killpg(0, signal.SIGKILL)
+    own_group = 0  # as killpg understands it
+    os.killpg(own_group, signal.SIGKILL)
 
 
 def rank_variables(rank: int, local_size: int, nodes: int = 1) -> dict[str, str]:
-    """The variables that torchrun sets to the numbers of a rank, on nodes of ``local_size`` ranks."""
+    """The environment variables with which torchrun tells a rank its numbers, on nodes of ``local_size`` ranks each.
+
+    torchrun calls a node's number GROUP_RANK. Its roles divide ranks by their tasks; without them all have one role.
+    """
     node, local_rank = divmod(rank, local_size)
     world_size = local_size * nodes
     return {
@@ -158,7 +184,10 @@ def usable_cores() -> int:
 
 
 def run(rank: int, call: Call, all_have_met: Callable[[], None]) -> bytes:
-    """Start the process group, call ``all_have_met``, then the function in the folder; return its pickled result."""
+    """Start the process group, call ``all_have_met``, then do the Work in the call's folder; return the pickled result.
+
+    Raises what the function of the Work raises, and TypeError for a result that cannot be pickled.
+    """
     os.environ.clear()  # the forkserver has the variables of its own start, which may be old
     os.environ.update(call.environment, **rank_variables(rank, call.world_size))
     import torch
@@ -185,16 +214,15 @@ def run(rank: int, call: Call, all_have_met: Callable[[], None]) -> bytes:
     share_group()  # before the function is read, which may hold the two functions that this replaces
     from helpers.ranks import pickler  # here: whoever imports this file on a cluster does without cloudpickle
 
-    fn, variables, args, sources = pickle.loads((call.folder / "call").read_bytes())
-    linecache.cache.update(sources)  # so that a traceback shows the notebook's lines
-    first_args = [int(os.environ[variable]) for variable in variables]
+    work: Work = pickle.loads((call.folder / "call").read_bytes())
+    linecache.cache.update(work.sources)
     if call.check:
         from helpers.training_check import check_training  # here, because it imports much of torch
 
         with check_training():
-            result = fn(*first_args, *args)
+            result = call_function(work)
     else:
-        result = fn(*first_args, *args)
+        result = call_function(work)
     if device is not None:
         wait_for_gpu(device)
     try:
@@ -206,10 +234,18 @@ def run(rank: int, call: Call, all_have_met: Callable[[], None]) -> bytes:
         ) from None
 
 
-def draw_own_numbers() -> None:
-    """Seed this forked rank at random, because with its parent's random state all ranks would draw the same numbers.
+def call_function(work: Work) -> Any:
+    """Call the reader's function, with the arguments that this rank adds before the given ones."""
+    added_args = [int(os.environ[variable]) for variable in work.added]
+    return work.function(*added_args, *work.args)
 
-    Under torchrun they differ. Python's random module takes care of that itself.
+
+def draw_own_numbers() -> None:
+    """Seed this rank's random generators, so that it does not draw the same numbers as the other ranks.
+
+    Ranks that are forked have their parent's random state. Under torchrun, where each rank is a program of its own, a
+    generator that nobody seeds is different on each rank; so a forked rank gets a random seed, too. Python's ``random``
+    needs none, because Python itself seeds it anew after a fork.
     """
     import torch
 
@@ -242,65 +278,75 @@ def wait_for_gpu(device: Any) -> None:
     torch.cuda.synchronize(device)
 
 
-@dataclass
-class GroupUse:
-    """What the function of a rank has done with the process group that launch started.
+class GroupState(Enum):
+    """What the function of a rank has done with the process group that launch had started before it."""
 
-    This record and the functions below hold no reference to the group: gloo closes the group's connections only when
-    the last reference to it is gone.
-    """
-
-    is_shared: bool = False  # the function called init_process_group, and was given the group of launch
-    has_ended: bool = False  # the function destroyed the group of launch, so it makes its own groups from then on
+    NOT_ASKED_FOR = auto()  # nothing yet
+    IN_USE = auto()  # it called init_process_group, which gave it the group of launch
+    DESTROYED = auto()  # it destroyed the group of launch, so that it may start groups of its own
 
 
 def share_group() -> None:
-    """Replace torch's functions that start and end the default group, because launch has started a group already.
+    """Let a function that was written for torchrun, and so starts its process group itself, run in a rank of launch.
 
-    A function that was written for torchrun starts a group itself, for which torch would raise an error here. So its
-    first ``init_process_group`` makes no group: it checks that the function asks for a group like the one that runs,
-    and raises ValueError if not. The ``destroy_process_group`` that belongs to it leaves the group running. All other
-    calls are torch's: a second start raises its error, and an end without a start ends the group of launch.
+    launch has started the default group already, and torch would raise an error for a second one. So this replaces two
+    functions of torch. What each does depends on the state:
+
+    - Not asked for: ``init_process_group`` makes no group, but checks that the function asks for one like that of
+      launch (ValueError if not), which is then in use. ``destroy_process_group`` really destroys the group of launch.
+    - In use: ``init_process_group`` is torch's, which raises its error for a second start. ``destroy_process_group``
+      leaves the group running for launch, and the group counts as not asked for again.
+    - Destroyed: both are torch's.
     """
     import torch.distributed as dist
 
     torch_init = dist.init_process_group
     torch_destroy = dist.destroy_process_group
     actual = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    use = GroupUse()
+    # The two functions hold no reference to the group itself: gloo closes a group's connections only when the last
+    # reference to it is gone.
+    state = GroupState.NOT_ASKED_FOR
 
     @functools.wraps(torch_init)
     def init_process_group(*args: Any, **options: Any) -> None:
-        if use.is_shared or use.has_ended:
+        nonlocal state
+        if state is GroupState.NOT_ASKED_FOR:
+            requested = inspect.signature(torch_init).bind(*args, **options).arguments
+            check_group(requested, actual)
+            state = GroupState.IN_USE
+        else:
             torch_init(*args, **options)
-            return
-        requested = inspect.signature(torch_init).bind(*args, **options).arguments
-        check_group(requested, actual)
-        use.is_shared = True
 
     @functools.wraps(torch_destroy)
     def destroy_process_group(group: Any = None) -> None:
+        nonlocal state
         is_default_group = group is None or group is dist.group.WORLD
-        if is_default_group and use.is_shared:
-            use.is_shared = False
-            return
-        if is_default_group:
-            use.has_ended = True
-        torch_destroy(group)
+        if not is_default_group:
+            torch_destroy(group)
+        elif state is GroupState.IN_USE:
+            state = GroupState.NOT_ASKED_FOR
+        else:
+            state = GroupState.DESTROYED
+            torch_destroy(group)
 
-    # cloudpickle reads what a notebook took by `from torch.distributed import ...` from the module that defines it.
+    # Both modules, because a notebook may have taken the functions by `from torch.distributed import ...`: cloudpickle
+    # sends such a function by the name of the module that defines it, distributed_c10d.
     for module in (dist, dist.distributed_c10d):
         module.init_process_group = init_process_group
         module.destroy_process_group = destroy_process_group
 
 
 def check_group(requested: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
-    """Raise ValueError where the arguments of ``init_process_group`` ask for another group than the one that runs."""
+    """Raise ValueError where the arguments of ``init_process_group`` ask for another group than the one that runs.
+
+    ``requested`` are these arguments by name. ``actual`` has the backend, the rank and the world size of the group.
+    """
     for name, value in actual.items():
         given = requested.get(name)
         if given is None or given == -1:  # the defaults, with which torch asks the environment variables
             continue
-        if str(value) in re.split("[:,]", str(given)):  # a backend may be one of several: "cpu:gloo,cuda:nccl"
+        alternatives = re.split("[:,]", str(given))  # a backend may be one of several: "cpu:gloo,cuda:nccl"
+        if str(value) in alternatives:
             continue
         advice = f"leave {name} out"
         if "nccl" in str(given):
@@ -311,34 +357,67 @@ def check_group(requested: Mapping[str, Any], actual: Mapping[str, Any]) -> None
 
 
 def describe(error: BaseException) -> Failure:
-    """The Failure that describes an exception."""
-    story = traceback.TracebackException.from_exception(error)
-    frames = [frame for frame in story.stack if not is_launchers(frame)]
-    own_frames = [frame for frame in frames if not is_library(frame.filename)]
-    where = ""
-    if own_frames:
-        where = describe_line(own_frames[-1])
-    elif frames:
-        where = describe_line(frames[-1])
-    chain = [story]  # the exception, what caused it, and what it was raised beside
-    for link in chain:  # the list grows meanwhile
-        chain += [cause for cause in (link.__cause__, link.__context__) if cause]
+    """The Failure that describes an exception of the reader's function, for the launcher's error message.
+
+    Its traceback is the one that Python would print, without the frames of this folder at its beginning, and with files
+    named so that the text is the same on every machine.
+    """
+    formatter = traceback.TracebackException.from_exception(error)
+    where = innermost_line(formatter.stack)
+    chain = linked_exceptions(formatter)
+    for link in chain:
         while len(link.stack) > 1 and is_launchers(link.stack[0]):
-            link.stack.pop(0)  # a reader does not look for the launcher's frames
-    text = "".join(story.format())
-    for file in {frame.filename for link in chain for frame in link.stack}:
+            del link.stack[0]
+    text = "".join(formatter.format())
+    files = {frame.filename for link in chain for frame in link.stack}
+    for file in files:
         text = text.replace(f'File "{file}"', f'File "{short_name(file)}"')
     return Failure(
         when=time.monotonic(),
-        what="".join(story.format_exception_only()).strip(),
+        what="".join(formatter.format_exception_only()).strip(),
         where=where,
         traceback=text,
-        echo=any(words in str(link) for link in chain for words in LOST_CONNECTION),
+        echo=any(is_lost_connection(str(link)) for link in chain),
     )
 
 
+def innermost_line(stack: Iterable[traceback.FrameSummary]) -> str:
+    """The innermost line of the reader's code in a stack, in words; else that of a library, or "" if there is none."""
+    innermost = None
+    innermost_of_reader = None
+    for frame in stack:  # the outermost frame comes first
+        if is_launchers(frame):
+            continue
+        innermost = frame
+        if not is_library(frame.filename):
+            innermost_of_reader = frame
+    if innermost_of_reader is not None:
+        return describe_line(innermost_of_reader)
+    if innermost is not None:
+        return describe_line(innermost)
+    return ""
+
+
+def linked_exceptions(last: traceback.TracebackException) -> list[traceback.TracebackException]:
+    """An exception, those that it was raised from or while handling, those from which these came, and so on."""
+    found = []
+    to_follow = [last]
+    while to_follow:
+        exception = to_follow.pop()
+        found.append(exception)
+        for earlier in (exception.__cause__, exception.__context__):
+            if earlier is not None:
+                to_follow.append(earlier)
+    return found
+
+
+def is_lost_connection(message: str) -> bool:
+    """Whether an error's message says that a peer closed its connection, as a peer does that has ended."""
+    return any(words in message for words in LOST_CONNECTION)
+
+
 def is_launchers(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame is of this folder."""
+    """Whether a frame is of a file in this folder, which launches the reader's function."""
     return os.path.dirname(frame.filename) == os.path.dirname(__file__)
 
 
@@ -354,12 +433,15 @@ def describe_line(frame: traceback.FrameSummary) -> str:
 
 
 def short_name(filename: str) -> str:
-    """A file's name without a machine's folders and a kernel's process id, so that a page can show it."""
+    """A file's name without a machine's folders and a kernel's process id, so that a page can show it.
+
+    It is relative to the folder of the installed packages or to the current one; a cell is a "notebook cell".
+    """
     if filename.startswith("<") or "ipykernel_" in filename:
         return NOTEBOOK
     for folder in (*LIBRARIES, os.getcwd()):
         if filename.startswith(folder + os.sep):
-            return filename[len(folder) + 1 :]
+            return filename.removeprefix(folder + os.sep)
     return os.path.basename(filename)
 
 

@@ -35,12 +35,12 @@ def folder_until_a_signal() -> Iterator[str]:
     # Not a TemporaryDirectory: each rank that is forked would remove it at its own end.
     folder = tempfile.mkdtemp()
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        for other in signals:
-            signal.signal(other, signal.SIG_IGN)  # a second Ctrl-C must not interrupt this handler
+    def end_at_signal(number: int, frame: FrameType | None) -> None:
+        for handled in signals:
+            signal.signal(handled, signal.SIG_IGN)  # a second Ctrl-C must not interrupt this handler
         end_command(folder)
 
-    old_handlers = {number: signal.signal(number, stop) for number in signals}
+    old_handlers = {number: signal.signal(number, end_at_signal) for number in signals}
     try:
         yield folder
     finally:
@@ -50,7 +50,7 @@ def folder_until_a_signal() -> Iterator[str]:
 
 
 def end_command(folder: str) -> NoReturn:
-    """End all processes that this one started, remove the folder, and exit."""
+    """End all processes that this one started, remove the folder, say so, and exit with the status of an interrupt."""
     try:
         processes.end(psutil.Process().children())
         shutil.rmtree(folder, ignore_errors=True)
@@ -61,18 +61,20 @@ def end_command(folder: str) -> NoReturn:
 
 
 def set_defaults(nproc: int) -> None:
-    """Set, unless they are set, the threads of each of ``nproc`` ranks and the network interface of gloo, the loopback.
+    """Set the environment variables that ``nproc`` ranks on this machine need, unless the user has set them.
 
-    torch reads OMP_NUM_THREADS when it is imported, so this comes before.
+    The ranks share the cores, and gloo stays on the loopback interface. torch reads OMP_NUM_THREADS when it is
+    imported, so this is called before.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
+    threads = max(1, usable_cores() // nproc)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
 
 
 def run(script: Path, nproc: int, flags: Sequence[str]) -> int:
-    """Run a script on ``nproc`` ranks, and return the command's exit status: 0, or 1 if a rank failed.
+    """Run a script with these flags under torchrun, on ``nproc`` ranks of this machine.
 
-    torchrun writes its logs into the script's folder.
+    Returns the command's exit status: 0, or 1 if a rank failed. torchrun writes its logs into the script's folder.
     """
     set_defaults(nproc)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -42,8 +42,8 @@ class CheckpointError(RuntimeError):
 class HashedFile(io.BufferedWriter):
     """A new file at ``path``, hashed while it is written and synced when closed.
 
-    In a checkpoint's folder its length and hash go into the manifest. They stand there
-    under ``final_name``, to which the file will be renamed.
+    If the file is in the folder of a new checkpoint, its length and hash are noted in
+    UNFINISHED for the manifest, under ``final_name``, to which it will be renamed.
     """
 
     def __init__(self, path: Path, final_name: str) -> None:
@@ -57,6 +57,7 @@ class HashedFile(io.BufferedWriter):
         return super().write(data)
 
     def close(self) -> None:
+        """Sync the file to the disk, and note its length and hash for the manifest."""
         if self.closed:
             return
         try:
@@ -97,13 +98,18 @@ def save_file(state: Any, path: str | Path) -> None:
 
 
 def load_file(path: str | Path) -> Any:
-    """What ``save_file`` wrote: tensors on the CPU, mapped. Executes nothing."""
+    """What ``save_file`` wrote, with its tensors on the CPU.
+
+    A file cannot make this execute code, and tensors are read when they are used.
+    Raises CheckpointError for a file that is missing or damaged, or asks for code.
+    """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         problem = "is missing"
     except Exception as error:  # damaged bytes can raise anything
         problem = "is damaged"
+        # torch names the function that a pickled file wants to have called.
         code = re.search(r"GLOBAL (\S+)", str(error))
         if code is not None:
             problem = f"asks for {code[1]}, which was not executed"
@@ -118,11 +124,11 @@ def load_file(path: str | Path) -> Any:
 def new_checkpoint(
     folder: str | Path, step: int, keep: int = 3, group: ProcessGroup | None = None
 ) -> Iterator[Path]:
-    """Gives a folder to write to, on every rank. The block's end makes it a checkpoint.
+    """A context that gives a folder to write to, which its end makes a checkpoint.
 
-    The newest ``keep`` checkpoints stay, or all if it is 0.
-    If one rank's disk fails, all ranks raise at the block's end. Until then the other
-    ranks go on, so a collective in the block has to come before the first file.
+    Enter it on every rank. The newest ``keep`` checkpoints stay, or all if it is 0.
+    If one rank's disk fails, all ranks raise CheckpointError at the end. Until then the
+    other ranks go on, so a collective in here has to come before the first file.
     """
     path = Path(folder, f".step_{step:08}.tmp")
     UNFINISHED[path] = {}
@@ -134,7 +140,7 @@ def new_checkpoint(
         except (OSError, RuntimeError) as error:  # torch.save turns OSError into it
             # It is not raised yet: the other ranks wait for this one in gathered().
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        failures = gathered(failure, group)
+        failures = gathered(failure, group)  # of each rank, None where all went well
         written = gathered(UNFINISHED[path], group)
         on_rank0(put_in_place, path, failures, written, keep, group=group)
     finally:
@@ -142,7 +148,7 @@ def new_checkpoint(
 
 
 def gathered(value: Any, group: ProcessGroup | None) -> list:
-    """The values of all ranks, on every rank."""
+    """Give every rank the values of all ranks, in the order of ranks."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -151,7 +157,10 @@ def gathered(value: Any, group: ProcessGroup | None) -> list:
 
 
 def on_rank0(function: Callable, *args: Any, group: ProcessGroup | None = None) -> Any:
-    """Call a function on rank 0; return its result or raise its error on every rank."""
+    """Call a function on rank 0; return its result or raise its error on every rank.
+
+    So all ranks decide alike, even if they would see the disk at different moments.
+    """
     result, error = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -169,14 +178,15 @@ def on_rank0(function: Callable, *args: Any, group: ProcessGroup | None = None) 
 
 
 def make_temporary(path: Path, step: int) -> None:
-    """Make the folder of a new checkpoint, and remove what killed runs left.
+    """Make the temporary folder of a new checkpoint, and remove what killed runs left.
 
     A damaged checkpoint of this step or a later one is removed, because the run has
     gone back behind it. One that is good raises CheckpointError.
     """
     for leftover in path.parent.glob(".step_*"):
-        # In another unfinished folder a save in the background is still writing.
-        if leftover == path or leftover not in UNFINISHED:
+        # Into another unfinished folder a save in the background is still writing.
+        is_in_use = leftover in UNFINISHED and leftover != path
+        if not is_in_use:
             shutil.rmtree(leftover)
     for existing in finished(path.parent):
         if step_of(existing) < step:
@@ -190,11 +200,21 @@ def make_temporary(path: Path, step: int) -> None:
     path.mkdir(parents=True)
 
 
+def final_path(path: Path) -> Path:
+    """Where a checkpoint goes: from .step_00000100.tmp to step_00000100 beside it."""
+    return path.with_name(path.name.removeprefix(".").removesuffix(".tmp"))
+
+
 def put_in_place(
     path: Path, failures: list[str | None], written: list[dict], keep: int
 ) -> None:
-    """Write the manifest, give the folder its final name, and remove older ones."""
-    final = path.with_name(path.stem[1:])  # .step_00000100.tmp becomes step_00000100
+    """Make the temporary folder ``path`` a checkpoint: write its manifest, rename it.
+
+    Then older checkpoints are removed, except for the newest ``keep``. ``failures`` has
+    what went wrong on each rank, or None, and ``written`` the files that it wrote. If
+    anything went wrong, the folder is removed, and this raises CheckpointError.
+    """
+    final = final_path(path)
     try:
         for rank, failure in enumerate(failures):
             if failure is not None:
@@ -219,7 +239,7 @@ def put_in_place(
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so a kill leaves none that is half."""
+    """Remove a checkpoint. It is renamed first, so that a kill does not leave half."""
     hidden = path.with_name(f".{path.name}.old")
     path.rename(hidden)
     shutil.rmtree(hidden)
@@ -247,10 +267,13 @@ def damage(path: Path) -> str | None:
     """
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        for name, (length, _) in manifest.items():
+        for name, entry in manifest.items():
+            saved_size, _ = entry
             size = (path / name).stat().st_size
-            if size != length:
-                return f"{path.name}/{name} has {size} bytes, and {length} were saved"
+            if size != saved_size:
+                return (
+                    f"{path.name}/{name} has {size} bytes, and {saved_size} were saved"
+                )
     except FileNotFoundError as error:
         return f"{path.name}/{Path(error.filename).name} is missing"
     except (ValueError, TypeError, AttributeError):
@@ -267,6 +290,7 @@ def latest_good(folder: str | Path) -> Path | None:
 
 
 def find_latest_good(folder: Path) -> Path | None:
+    """What ``latest_good`` returns, on one rank. Prints which ones it has skipped."""
     if not folder.is_dir():
         raise CheckpointError(
             f"There is no folder {folder}.\nCorrect its name, or: mkdir -p {folder}"
@@ -304,13 +328,15 @@ def changed_bytes(path: Path) -> str | None:
     files = [path / name for name in manifest]
     with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock
         digests = dict(zip(manifest, threads.map(sha256, files), strict=True))
-    for name, (_, saved_digest) in manifest.items():
+    for name, entry in manifest.items():
+        _, saved_digest = entry
         if digests[name] != saved_digest:
             return f"{path.name}/{name} holds other bytes than were saved"
     return None
 
 
 def sha256(path: Path) -> str:
+    """The hash of a file's bytes, in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -325,14 +351,17 @@ def save_sharded(state: dict, path: Path, group: ProcessGroup | None = None) -> 
     try:
         dcp.save(state, storage_writer=writer, process_group=group)
     except dcp.CheckpointException as error:  # which is not an Exception
-        rank, (reason, _) = next(iter(error.failures.items()))
+        # Many ranks may have failed for one reason, so the first one is enough.
+        rank, failure = next(iter(error.failures.items()))
+        reason, _ = failure  # an exception and its traceback
         raise CheckpointError(f"DCP, rank {rank}: {reason}") from None
 
 
 class HashedFiles(FileSystem):
-    """Opens the files that DCP writes."""
+    """Opens the files that DCP writes, so that they are hashed for the manifest."""
 
     def create_stream(self, path: str | os.PathLike, mode: str) -> Any:
+        """DCP calls this for each file that it writes."""
         path = Path(path)
         # DCP writes .metadata.tmp, and renames it to .metadata.
         return HashedFile(path, path.name.removesuffix(".tmp"))
@@ -347,12 +376,17 @@ class BackgroundSaves:
         self.writing_group = dist.new_group(backend="gloo")
         self.training_group = dist.new_group(backend="gloo")
         self.thread = ThreadPoolExecutor(1)
-        self.saving: Future | None = None
-        # A running all-reduce, and its result: 1 if every rank has written, else 0.
-        self.all_have_written: tuple[dist.Work, torch.Tensor] | None = None
+        self.saving: Future | None = None  # the save that runs, or has just ended
+        # An all-reduce that one call of ``finished`` starts and the next one reads, and
+        # its result: 1 if every rank has written, else 0.
+        self.reduction: dist.Work | None = None
+        self.all_have_written = torch.tensor(0)
 
     def start(self, state: dict, folder: Path, step: int, keep: int = 3) -> None:
-        """Copy the tensors of ``state`` to the CPU, and return; on every rank."""
+        """Begin to save ``state``, and return as soon as its tensors are copied.
+
+        Call it on every rank. Raises CheckpointError if a save is still running.
+        """
         if self.saving is not None:
             raise CheckpointError("A save is still running.\nWait for finished().")
         # Training goes on to change the tensors, so the thread needs a copy of them.
@@ -360,32 +394,35 @@ class BackgroundSaves:
         self.saving = self.thread.submit(self.save, copy, folder, step, keep)
 
     def save(self, state: dict, folder: Path, step: int, keep: int) -> Path:
-        """Write the copy. This runs in the thread."""
+        """Write the copy; return the checkpoint's folder. This runs in the thread."""
         with new_checkpoint(folder, step, keep, self.writing_group) as path:
             save_sharded(state, path, self.writing_group)
-        return path.with_name(path.stem[1:])
+        return final_path(path)
 
     def finished(self) -> Path | None:
         """The new checkpoint's folder, in the same step on every rank, or None.
 
         Call it once a step, on every rank. Each call starts an all-reduce of whether
         the ranks have written, and the next call reads its result. So no rank waits.
+        Raises the error of a save that failed.
         """
         if self.saving is None:
             return None
-        if self.all_have_written is not None:
-            work, minimum = self.all_have_written
-            self.all_have_written = None
-            work.wait()
-            if minimum.item() == 1:
+        if self.reduction is not None:
+            reduction = self.reduction
+            self.reduction = None
+            reduction.wait()
+            if self.all_have_written.item() == 1:
                 saving = self.saving
                 self.saving = None
                 return saving.result()  # the folder, or it raises the save's error
-        has_written = torch.tensor(int(self.saving.done()))
-        work = dist.all_reduce(
-            has_written, dist.ReduceOp.MIN, group=self.training_group, async_op=True
+        self.all_have_written = torch.tensor(int(self.saving.done()))
+        self.reduction = dist.all_reduce(
+            self.all_have_written,
+            dist.ReduceOp.MIN,
+            group=self.training_group,
+            async_op=True,
         )
-        self.all_have_written = (work, has_written)
         return None
 
     def wait(self) -> None:

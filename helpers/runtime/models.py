@@ -59,6 +59,7 @@ class PixelTransformer(nn.Module):
         self.head = nn.Linear(width, levels, bias=False)
 
     def forward(self, grey: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        # The label stands before the first pixel, and the last pixel predicts nothing.
         x = torch.cat([self.label(labels)[:, None], self.level(grey[:, :-1])], dim=1)
         x = x + self.position  # [batch, pixels, width]
         for block in self.blocks:
@@ -67,7 +68,10 @@ class PixelTransformer(nn.Module):
 
 
 def init_weights(part: nn.Module, device: torch.device | str) -> None:
-    """Give a part of a meta model memory, and initialize the weights of its layers."""
+    """Give a part of a meta model memory, and initialize the weights of its layers.
+
+    A model that was built under ``torch.device("meta")`` has shapes, but no memory.
+    """
     part.to_empty(device=device)
     for layer in part.modules():
         reset_parameters = getattr(layer, "reset_parameters", None)

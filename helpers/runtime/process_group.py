@@ -15,14 +15,17 @@ def start_process_group(
 
     torchrun tells each rank its number and where the others are. Without torchrun
     this process is a group of one. A group that runs already is kept.
+    ``backend`` is NCCL if there is a GPU, otherwise gloo, unless it is given. Raises
+    RuntimeError if NCCL is asked for, and there is no GPU for this rank.
     """
     if dist.is_initialized():
+        # A group of gloo is bound to no device.
         return dist.group.WORLD.bound_device_id or torch.device("cpu")
     gpus = torch.cuda.device_count()
     if not backend:  # None, or the empty default of a flag
         backend = "nccl" if gpus > 0 else "gloo"
-    launched = "RANK" in os.environ
-    device = None
+    launched = "RANK" in os.environ  # by torchrun
+    device = None  # stays None on CPUs
     if "nccl" in backend:  # "cpu:gloo,cuda:nccl" too
         local_rank = int(os.environ["LOCAL_RANK"]) if launched else 0
         if local_rank >= gpus:

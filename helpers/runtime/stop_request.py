@@ -24,13 +24,15 @@ class StopRequest:
         self.group = dist.new_group(timeout=timedelta(seconds=patience), backend="gloo")
         self.received = 0  # the number of this rank's signal
         self.signal_name: str | None = None  # what the ranks have agreed on
-        # An all-reduce that one call of ``agreed`` starts and the next one reads:
+        # An all-reduce that one call of ``agreed`` starts and the next one reads, and
+        # its result: the highest number of a signal that any rank has received.
         self.reduction: dist.Work | None = None
         self.highest_number = torch.tensor(0)
         for number in self.signals:
             signal.signal(number, self.note)
 
     def note(self, number: int, frame: Any) -> None:
+        """Python calls this when a signal comes. The ranks hear of it in ``agreed``."""
         self.received = number
 
     def agreed(self) -> str | None:

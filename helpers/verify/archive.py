@@ -9,10 +9,14 @@ LARGEST = 200_000  # bytes of one log that are kept: its end, where the error is
 
 
 def keep_logs(folder: Path, out: Path) -> None:
-    """Write logs.zip in the folder ``out`` with all logs of a folder. An older one is replaced whole, or not at all."""
-    part = out / "logs.part"
-    with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
+    """Write logs.zip to the folder ``out``, with the ends of all logs in ``folder``.
+
+    It takes the place of an older one only when it is complete, because the command may be killed at any moment.
+    """
+    unfinished = out / "logs.part"
+    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(folder.rglob("*")):
             if path.is_file():
-                archive.writestr(str(path.relative_to(folder)), end_of_file(path, LARGEST))
-    part.replace(out / "logs.zip")
+                name = str(path.relative_to(folder))
+                archive.writestr(name, end_of_file(path, LARGEST))
+    unfinished.replace(out / "logs.zip")

@@ -28,8 +28,9 @@ from helpers.verify.sources import commit, facts_of_chapters, scripts_of
 from helpers.writing import write_text
 
 NUMBERS_OF_RANKS = (8, 4, 2, 1)  # The chapters' batches, heads and layers can be divided by these.
+SECONDS_PER_MINUTE = 60
 LONGEST_RUN = 120  # seconds of one run of a script, by default
-RUNS_IN_ALL = 10  # If there are few minutes in all, a run gets so small a part of them.
+RUNS_IN_ALL = 10  # If there are few minutes in all, a run gets this part of them: a tenth.
 SHORTEST_STEP = 20  # seconds: a step that cannot have so many is not begun
 MACHINE_SECONDS = 120  # to import torch and to ask for the GPUs
 REHEARSED = "on pretended GPUs: no figure here was measured on a GPU"
@@ -61,14 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_seconds,
         default=20,
         metavar="M",
-        help="for everything; what is left then is left (20)",
+        help="for all steps; those that are left then are not taken (default: 20)",
     )
     parser.add_argument("--rehearsal", action="store_true", help="try the command on pretended GPUs")
 
 
 def main(args: argparse.Namespace) -> int:
     """Verify; return 0, or 1 where a step differed or is left, or where the machine cannot do it."""
-    end = time.monotonic() + 60 * args.minutes
+    end = time.monotonic() + SECONDS_PER_MINUTE * args.minutes
     try:
         with folder_until_a_signal() as folder:
             return verify(args, Path(folder), end)
@@ -78,9 +79,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
-    """Verify until the moment ``end``, with scripts and logs in a folder; return the exit status.
+    """Verify until the moment ``end`` (of time.monotonic()), and return the exit status.
 
-    Raises ValueError with two lines where it cannot begin.
+    ``folder`` is a temporary one for scripts and logs. Raises ValueError with two lines where it cannot begin.
     """
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -90,16 +91,24 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
     logs = folder / "logs"
     logs.mkdir()
     scripts: list[Path] = []
-    if args.chapters or not args.probes:
+    only_probes = bool(args.probes) and not args.chapters
+    if not only_probes:
         scripts = scripts_of(args.chapters or [], folder / "scripts")
-    launcher = Launcher(args.gpus or 2, args.rehearsal, logs, end, os.environ.get("OMP_NUM_THREADS", ""))
+    launcher = Launcher(
+        ranks=args.gpus or 2,  # until it is known how many GPUs there are
+        rehearsal=args.rehearsal,
+        folder=logs,
+        end=end,
+        threads=os.environ.get("OMP_NUM_THREADS", ""),
+    )
     machine = machine_of(launcher)
     reason = obstacle(machine, args.gpus)
     if reason:
         raise ValueError(reason)
 
     gpus = args.gpus or len(machine.gpus)
-    launcher = replace(launcher, ranks=next(number for number in NUMBERS_OF_RANKS if number <= gpus))
+    ranks_of_scripts = max(number for number in NUMBERS_OF_RANKS if number <= gpus)
+    launcher = replace(launcher, ranks=ranks_of_scripts)
     planned_steps = steps_to_take(args, launcher, gpus, scripts)
     record = Record(facts_of(machine, launcher), predictions_for(machine.gpus[0], gpus))
     say("machine", f"{machine}; scripts on {launcher.ranks}")
@@ -109,33 +118,44 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
     say("page", str(args.out / "page.md"))
     differs = any(step.differences for step in record.steps.values())
     has_trouble = any(probe.trouble for probe in record.probes.values())
-    return 1 if missing or differs or has_trouble else 0
+    if missing or differs or has_trouble:
+        return 1
+    return 0
 
 
 def steps_to_take(args: argparse.Namespace, launcher: Launcher, gpus: int, scripts: list[Path]) -> dict[str, TakeStep]:
-    """{name: the function that takes the step}, in the order in which they are taken."""
+    """What a verification does with these arguments: {a step's name: the function that takes it}, in order.
+
+    ``order.ordered`` says in which order all steps come. Here some of them are left out.
+    """
     probes = probes_of(args.probes, gpus)
-    if args.chapters and not args.probes:  # --chapters alone means no probes
+    only_chapters = bool(args.chapters) and not args.probes
+    if only_chapters:
         probes = []
-    seconds_in_all = 60 * args.minutes
+    seconds_in_all = SECONDS_PER_MINUTE * args.minutes
     timeout = args.timeout or min(LONGEST_RUN, seconds_in_all / RUNS_IN_ALL)
     facts = facts_of_chapters()
 
-    unordered: dict[str, TakeStep] = {DOCTOR: partial(steps.doctor, launcher, gpus, timeout)}
+    functions: dict[str, TakeStep] = {DOCTOR: partial(steps.doctor, launcher, gpus, timeout)}
     # Pretended GPUs cannot have ranks of a cell, and only a verification of everything takes the time for their checks.
     if steps.LAUNCH_CHECKS.exists() and not args.rehearsal and not args.chapters:
-        unordered[LAUNCH] = partial(steps.launch_checks, launcher)
+        functions[LAUNCH] = partial(steps.launch_checks, launcher)
     for task in probes:
-        unordered[task.name] = partial(measure, launcher, task, gpus)
+        functions[task.name] = partial(measure, launcher, task, gpus)
     for script in scripts:
-        facts_of_script = facts.get(script.stem, ScriptFacts())
-        unordered[script.stem] = partial(steps.chapter, launcher, script, facts_of_script, timeout)
-    order = ordered(probes, [script.stem for script in scripts])  # it may name steps that are left out here
-    return {name: unordered[name] for name in order if name in unordered}
+        facts_of_script = facts.get(script.stem, ScriptFacts())  # a script that is no chapter's has no facts
+        functions[script.stem] = partial(steps.chapter, launcher, script, facts_of_script, timeout)
+
+    order = ordered(probes, [script.stem for script in scripts])
+    return {name: functions[name] for name in order if name in functions}
 
 
 def take_all(planned_steps: Mapping[str, TakeStep], record: Record, launcher: Launcher, out: Path) -> list[str]:
-    """Take the steps until the time is over, and write the files after each one. Returns the names of those left."""
+    """Take the steps one after the other until the time is over. Returns the names of those that are left.
+
+    Each step's outcome goes into the record, and the record's files and page are written anew after each step, so that
+    whoever stops the command has what was measured until then.
+    """
     missing = list(planned_steps)
     write_files(record, missing, out)
     for name, take_step in planned_steps.items():
@@ -161,7 +181,11 @@ def take_all(planned_steps: Mapping[str, TakeStep], record: Record, launcher: La
 
 
 def keep_earlier(out: Path) -> None:
-    """Give the files of an earlier run other names, so that this run does not replace what a lent GPU measured."""
+    """Give the files of an earlier run other names, so that this run does not replace what a lent GPU measured.
+
+    results.json becomes results-1.json, or results-2.json if there is a results-1.json, and the other files get the
+    same number.
+    """
     if not (out / "results.json").exists():
         return
     number = 1
@@ -183,7 +207,7 @@ def write_files(record: Record, missing: list[str], out: Path) -> None:
 
 
 def say(name: str, text: str, seconds: float | None = None) -> None:
-    """Print a line of progress."""
+    """Print a line of progress: a step's name, how long it took, and what it came to, in columns."""
     duration = ""
     if seconds is not None:
         duration = f"{seconds:.0f} s"
@@ -191,15 +215,16 @@ def say(name: str, text: str, seconds: float | None = None) -> None:
 
 
 def line_of_probe(probe: Probe) -> str:
-    """``hung: …``, or the first figures."""
-    figures = "; ".join(f"{figure.name} {rounded(figure.value)} {figure.unit}".strip() for figure in probe.figures[:2])
+    """What a probe came to, in a line: its first two figures, or ``hung: … (measured before: …)``."""
+    texts = [f"{figure.name} {rounded(figure.value)} {figure.unit}".strip() for figure in probe.figures[:2]]
+    figures = "; ".join(texts)
     if not probe.trouble:
         return figures
     return f"{probe.trouble} (measured before: {figures or 'nothing'})"
 
 
 def line_of_step(step: Step) -> str:
-    """The first difference and how many there are, or what agreed."""
+    """What a step came to, in a line: the first difference and how many there are, or what agreed."""
     if not step.differences:
         return step.summary
     more = ""
@@ -226,16 +251,21 @@ def facts_of(machine: Machine, launcher: Launcher) -> dict[str, str]:
 
 
 def machine_of(launcher: Launcher) -> Machine:
-    """The machine, as a process of its own sees it. Raises ValueError where that fails."""
-    words = [str(Path(__file__).with_name("machine.py"))]
+    """What this machine has. A process of its own asks PyTorch, so that this one never holds a GPU.
+
+    Raises ValueError where that process fails or hangs.
+    """
+    program = str(Path(__file__).with_name("machine.py"))
+    words = [program]
     if launcher.rehearsal:
-        words = ["-m", "helpers", "rehearse", *words, f"--gpus={launcher.ranks}"]
-    reason = f"it hung for {MACHINE_SECONDS} s"
+        words = ["-m", "helpers", "rehearse", program, f"--gpus={launcher.ranks}"]
     try:
-        finished = launcher.python(words, "machine", MACHINE_SECONDS)
+        finished = launcher.python(words, name="machine", timeout=MACHINE_SECONDS)
         if finished.status == 0:
             return Machine(**json.loads(finished.out))
-        if finished.status is not None:
+        if finished.status is None:
+            reason = f"it hung for {MACHINE_SECONDS} s"
+        else:
             reason = cause(finished.errors)
     except OutOfTime:
         reason = "the time was over before it answered"

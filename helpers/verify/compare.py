@@ -24,7 +24,11 @@ class Count:
 
 
 def differences(on_gpus: Run, on_gloo: Run, rehearsed: Run, tolerance: float) -> list[str]:
-    """A line for each difference between a chapter's runs; ``tolerance`` is that of its result's numbers."""
+    """A line for each difference between the runs of a chapter's script. Each run may have ended in trouble.
+
+    The run on GPUs is compared with the rehearsal in its trouble and its counts of events, and with the run on gloo in
+    the numbers of its result, of which ``tolerance`` is how much they may differ.
+    """
     lines = []
     if on_gpus.trouble:
         verdict = rehearsed.trouble or "accepted it"
@@ -60,16 +64,25 @@ def event_counts(rows: Iterable[dict[str, Any]]) -> dict[str, Count]:
         event = event_of(row)
         if event:
             before = counts.get(event, Count())
-            counts[event] = Count(before.in_all + row["count"], before.in_steps + row["in_steps"])
+            counts[event] = Count(
+                in_all=before.in_all + row["count"],
+                in_steps=before.in_steps + row["in_steps"],
+            )
     return counts
 
 
 def event_of(row: dict[str, Any]) -> str:
-    """What a row counts, with its line: ``x.py:7 waits``, ``x.py:9 allreduce (NCCL)``; "" if it is not compared."""
+    """What a row counts, with its line: ``x.py:7 waits``, ``x.py:9 allreduce (NCCL)``; "" if it is not compared.
+
+    UNCOMPARED says what is not, and why.
+    """
+    kind = row["kind"]
     what = row["what"]
-    if row["kind"] in (WAIT, UPLOAD) and what != NOT_PINNED:
+    is_wait = kind in (WAIT, UPLOAD) and what != NOT_PINNED
+    if is_wait:
         return f"{row['line']} waits"
-    if row["kind"] == COLLECTIVE and "(gloo)" not in what and what != BROADCAST_OF_DDP:
+    is_collective_on_gpus = kind == COLLECTIVE and "(gloo)" not in what and what != BROADCAST_OF_DDP
+    if is_collective_on_gpus:
         return f"{row['line']} {what}"
     return ""
 

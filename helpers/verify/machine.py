@@ -24,7 +24,8 @@ class Machine:
 
     def __str__(self) -> str:
         """``8 x NVIDIA H100 80GB HBM3; driver 570.86, PyTorch …``, with a plus between models."""
-        models = " + ".join(f"{self.gpus.count(name)} x {name}" for name in dict.fromkeys(self.gpus))
+        different_models = dict.fromkeys(self.gpus)  # in order, each once
+        models = " + ".join(f"{self.gpus.count(name)} x {name}" for name in different_models)
         versions = f"driver {self.driver or 'none'}, PyTorch {self.torch}, CUDA {self.cuda}, NCCL {self.nccl}"
         return f"{models}; {versions}, Python {self.python}"
 
@@ -42,7 +43,7 @@ def examine() -> Machine:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         if torch.version.cuda == "pretended":  # A rehearsal on PyTorch's build for CPUs has neither.
             nccl = "pretended"
-    except (RuntimeError, AssertionError) as problem:
+    except (RuntimeError, AssertionError) as problem:  # torch asserts that it was built for GPUs
         error = str(problem).partition("\n")[0]
     return Machine(
         gpus=names,
@@ -66,7 +67,10 @@ def driver_version() -> str:
 
 
 def obstacle(machine: Machine, requested_gpus: int | None) -> str:
-    """What stops a run on so many GPUs, or on all for None, and the next step, in two lines; or ""."""
+    """Why this machine cannot run on so many GPUs, or on all of them for None, and what to try, in two lines.
+
+    "" if it can.
+    """
     count = len(machine.gpus)
     if count == 0:
         return (

@@ -1,7 +1,6 @@
 """Run one probe in a process of its own, and make a record of what it yielded, however it ended."""
 
 import json
-from pathlib import Path
 
 from helpers.verify.probes.catalog import Task
 from helpers.verify.record import Figure, Probe
@@ -11,8 +10,9 @@ PROGRAM = "helpers.verify.probes.process"
 
 
 def measure(launcher: Launcher, task: Task, gpus: int) -> Probe:
-    """Run a probe: on every GPU if it needs several, otherwise on the first; in a rehearsal on the CPU.
+    """Run a probe, and return what it measured and what became of it.
 
+    It runs on every GPU if it needs several, otherwise on the first, and in a rehearsal of the verification on the CPU.
     What it yielded before it failed or hung is kept. Raises OutOfTime where the end of all steps came first.
     """
     results = launcher.folder / f"{task.name}.jsonl"
@@ -21,7 +21,7 @@ def measure(launcher: Launcher, task: Task, gpus: int) -> Probe:
     words = ["-m", PROGRAM, task.module, task.name, device, str(results)]
     if task.several_gpus:
         words = ["-m", *TORCHRUN, f"--nproc-per-node={ranks}", *words]
-    variables = {"OMP_NUM_THREADS": launcher.threads or str(threads_of_a_rank(ranks, 1))}
+    variables = {"OMP_NUM_THREADS": launcher.threads or str(threads_of_a_rank(ranks, at_once=1))}
     if launcher.rehearsal:
         variables["CUDA_VISIBLE_DEVICES"] = ""
     finished = launcher.python(words, task.name, task.seconds, **variables)
@@ -31,20 +31,19 @@ def measure(launcher: Launcher, task: Task, gpus: int) -> Probe:
         trouble = f"hung: it still ran after {task.seconds:g} s"
     elif finished.status != 0:
         trouble = f"failed: {cause(finished.errors)}"
-    figures, texts = read_results(results)
-    return Probe(task.title, figures, texts, trouble)
+    probe = Probe(title=task.title, trouble=trouble)
+    if results.exists():
+        add_results(probe, results.read_text("utf-8"))
+    return probe
 
 
-def read_results(path: Path) -> tuple[list[Figure], dict[str, str]]:
-    """(figures, {name: text}) of the lines that a probe wrote; a last line that was cut is left out."""
-    figures = []
-    texts = {}
-    if not path.exists():
-        return [], {}
-    for line in path.read_text("utf-8").split("\n")[:-1]:
+def add_results(probe: Probe, written: str) -> None:
+    """Add the figures and texts that a probe's process wrote, a line of JSON each (``probes.process``)."""
+    *complete_lines, _ = written.split("\n")  # behind the last newline is nothing, or a line that was cut by a kill
+    for line in complete_lines:
         result = json.loads(line)
         if "figure" in result:
-            figures.append(Figure(**result["figure"]))
+            probe.figures.append(Figure(**result["figure"]))
         else:
-            texts[result["text"]["name"]] = result["text"]["text"]
-    return figures, texts
+            text = result["text"]
+            probe.texts[text["name"]] = text["text"]

@@ -33,12 +33,17 @@ from helpers.rehearsal.tensor import CudaTensor, tensors_in
 
 
 def current_line() -> str:
-    """The script's line on this thread. On a thread of torch, as in a GPU's backward, the main thread's line."""
+    """The line of the script that runs, such as ``train.py:7``.
+
+    A GPU's backward runs on a thread of torch, on which the script has no line. Then it is the main thread's, which
+    waits in the call of ``backward``.
+    """
     line = script_line()
-    if line != "?":
+    is_on_thread_of_torch = line == "?"
+    if not is_on_thread_of_torch:
         return line
     main_thread = threading.main_thread().ident
-    assert main_thread is not None
+    assert main_thread is not None  # it has started
     return script_line(sys._current_frames()[main_thread])
 
 
@@ -46,7 +51,7 @@ OBSERVED = Counts(current_line)  # what this rank has done at each line of the s
 
 
 def count_calls(owner: Any, name: str, count: Callable[..., None]) -> None:
-    """Replace a function by one that calls ``count`` with its arguments before it does its work."""
+    """Replace the function ``owner.name`` by one that first calls ``count`` with the same arguments."""
     original = getattr(owner, name)
 
     def counted_call(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +88,7 @@ def count_waits() -> None:
 
 
 def count_collective(name: str, group: Any, *args: Any, **kwargs: Any) -> None:
-    """Count a call of a method of ProcessGroup: with tensors on a GPU it is NCCL's, otherwise gloo's."""
+    """Count a call of the method ``name`` of a ProcessGroup: with tensors on a GPU it is NCCL's, otherwise gloo's."""
     backend = "gloo"
     if any(tensor.is_cuda for tensor in tensors_in((*args, *kwargs.values()))):
         backend = "NCCL"
@@ -95,18 +100,23 @@ def count_collective(name: str, group: Any, *args: Any, **kwargs: Any) -> None:
 
 def count_pass(model: Any, *args: Any, **kwargs: Any) -> None:
     """Count a forward pass of DDP for its backward, whose all-reduces of gradients start in C++ and go unseen."""
-    if torch.is_grad_enabled() and model.require_backward_grad_sync and nccl_of(model.process_group):
+    is_synchronized = torch.is_grad_enabled() and model.require_backward_grad_sync  # which is False within no_sync
+    if is_synchronized and nccl_of(model.process_group):
         OBSERVED.count(COLLECTIVE, "allreduce by DDP, in backward")
 
 
 class CollectivesOfDTensor(TorchDispatchMode):
-    """Counts the collectives that DTensor starts as operators, without a call of ProcessGroup from Python."""
+    """Counts the collectives that DTensor starts as operators, without a call of ProcessGroup from Python.
+
+    While such a mode is entered, torch calls its ``__torch_dispatch__`` in place of each operator.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, (DTensor, CudaTensor)) for kind in types):
+        if any(issubclass(tensor_class, (DTensor, CudaTensor)) for tensor_class in types):
             return NotImplemented  # torch turns it into operators of plain tensors, which come here, too.
-        name = func.__name__.partition(".")[0]
-        if func.namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+        name, _, _ = func.__name__.partition(".")  # "all_reduce" of "all_reduce.default"
+        is_collective = func.namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd")
+        if is_collective:
             OBSERVED.count(COLLECTIVE, f"{name.rstrip('_')} (C++)")
         if kwargs is None:
             kwargs = {}
@@ -114,17 +124,21 @@ class CollectivesOfDTensor(TorchDispatchMode):
 
 
 class Report:
-    """The file of this rank's record, which is written when the rank ends."""
+    """The file in which this rank says what it has observed, ``rank<N>.json``. It is written when the rank ends."""
 
     def __init__(self, folder: Path, rank: str) -> None:
         self.path = folder / f"rank{rank}.json"
-        self.part = folder / f"part{rank}"
+        self.unfinished_path = folder / f"part{rank}"
         self.start = time.monotonic()
-        self.process = os.getpid()
+        self.process_id = os.getpid()
 
     def write(self) -> None:
-        """Write the record, whole or not at all. A child that the script has forked writes none."""
-        if os.getpid() != self.process:
+        """Write the file, whole or not at all, because a rank may be killed meanwhile.
+
+        A process that the script has forked, such as a DataLoader's worker, has this object too, and writes nothing.
+        """
+        is_forked = os.getpid() != self.process_id
+        if is_forked:
             return
         peak_memory = 0
         if torch.cuda.is_available():
@@ -134,12 +148,12 @@ class Report:
             "memory": peak_memory,
             "lines": [asdict(row) for row in OBSERVED.rows()],
         }
-        self.part.write_text(json.dumps(record))
-        self.part.replace(self.path)
+        self.unfinished_path.write_text(json.dumps(record))
+        self.unfinished_path.replace(self.path)
 
 
 def observe_gpu() -> None:
-    """Count from now on what this process does on its GPU."""
+    """Count from now on what this process does on its GPU: waits, collectives, and steps of optimizers."""
     count_waits()
     for name in (*COLLECTIVES, *POINT_TO_POINT, "barrier"):
         if hasattr(GROUP, name):  # PyTorch 2.11 and 2.12 do not have all of them.
@@ -150,7 +164,7 @@ def observe_gpu() -> None:
 
 
 def main(folder: str, script: str, *flags: str) -> None:
-    """Run the script as ``__main__``, and write this rank's record, however the script ends."""
+    """Run the script as ``__main__``, and write this rank's report to the folder, however the script ends."""
     rank = os.environ["RANK"]
     report = Report(Path(folder), rank)
     exit_at_once = os._exit
@@ -159,7 +173,8 @@ def main(folder: str, script: str, *flags: str) -> None:
         report.write()
         exit_at_once(status)
 
-    os._exit = write_and_exit  # type: ignore[assignment]  # It would skip the finally below.
+    # A script that calls os._exit leaves without the finally below.
+    os._exit = write_and_exit  # type: ignore[assignment]
     stack = open(Path(folder, f"stack{rank}"), "w")  # It stays open while the rank runs.
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)  # The signal asks where a rank hangs.
     # Python would give a script that it starts these arguments and this path.

@@ -7,12 +7,15 @@ from helpers.verify.order import PROBES
 from helpers.verify.record import Figure, Prediction, Probe, Record, Step
 
 COLUMNS = ("what", "measured", "unit", "predicted", "measured / predicted")
-COLUMNS_WITHOUT_PREDICTIONS = 3  # of these
+COLUMNS_WITHOUT_PREDICTIONS = 3  # the first ones of these
 
 
 def page(record: Record, missing: Sequence[str]) -> str:
-    """The page. ``missing`` are the names of the steps that have not run."""
-    title = record.facts["machine"].partition(";")[0]
+    """The page about a verification, whose ``record`` may be incomplete. ``missing`` names the steps that have not run.
+
+    First come the probes for which there are predictions, then what differed and what agreed, then the other probes.
+    """
+    title, _, _ = record.facts["machine"].partition(";")  # the GPUs, without the versions
     if "rehearsed" in record.facts:
         title = "rehearsed, not run on a GPU"
     sections = [f"# The book on GPUs: {title}", table(["what", "value"], record.facts.items())]
@@ -41,7 +44,7 @@ def page(record: Record, missing: Sequence[str]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; its cells may hold any text."""
+    """A table in Markdown. Its cells may hold any text: what would end a cell or a row is written otherwise."""
     lines = [" | ".join(head), "|".join("---" for _ in head)]
     for row in rows:
         cells = [text.replace("|", "\\|").replace("\n", " ") for text in row]
@@ -57,7 +60,10 @@ def bullets(lines: Sequence[str], without: str) -> str:
 
 
 def fenced(text: str, head: str = "text") -> str:
-    """A text in a fence that it cannot close. ``head`` is its language or, for the book, its directive."""
+    """A text as a block of code, which is fenced with more backticks than the text has in a row.
+
+    ``head`` stands behind the first fence: the language, or for a page of the book a directive.
+    """
     fence = "```"
     while fence in text:
         fence += "`"
@@ -75,7 +81,10 @@ def rounded(number: float) -> str:
 
 
 def figures_table(figures: Sequence[Figure], predictions: Sequence[Prediction]) -> str:
-    """Predictions, each with what was measured, and the figures for which there is none. All is in one table."""
+    """A table of the predictions, each beside what was measured, and then of the figures that nobody has predicted.
+
+    Without predictions it has fewer columns.
+    """
     measured = {figure.name: figure.value for figure in figures}
     rows = []
     for prediction in predictions:
@@ -89,8 +98,10 @@ def figures_table(figures: Sequence[Figure], predictions: Sequence[Prediction]) 
     for figure in figures:
         if figure.name not in predicted:
             rows.append([figure.name, rounded(figure.value), figure.unit, "", ""])
-    width = len(COLUMNS) if predictions else COLUMNS_WITHOUT_PREDICTIONS
-    return table(COLUMNS[:width], [row[:width] for row in rows])
+    number_of_columns = len(COLUMNS)
+    if not predictions:
+        number_of_columns = COLUMNS_WITHOUT_PREDICTIONS
+    return table(COLUMNS[:number_of_columns], [row[:number_of_columns] for row in rows])
 
 
 def interval_of(prediction: Prediction) -> str:
@@ -108,7 +119,9 @@ def differences(record: Record) -> str:
     lines = []
     for name, step in record.steps.items():
         lines += [f"{name}: {difference}" for difference in step.differences]
-    lines += [f"{name}: {probe.trouble}" for name, probe in record.probes.items() if probe.trouble]
+    for name, probe in record.probes.items():
+        if probe.trouble:
+            lines.append(f"{name}: {probe.trouble}")
     return bullets(lines, without="Nothing.")
 
 
@@ -119,10 +132,11 @@ def agreements(record: Record) -> str:
 
 
 def scripts_table(steps: Iterable[Step]) -> str:
-    """What each chapter's script came to, how long it took, and how much memory."""
+    """A table of what each chapter's script came to, how long it took, and how much memory. Other steps have no row."""
     rows = []
     for step in steps:
-        if step.script_seconds:
+        is_script = bool(step.script_seconds)
+        if is_script:
             result = ", ".join(f"{name} {number:g}" for name, number in step.result.items())
             seconds = ", ".join(f"{number:.1f}" for number in step.script_seconds)
             memory = ", ".join(f"{peak / 1e6:.0f}" for peak in step.memory)

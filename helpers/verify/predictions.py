@@ -20,7 +20,10 @@ LAYOUT = {"dp": 1, "zero": 3, "micro_batch": 8, "batch": 8, "dtype": "bfloat16"}
 
 
 def predictions_for(gpu: str, ranks: int) -> dict[str, list[Prediction]]:
-    """{probe: what is predicted of its figures} for a GPU by its name; empty for one that the planner does not know."""
+    """What the planner expects of this model of GPU, so many of them: {a probe's name: predictions of its figures}.
+
+    ``gpu`` is the name that nvidia-smi gives it. Empty for a GPU that the planner does not know.
+    """
     preset = PRESETS.get(gpu)
     if preset is None:
         return {}
@@ -33,8 +36,8 @@ def predictions_for(gpu: str, ranks: int) -> dict[str, list[Prediction]]:
         predictions[catalog.FLOAT8.name] = [of_product(cluster, "float8", catalog.MATRIX)]
     if ranks > 1:
         name = catalog.all_reduce_name(catalog.MESSAGE)
-        reached = cluster.link_in_node * FITTED.in_node
-        predictions[catalog.BUS_BANDWIDTH.name] = [Prediction(name, "GB/s", reached / 1e9)]
+        reached = cluster.link_in_node * FITTED.in_node  # of the data sheet's speed the share that programs get
+        predictions[catalog.BUS_BANDWIDTH.name] = [Prediction(name, unit="GB/s", value=reached / 1e9)]
     return predictions
 
 
@@ -44,23 +47,34 @@ def of_step(preset: str) -> list[Prediction]:
     step = planned.step
     memory = planned.stages[0]
     states = sum(memory[kind] for kind in STATES)
+    time = Prediction(
+        catalog.STEP_TIME,
+        unit="ms",
+        value=1e3 * step.seconds,
+        low=1e3 * step.low,
+        high=1e3 * step.high,
+    )
     return [
-        Prediction(catalog.STEP_TIME, "ms", 1e3 * step.seconds, 1e3 * step.low, 1e3 * step.high),
-        Prediction(catalog.PEAK, "GB", memory["total"] / 1e9),
-        Prediction(catalog.STATES, "GB", states / 1e9),
+        time,
+        Prediction(catalog.PEAK, unit="GB", value=memory["total"] / 1e9),
+        Prediction(catalog.STATES, unit="GB", value=states / 1e9),
     ]
 
 
 def of_rates(cluster: Cluster) -> list[Prediction]:
     """What the planner counts on in large matrix products, and in work that reads and writes element by element."""
-    names = {"float32": "float32", "TF32": "tf32", "bfloat16": "bfloat16", "float16": "float16"}
-    products = [of_product(cluster, name, catalog.MATRIX, dtype) for name, dtype in names.items()]
-    memory = cluster.memory_speed * FITTED.memory
-    return [*products, Prediction(catalog.MEMORY_SPEED, "GB/s", memory / 1e9)]
+    # {the probe's name of a number format: the planner's name}
+    formats = {"float32": "float32", "TF32": "tf32", "bfloat16": "bfloat16", "float16": "float16"}
+    products = [of_product(cluster, name, catalog.MATRIX, dtype) for name, dtype in formats.items()]
+    memory_speed = cluster.memory_speed * FITTED.memory
+    return [*products, Prediction(catalog.MEMORY_SPEED, unit="GB/s", value=memory_speed / 1e9)]
 
 
 def of_product(cluster: Cluster, name: str, size: int, dtype: str = "") -> Prediction:
-    """TFLOP/s of a square matrix product: the share of the peak that the planner's fitted constants have."""
+    """TFLOP/s of a product of two square matrices: the share of the GPU's peak that the planner's constants expect.
+
+    ``name`` is the number format's name in the figure. ``dtype`` is what the planner calls it, if that is different.
+    """
     peak = cluster.peak(dtype or name)
     reached = peak * FITTED.matmul * cluster.reaches
-    return Prediction(catalog.product_name(name, size), "TFLOP/s", reached / 1e12)
+    return Prediction(catalog.product_name(name, size), unit="TFLOP/s", value=reached / 1e12)

@@ -63,23 +63,26 @@ class Record:
 
 
 def read(path: Path) -> Record:
-    """The record in a file. Raises ValueError where the file is not one."""
+    """The record that a verification has written to a file. Raises ValueError where the file is not one."""
     try:
         content = json.loads(path.read_text("utf-8"))
-        return Record(
-            facts=content["facts"],
-            predictions={
-                name: [Prediction(**prediction) for prediction in predictions]
-                for name, predictions in content["predictions"].items()
-            },
-            probes={name: probe_from(entry) for name, entry in content["probes"].items()},
-            steps={name: Step(**step) for name, step in content["steps"].items()},
-        )
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        record = Record(facts=content["facts"])
+        for name, predictions in content["predictions"].items():
+            record.predictions[name] = [Prediction(**prediction) for prediction in predictions]
+        for name, probe in content["probes"].items():
+            record.probes[name] = probe_from(probe)
+        for name, step in content["steps"].items():
+            record.steps[name] = Step(**step)
+        return record
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:  # any JSON may be in the file
         raise ValueError(f"{path} is not a record of a verification: {error!r}") from None
 
 
 def probe_from(entry: dict[str, Any]) -> Probe:
-    """A probe from its part of a file."""
-    figures = [Figure(**figure) for figure in entry["figures"]]
-    return Probe(entry["title"], figures, entry["texts"], entry["trouble"])
+    """A probe from its entry in a file, in which its figures are dictionaries."""
+    return Probe(
+        title=entry["title"],
+        figures=[Figure(**figure) for figure in entry["figures"]],
+        texts=entry["texts"],
+        trouble=entry["trouble"],
+    )

@@ -23,6 +23,7 @@ from helpers.ranks.torchrun import ON_THIS_MACHINE
 from helpers.verify.sources import ROOT
 
 OBSERVER = Path(__file__).with_name("observer.py")
+COUNTS_OF_REHEARSAL = "counts.json"  # a file that a rehearsal writes
 TORCHRUN = ["torch.distributed.run", *ON_THIS_MACHINE]
 GRACE = 60  # seconds more for a rehearsal: it begins to count when torch is imported, and says where ranks were
 STACKS_WITHIN = 2  # seconds in which ranks that hang write where they are
@@ -75,84 +76,99 @@ class Launcher:
     def python(self, words: list[str], name: str, timeout: float, **variables: str) -> Finished:
         """Run ``python words`` for at most so many seconds, with these environment variables added.
 
-        Its output goes to logs of this name. Raises OutOfTime where all steps must end earlier.
+        Its output goes to logs of this name. It is killed at the timeout. Raises OutOfTime if it is killed earlier,
+        because the time of all steps is over, or if it is over already.
         """
-        left = self.end - ENDING - time.monotonic()
-        if left <= 0:
+        seconds_left = self.end - ENDING - time.monotonic()
+        if seconds_left <= 0:
             raise OutOfTime
-        paths = [str(ROOT), os.environ.get("PYTHONPATH")]
+        paths = [str(ROOT)]
+        if os.environ.get("PYTHONPATH"):
+            paths.append(os.environ["PYTHONPATH"])
         environment = {
             "GLOO_SOCKET_IFNAME": LOOPBACK,
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONPATH": os.pathsep.join(paths),
             **variables,
         }
-        log = self.folder / name
-        with open(f"{log}.out", "w") as out, open(f"{log}.err", "w") as errors:
+        out = self.folder / f"{name}.out"
+        errors = self.folder / f"{name}.err"
+        with out.open("w") as out_file, errors.open("w") as errors_file:
             program = processes.start(
                 [sys.executable, *words],
                 cwd=self.folder,
                 env=environment,
-                stdout=out,
-                stderr=errors,
+                stdout=out_file,
+                stderr=errors_file,
                 stdin=subprocess.DEVNULL,
             )
-            statuses = processes.wait([program], min(timeout, left))
-            if not statuses:
+            statuses = processes.wait([program], min(timeout, seconds_left))
+            still_runs = not statuses
+            if still_runs:
                 write_stacks(program)
                 processes.end([program], grace=0)
-        status = statuses.get(0)
-        if status is None and left < timeout:
+        if still_runs and seconds_left < timeout:
             raise OutOfTime
         return Finished(
-            status,
-            Path(f"{log}.out").read_text("utf-8", "replace"),
-            Path(f"{log}.err").read_text("utf-8", "replace"),
+            status=statuses.get(0),  # of the only program
+            out=out.read_text("utf-8", "replace"),
+            errors=errors.read_text("utf-8", "replace"),
         )
 
     def run(self, kind: str, script: Path, flags: list[str], timeout: float, at_once: int = 1) -> Run:
-        """Run a script in one of three ways: on GPUs or on gloo, both observed, or rehearsed.
+        """Run a script in one of three ways, and return what became of it, however it ended.
 
-        ``kind`` is "GPUs", "gloo" or "rehearsed". ``at_once`` says how many such runs share the cores.
+        ``kind`` is "GPUs" or "gloo", under torchrun with the observer that counts what the script does, or "rehearsed",
+        in a rehearsal, which counts it itself. ``at_once`` says how many such runs share the cores.
         """
         name = f"{script.stem}-{kind}"
         folder = self.folder / name
         folder.mkdir()
-        counts = folder / "counts.json"  # A rehearsal writes it; the observer writes a file for each rank.
-        pretended = kind == "rehearsed" or (self.rehearsal and kind != "gloo")
+        # If the whole verification is only rehearsed, its GPUs are pretended ones, too.
+        on_pretended_gpus = kind == "rehearsed" or (self.rehearsal and kind != "gloo")
 
-        program = [str(script), *flags]
+        program = str(script)
+        arguments = flags
         if kind != "rehearsed":
-            program = [str(OBSERVER), str(folder), *program]
-        if pretended:
-            file, *arguments = program
-            options = [f"--gpus={self.ranks}", f"--timeout={timeout:g}", f"--json={counts}"]
-            words = ["-m", "helpers", "rehearse", file, *options, "--", *arguments]
+            program = str(OBSERVER)
+            arguments = [str(folder), str(script), *flags]
+        if on_pretended_gpus:
+            options = [f"--gpus={self.ranks}", f"--timeout={timeout:g}", f"--json={folder / COUNTS_OF_REHEARSAL}"]
+            words = ["-m", "helpers", "rehearse", program, *options, "--", *arguments]
             limit = timeout + GRACE
         else:
-            words = ["-m", *TORCHRUN, f"--nproc-per-node={self.ranks}", *program]
+            words = ["-m", *TORCHRUN, f"--nproc-per-node={self.ranks}", program, *arguments]
             limit = timeout
         variables = {"OMP_NUM_THREADS": self.threads or str(threads_of_a_rank(self.ranks, at_once))}
-        if pretended or kind == "gloo":
+        if on_pretended_gpus or kind == "gloo":
             variables["CUDA_VISIBLE_DEVICES"] = ""
         finished = self.python(words, name, limit, **variables)
+        return run_from_files(folder, finished, is_rehearsed=kind == "rehearsed")
 
-        records = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
-        seconds = 0.0
-        lines: list[dict[str, Any]] = []
-        if records:
-            rank_0 = records[0]
-            seconds = rank_0["seconds"]
-            lines = rank_0["lines"]
-        if kind == "rehearsed" and counts.exists():
-            lines = json.loads(counts.read_text())["lines"]
-        return Run(
-            trouble=trouble_of(finished, folder),
-            result=result_in(finished.out),
-            seconds=seconds,
-            memory=[record["memory"] for record in records],
-            lines=lines,
-        )
+
+def run_from_files(folder: Path, finished: Finished, is_rehearsed: bool) -> Run:
+    """What became of a run, from what the program printed and from the files that it has left in a folder.
+
+    The observer writes a file for each rank, and a rehearsal one with the counts of rank 0. A run that was killed may
+    have left none of them.
+    """
+    of_ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+    seconds = 0.0
+    lines: list[dict[str, Any]] = []
+    if of_ranks:
+        of_rank_0 = of_ranks[0]
+        seconds = of_rank_0["seconds"]
+        lines = of_rank_0["lines"]
+    counts = folder / COUNTS_OF_REHEARSAL
+    if is_rehearsed and counts.exists():
+        lines = json.loads(counts.read_text())["lines"]
+    return Run(
+        trouble=trouble_of(finished, folder),
+        result=result_in(finished.out),
+        seconds=seconds,
+        memory=[of_rank["memory"] for of_rank in of_ranks],
+        lines=lines,
+    )
 
 
 def result_in(out: str) -> dict[str, float]:
@@ -164,12 +180,12 @@ def result_in(out: str) -> dict[str, float]:
 
 
 def threads_of_a_rank(ranks: int, at_once: int) -> int:
-    """How many threads each rank gets where so many runs share this machine's cores."""
+    """How many threads each rank gets, if so many runs of so many ranks each share this machine's cores."""
     return max(1, usable_cores() // (ranks * at_once))
 
 
 def write_stacks(program: psutil.Process) -> None:
-    """Let the ranks of a program that hangs write where they are: the observer does it at this signal."""
+    """Let the ranks of a program that hangs write where they are, which the observer does at this signal."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for rank in program.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -179,26 +195,33 @@ def write_stacks(program: psutil.Process) -> None:
 
 def trouble_of(finished: Finished, folder: Path) -> str:
     """``failed: …`` or ``hung: …``, or "" where a script ended well. The folder has the stacks of its ranks."""
-    hang = re.search(r"still ran after timeout.*\n *(.*)", finished.errors)  # as a rehearsal says it
-    if hang:
-        return f"hung: {hang[1]}"
+    # A rehearsal ends a hang itself, and says in the next line where the ranks were.
+    hang_in_rehearsal = re.search(r"still ran after timeout.*\n *(.*)", finished.errors)
+    if hang_in_rehearsal is not None:
+        return f"hung: {hang_in_rehearsal[1]}"
     if finished.status is None:
-        return f"hung: rank 0: at {where(folder, [0])[0]}"
+        line_of_rank = where(folder, ranks=[0])
+        return f"hung: rank 0: at {line_of_rank[0]}"
     if finished.status != 0:
         return f"failed: {cause(finished.errors)}"
     return ""
 
 
 def cause(errors: str) -> str:
-    """The line of a standard error that says why a program failed: its last exception, or signal, or last line."""
+    """The line that says why a program failed, among all that it wrote to its standard error.
+
+    It is the last one that names an exception; without any, the last one that names a signal, or else the last line.
+    """
     lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in errors.splitlines()]
     exceptions = []
+    signals = []
     for line in lines:
-        is_exception = re.match(r"(\S+:\d+: )?[\w.]*(Error|Exception)\b", line)
+        names_exception = re.match(r"(\S+:\d+: )?[\w.]*(Error|Exception)\b", line) is not None
         # ChildFailedError is torchrun's own, which only says that a rank failed.
-        if is_exception and "ChildFailedError" not in line:
+        if names_exception and "ChildFailedError" not in line:
             exceptions.append(line)
-    signals = [line for line in lines if re.search(r"Signal \d+", line)]
+        if re.search(r"Signal \d+", line) is not None:
+            signals.append(line)
     for candidates in (exceptions, signals, lines):
         if candidates:
             return shortened(candidates[-1])

@@ -6,16 +6,16 @@ from pathlib import Path
 from helpers.export.facts import Script as Facts
 from helpers.export.facts import chapters_in, facts_at, is_called
 
-ROOT = Path(__file__).resolve().parents[2]
-MADE = ROOT / "scripts"  # by `make scripts`
+ROOT = Path(__file__).resolve().parent.parent.parent  # of the repository
+MADE = ROOT / "scripts"  # where `make scripts` puts all chapters' scripts
 COMMIT = MADE / "COMMIT"
 
 
 def scripts_of(names: list[str], folder: Path) -> list[Path]:
-    """The paths of the scripts of these chapters, or of all for none. A name that ends with .py is a path already.
+    """The paths of these chapters' scripts, or of all chapters' if no name is given.
 
-    Scripts are exported to ``folder``. A machine that lacks what the export needs takes those of `make scripts`.
-    Raises ValueError where there are none.
+    A name that ends with .py is the path of a script already. The others are exported to ``folder``, or on a machine
+    that lacks what the export needs, taken from what `make scripts` has made. Raises ValueError where there is none.
     """
     if not names:
         names = [path.stem for path in chapters_in()]
@@ -29,7 +29,7 @@ def scripts_of(names: list[str], folder: Path) -> list[Path]:
 
 
 def script_of(chapter: str, folder: Path) -> Path:
-    """The path of one chapter's script."""
+    """The path of one chapter's script, which this exports to the folder if it can. Raises ValueError."""
     try:
         # The export needs nbformat and ruff, which a machine with GPUs may not have. It takes a second to import.
         from helpers.export.chapters import ExportError, export
@@ -44,9 +44,10 @@ def script_of(chapter: str, folder: Path) -> Path:
 
 
 def made_script(chapter: str, missing: str, folder: Path = MADE) -> Path:
-    """The script that `make scripts` wrote for a chapter. ``missing`` is the module for lack of which none is exported.
+    """The path of the script that `make scripts` has made for a chapter, in place of an exported one.
 
-    Raises ValueError where there is no such script.
+    ``missing`` is the module without which nothing can be exported, for the error: ValueError if there is no such
+    script.
     """
     scripts = sorted(folder.glob("[0-9][0-9]_*.py"))
     for script in scripts:
@@ -69,12 +70,14 @@ def facts_of_chapters() -> dict[str, Facts]:
 def commit() -> str:
     """The repository's commit, with ``-dirty`` where files differ from it; or "unknown", as in an installed package.
 
-    A copy without .git has it from scripts/COMMIT, which `make scripts` wrote.
+    Where git cannot say it, as in a copy without .git, it is in scripts/COMMIT, which `make scripts` has written.
     """
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    if (ROOT / ".git").exists():  # git would take a repository around site-packages
+    no_tags = "--exclude=*"
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", no_tags]
+    is_repository = (ROOT / ".git").exists()  # otherwise git might describe one that an installed package is in
+    if is_repository:
         try:
-            return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
             pass
     if COMMIT.exists():

@@ -17,7 +17,11 @@ LAUNCH_SECONDS = 180  # The checks take about a minute.
 
 
 def chapter(launcher: Launcher, script: Path, facts: ScriptFacts, timeout: float) -> Step:
-    """Run a script on GPUs, on gloo and rehearsed, at once if there are cores for it, and compare the three runs."""
+    """Run a chapter's script on GPUs, on gloo and rehearsed, and compare the three runs.
+
+    They run at once if there are cores for it. ``facts`` are what the chapter says of its script, such as how much the
+    numbers of its result may differ. ``timeout`` is in seconds, for each run.
+    """
     flags = facts.quick_flags.split()
     at_once = 1
     if (os.cpu_count() or 1) >= CORES_FOR_RUNS_AT_ONCE * launcher.ranks:
@@ -44,23 +48,25 @@ def doctor(launcher: Launcher, gpus: int, timeout: float) -> Step:
     words = ["-m", "helpers", "doctor", f"--nproc={gpus}"]
     if launcher.rehearsal:
         words.append("--backend=gloo")
-    return program(launcher, "doctor", words, timeout, bad="WRONG", summary="nothing is wrong")
+    return checking_program(launcher, "doctor", words, timeout, bad="WRONG", summary="nothing is wrong")
 
 
 def launch_checks(launcher: Launcher, checks: Path = LAUNCH_CHECKS, timeout: float = LAUNCH_SECONDS) -> Step:
     """Run the checks that ranks of a notebook's cell use GPUs; a check that fails is a difference."""
-    return program(launcher, "launch on GPUs", [str(checks)], timeout, bad="FAILED", summary="all checks passed")
+    words = [str(checks)]
+    return checking_program(launcher, "launch on GPUs", words, timeout, bad="FAILED", summary="all checks passed")
 
 
-def program(launcher: Launcher, name: str, words: list[str], timeout: float, bad: str, summary: str) -> Step:
-    """Run ``python words``, a program that has to end with status 0 and prints a line for each thing it checks.
+def checking_program(launcher: Launcher, name: str, words: list[str], timeout: float, bad: str, summary: str) -> Step:
+    """Run ``python words``, a program that prints a line for each thing it checks, and has to end with status 0.
 
-    Lines that begin with the word ``bad`` are differences. ``summary`` is said where there is none.
+    Lines that begin with the word ``bad`` are differences, and so are a hang and a failure. ``summary`` is said where
+    there is none. ``name`` is that of the program's logs.
     """
     finished = launcher.python(words, name, timeout)
-    lines = [line for line in finished.out.splitlines() if line.startswith(bad)]
+    problems = [line for line in finished.out.splitlines() if line.startswith(bad)]
     if finished.status is None:
-        lines.append(f"it hung for {timeout:.0f} s")
-    elif finished.status != 0 and not lines:
-        lines.append(cause(finished.errors or finished.out))
-    return Step(lines, summary)
+        problems.append(f"it hung for {timeout:.0f} s")
+    elif finished.status != 0 and not problems:
+        problems.append(cause(finished.errors or finished.out))
+    return Step(differences=problems, summary=summary)

@@ -18,30 +18,83 @@ class Task:
 
 
 PLANNED = Task(
-    "planned", "helpers.verify.probes.planned", "A step of GPT-2 medium under FSDP, beside the planner's", 80
+    name="planned",
+    module="helpers.verify.probes.planned",
+    title="A step of GPT-2 medium under FSDP, beside the planner's",
+    seconds=80,
 )
 PRECISION = Task(
-    "precision", "helpers.verify.probes.precision", "Chapter 5: a step in four number formats, width 4096", 60
+    name="precision",
+    module="helpers.verify.probes.precision",
+    title="Chapter 5: a step in four number formats, width 4096",
+    seconds=60,
 )
-RATES = Task("rates", "helpers.verify.probes.products", "Chapter 15: matrix products and the memory's speed", 60)
-MESSAGES = Task("messages", "helpers.verify.probes.messages", "Mistakes on purpose, and what they print", 100)
-LAUNCH = Task("launch", "helpers.verify.probes.host", "What the host needs to launch a kernel", 40)
-COPIES = Task("copies", "helpers.verify.probes.host", "Copies from the host", 40)
-RECOMPUTE = Task("recompute", "helpers.verify.probes.memory", "Activations kept, recomputed, and saved on the CPU", 50)
+RATES = Task(
+    name="rates",
+    module="helpers.verify.probes.products",
+    title="Chapter 15: matrix products and the memory's speed",
+    seconds=60,
+)
+MESSAGES = Task(
+    name="messages",
+    module="helpers.verify.probes.messages",
+    title="Mistakes on purpose, and what they print",
+    seconds=100,
+)
+LAUNCH = Task(
+    name="launch",
+    module="helpers.verify.probes.host",
+    title="What the host needs to launch a kernel",
+    seconds=40,
+)
+COPIES = Task(
+    name="copies",
+    module="helpers.verify.probes.host",
+    title="Copies from the host",
+    seconds=40,
+)
+RECOMPUTE = Task(
+    name="recompute",
+    module="helpers.verify.probes.memory",
+    title="Activations kept, recomputed, and saved on the CPU",
+    seconds=50,
+)
 CHECKPOINT = Task(
-    "checkpoint", "helpers.verify.probes.checkpoint", "A checkpoint of 2 GB: how long training stands still", 60
+    name="checkpoint",
+    module="helpers.verify.probes.checkpoint",
+    title="A checkpoint of 2 GB: how long training stands still",
+    seconds=60,
 )
-SHARED_GPU = Task("shared_gpu", "helpers.verify.probes.sharing", "Two ranks on one GPU, with gloo", 50)
-FLOAT8 = Task("float8", "helpers.verify.probes.products", "float8 beside bfloat16", 40)
-NCCL_MEMORY = Task("nccl_memory", "helpers.verify.probes.memory", "What an NCCL group takes of the GPU's memory", 40)
+SHARED_GPU = Task(
+    name="shared_gpu",
+    module="helpers.verify.probes.sharing",
+    title="Two ranks on one GPU, with gloo",
+    seconds=50,
+)
+FLOAT8 = Task(
+    name="float8",
+    module="helpers.verify.probes.products",
+    title="float8 beside bfloat16",
+    seconds=40,
+)
+NCCL_MEMORY = Task(
+    name="nccl_memory",
+    module="helpers.verify.probes.memory",
+    title="What an NCCL group takes of the GPU's memory",
+    seconds=40,
+)
 BUS_BANDWIDTH = Task(
-    "bus_bandwidth", "helpers.verify.probes.links", "Bus bandwidth among the GPUs", 60, several_gpus=True
+    name="bus_bandwidth",
+    module="helpers.verify.probes.links",
+    title="Bus bandwidth among the GPUs",
+    seconds=60,
+    several_gpus=True,
 )
 OVERLAP = Task(
-    "overlap",
-    "helpers.verify.probes.links",
-    "Communication beside computing, and waiting for a rank",
-    60,
+    name="overlap",
+    module="helpers.verify.probes.links",
+    title="Communication beside computing, and waiting for a rank",
+    seconds=60,
     several_gpus=True,
 )
 
@@ -65,8 +118,9 @@ def product_name(dtype: str, size: int, data: str = "") -> str:
 
 
 def all_reduce_name(size: int) -> str:
-    """The name of the figure of an all-reduce of so many bytes, a power of two."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+    """The name of the figure of an all-reduce of so many bytes, a power of two: "all-reduce, 4 MiB"."""
+    units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+    for name, unit in units.items():
         if size >= unit:
             return f"all-reduce, {size // unit} {name}"
     return f"all-reduce, {size} B"

@@ -1,6 +1,7 @@
 """What lies between host and GPU: launching kernels, waiting for a number, copying a batch."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -23,6 +24,7 @@ def launch(device: torch.device) -> Iterator[Figure]:
             x[0].item()
 
     def microseconds(seconds: float) -> float:
+        """Of one kernel, where all KERNELS together take so many seconds."""
         return 1e6 * seconds / KERNELS
 
     yield Figure("the host launches a kernel", microseconds(host_seconds_of(kernels, device)), "us")
@@ -37,17 +39,14 @@ def launch(device: torch.device) -> Iterator[Figure]:
 
 def copies(device: torch.device) -> Iterator[Figure]:
     """GB/s of a copy from the host by ``non_blocking=True``, and for how long the call keeps the host."""
-    size = 1 << 28
-    kinds = {"pageable memory": False, "pinned memory": True}
+    size = 1 << 28  # bytes
+    is_pinned = {"pageable memory": False, "pinned memory": True}
     if device.type == "cpu":
         size = 1 << 20
-        kinds = {"pageable memory": False}
+        is_pinned = {"pageable memory": False}  # only memory for a GPU's copies is pinned
     target = torch.empty(size, dtype=torch.uint8, device=device)
-    for name, pinned in kinds.items():
+    for name, pinned in is_pinned.items():
         source = torch.randint(256, (size,), dtype=torch.uint8, pin_memory=pinned)
-
-        def copy(source: torch.Tensor = source) -> None:
-            target.copy_(source, non_blocking=True)
-
+        copy = partial(target.copy_, source, non_blocking=True)
         yield Figure(f"from {name}", size / seconds_of(copy, device) / 1e9, "GB/s")
         yield Figure(f"from {name}, the host is kept for", 1e3 * host_seconds_of(copy, device), "ms")

@@ -34,10 +34,12 @@ def bus_bandwidth(device: torch.device) -> Iterator[Figure]:
     size = smallest_size
     while size <= largest_size:
         x = torch.zeros(size // 4, device=device)  # float32: 4 bytes a number
-        seconds = slowest(seconds_of(partial(dist.all_reduce, x), device), device)
+        seconds_here = seconds_of(partial(dist.all_reduce, x), device)
+        seconds = slowest(seconds_here, device)
         if size == smallest_size:
             yield Figure(f"{all_reduce_name(size)}, time", 1e6 * seconds, "us")
-        yield Figure(all_reduce_name(size), size / seconds * 2 * (ranks - 1) / ranks / 1e9, "GB/s")
+        bandwidth = size / seconds * 2 * (ranks - 1) / ranks
+        yield Figure(all_reduce_name(size), bandwidth / 1e9, "GB/s")
         size *= 4
 
 
@@ -76,10 +78,14 @@ def overlap(device: torch.device) -> Iterator[Figure]:
 
 
 def late_rank(message: torch.Tensor, device: torch.device) -> Iterator[Figure]:
-    """Let the last rank come late to an all-reduce; yields when the call returns on this rank, and when it is done."""
+    """Let the last rank come late to an all-reduce, and yield after what time it returns, and is done, on rank 0.
+
+    NCCL's call only starts the all-reduce, so it may return before the last rank has come.
+    """
     late_by = 0.1  # seconds
     dist.barrier()
-    if dist.get_rank() == dist.get_world_size() - 1:
+    is_last_rank = dist.get_rank() == dist.get_world_size() - 1
+    if is_last_rank:
         time.sleep(late_by)
     start = time.perf_counter()
     dist.all_reduce(message)

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,10 @@ from helpers.verify.record import Figure
 
 
 def recompute(device: torch.device) -> Iterator[Figure]:
-    """Peak memory and time of a forward and backward of 12 layers in bfloat16, in three ways."""
+    """Peak memory and time of a forward and backward of 12 layers in bfloat16, with three ways to keep activations.
+
+    They are kept on the GPU, recomputed in the backward pass, or saved on the CPU.
+    """
     width = 2048
     layers = 12
     shape = (16, 512, width)  # samples, tokens
@@ -23,11 +25,22 @@ def recompute(device: torch.device) -> Iterator[Figure]:
         width = 32
         layers = 2
         shape = (2, 16, width)
-    options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "device": device, "dtype": torch.bfloat16}
-    blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 16, 4 * width, **options) for _ in range(layers))
+    blocks = nn.ModuleList()
+    for _ in range(layers):
+        block = nn.TransformerEncoderLayer(
+            d_model=width,
+            nhead=16,
+            dim_feedforward=4 * width,
+            dropout=0.0,
+            batch_first=True,
+            device=device,
+            dtype=torch.bfloat16,
+        )
+        blocks.append(block)
     x = torch.randn(shape, device=device, dtype=torch.bfloat16)
 
     def step(way: str) -> None:
+        """A forward and a backward pass, for which activations are "kept", "recomputed" or "saved on the CPU"."""
         saving: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if way == "saved on the CPU":
             saving = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
@@ -43,7 +56,7 @@ def recompute(device: torch.device) -> Iterator[Figure]:
         blocks.zero_grad()
 
     for way in ("kept", "recomputed", "saved on the CPU"):
-        step(way)
+        step(way)  # the first step in each way allocates memory, which is not measured
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds = seconds_of(partial(step, way), device, repeats=5, warm_up=1)
@@ -53,14 +66,15 @@ def recompute(device: torch.device) -> Iterator[Figure]:
 
 
 def nccl_memory(device: torch.device) -> Iterator[Figure]:
-    """MB of the GPU beside the allocator's: of CUDA's context, of the first group, and of another one."""
+    """MB of the GPU that PyTorch's allocator does not manage: of CUDA's context, of a first group, of a second one."""
     x = torch.randn(1 << 20, device=device)
-    context = bytes_outside_the_allocator(device) / 1e6
-    yield Figure("CUDA's context", context, "MB")
+    before_groups = bytes_outside_the_allocator(device) / 1e6
+    yield Figure("CUDA's context", before_groups, "MB")
     start_group(device)
-    dist.all_reduce(x)
-    first = bytes_outside_the_allocator(device) / 1e6
-    yield Figure("the first group", first - context, "MB")
-    group = dist.new_group([0])
-    dist.all_reduce(x, group=group)
-    yield Figure("a second group", bytes_outside_the_allocator(device) / 1e6 - first, "MB")
+    dist.all_reduce(x)  # a group takes its memory when it first communicates
+    with_one_group = bytes_outside_the_allocator(device) / 1e6
+    yield Figure("the first group", with_one_group - before_groups, "MB")
+    second_group = dist.new_group([0])
+    dist.all_reduce(x, group=second_group)
+    with_two_groups = bytes_outside_the_allocator(device) / 1e6
+    yield Figure("a second group", with_two_groups - with_one_group, "MB")

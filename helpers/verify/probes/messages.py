@@ -25,11 +25,11 @@ END = 2000
 
 @dataclass(frozen=True)
 class Mistake:
-    """A program that fails, and which of some words its output should have."""
+    """A program that makes a mistake, and what it should print then."""
 
     name: str
-    code: str
-    expected: tuple[str, ...]
+    code: str  # it stands in PROGRAM
+    expected: tuple[str, ...]  # one of these is in what it prints
     ranks: int = 1
 
 
@@ -120,7 +120,10 @@ if dist.is_initialized():
 
 
 def messages(device: torch.device) -> Iterator[Figure | Text]:
-    """What each program printed, and whether that is what the book quotes."""
+    """Yields what the program of each mistake printed, and whether that is what the book quotes.
+
+    On a CPU all of them fail for want of a GPU, so there the first two are enough to try this function.
+    """
     mistakes: Sequence[Mistake] = MISTAKES
     limit = LIMIT
     if device.type == "cpu":
@@ -151,33 +154,45 @@ class StartedRank:
 
 
 def run_all(mistakes: Sequence[Mistake], limit: float) -> dict[str, str]:
-    """Run all programs at once, and kill them after so many seconds: {name: what its ranks printed}."""
-    ranks: list[StartedRank] = []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as held:  # held until the programs have ended
+    """Run the programs of all mistakes at once, and kill those that still run after so many seconds.
+
+    Returns {the mistake's name: what the ranks of its program printed, one after the other}.
+    """
+    started: list[StartedRank] = []
+    # The ports and the open files are kept until all programs have ended.
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as kept:
         for mistake in mistakes:
-            port = held.enter_context(hold_port())
+            port = kept.enter_context(hold_port())
             for rank in range(mistake.ranks):
-                path = Path(folder, str(len(ranks)))
-                log = held.enter_context(path.open("w"))
-                command = [sys.executable, "-c", PROGRAM.format(code=mistake.code)]
-                environment = {**os.environ, **variables(rank, mistake.ranks, port)}
-                process = processes.start(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-                ranks.append(StartedRank(mistake, process, path))
-        started = [rank.process for rank in ranks]
-        statuses = processes.wait(started, limit)
-        processes.end(started, grace=0)
+                log = Path(folder, str(len(started)))
+                log_file = kept.enter_context(log.open("w"))
+                process = processes.start(
+                    [sys.executable, "-c", PROGRAM.format(code=mistake.code)],
+                    env={**os.environ, **variables(rank, mistake.ranks, port)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log_file,
+                    stderr=log_file,
+                )
+                started.append(StartedRank(mistake, process, log))
+        all_processes = [rank.process for rank in started]
+        statuses = processes.wait(all_processes, timeout=limit)
+        processes.end(all_processes, grace=0)
 
         outputs = {mistake.name: "" for mistake in mistakes}
-        for number, started_rank in enumerate(ranks):
+        for number, started_rank in enumerate(started):
             name = started_rank.mistake.name
-            if number not in statuses:
+            has_ended = number in statuses
+            if not has_ended:
                 outputs[name] += f"(killed after {limit} s)\n"
             outputs[name] += started_rank.log.read_text("utf-8", "replace")
     return outputs
 
 
 def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun would set for a rank."""
+    """The environment variables of one of so many ranks, as torchrun would set them, but with one GPU for all.
+
+    NCCL writes its warnings, which the book quotes.
+    """
     return {
         "RANK": str(rank),
         "LOCAL_RANK": "0",

@@ -27,14 +27,17 @@ def precision(device: torch.device) -> Iterator[Figure]:
         gc.collect()  # frees the model that was timed before this one
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = step_seconds(number_format.dtype, width, batch_size, device)
+        seconds = step_seconds(number_format.dtype, width=width, batch_size=batch_size, device=device)
         yield Figure(f"{number_format.name}, width {width}", batch_size / seconds, "samples/s")
         if device.type == "cuda":
             yield Figure(f"{number_format.name}, peak memory", peak_gigabytes(), "GB")
 
 
 def step_seconds(dtype: torch.dtype, width: int, batch_size: int, device: torch.device) -> float:
-    """Median seconds of a training step of four linear layers: DDP, autocast, a scaler, clipping, SGD."""
+    """Median seconds of a training step of four linear layers, in which autocast computes in the given type.
+
+    As in the chapter's script there are DDP, a gradient scaler, which only float16 needs, clipping, and SGD.
+    """
     layers: list[nn.Module] = []
     for _ in range(LAYERS):
         layers += [nn.Linear(width, width), nn.ReLU()]

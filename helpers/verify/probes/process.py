@@ -17,22 +17,26 @@ from helpers.verify.record import Figure
 
 
 def line_of(result: Figure | Text) -> str:
-    """A result as a line of the file."""
+    """A result as a line of the file, which ``measuring.add_results`` reads."""
     if isinstance(result, Text):
         return json.dumps({"text": asdict(result)})
     return json.dumps({"figure": asdict(result)})
 
 
 def main(module: str, name: str, device: str, path: Path) -> None:
-    """Run the probe ``name`` of a module on a device. Leave without Python's end: what it frees is not measured."""
+    """Run the probe ``name``, a function of a module, on "cpu" or "cuda", and append its results to the file.
+
+    Each is written as soon as it is there, so that a probe that hangs later leaves it. Under torchrun only rank 0
+    writes. The process ends at once afterwards, because what Python's end would free is not measured.
+    """
     probe = getattr(importlib.import_module(module), name)
-    place = torch.device(device)
-    if place.type == "cuda":
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(place)
+    own_device = torch.device(device)
+    if own_device.type == "cuda":
+        own_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(own_device)
     torch.manual_seed(0)
     is_first_rank = os.environ.get("RANK", "0") == "0"
-    for result in probe(place):
+    for result in probe(own_device):
         if is_first_rank:
             with path.open("a", encoding="utf-8") as file:
                 file.write(line_of(result) + "\n")
@@ -42,4 +46,5 @@ def main(module: str, name: str, device: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]))
+    _, module_of_probe, name_of_probe, kind_of_device, file_for_results = sys.argv
+    main(module_of_probe, name_of_probe, kind_of_device, Path(file_for_results))

@@ -29,7 +29,8 @@ def rate_of(multiply: Callable[[], Any], size: int, device: torch.device) -> flo
         for _ in range(IN_A_ROW):
             multiply()
 
-    return IN_A_ROW * 2 * size**3 / seconds_of(in_a_row, device) / 1e12
+    operations = 2 * size**3  # a multiplication and an addition for each number of a row and each of a column
+    return IN_A_ROW * operations / seconds_of(in_a_row, device) / 1e12
 
 
 def product_rate(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -38,7 +39,10 @@ def product_rate(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def rates(device: torch.device) -> Iterator[Figure]:
-    """TFLOP/s by type and size, of random matrices and, for the largest, of ones; GB/s of a copy within the memory."""
+    """Yields TFLOP/s of matrix products in each number format, and GB/s of a copy within the memory.
+
+    The matrices are random, of several sizes; those of the largest size are also filled with ones.
+    """
     sizes = SIZES
     count = 1 << 30  # of float32: 4 GiB
     if device.type == "cpu":
@@ -56,11 +60,15 @@ def rates(device: torch.device) -> Iterator[Figure]:
     source = torch.randn(count, device=device)
     target = torch.empty_like(source)
     seconds = seconds_of(lambda: target.copy_(source), device)
-    yield Figure(MEMORY_SPEED, 2 * source.nbytes / seconds / 1e9, "GB/s")  # It reads and writes.
+    bytes_moved = 2 * source.nbytes  # They are read and written.
+    yield Figure(MEMORY_SPEED, bytes_moved / seconds / 1e9, "GB/s")
 
 
 def float8(device: torch.device) -> Iterator[Figure]:
-    """TFLOP/s of products in float8 with one scale a matrix, beside bfloat16; what the conversion costs, apart."""
+    """Yields TFLOP/s of products in float8, with one scale for each matrix, beside those in bfloat16.
+
+    What the conversion to float8 costs is measured apart.
+    """
     sizes = (*SIZES, 2 * MATRIX)
     if device.type == "cpu":
         sizes = SMALL
@@ -78,9 +86,14 @@ def float8(device: torch.device) -> Iterator[Figure]:
         a8 = a.to(torch.float8_e4m3fn)
         b8 = b.to(torch.float8_e4m3fn).t()  # The kernel takes the second matrix column by column.
 
-        def multiply(a8: torch.Tensor = a8, b8: torch.Tensor = b8) -> torch.Tensor:
-            return F.scaled_mm(
-                a8, b8, scale, ScalingType.TensorWise, scale, ScalingType.TensorWise, use_fast_accum=True
-            )
-
+        multiply = partial(
+            F.scaled_mm,
+            a8,
+            b8,
+            scale_a=scale,
+            scale_recipe_a=ScalingType.TensorWise,
+            scale_b=scale,
+            scale_recipe_b=ScalingType.TensorWise,
+            use_fast_accum=True,
+        )
         yield Figure(product_name("float8", size), rate_of(multiply, size, device), "TFLOP/s")

@@ -44,7 +44,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device, repeats: int = 10, warm_up: int = 3) -> float:
-    """Median seconds of a call: on a GPU those between two events on its stream, so that the host does not count."""
+    """Median seconds of a call, over so many repeats after a warm-up.
+
+    On a GPU they are those between two events on its stream, so that what the host needs does not count.
+    """
     for _ in range(warm_up):
         call()
     times = []
@@ -65,7 +68,10 @@ def seconds_of(call: Callable[[], Any], device: torch.device, repeats: int = 10,
 
 
 def host_seconds_of(call: Callable[[], Any], device: torch.device, repeats: int = 10, warm_up: int = 3) -> float:
-    """Median seconds for which a call keeps the host. The GPU has nothing to do when each begins."""
+    """Median seconds after which a call returns to the host, whether the GPU has done its work by then or not.
+
+    The GPU has nothing else to do when a call begins.
+    """
     for _ in range(warm_up):
         call()
     times = []
@@ -79,18 +85,21 @@ def host_seconds_of(call: Callable[[], Any], device: torch.device, repeats: int 
 
 
 def start_group(device: torch.device, alone: bool = True) -> None:
-    """Start the default group: NCCL on a GPU, gloo on the CPU. Alone it has one rank, otherwise those of torchrun."""
+    """Start the default process group, with NCCL on a GPU and gloo on the CPU.
+
+    If the probe runs ``alone``, this process is its only rank; otherwise it has the ranks that torchrun has started.
+    """
     backend = "gloo"
-    bound = None
+    bound_device = None
     if device.type == "cuda":
         backend = "nccl"
-        bound = device
+        bound_device = device
     timeout = timedelta(seconds=60)
     if alone:
         store = dist.FileStore(tempfile.mkdtemp() + "/store", 1)
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=bound, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=bound_device, timeout=timeout)
     else:
-        dist.init_process_group(backend, device_id=bound, timeout=timeout)
+        dist.init_process_group(backend, device_id=bound_device, timeout=timeout)
 
 
 def gigabytes_allocated() -> float:
