@@ -40,7 +40,8 @@ def predictions_for(gpu: str, ranks: int) -> dict[str, list[Prediction]]:
 
 def of_step(preset: str) -> list[Prediction]:
     """Time and memory of a step of GPT-2 medium, as ``python -m helpers plan`` gives them."""
-    planned = plan("gpt2-medium", preset, LAYOUT)
+    # torch.cuda.max_memory_allocated, which the probe reads, counts tensors without the allocator's gaps.
+    planned = plan("gpt2-medium", preset, LAYOUT, {"allocator": "tensors"})
     step = planned.step
     memory = planned.stages[0]
     states = sum(memory[kind] for kind in STATES)
@@ -60,7 +61,10 @@ def of_rates(cluster: Cluster) -> list[Prediction]:
 
 
 def of_product(cluster: Cluster, name: str, size: int, dtype: str = "") -> Prediction:
-    """TFLOP/s of a square matrix product: the share of the peak that the planner's fitted constants have."""
+    """TFLOP/s of a square matrix product: the share of the peak that the planner counts on in a training step.
+
+    A product alone may be faster, because nothing else then draws power or waits.
+    """
     peak = cluster.peak(dtype or name)
     reached = peak * FITTED.matmul * cluster.reaches
     return Prediction(catalog.product_name(name, size), "TFLOP/s", reached / 1e12)
