@@ -30,11 +30,22 @@ KNOWN = {  # read off the models' published weights
     "llama2-7b": 6_738_415_616, "llama2-70b": 68_976_648_192, "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800, "mixtral-8x7b": 46_702_792_704, "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-8b": 8_190_735_360, "gpt2-xl": 1_557_611_200,
+    # Not counted: the biases by which DeepSeek balances its experts, and a sink of each of GPT-OSS's heads.
+    "deepseek-v3": 671_026_419_200 - 58 * 256, "gpt-oss-20b": 20_914_757_184 - 24 * 64,
+    "gpt-oss-120b": 116_829_156_672 - 36 * 64,
 }  # fmt: skip
 
 
 def test_parameters_of_published_weights():
     assert {name: model_of(name).parameters() for name in KNOWN} == KNOWN
+
+
+def test_parameters_that_one_token_uses():
+    """GPT-OSS's card counts them without the embedding (arXiv:2508.10925, table 1), DeepSeek's with it."""
+    active = {name: model_of(name).parameters(active=True) for name in ("gpt-oss-20b", "deepseek-v3")}
+    embedding = 201088 * 2880
+    assert round((active["gpt-oss-20b"] - embedding) / 1e9, 2) == 3.61
+    assert active["deepseek-v3"] / 1e9 == pytest.approx(37, rel=0.02)
 
 
 def test_megatrons_count_of_flops():
@@ -62,7 +73,7 @@ REFUSED = [  # what is asked for, and a part of the refusal
     (layout_of({"preset": "llama3-8b", "heads": 24, "head_width": 128}, tp=3), "8 kv_heads neither divide by tp = 3"),
     (layout_of(cp=3), "1024 tokens do not divide into 3 parts"),
     (layout_of(pp=16), "12 layers cannot fill 16 stages"),
-    (layout_of(pp=8), "Give a divisor of 12, or uneven_stages = true with interleave = 1."),
+    (layout_of(pp=8), "Give a divisor of 12, or uneven_stages = true."),
     (layout_of("llama3-405b", pp=8, interleave=8, batch=8), "Give a divisor of 126, or outer_layers = true."),
     (layout_of("mixtral-8x7b", dp=16, ep=16), "8 experts do not divide by ep"),
     # A layout by itself
@@ -119,12 +130,18 @@ SWITCHED = {  # a convention: another setting, and a number of the plan that thi
     "peak": (200e12, lambda plan: plan.utilization.mfu),
     "bubble": ("total", lambda plan: plan.bubble),
     "states": ("zero", lambda plan: plan.stages[0]["parameters"]),
-    "gather": ("once", lambda plan: sum(group.sent for group in plan.collectives)),
+    "gather": ("each", lambda plan: sum(group.sent for group in plan.collectives)),
     "in_flight": ("one", lambda plan: plan.stages[0]["activations"]),
     "causal": ("half", lambda plan: plan.step.seconds),
     "sequence_inputs": ("again", lambda plan: plan.stages[0]["activations"]),
     "logits": ("stored", lambda plan: plan.stages[-1]["output"]),
+    "loss": ("bfloat16", lambda plan: plan.stages[-1]["output"]),
     "overlap": ("backward", lambda plan: plan.step.seconds),
+    "dispatch": ("node", lambda plan: plan.step.seconds),
+    "tensor": ("overlapped", lambda plan: plan.step.seconds),
+    "context": ("gathered", lambda plan: plan.step.seconds),
+    "kernels": ("eager", lambda plan: plan.step.seconds),
+    "allocator": ("tensors", lambda plan: plan.bytes),
     "memory": ("GB", lambda plan: answer(plan).rows[0].value),
 }
 
@@ -132,12 +149,18 @@ SWITCHED = {  # a convention: another setting, and a number of the plan that thi
 @pytest.mark.parametrize("name", vars(Conventions()))
 def test_each_convention_changes_a_number(name):
     setting, number = SWITCHED[name]
-    zero = 0 if name == "overlap" else 3
+    model = "mixtral-8x7b" if name == "dispatch" else "llama2-7b"
     settings = {"recompute": "selective", "attention": "scores", "sequence_parallel": True}
-    layout = Layout(dp=48, tp=8, pp=2, zero=zero, batch=96, **settings)
+    layout = Layout(dp=48, tp=8, pp=2, zero=3, batch=96, **settings)
+    if name == "overlap":
+        layout = layout.with_(zero=0)
+    elif name == "context":
+        layout = layout.with_(dp=24, cp=2)
+    elif name == "dispatch":
+        layout = layout.with_(ep=8)
     cluster = cluster_of("h100", layout.gpus)
-    before = plan("llama2-7b", cluster, layout)
-    after = plan("llama2-7b", cluster, layout, {name: setting})
+    before = plan(model, cluster, layout)
+    after = plan(model, cluster, layout, {name: setting})
     assert number(before) != number(after)
 
 

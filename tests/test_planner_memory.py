@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from helpers.planner.conventions import Conventions
+from helpers.planner.corrections import ALLOCATOR_GAPS
 from helpers.planner.layout import Layout
-from helpers.planner.memory import activations_per_layer, memory
+from helpers.planner.memory import activations_per_layer, memory, stage_parameters
 from helpers.planner.model import model_of
 from helpers.ranks.launch import launch
 from helpers.runtime.models import PixelTransformer
@@ -96,6 +97,38 @@ def test_copies_of_the_logits():
     assert output("freed", tp=2) == output("eager", tp=2)  # A divided loss makes another copy.
 
 
+def test_in_a_pipeline_fsdp_keeps_what_it_has_gathered():
+    """16-bit parameters and float32 gradients of the whole stage, as torchtitan's default does."""
+    model = model_of("llama3-70b")
+    layout = Layout(dp=8, tp=8, pp=8, zero=3, batch=64, recompute="full", sequence_parallel=True)
+    middle = memory(model, layout, Conventions())[3]
+    assert middle["gathered"] == pytest.approx((2 + 4) * stage_parameters(model, layout, 3), rel=1e-6)
+    resharded = memory(model, layout, Conventions(gather="each"))[3]
+    assert resharded["gathered"] < middle["gathered"] / 5
+    assert memory(model, layout, Conventions(gather="once")) == memory(model, layout, Conventions())
+
+
+def test_experts_that_no_other_rank_has_are_not_gathered():
+    model = model_of("qwen3-30b-a3b")
+    settings = {"dp": 8, "zero": 3, "batch": 64, "recompute": "full"}
+    conventions = Conventions(states="bfloat16", gather="once")
+
+    def gathered(**sizes):
+        (kinds,) = memory(model, Layout(**settings, **sizes), conventions)
+        return kinds["gathered"]
+
+    layer_experts = 3 * model.width * model.ffn * model.experts
+    other_parameters = model.parameters() - model.layers * layer_experts
+    assert gathered(ep=8) == pytest.approx((2 + 2) * other_parameters, rel=1e-3)
+    assert gathered() == pytest.approx((2 + 2) * model.parameters(), rel=1e-3)
+
+
+def test_the_allocators_gaps_are_a_share_of_the_tensors():
+    (reserved,) = memory(model_of("gpt2"), Layout(), Conventions())
+    (tensors,) = memory(model_of("gpt2"), Layout(), Conventions(allocator="tensors"))
+    assert reserved["total"] == pytest.approx((1 + ALLOCATOR_GAPS) * tensors["total"])
+
+
 @dataclass(frozen=True)
 class Case:
     ranks: int
@@ -156,8 +189,8 @@ def test_gathered_once_parameters_and_gradients_stay():
         model = model_of({"preset": "pixels", **shape})
         batch = case.ranks * case.samples * case.micro_batches
         layout = Layout(dp=case.ranks, zero=3, micro_batch=case.samples, batch=batch, dtype="float32")
-        (once,) = memory(model, layout, Conventions(gather="once"))
-        (each,) = memory(model, layout, Conventions(gather="each"))
+        (once,) = memory(model, layout, Conventions(gather="once", allocator="tensors"))
+        (each,) = memory(model, layout, Conventions(gather="each", allocator="tensors"))
         planned = once["total"]
         if torch.__version__ < "2.15" and case.micro_batches == 1:
             planned += 4 * 12 * case.width**2  # bytes of one more layer in an all-gather's buffer

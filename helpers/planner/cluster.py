@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from helpers.planner.corrections import CORRECTIONS
 from helpers.planner.records import Record, look_up, refuse, with_preset
 
 
@@ -82,12 +83,9 @@ A100: dict[str, Any] = {
 }  # fmt: skip
 # attention_reaches is not set, because it depends on the kernel: on an H100 FlashAttention-2 reaches 35 % of the peak,
 # and FlashAttention-3 up to 75 %, counted by half of the pairs of tokens (Shah et al. 2024).
-# reaches was chosen by eight rows of FSDP with 2,048 tokens in a table of llm-foundry
-# (scripts/train/benchmarking/README.md).
-# They took 0.96 to 1.29 times the predicted seconds with it, 1.18 to 1.55 times without. A test has them.
 H100: dict[str, Any] = {
-    **A100, "gpu": "h100", "reaches": 0.8, "memory_speed": 3.35e12, "link_in_node": 450e9, "link_between": 50e9,
-    "power": 700,
+    **A100, "gpu": "h100", "reaches": CORRECTIONS.h100, "memory_speed": 3.35e12,
+    "link_in_node": 450e9, "link_between": 50e9, "power": 700,
     "peaks": {"bfloat16": 989e12, "float16": 989e12, "float8": 1979e12, "tf32": 494.5e12, "float32": 67e12},
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {

@@ -50,6 +50,10 @@ class Collective:
     stride: int  # the difference between the numbers of two neighbours in the group
     count: int  # in a step
     size: int  # bytes of the whole tensor of one of them
+    # Of an all-to-all that sends a token to each node only once: how many copies of a token it makes, and for how many
+    # of its experts the node is drawn. 0 for a usual all-to-all, which sends each copy from rank to rank.
+    copies: int = 0
+    draws: int = 0
     time: LinkTime = LinkTime()  # of one of them; 0 without a cluster
 
     @property
@@ -76,8 +80,9 @@ def collectives(
     sharded: which of embedding and head tensor parallelism divides along the vocabulary. options: those of
     ``activations``.
     """
-    of_activations = activations(model, layout, stage, sharded, **options)
-    of_parameters = data_parallel(model, layout, conventions or Conventions(), stage, sharded)
+    conventions = conventions or Conventions()
+    of_activations = activations(model, layout, stage, sharded, dispatch=conventions.dispatch, **options)
+    of_parameters = data_parallel(model, layout, conventions, stage, sharded)
     return with_seconds(of_activations + of_parameters, cluster)
 
 
@@ -94,6 +99,7 @@ def activations(
     loss_parallel: bool = True,
     split_sends: bool = True,
     early_stop: bool = True,
+    dispatch: str = "rank",
 ) -> list[Collective]:
     """The collectives of tensor, context, expert and pipeline parallelism on a stage. Some have one rank or no bytes.
 
@@ -102,11 +108,12 @@ def activations(
     split_sends: a stage sends each tensor-parallel rank's part, and the next stage gathers the parts (Narayanan et al.
     2021, section 4.1); torch.distributed.pipelining sends the whole tensor from each rank.
     early_stop: recomputation ends before a layer's last output, which nothing needs, as in PyTorch's checkpoint.
+    dispatch: the convention of that name.
     """
     return [
         *of_tensor_parallelism(model, layout, stage, sharded, shared_input, loss_parallel, early_stop),
         *of_context_parallelism(model, layout, stage),
-        *of_expert_parallelism(model, layout, stage),
+        *of_expert_parallelism(model, layout, stage, dispatch),
         *of_pipeline(model, layout, stage, split_sends),
     ]
 
@@ -232,8 +239,16 @@ def of_context_parallelism(model: Model, layout: Layout, stage: int) -> list[Col
     return result
 
 
-def of_expert_parallelism(model: Model, layout: Layout, stage: int) -> list[Collective]:
+def of_expert_parallelism(model: Model, layout: Layout, stage: int, dispatch: str) -> list[Collective]:
     """The all-to-alls that bring tokens to their experts and back, and the gradients (Lepikhin et al. 2021)."""
+    copies = model.active_experts
+    draws = 0
+    if dispatch == "node":
+        draws = model.active_experts
+    elif dispatch == "neighbours":
+        experts_of_rank = model.experts // layout.ep
+        copies = math.ceil(model.active_experts / experts_of_rank)
+        draws = 1
     expert_layers = sum(model.has_experts(layer) for layer in layout.layers_of(model, stage))
     phases = [*forward_phases(layout), "backward"]
     if layout.recompute == "sac":
@@ -247,7 +262,9 @@ def of_expert_parallelism(model: Model, layout: Layout, stage: int) -> list[Coll
             ranks=layout.ep,
             stride=layout.tp,
             count=2 * layout.micro_batches * expert_layers,  # to the experts, and back
-            size=hidden_bytes(model, layout) * model.active_experts,
+            size=hidden_bytes(model, layout) * copies,
+            copies=copies,
+            draws=draws,
         )
         for phase in phases
     ]
@@ -321,7 +338,7 @@ def unit_collectives(unit: Unit, layout: Layout, conventions: Conventions) -> li
     ranks = layout.data_ranks // unit.expert_ranks  # that hold the same parameters
     stride = layout.tp * unit.expert_ranks  # between two of these ranks
     sharers = min(layout.sharers, ranks)
-    gathers_each = conventions.gather == "each"
+    gathers_each = not conventions.gathers_once(layout.pp)
     repetitions = 1
     if layout.zero >= 2 and gathers_each:
         repetitions = layout.micro_batches
@@ -389,9 +406,32 @@ def with_seconds(candidates: Iterable[Collective], cluster: Cluster | None) -> l
     timed = []
     for group in sending:
         in_node = ranks_in_node(group.ranks, group.stride, cluster)
-        time = link_time(group.kind, group.size, in_node, group.ranks // in_node, cluster)
+        nodes = group.ranks // in_node
+        if group.draws > 0:
+            time = dispatch_time(group.size / group.copies, group.copies, group.draws, in_node, nodes, cluster)
+        else:
+            time = link_time(group.kind, group.size, in_node, nodes, cluster)
         timed.append(replace(group, time=time))
     return timed
+
+
+def dispatch_time(size: float, copies: int, draws: int, in_node: int, nodes: int, cluster: Cluster) -> LinkTime:
+    """Seconds of an all-to-all of tokens that sends each of them once to every node that needs it, as DeepEP does.
+
+    size: bytes of one copy of all tokens. copies: on how many ranks a token is needed. draws: for how many experts its
+    nodes are drawn, each independently of the others.
+
+    Experts are spread evenly, so that a token needs a given one of n nodes for k draws with a probability of
+    1 - (1 - 1/n)^k. In a node that got a token, the GPU that received it sends the copies on (DeepEP's README, normal
+    kernels with NVLink and RDMA forwarding).
+    """
+    share_of_nodes = 1 - (1 - 1 / nodes) ** draws
+    sent_between = size * (nodes - 1) * share_of_nodes
+    return LinkTime(
+        latency=(in_node - 1) * cluster.latency_in_node + (nodes - 1) * cluster.latency_between,
+        in_node=size * copies * (in_node - 1) / in_node / (cluster.link_in_node or math.inf),
+        between=sent_between / (cluster.link_between or math.inf),
+    )
 
 
 def ranks_in_node(ranks: int, stride: int, cluster: Cluster) -> int:

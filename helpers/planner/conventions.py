@@ -8,7 +8,14 @@ from helpers.planner.records import Record
 Flops = Literal["6N", "6N+A", "6(N-E)+A", "6(N-E)+A/2", "gemm"]
 FLOPS: tuple[str, ...] = get_args(Flops)
 States = Literal[
-    "zero", "float32-gradients", "two-gradients", "no-master", "float32", "bfloat16-moments", "scaling-book"
+    "zero",
+    "float32-gradients",
+    "two-gradients",
+    "no-master",
+    "float32",
+    "bfloat16-moments",
+    "bfloat16",
+    "scaling-book",
 ]
 
 
@@ -33,6 +40,8 @@ STATES: dict[States, StateBytes] = {
     "float32": StateBytes(4, 4, 8),
     # As float32, but AdamW's two moments are in bfloat16 (torchtitan, fused_opt_states_bf16).
     "bfloat16-moments": StateBytes(4, 4, 4),
+    # Everything in bfloat16, the moments too: torch.optim.Adam on a model in bfloat16 (NeMo AutoModel).
+    "bfloat16": StateBytes(2, 2, 4),
     # 10 bytes in all, because gradients are not kept.
     "scaling-book": StateBytes(2, 0, 8),
 }
@@ -50,7 +59,8 @@ class Conventions(Record):
     memory: Literal["GB", "GiB"] = "GiB"  # in which memory is printed: 1e9 or 2^30 bytes
     states: States = "float32"  # which bytes for each parameter
     # Whether ZeRO-3 gathers and reduces for each micro-batch, or once a step, and keeps all parameters meanwhile.
-    gather: Literal["each", "once"] = "each"
+    # "auto" is once in a pipeline, and otherwise for each, as torchtitan's fsdp_reshard_after_forward = "default".
+    gather: Literal["auto", "each", "once"] = "auto"
     # How many micro-batches the first stage holds: as many as the schedule says, p for 1F1B, or always one.
     in_flight: Literal["schedule", "one"] = "schedule"
     # Whether attention takes the time of all pairs of tokens, or of half, as a kernel that skips later tokens does.
@@ -61,8 +71,31 @@ class Conventions(Record):
     # How many float32 copies of the logits there are at once: four, as PyTorch's cross_entropy makes; three where the
     # caller frees its own; or one.
     logits: Literal["eager", "freed", "stored"] = "eager"
+    # The type in which the loss computes: float32, or bfloat16, which halves the copies of the logits.
+    loss: Literal["float32", "bfloat16"] = "float32"
     # Without FSDP, whether the collectives of gradients follow the backward or run during it.
     overlap: Literal["none", "backward"] = "none"
+    # Whether a token is sent to the rank of each of its experts, as by all_to_all_single, or once to each node that has
+    # some of them, as by DeepEP. "neighbours": as "node", and a token's experts lie side by side, so that they are on
+    # as few ranks as possible, as with the balanced gate of NeMo AutoModel's benchmarks.
+    dispatch: Literal["rank", "node", "neighbours"] = "rank"
+    # Whether the collectives of tensor parallelism interrupt the matrix products, or partly run during them, as async
+    # TP of PyTorch and tp_comm_overlap of Megatron-LM let them.
+    tensor: Literal["exposed", "overlapped"] = "exposed"
+    # Whether context parallelism sends keys and values while attention computes, as Megatron-LM does, or gathers them
+    # first and then computes attention in parts, as PyTorch's context_parallel does.
+    context: Literal["overlapped", "gathered"] = "overlapped"
+    # Whose kernels run: those of torch.compile, which fuse a norm or an activation function into one; those of PyTorch
+    # without it, one for each operation; or NVIDIA's Transformer Engine, whose matrix products are faster, too.
+    kernels: Literal["fused", "eager", "transformer engine"] = "fused"
+    # Whether memory is what PyTorch's allocator reserves, with gaps, as nvidia-smi shows it, or what tensors take.
+    allocator: Literal["reserved", "tensors"] = "reserved"
+
+    def gathers_once(self, stages: int) -> bool:
+        """Whether FSDP keeps what it has gathered until the end of a step, on so many pipeline stages."""
+        if self.gather == "auto":
+            return stages > 1
+        return self.gather == "once"
 
     @property
     def state_bytes(self) -> StateBytes:

@@ -32,7 +32,7 @@ class Layout(Record):
     attention: Literal["flash", "scores"] = "flash"  # "scores" stores the s · s matrix
     dtype: str = "bfloat16"  # of matrix products; float8 is used for those of the layers' linear modules only
     offload: bool = False  # whether the optimizer's state is in the host's memory
-    uneven_stages: bool = False  # whether stages may have different numbers of layers
+    uneven_stages: bool = False  # whether stages, or their parts, may have different numbers of layers
     outer_layers: bool = False  # whether stages count the embedding and the head as a layer each
 
     POSITIVE: ClassVar[tuple[str, ...]] = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave")
@@ -122,17 +122,27 @@ class Layout(Record):
         return self.micro_batch * model.seq // self.cp
 
     def stage_layers(self, model: Model) -> list[int]:
-        """How many layers each pipeline stage has. If they do not divide evenly, stages in the middle have one more.
+        """How many layers each pipeline stage has, all of its parts of the model together."""
+        parts = self.part_layers(model)
+        return [sum(parts[stage :: self.pp]) for stage in range(self.pp)]
 
-        With outer_layers the embedding counts as a layer of the first stage and the head as one of the last, so these
+    def part_layers(self, model: Model) -> list[int]:
+        """How many layers each of the pp · interleave parts of the model has, in the model's order.
+
+        With p stages, stage i has the parts i, p + i, 2p + i and so on (Narayanan et al. 2021, section 2.2). If the
+        layers do not divide evenly, parts in the middle have one more, as in torchtitan's generate_split_points (commit
+        9dec370).
+
+        With outer_layers the embedding counts as a layer of the first part and the head as one of the last, so these
         have one fewer of the model's layers (account_for_embedding_in_pipeline_split and
         account_for_loss_in_pipeline_split of Megatron-LM).
         """
-        layers_per_stage, remainder = divmod(self.counted_layers(model), self.pp)
-        sizes = [layers_per_stage] * self.pp
-        first_larger_stage = (self.pp - remainder) // 2
-        for stage in range(first_larger_stage, first_larger_stage + remainder):
-            sizes[stage] += 1
+        parts = self.pp * self.interleave
+        layers_per_part, remainder = divmod(self.counted_layers(model), parts)
+        sizes = [layers_per_part] * parts
+        first_larger_part = (parts - remainder) // 2
+        for part in range(first_larger_part, first_larger_part + remainder):
+            sizes[part] += 1
         if self.outer_layers:
             sizes[0] -= 1
             sizes[-1] -= 1
@@ -144,11 +154,15 @@ class Layout(Record):
             return model.layers + OUTER_LAYERS
         return model.layers
 
-    def layers_of(self, model: Model, stage: int) -> range:
-        """The numbers of the layers that a stage has."""
-        sizes = self.stage_layers(model)
-        first = sum(sizes[:stage])
-        return range(first, first + sizes[stage])
+    def layers_of(self, model: Model, stage: int) -> list[int]:
+        """The numbers of the layers that a stage has, in all of its parts of the model."""
+        layers: list[int] = []
+        first = 0
+        for part, size in enumerate(self.part_layers(model)):
+            if part % self.pp == stage:
+                layers += range(first, first + size)
+            first += size
+        return layers
 
     def check(self, model: Model, cluster: Cluster | None = None) -> Self:
         """Raise a PlanError if this model, or this cluster, cannot be divided like this; return the layout."""
@@ -177,14 +191,13 @@ class Layout(Record):
     def check_stages(self, model: Model) -> None:
         """Raise a PlanError if a stage would have no layer, or if layers that must divide evenly do not."""
         stages = self.pp * self.interleave
-        if stages > model.layers or 0 in self.stage_layers(model):
+        if stages > model.layers or 0 in self.part_layers(model):
             refuse(f"{model.layers} layers cannot fill {stages} stages (pp x interleave)", "fewer stages")
 
         layers = self.counted_layers(model)
-        may_be_uneven = self.uneven_stages and self.interleave == 1
-        if layers % stages == 0 or may_be_uneven:
+        if layers % stages == 0 or self.uneven_stages:
             return
-        option = "uneven_stages = true with interleave = 1"
+        option = "uneven_stages = true"
         if (model.layers + OUTER_LAYERS) % stages == 0:
             option = "outer_layers = true"
         problem = f"{layers} layers do not divide into {stages} stages (pp x interleave)"

@@ -5,10 +5,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from helpers.planner.conventions import Conventions, StateBytes
+from helpers.planner.corrections import ALLOCATOR_GAPS
 from helpers.planner.layout import Layout
 from helpers.planner.model import KEYS_AND_VALUES, MLP, Model, Tensor, layer_tensors, matrices_of, outer_tensors
 
-NOT_COUNTED = "the CUDA context, NCCL's buffers, the allocator's gaps, and what a kernel needs while it runs"
+NOT_COUNTED = "the CUDA context, NCCL's buffers, and what a kernel needs while it runs"
 VOCABULARY = ("embedding", "head")  # the tensors that have a row for each token
 OUTSIDE = "outside the layers"
 
@@ -88,6 +89,21 @@ def stage_parameters(model: Model, layout: Layout, stage: int) -> int:
     return sum(unit.times * unit.numbers for unit in units_of(model, layout, stage))
 
 
+def fsdp_parameters(model: Model, layout: Layout, stage: int) -> int:
+    """How many of stage_parameters fully_shard divides and gathers.
+
+    Experts that no other rank has stay as they are, because there is nobody to share them with (NeMo AutoModel,
+    components/moe/parallelizer.py).
+    """
+    total = 0
+    for unit in units_of(model, layout, stage):
+        are_experts = unit.expert_ranks > 1
+        if are_experts and layout.sharers <= unit.expert_ranks:
+            continue
+        total += unit.times * unit.numbers
+    return total
+
+
 def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "rows") -> float:
     """How many parameters of a stage the first rank keeps if ranks share them, as ZeRO and fully_shard do.
 
@@ -147,7 +163,9 @@ def activations_per_layer(
         return tokens * sac_numbers(model, layout, has_experts) * layout.element_bytes
 
     # Numbers for each token that tensor parallelism divides: queries and attention's output, then keys and values.
-    divided = 2 * model.attention_width + 2 * model.head_width * model.kv_heads
+    # Latent attention adds to each query, and to each key, the numbers that tell positions.
+    positions = 2 * model.heads * model.position_width
+    divided = 2 * model.attention_width + 2 * model.head_width * model.kv_heads + positions
     # Numbers for each token that only sequence parallelism divides: the norms' inputs.
     undivided = model.norms * model.width
     if has_experts:
@@ -259,12 +277,14 @@ def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: 
         kinds["working"] = max(kinds["working"] - logits, 0)
     if layout.zero == 3:
         kinds = fullest_moment(model, layout, conventions, stage, kinds, stored)
+    if conventions.allocator == "reserved":
+        kinds["allocator's gaps"] = ALLOCATOR_GAPS * sum(kinds.values())
     kinds["total"] = sum(kinds.values())
     return kinds
 
 
 def logits_bytes(model: Model, layout: Layout, conventions: Conventions) -> float:
-    """Bytes of the float32 copies of the logits.
+    """Bytes of the copies of the logits, which are in float32, or in bfloat16 if the loss computes in it.
 
     PyTorch's cross_entropy has four copies at once: the logits, their log-softmax, and the gradient of each. If the
     caller frees the logits, three are left. With tensor parallelism there are four, because loss_parallel adds two.
@@ -274,8 +294,8 @@ def logits_bytes(model: Model, layout: Layout, conventions: Conventions) -> floa
         copies = 1
     elif conventions.logits == "freed" and layout.tp == 1:
         copies = 3
-    float32_bytes = 4
-    return float32_bytes * copies * layout.tokens(model) * model.vocab / layout.tp
+    logit_bytes = 2 if conventions.loss == "bfloat16" else 4
+    return logit_bytes * copies * layout.tokens(model) * model.vocab / layout.tp
 
 
 def fullest_moment(
@@ -294,14 +314,23 @@ def fullest_moment(
     outside the layers. When the gradient of the first layer is reduced, the activations of the last two layers and the
     output are gone. The layer's gradient is there, too, and the float32 memory in which the gradient of the layer
     before is reduced (chapter 6 measures four times a block). If a stage has only two layers, none is gathered then.
+
+    In a pipeline FSDP gathers once: a rank of 16-bit parameters and float32 gradients holds 2Ψ + 4Ψ bytes, for the Ψ
+    parameters of its stage, beside the shares of its states (torchtitan, fsdp_reshard_after_forward).
     """
     size = layout.element_bytes
-    parameters = stage_parameters(model, layout, stage)
+    parameters = fsdp_parameters(model, layout, stage)
     outside = sum(local(tensor, model, layout.tp).numbers for tensor in outer_tensors_of(model, layout, stage))
     layer = (parameters - outside) / len(stored)  # parameters of one layer
     accumulates = layout.micro_batches > 1
+    gathers_once = conventions.gathers_once(layout.pp)
+    # The gradients of experts that FSDP leaves as they are stay from one micro-batch to the next.
+    staying_gradients: float = 0
+    if accumulates:
+        left_as_they_are = stage_parameters(model, layout, stage) - parameters
+        staying_gradients = left_as_they_are * conventions.state_bytes.gradient
 
-    if conventions.gather == "once":
+    if gathers_once:
         # With reshard_after_forward=False all parameters stay, and so do all gradients if several micro-batches add to
         # them (set_requires_gradient_sync).
         # From PyTorch 2.15 on, one layer is in the buffer of an all-gather at a time, and before it two were.
@@ -322,10 +351,11 @@ def fullest_moment(
     backward_begins = {**kinds, "gathered": gathered}
     first_reduction = {**kinds, "gathered": reducing, "output": 0, "working": 0}
     first_reduction["activations"] -= sum(stored[-2:])
-    if conventions.gather == "once" or not accumulates:
+    if gathers_once or not accumulates:
         # The optimizer's zero_grad has freed the gradients. Reduced ones come layer by layer.
-        backward_begins["gradients"] = 0
-        first_reduction["gradients"] = kinds["gradients"] / len(stored)
+        reduced_gradients = kinds["gradients"] - staying_gradients
+        backward_begins["gradients"] = staying_gradients
+        first_reduction["gradients"] = staying_gradients + reduced_gradients / len(stored)
     return max(backward_begins, first_reduction, key=lambda moment: sum(moment.values()))
 
 

@@ -42,6 +42,11 @@ class Model(Record):
     norm_biases: bool = False  # whether norms have biases, as in LayerNorm; RMSNorm has none
     norms: int = 2  # in a layer; 1 where attention and MLP share theirs
     head_norms: bool = False  # whether the heads of queries and those of keys have a norm, of head_width
+    # Multi-head latent attention (DeepSeek-V2, DeepSeek-AI 2024) makes queries of query_rank numbers, and keys and
+    # values of kv_rank numbers. position_width more numbers of each query head tell positions; all keys share theirs.
+    query_rank: int = 0
+    kv_rank: int = 0  # 0 for the usual attention
+    position_width: int = 0
     learned_positions: bool = False
     tied: bool = False  # whether the head is the embedding's matrix
     classes: int = 0  # rows of a second embedding, for labels
@@ -75,11 +80,23 @@ class Model(Record):
                 f"{self.name}: {self.active_experts} of {self.experts} experts cannot be active",
                 "1 to experts as active_experts",
             )
+        if (self.query_rank > 0) != (self.kv_rank > 0):
+            problem = f"{self.name}: query_rank is {self.query_rank}, and kv_rank is {self.kv_rank}"
+            refuse(problem, "both for latent attention, or neither")
 
     @property
     def attention_width(self) -> int:
         """All heads side by side; the width in most models."""
         return self.heads * self.head_width
+
+    @property
+    def flops_per_pair(self) -> int:
+        """FLOPs of attention's two products in one layer's forward, for one pair of tokens.
+
+        Queries times keys, and scores times values, take 2 FLOPs each for every number of a head.
+        """
+        score_width = self.heads * (self.head_width + self.position_width)
+        return 2 * score_width + 2 * self.attention_width
 
     @property
     def mlp_matrices(self) -> int:
@@ -126,6 +143,13 @@ class Model(Record):
             total += layers * sum(matrix.numbers for matrix in matrices_of(self, has_experts))
         return total
 
+    def expert_gemm_weights(self) -> int:
+        """Those of gemm_weights that are a token's routed experts, in all layers."""
+        if self.experts == 0:
+            return 0
+        one_expert = self.mlp_matrices * self.width * self.ffn
+        return self.kinds_of_layers[True] * self.active_experts * one_expert
+
     def recomputed_share(self, recompute: str) -> float:
         """The share of the layers' matrix products that the backward computes again; "sac": every second one."""
         if recompute == "full":
@@ -151,9 +175,8 @@ class Model(Record):
         # A multiplication and an addition for each weight in the forward, and twice as many in the backward.
         flops_per_weight = 6
         embedding = self.vocab * self.width
-        # Queries times keys and scores times values take 4 FLOPs in the forward and 8 in the backward, for each pair of
-        # tokens and number of a head.
-        attention = 12.0 * self.layers * self.attention_width * self.seq
+        # A forward, and a backward that takes twice as much.
+        attention = 3.0 * self.layers * self.seq * self.flops_per_pair
         matrices = flops_per_weight * self.layer_parameters(active=True)
         outer = flops_per_weight * self.outer_parameters()
         if count == "6N":
@@ -199,19 +222,20 @@ def outer_tensors(model: Model) -> tuple[Tensor, ...]:
 def layer_tensors(model: Model, has_experts: bool, active: bool = False) -> tuple[Tensor, ...]:
     """Every parameter of a layer; of its experts only those that one token uses, if active."""
     width = model.width
-    kv_width = model.head_width * model.kv_heads
-    qkv_biases = model.biases or model.qkv_biases
     tensors = norms(model, model.norms)
     if model.head_norms:
         tensors.append(Tensor("head norm", model.head_width, copies=2))
-    tensors += linear("query", model.attention_width, width, "rows", qkv_biases)
-    tensors += linear("key", kv_width, width, "rows", qkv_biases)
-    tensors += linear("value", kv_width, width, "rows", qkv_biases)
+    if model.kv_rank:
+        tensors += latent_queries_keys_and_values(model)
+    else:
+        tensors += queries_keys_and_values(model)
     tensors += linear("output", width, model.attention_width, "columns", model.biases)
     ffn = model.ffn_of_dense_layers
     copies = 1
     if has_experts:
         tensors.append(Tensor("router", model.experts, width))
+        if model.biases:
+            tensors.append(Tensor("router bias", model.experts))
         ffn = model.ffn
         copies = model.shared_experts
         copies += model.active_experts if active else model.experts
@@ -220,6 +244,31 @@ def layer_tensors(model: Model, has_experts: bool, active: bool = False) -> tupl
     tensors += linear("up", ffn, width, "rows", model.biases, copies)
     tensors += linear("down", width, ffn, "columns", model.biases, copies)
     return tuple(tensors)
+
+
+def queries_keys_and_values(model: Model) -> list[Tensor]:
+    kv_width = model.head_width * model.kv_heads
+    biases = model.biases or model.qkv_biases
+    return [
+        *linear("query", model.attention_width, model.width, "rows", biases),
+        *linear("key", kv_width, model.width, "rows", biases),
+        *linear("value", kv_width, model.width, "rows", biases),
+    ]
+
+
+def latent_queries_keys_and_values(model: Model) -> list[Tensor]:
+    """Tensors of multi-head latent attention, without biases (DeepSeek-AI 2024, section 2.1)."""
+    query_width = model.heads * (model.head_width + model.position_width)
+    kv_width = model.heads * model.head_width
+    return [
+        Tensor("query down", model.query_rank, model.width),
+        Tensor("query norm", model.query_rank),
+        Tensor("query", query_width, model.query_rank, "rows"),
+        Tensor("key and value down", model.kv_rank + model.position_width, model.width),
+        Tensor("key and value norm", model.kv_rank),
+        Tensor("key", kv_width, model.kv_rank, "rows"),
+        Tensor("value", kv_width, model.kv_rank, "rows"),
+    ]
 
 
 def norms(model: Model, copies: int = 1) -> list[Tensor]:
@@ -302,6 +351,21 @@ PRESETS: dict[str, Fields] = {
         ("qwen3-30b-a3b", 48, 2048, 32, {"ffn": 768, "kv_heads": 4, "experts": 128, "active_experts": 8}),
         ("qwen3-8b", 36, 4096, 32, {"ffn": 12288, "kv_heads": 8}),
         ("qwen3-32b", 64, 5120, 64, {"ffn": 25600, "kv_heads": 8}),
+    ),
+    # GPT-OSS attends to 128 tokens only in every second layer, which is not counted.
+    **family(
+        {"gated": True, "biases": True, "head_width": 64, "kv_heads": 8, "ffn": 2880, "active_experts": 4},
+        4096, 201088,
+        ("gpt-oss-20b", 24, 2880, 64, {"experts": 32}), ("gpt-oss-120b", 36, 2880, 64, {"experts": 128}),
+    ),
+    **family(
+        {
+            "gated": True, "head_width": 128, "query_rank": 1536, "kv_rank": 512, "position_width": 64,
+            "dense_ffn": 18432, "ffn": 2048, "active_experts": 8, "shared_experts": 1,
+        },
+        4096, 129280,
+        ("deepseek-v3", 61, 7168, 128, {"experts": 256, "dense_layers": 3}),
+        ("kimi-k2", 61, 7168, 64, {"experts": 384, "dense_layers": 1, "vocab": 163840}),
     ),
     # The book's own: helpers/runtime/models.py.
     **family(

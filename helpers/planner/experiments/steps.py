@@ -1,18 +1,36 @@
-"""Fifteen published steps of FSDP, stages, long sequences and float8 on H100s and H200s, planned beside their numbers.
+"""Published steps of FSDP, stages, experts, long sequences and float8 on newer GPUs, planned beside their numbers.
 
 A row of book/recorded/steps.csv has model, cluster, layout and conventions (the insides of TOML tables), tokens a
-second and GPU, GiB of the fullest GPU (or nothing), and a source. Nothing is fitted to these rows.
+second and GPU, GiB of the fullest GPU (or nothing), and a source. corrections.py holds what a fit on every second row
+gives, in the order of the rows' names. The other rows test it.
 """
 
+import functools
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from statistics import median
 
+import numpy as np
+from scipy.optimize import least_squares
+
+from helpers.planner.corrections import Corrections
 from helpers.planner.experiments.published import rows_of
 from helpers.planner.plan import Plan, plan
+from helpers.planner.step_time import COVERAGE, FITTED, StepWork, count_work, seconds_of_parts
 
 ROWS = Path(__file__).parents[3] / "book" / "recorded" / "steps.csv"
 TABLES = ("model", "cluster", "layout", "conventions")
+HOPPER = ("h100", "h200")
+# Where the fit starts, and near to which it stays. Most differences are expected to be small. An RMSNorm and a gated
+# activation read and write about three times as much in PyTorch's own kernels, one for each operation, as fused.
+PRIOR = Corrections(h100=0.8, engine=1.0, float8=1.0, experts=1.0, eager=3.0, parts=1.0, exposed=0.5)
+# How near: the standard deviation of each factor's logarithm.
+WIDTH = Corrections(h100=0.15, engine=0.15, float8=0.15, experts=0.3, eager=0.3, parts=0.3, exposed=0.3)
+NOISE = 0.1  # the standard deviation of log(predicted / published)
+# A plan from counts alone: programs on H100s reach as much as Megatron-LM does on A100s.
+UNCORRECTED = Corrections(h100=1.0, engine=1.0, float8=1.0, experts=1.0, eager=1.0, parts=1.0, exposed=1.0)
 
 
 @dataclass(frozen=True)
@@ -24,6 +42,7 @@ class PublishedStep:
     published: float  # tokens a second and GPU
     gib: float  # of the fullest GPU; 0 where none was published
     source: str
+    is_fitted: bool  # whether it is in the half that corrections.py is fitted on
 
     @property
     def planned(self) -> float:
@@ -34,11 +53,19 @@ class PublishedStep:
         """Planned tokens a second beside the published ones: above 1 where the plan is too fast."""
         return self.planned / self.published
 
+    def speed_by(self, corrections: Corrections) -> float:
+        """What speed would be with other corrections."""
+        return float(np.exp(-self.log_error(corrections)))
+
+    @property
+    def seconds(self) -> float:
+        """Of the published step."""
+        return self.plan.tokens / self.published / self.plan.layout.gpus
+
     @property
     def held(self) -> bool:
         """Whether the published step lies in the plan's interval."""
-        seconds = self.plan.step.seconds * self.speed
-        return self.plan.step.low <= seconds <= self.plan.step.high
+        return self.plan.step.low <= self.seconds <= self.plan.step.high
 
     @property
     def planned_gib(self) -> float:
@@ -49,12 +76,71 @@ class PublishedStep:
         """Planned GiB beside the published ones, or 0."""
         return self.planned_gib / self.gib if self.gib else 0
 
+    @functools.cached_property
+    def work(self) -> StepWork:
+        """Counted once for all fits."""
+        return count_work(self.plan.model, self.plan.layout, self.plan.cluster, self.plan.conventions)
+
+    def log_error(self, corrections: Corrections) -> float:
+        """log(predicted / published) of the seconds, by other corrections."""
+        constants = FITTED
+        if self.plan.cluster.gpu in HOPPER:
+            constants = replace(FITTED, matmul=FITTED.matmul * corrections.h100)
+        seconds = sum(seconds_of_parts(self.work, constants, corrections).values())
+        return float(np.log(seconds / self.seconds))
+
 
 def published_steps() -> list[PublishedStep]:
-    """The rows, planned."""
+    """The rows, planned, in the order of their names. The first of them, the third and so on are those to fit on."""
     steps = []
-    for row in rows_of(ROWS):
+    rows = sorted(rows_of(ROWS), key=lambda row: row["what"])
+    for number, row in enumerate(rows):
         tables = [tomllib.loads(f"table = {{{row[name]}}}")["table"] for name in TABLES]
-        gib = float(row["gib"]) if row["gib"] else 0.0
-        steps.append(PublishedStep(row["what"], plan(*tables), float(row["tokens"]), gib, row["source"]))
+        steps.append(
+            PublishedStep(
+                what=row["what"],
+                plan=plan(*tables),
+                published=float(row["tokens"]),
+                gib=float(row["gib"]) if row["gib"] else 0.0,
+                source=row["source"],
+                is_fitted=number % 2 == 0,
+            )
+        )
     return steps
+
+
+def allocator_gaps(steps: Sequence[PublishedStep]) -> float:
+    """The median of what was reserved beyond the planned bytes of tensors, as a share of these."""
+    gaps = []
+    for step in steps:
+        if step.gib:
+            tensors = step.plan.bytes - step.plan.kinds["allocator's gaps"]
+            gaps.append(step.gib * 2**30 / tensors - 1)
+    return median(gaps)
+
+
+def fit(steps: Sequence[PublishedStep]) -> Corrections:
+    """Find the Corrections whose predictions are nearest to published steps and which stay near to PRIOR.
+
+    The fit is that of vtrain.py: of logarithms, robust against outliers, and deterministic.
+    """
+    prior = np.log(astuple(PRIOR))
+    width = np.array(astuple(WIDTH))
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        corrections = Corrections(*np.exp(logs))
+        errors = np.array([step.log_error(corrections) for step in steps]) / NOISE
+        robust_errors = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
+        return np.concatenate([robust_errors, (logs - prior) / width])
+
+    logs = least_squares(residuals, prior, xtol=1e-12, ftol=1e-14).x
+    return Corrections(*np.exp(logs).tolist())
+
+
+def interval_factor(steps: Sequence[PublishedStep]) -> float:
+    """The factor by which at most COVERAGE of the steps are off, each by a fit on the other ones."""
+    logs = []
+    for left_out in steps:
+        corrections = fit([step for step in steps if step is not left_out])
+        logs.append(left_out.log_error(corrections))
+    return float(np.exp(np.quantile(np.abs(logs), COVERAGE)))

@@ -14,6 +14,7 @@ from scipy.optimize import least_squares
 
 from helpers.planner.cluster import PRESETS, Cluster
 from helpers.planner.conventions import Conventions
+from helpers.planner.corrections import CORRECTIONS
 from helpers.planner.layout import Layout
 from helpers.planner.model import Model, model_of
 from helpers.planner.step_time import COVERAGE, Constants, StepWork, count_work, seconds_of_parts
@@ -44,7 +45,8 @@ class Step:
 
     def log_error(self, constants: Constants) -> float:
         """log(predicted / measured)."""
-        predicted = sum(seconds_of_parts(self.work, constants).values())
+        # None of the corrections applies to these steps.
+        predicted = sum(seconds_of_parts(self.work, constants, CORRECTIONS).values())
         return float(np.log(predicted / self.seconds))
 
 

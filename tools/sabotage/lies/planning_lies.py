@@ -109,9 +109,41 @@ def what_is_gathered_once_takes_no_memory(module: Any) -> None:
     @instead_of(module, "fullest_moment")
     def fullest_moment(original: Any, model: Any, layout: Any, conventions: Any, *inputs: Any) -> dict[str, float]:
         kinds = original(model, layout, conventions, *inputs)
-        if conventions.gather == "once":
+        if conventions.gathers_once(layout.pp):
             kinds["gathered"] = 0
         return kinds
+
+
+@lie("15", "GiB|keeps|reshard", module="helpers.planner.conventions")
+def fsdp_reshards_in_a_pipeline(module: Any) -> None:
+    """The planner's FSDP gathers again for each micro-batch of a pipeline, as it does without one."""
+    replace(module.Conventions, "gathers_once", lambda conventions, stages: conventions.gather == "once")
+
+
+@lie("15", "GiB|float32|loss", module=MEMORY)
+def the_loss_is_always_in_float32(module: Any) -> None:
+    """The planner counts logits of bfloat16 as float32."""
+
+    @instead_of(module, "logits_bytes")
+    def logits_bytes(original: Any, model: Any, layout: Any, conventions: Any) -> float:
+        return original(model, layout, conventions.with_(loss="float32"))
+
+
+@lie("15", "factor|bias|interval", module="helpers.planner.cluster")
+def an_h100_is_as_good_as_its_data_sheet(module: Any) -> None:
+    """On an H100 the planner's programs reach the share of the peak that Megatron-LM reached on A100s."""
+    for name in ("h100", "h200"):
+        module.PRESETS[name]["reaches"] = 1.0
+
+
+@lie("15", "layers|stages|divide", module="helpers.planner.layout")
+def layers_that_do_not_divide_are_left_out(module: Any) -> None:
+    """The planner's stages have equally many layers, and the rest is in none of them."""
+
+    @instead_of(module.Layout, "part_layers")
+    def part_layers(original: Any, layout: Any, model: Any) -> list[int]:
+        smallest = min(original(layout, model))
+        return [smallest] * (layout.pp * layout.interleave)
 
 
 @lie("15", "GiB|every second", module=MEMORY)
