@@ -31,7 +31,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 def test_the_predictions_for_an_h100():
     step, peak, states = predictions_for(H100, ranks=1)["planned"]
-    assert [round(number, 1) for number in (step.value, step.low, step.high)] == [124.6, 105.6, 199.3]
+    assert [round(number, 1) for number in (step.value, step.low, step.high)] == [127.7, 105.2, 155.0]
     assert round(peak.value, 1) == 17.9
     assert round(states.value, 2) == 4.26
     assert predictions_for("NVIDIA GeForce RTX 4090", ranks=1) == {}, "the planner does not know this GPU"
