@@ -68,7 +68,7 @@ def title_of(article: Tag) -> str:
 
 
 def id_in_book(page: str, anchor: str = "") -> str:
-    """The id that a page, such as notebooks/04_ddp, or the element ``anchor`` on it has in the one long document."""
+    """The id that a page or the element ``anchor`` on it has in the one long document."""
     page_id = re.sub(r"\W", "-", page)
     if anchor:
         return f"{page_id}--{anchor}"
