@@ -187,7 +187,7 @@ KINDS = {
     "stream_repeated": Kind(
         "each worker of a stream yields the same samples",
         "Divide the stream in __iter__ by torch.utils.data.get_worker_info(), and by rank.",
-        "notebooks/03_samplers.ipynb#a-stream-has-no-indices-to-divide",
+        "notebooks/03b_loaders_in_practice.ipynb#a-stream-has-no-indices-to-divide",
     ),
     "same_file": Kind(
         "several ranks write the same file",

@@ -206,7 +206,6 @@ NOT_HERE = {  # why a line cannot be run here
     "make sabotage ARGS=no_sync_that_syncs": "test_sabotage.py tells three other lies; .ci/run daily tells this one",
     "export NCCL_SOCKET_IFNAME=eth0": "only NCCL reads it, on GPUs",
     "export NCCL_DEBUG=INFO": "only NCCL reads it, on GPUs",
-    "export NCCL_ALGO=RING": "only NCCL reads it, on GPUs",
     "py-spy dump --pid PID": "py-spy is not among the project's requirements",
 }
 

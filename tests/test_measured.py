@@ -156,7 +156,7 @@ def test_a_class_that_names_no_measurement_is_an_error_of_the_build(project):
 
 BOXES = {  # chapter: the measurements that its boxes show
     "02": {"bus_bandwidth"},
-    "03": {"copies"},
+    "03b": {"copies"},
     "05": {"precision", "float8"},
     "06": {"overlap", "recompute"},
     "06c": {"nccl_memory"},

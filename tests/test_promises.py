@@ -28,7 +28,7 @@ FACTS = {path.stem: facts_at(path) for path in CHAPTERS}
 
 @dataclass(frozen=True)
 class Line:
-    """A printed torchrun line: ``torchrun LAUNCHER CHAPTER.py FLAGS``."""
+    """A printed torchrun line: ``torchrun LAUNCHER CHAPTER.py FLAGS``, where a variable for NCCL may stand in front."""
 
     text: str
     launcher: tuple[str, ...]
@@ -58,7 +58,7 @@ def printed_lines() -> list[Line]:
     """All torchrun lines that start a chapter's script, of pages and of the scripts' own first lines."""
     lines = []
     for text in printed():
-        match = re.fullmatch(r"torchrun (.* )?(?:\S*/)?(\d\d_\w+)\.py(?: (.*))?", text)
+        match = re.fullmatch(r"(?:NCCL_\w+=\w+ )?torchrun (.* )?(?:\S*/)?(\d\d_\w+)\.py(?: (.*))?", text)
         if match is not None:
             launcher, chapter, flags = match.groups(default="")
             lines.append(Line(text, tuple(launcher.split()), chapter, flags))

@@ -4,7 +4,7 @@ import os
 from typing import Any
 from unittest import mock
 
-from sabotage.lies.telling_lies import AGENT, C10D, DDP, LAUNCH, give_ranks, instead_of, lie, replace, swap
+from sabotage.lies.telling_lies import AGENT, C10D, DDP, LAUNCH, give_ranks, instead_of, lie, nothing, replace, swap
 
 # --- The first run
 
@@ -284,6 +284,25 @@ def receives_of_a_batch_are_turned_round(c10d: Any) -> None:
     @instead_of(c10d, "batch_isend_irecv")
     def batch_isend_irecv(original: Any, operations: Any) -> Any:
         return original([*operations[::-1]] if all(each.op is c10d.irecv for each in operations) else operations)
+
+
+@lie("02", "barrier", module=C10D)
+def barrier_waits_for_nobody(c10d: Any) -> None:
+    """`barrier` returns at once, also when other ranks have not called it."""
+    replace(c10d, "barrier", nothing)
+
+
+@lie("02b", "gather|gradient", module="torch.distributed._functional_collectives")
+def a_gather_has_only_its_own_gradient(module: Any) -> None:
+    """The functional all-gather passes no gradient to the other ranks."""
+
+    @instead_of(module, "all_gather_single_autograd")
+    def all_gather_single_autograd(original: Any, tensor: Any, gather_dim: int, group: Any, tag: str = "") -> Any:
+        import torch
+
+        parts = list(original(tensor.detach(), gather_dim, group, tag).chunk(group.size(), gather_dim))
+        parts[group.rank()] = tensor
+        return torch.cat(parts, gather_dim)
 
 
 @lie("02b", "contiguous", module=C10D)

@@ -56,7 +56,7 @@ def length_is_what_is_left(text: str) -> str:
     return swap(text, "return self.size // self.batch_size", "return (self.size - self.position) // self.batch_size")
 
 
-@lie("03", "weight", notebook=True)
+@lie("03b", "weight", notebook=True)
 def each_rank_keeps_all_weighted_draws(text: str) -> str:
     """Each rank uses all weighted draws, not every `world_size`-th."""
     return swap(text, "mine = drawn[dist.get_rank() :: dist.get_world_size()]", "mine = drawn")
