@@ -152,7 +152,7 @@ def test_the_list_has_titles_numbers_and_questions(small_book):
     assert front_page.with_chapters(f"Before.\n\n{BLOCK}\nAfter.", small_book) == (
         "Before.\n\n{.chapters}\n* **A**\n\n"
         "  3. [First](../notebooks/03_first.ipynb): Why 3. First? {minutes}`03_first`\n"
-        "  * [More](../notebooks/03b_more.ipynb): Why More?\n"
+        "  * [More](../notebooks/03b_more.ipynb): Why More? {minutes}`03b_more`\n"
         "  * [The words](words.md): what they mean\n"
         "\nAfter."
     )

@@ -184,8 +184,17 @@ def test_a_script_says_on_which_versions_it_was_run():
     assert 'sample.py\n\nTested on CPUs with PyTorch 2.11.0, 2.13.0 and 2.15.0.\n"""' in text
     assert 'Tested on CPUs with PyTorch 2.11.0.\n"""' in script_from_notebook(notebook(START), "sample", ["2.11.0"])
     changed = script_from_notebook(notebook(START), "sample", [])
-    assert 'Changed since it was last tested.\n"""' in changed and changed.count("\n") == text.count("\n")
-    assert "Tested on CPUs" not in exported() and "last tested" not in exported()
+    assert 'Not tested again since its last change.\n"""' in changed and changed.count("\n") == text.count("\n")
+    assert "ested" not in script_from_notebook(notebook(START), "sample").partition("import")[0]
+
+
+def test_the_commands_for_gpus_name_nccl_if_the_script_has_the_flag():
+    text = script_from_notebook(notebook('p:backend: str = ""', f"{START}\nprint(backend)"), "sample")
+    commands = [line for line in text.partition("import")[0].splitlines() if "sample.py" in line]
+    assert len(commands) == 2
+    assert all(command.endswith("sample.py --backend nccl") for command in commands)
+    assert "without GPUs: --nproc-per-node=2 --backend gloo" in text
+    assert "nccl" not in script_from_notebook(notebook(START), "sample").partition("import")[0]
 
 
 def test_the_recorded_versions_are_those_of_an_unchanged_chapter(sample, tmp_path, monkeypatch):

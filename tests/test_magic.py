@@ -5,6 +5,7 @@ import threading
 
 import leftovers
 import pytest
+from conftest import ROOT
 
 from helpers.ranks.launch import LaunchError
 from helpers.ranks.magic import free_names, sendable
@@ -130,6 +131,17 @@ PRINTS = {  # {what: (cells, what the last one prints)}
 def test_what_the_ranks_print(kernel, case):
     cells, printed = PRINTS[case]
     assert run(kernel, *cells) == printed
+
+
+@pytest.mark.ranks
+def test_the_examples_of_how_to_run_it_give_what_it_says(kernel):
+    page = (ROOT / "book" / "how_to_run.md").read_text(encoding="utf-8")
+    with_launch, with_ranks, _ = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    function, call, result = re.fullmatch(r"(.*)(launch\(.*\))  # (.*)\n", with_launch, flags=re.S).groups()
+    assert run(kernel, f"{function}print({call})") == f"{result}\n"
+    run(kernel, with_ranks)
+    assert run(kernel, "print(totals)") == f"{result}\n"
+    assert f"here `{result}`" in page
 
 
 ERRORS = {  # {what: (cells, a part of the last one's error)}

@@ -51,7 +51,8 @@ class Line:
         return FACTS[self.chapter].line(self.flags)
 
     def flags_here(self) -> list[str]:
-        return shlex.split(self.facts.here or self.flags)
+        on_a_cpu = self.flags.replace("--backend nccl", "--backend gloo")
+        return shlex.split(self.facts.here or on_a_cpu)
 
 
 def printed_lines() -> list[Line]:
@@ -88,6 +89,8 @@ def script(tmp_path):
 def agent(line, script, launcher, environment):
     """A fork that is one node's torchrun."""
     launcher = [word.replace("HOST", "127.0.0.1").replace("=gpu", "=2") for word in launcher]
+    if line.nodes == 2:
+        launcher = [word.replace("--nproc-per-node=8", "--nproc-per-node=2") for word in launcher]
     folder = str(script.parent)
     flags = [flag.replace("/shared", folder) for flag in line.flags_here()]
     return Forked(Work("forked_torchrun", "main", [*launcher, str(script), *flags], folder), environment)

@@ -45,9 +45,7 @@ def sentence(recorded: PageRecord | None, fingerprint_now: str, is_notebook: boo
     last = f"on {when} with PyTorch {listed(torches)}, Python {listed(pythons)}."
     if recorded.fingerprint == fingerprint_now:
         return f"Last {verb} {last}"
-    if is_notebook:
-        return f"Changed since its last run {last}"
-    return f"Changed since it was last checked {last}"
+    return f"Last {verb} {last} The page has changed since, and was not {verb} again yet."
 
 
 def listed(versions: list[str]) -> str:

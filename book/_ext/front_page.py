@@ -16,8 +16,8 @@ from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 from helpers.export.facts import facts_at
 
-WORDS_A_MINUTE = 240  # that a reader reads of the text
-LINES_A_MINUTE = 20  # of the code in view
+WORDS_A_MINUTE = 200  # that a reader reads of the text
+LINES_A_MINUTE = 10  # of the code in view
 CLOSED_TAGS = {"hide-cell", "hide-input"}
 CHAPTERS = re.compile(r"```\{chapters\}\n(?P<questions>.*?)```\n", re.DOTALL)
 
@@ -146,12 +146,16 @@ def line_of_notebook(root: Path, name: str) -> str:
     if not question:
         raise ExtensionError(f"notebooks/{name}.ipynb has no question for the first page: write metadata.book.question")
     first_cell = json.loads(path.read_text(encoding="utf-8"))["cells"][0]
-    heading = "".join(first_cell["source"]).partition("\n")[0].removeprefix("# ")
-    chapter = re.fullmatch(r"(?P<number>\d+)\. (?P<title>.*)", heading)
-    if chapter is None:
-        return f"  * [{heading}](../notebooks/{name}.ipynb): {question}"
-    link = f"[{chapter['title']}](../notebooks/{name}.ipynb)"
-    return f"  {chapter['number']}. {link}: {question} {{minutes}}`{name}`"
+    title = "".join(first_cell["source"]).partition("\n")[0].removeprefix("# ")
+    numbered = re.fullmatch(r"(\d+)\. (.*)", title)
+    if numbered is not None:
+        number, title = numbered.groups()
+        return f"  {number}. [{title}](../notebooks/{name}.ipynb): {question} {{minutes}}`{name}`"
+    line = f"  * [{title}](../notebooks/{name}.ipynb): {question}"
+    belongs_to_a_chapter = re.match(r"\d\d[a-z]_", name) is not None
+    if belongs_to_a_chapter:  # the others are for looking things up
+        line += f" {{minutes}}`{name}`"
+    return line
 
 
 def list_the_chapters(app: Sphinx, page: str, text: list[str]) -> None:

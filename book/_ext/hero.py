@@ -39,9 +39,9 @@ TEMPLATES = Path(__file__).parents[1] / "_templates"
 
 ENDINGS = {  # how the walk ends, which hero.css knows too: what the picture says
     "hang": "All four ranks wait, and nothing moves.",
-    "wrong": "Wrong numbers. No error, until the others have ended.",
+    "wrong": "Wrong sums: SUMS would be right. No error until the others have ended.",
     "lost": "The others have ended. Rank 0 loses its connection.",
-    "right": "Repaired: every rank makes the call, and the sums are right.",
+    "right": "Fixed: every rank makes the call, and the sums are right.",
 }
 # The line that begins the mistake at a place, and a call of a collective with the tensor that it is given.
 MISTAKE = re.compile(r'if place == "(?P<place>.*)" and rank in callers:')
@@ -252,6 +252,22 @@ def ending_of(ended: list[bool], collectives: set[str], has_mixed: bool) -> str:
     return ""
 
 
+def output_of_repair(chapter: Chapter, place: str) -> str:
+    """What the ranks print if every rank makes the call at this place. Raises ExtensionError if it is not stored."""
+    repair = chapter.output(REPAIR_CELL)
+    after_place = re.search(rf"(?m)^{place}\n((?:\[.*\n?)+)", repair)
+    if after_place is None:
+        raise ExtensionError(f"The cell {REPAIR_CELL!r} of {CHAPTER} says nothing of the place {place!r}.")
+    return after_place[1].rstrip()
+
+
+def right_sums(chapter: Chapter, place: str) -> str:
+    """The sums of the repaired loop in the order in which they are printed, each once: ``4, 400 and 200``."""
+    printed = re.findall(r": ([\d.]+)$", output_of_repair(chapter, place), flags=re.M)
+    *first, last = dict.fromkeys(f"{float(number):.0f}" for number in printed)
+    return f"{', '.join(first)} and {last}"
+
+
 def panel_of(chapter: Chapter, place: str, repaired: bool) -> Panel:
     """The panel of a place. Raises ExtensionError if the stored output says that the ranks stood at other lines."""
     if repaired:
@@ -267,6 +283,8 @@ def panel_of(chapter: Chapter, place: str, repaired: bool) -> Panel:
         frames=walk([line.text for line in lines], output),
         output=output,
     )
+    last_frame = panel.frames[-1]
+    last_frame.says = last_frame.says.replace("SUMS", right_sums(chapter, place))
     stored_lines = last_lines_in(output)
     if panel.last_lines != stored_lines:
         raise ExtensionError(

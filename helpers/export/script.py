@@ -45,7 +45,7 @@ def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequenc
     adds_flags = "add_flags" in names_bound_by(parts.definitions)
     imports = [*(statement.text for statement in parts.imports), "import argparse"]
     sections = [
-        docstring(title, purpose, name, tested_with),
+        docstring(title, purpose, name, list(flags), tested_with),
         "\n".join(dict.fromkeys(imports)),  # each once, in their order
         "\n".join(statement.text for statement in parts.definitions),
         f"def main(args):\n{indented(main_body(parts.body, list(flags)))}",
@@ -129,28 +129,21 @@ class ArgumentsToNames(ast.NodeTransformer):
 # ---- The script's text
 
 
-def docstring(title: str, purpose: str, name: str, tested_with: Sequence[str] | None = None) -> str:
+def docstring(
+    title: str, purpose: str, name: str, parameters: Sequence[str], tested_with: Sequence[str] | None = None
+) -> str:
     """The script's docstring: what it is, how to run it, and on which versions of PyTorch it was tested.
 
-    For the versions in ``tested_with`` there is one line, and if there are none a line that says so, which keeps the
-    numbers of the lines below. For None, in the script of a notebook that is no chapter, there is no such line.
+    If ``backend`` is among the script's ``parameters``, the commands for GPUs name NCCL, so that a missing GPU is an
+    error. For the versions in ``tested_with`` there is one line, and if there are none a line that says so, which keeps
+    the numbers of the lines below. For None, in the script of a notebook that is no chapter, there is no such line.
     """
     if not title.endswith((".", "?", "!")):
         title += "."
     what = textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 4)  # The first line begins with the quotation marks.
-    file = as_argument(f"{name}.py")
-    two_nodes = f"torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=gpu {file}"
-    if len(two_nodes) > WIDTH:
-        two_nodes = two_nodes.replace(f" {file}", f" \\\n    {file}")
-    lines = [
-        what,
-        "",
-        "One node, all GPUs (without GPUs, a number), and two (--node-rank=1 on the second):",
-        f"torchrun --nproc-per-node=gpu {file}",
-        two_nodes,
-    ]
+    lines = [what, "", *commands(as_argument(f"{name}.py"), takes_backend="backend" in parameters)]
     if tested_with is not None:
-        tested = "Changed since it was last tested."
+        tested = "Not tested again since its last change."
         if tested_with:
             tested = f"Tested on CPUs with PyTorch {listed(tested_with)}."
         lines += ["", tested]
@@ -158,6 +151,26 @@ def docstring(title: str, purpose: str, name: str, tested_with: Sequence[str] | 
     text = text.replace('"""', "'''").replace("%", "%%")  # argparse shows it, and uses the % operator
     prefix = "r" if "\\" in text else ""
     return f'{prefix}"""{text}"""'
+
+
+def commands(file: str, takes_backend: bool) -> list[str]:
+    """The lines of the docstring that say how to start the script, for one machine and for two.
+
+    On two machines the number of GPUs is written down: ``gpu`` would start fewer ranks on a machine that has lost one.
+    """
+    without_gpus = "--nproc-per-node=2"
+    script = file
+    if takes_backend:
+        without_gpus += " --backend gloo"
+        script += " --backend nccl"
+    on_two_machines = "torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=8"
+    return [
+        f"On all GPUs of a machine (without GPUs: {without_gpus}):",
+        f"torchrun --nproc-per-node=gpu {script}",
+        "On two machines with 8 GPUs each (on the second: --node-rank=1):",
+        f"{on_two_machines} \\",
+        f"    {script}",
+    ]
 
 
 def listed(words: Sequence[str]) -> str:

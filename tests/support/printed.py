@@ -5,6 +5,8 @@ import re
 
 from scripting import CHAPTERS, ROOT
 
+from helpers.export.flags import read_flags
+from helpers.export.notebook import read_notebook, sort_cells
 from helpers.export.script import docstring
 
 PROGRAMS = r"(?:LAB=all )?(?:make|python -m|pytest|jupyter|torchrun|srun|sbatch|scontrol)"
@@ -34,8 +36,10 @@ def pages():
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         yield path.name, "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
         if path in CHAPTERS:
-            [commands] = re.findall(r"(?ms)^torchrun .*(?=^\S+$)", docstring("", "", path.stem))
-            yield f"{path.stem}.py", f"```bash\n{commands}```"
+            flags = read_flags(sort_cells(read_notebook(path), path.stem).parameters)
+            commands = re.findall(r"(?m)^torchrun .*(?:\\\n.*)?$", docstring("", "", path.stem, list(flags)))
+            listing = "\n".join(commands)
+            yield f"{path.stem}.py", f"```bash\n{listing}\n```"
 
 
 def printed():

@@ -21,6 +21,12 @@ def the_sampler_is_not_told_the_epoch(text: str) -> str:
     return swap(text, '"        sampler.set_epoch(epoch)', '"        pass')
 
 
+@lie("00", "mean|loss", notebook=True)
+def the_sum_of_the_losses_is_not_divided(text: str) -> str:
+    """Chapter 0's distributed loop prints the sum of the ranks' losses for their mean."""
+    return swap(text, "{total.item() / world_size:.3f}", "{total.item():.3f}")
+
+
 @lie("00 01", "connection|left|leave", module=C10D)
 def a_rank_waits_before_it_leaves(c10d: Any) -> None:
     """`destroy_process_group` waits for the other ranks."""
@@ -97,6 +103,17 @@ def local_rank_is_the_rank(agent: Any) -> None:
 def an_exported_local_rank_wins(agent: Any) -> None:
     """`torchrun` leaves `LOCAL_RANK` as it was exported."""
     give_ranks(agent, lambda env: {"LOCAL_RANK": os.environ.get("LOCAL_RANK", env["LOCAL_RANK"])})
+
+
+@lie("01", "gpu|starts|lost", module="torch.distributed.run")
+def torchrun_counts_a_lost_gpu(module: Any) -> None:
+    """`torchrun --nproc-per-node=gpu` starts a rank for a GPU that a node of eight has lost."""
+
+    @instead_of(module, "determine_local_world_size")
+    def determine_local_world_size(original: Any, nproc_per_node: str) -> int:
+        if nproc_per_node == "gpu" and module.torch.cuda.device_count() > 1:
+            return 8
+        return original(nproc_per_node)
 
 
 @lie("12", "node", module=AGENT)
@@ -271,7 +288,7 @@ def all_to_all_does_not_transpose(c10d: Any) -> None:
     replace(c10d, "all_to_all_single", lambda output, whole, *inputs, **keywords: output.copy_(whole))
 
 
-@lie("02", "DETAIL", module="torch.distributed")
+@lie("00 02", "DETAIL", module="torch.distributed")
 def detail_compares_nothing(module: Any) -> None:
     """`TORCH_DISTRIBUTED_DEBUG=DETAIL` is ignored: ranks do not compare their collectives."""
     replace(module, "set_debug_level_from_env", lambda: None)
