@@ -78,17 +78,44 @@ def clip_grad_norm_clips_at_twice_the_norm(module: Any) -> None:
         return original(parameters, 2 * max_norm, *inputs, **keywords)
 
 
-@lie("04b", "Join|uneven", module="torch.distributed.algorithms.join")
-def join_does_not_shadow(module: Any) -> None:
-    """`Join` does not shadow the collectives of the ranks that still train."""
-    replace(module.Join, "_get_num_nonjoined_procs", lambda self: 0)
+@lie("04b", "Join|uneven", module=DDP)
+def join_answers_with_ones(module: Any) -> None:
+    """A rank that has run out answers with ones in `Join`, where it should answer with zeros."""
+
+    def answer(self: Any) -> None:
+        works = []
+        for bucket in self.reducer._get_zeros_like_grad_buckets():
+            bucket.buffer().fill_(1)
+            works.append(self.reducer._run_comm_hook(bucket))
+        for work in works:
+            work.wait()
+
+    replace(module.DistributedDataParallel, "_match_all_reduce_for_bwd_pass", answer)
+
+
+@lie("04b", "Join|uneven", module=DDP)
+def join_keeps_each_ranks_weights(module: Any) -> None:
+    """A rank that has run out keeps its weights after `Join`, where it should get the last rank's."""
+    replace(module.DistributedDataParallel, "_sync_final_model", nothing)
+
+
+@lie("04b", "Join|exception", module="torch.distributed.algorithms.join")
+def join_never_throws(module: Any) -> None:
+    """`Join` goes on when a rank has run out, whatever `throw_on_early_termination` says."""
+    build_with(module.Join, throw_on_early_termination=False)
 
 
 @lie("04", "sampler|step count", notebook=True)
 def ranks_without_a_sampler_see_other_images(text: str) -> str:
     """Without a sampler, each rank takes other images than the others."""
-    everything = r"next(iter(loaders[\"no sampler, batch size 96\"]))"
+    everything = r"next(iter(loaders[\"no sampler, 96 images a rank\"]))"
     return swap(text, everything, "next(iter(make_loader(train_set, 192, 0)))")
+
+
+@lie("04", "micro-batch|tokens", notebook=True)
+def the_sum_of_losses_is_divided_by_the_ranks_own_images(text: str) -> str:
+    """With micro-batches on unequal ranks, the sum of losses is divided by the images of the rank, not of all ranks."""
+    return swap(text, "dist.all_reduce(total)  # once, before", "total *= world_size  # once, before")
 
 
 @lie("04b", "inplace|two forwards", notebook=True)
@@ -154,6 +181,25 @@ def the_average_is_the_latest(module: Any) -> None:
 def gathered_features_have_their_own_gradient_only(text: str) -> str:
     """The gradient of gathered features is that of this rank's loss alone."""
     return swap(text, "dist.all_reduce(gradient)  # what all", "pass  # what all")
+
+
+@lie("04b", "[Gg]ather|contrastive", module="torch.distributed._functional_collectives")
+def the_library_gathers_without_a_gradient(module: Any) -> None:
+    """`all_gather_single_autograd` gives a rank the gradient of its own loss alone."""
+
+    @instead_of(module, "all_gather_single_autograd")
+    def gather(original: Any, mine: Any, gather_dim: int, group: Any) -> Any:
+        import torch
+
+        parts = list(original(mine.detach(), gather_dim, group).chunk(group.size()))
+        parts[group.rank()] = mine
+        return torch.cat(parts)
+
+
+@lie("04b", "barrier|prepar", notebook=True)
+def a_failed_first_rank_skips_its_barrier(text: str) -> str:
+    """If the first rank of a node fails while it prepares, it does not call the barrier for which the others wait."""
+    return swap(text, "finally:", r"except ZeroDivisionError:\n        pass\n    else:")
 
 
 @lie("04b", "each node|local rank", notebook=True)
