@@ -294,15 +294,6 @@ def panel_of(chapter: Chapter, place: str, repaired: bool) -> Panel:
     return panel
 
 
-def output_of_repair(chapter: Chapter, place: str) -> str:
-    """What the cell that runs all repairs printed for a place: the lines of ranks, ``[rank 0] …``, below its name."""
-    output = chapter.output(REPAIR_CELL)
-    after_place = re.search(rf"(?m)^{place}\n((?:\[.*\n?)+)", output)
-    if after_place is None:
-        raise ExtensionError(f"The cell {REPAIR_CELL!r} of {CHAPTER} says nothing of the place {place!r}.")
-    return after_place[1].rstrip()
-
-
 def last_lines_in(output: str) -> list[str]:
     """The line at which each rank ended, as an error of ``launch`` says it, or "" for a rank that it does not name."""
     last_lines = ["" for _ in RANKS]
