@@ -24,7 +24,7 @@ def the_sampler_is_not_told_the_epoch(text: str) -> str:
 @lie("00", "mean|loss", notebook=True)
 def the_sum_of_the_losses_is_not_divided(text: str) -> str:
     """Chapter 0's distributed loop prints the sum of the ranks' losses for their mean."""
-    return swap(text, "{total.item() / world_size:.3f}", "{total.item():.3f}")
+    return swap(text, "{total.item() / world_size:.3f}", "{total.item():.3f}", times=2)
 
 
 @lie("00 01", "connection|left|leave", module=C10D)
