@@ -173,9 +173,10 @@ def test_nothing_runs_past_the_end_of_all_steps(tmp_path):
 # --- the page and the record ------------------------------------------------------------------------------------------
 
 STEP_TIME = Prediction("time of a step", "ms", 124.6, 105.6, 199.3)
+STEP_TIME_FIRST = Prediction("time of a step", "ms", 100.0, version="planned first")
 RECORD = Record(
     facts={"machine": "8 x H100; driver 570.86, PyTorch 2.13.0", "commit": "abc"},
-    predictions={"planned": [STEP_TIME], "rates": [Prediction("bfloat16", "TFLOP/s", 580.0)]},
+    predictions={"planned": [STEP_TIME, STEP_TIME_FIRST], "rates": [Prediction("bfloat16", "TFLOP/s", 580.0)]},
     probes={
         "planned": Probe("A step", [Figure("time of a step", 130.04, "ms"), Figure("reserved", 20.0, "GB")]),
         "messages": Probe("Mistakes", texts={"two ranks": "Duplicate GPU\n```\nline"}, trouble="hung: still"),
@@ -194,6 +195,7 @@ def test_the_page_has_what_was_predicted_measured_and_printed_what_agreed_and_wh
         "Not run yet: other.",
         "| bfloat16 | not measured | TFLOP/s | 580 |  |",
         "| time of a step | 130 | ms | 124.6 (105.6 to 199.3) | 1.04 |",
+        "| time of a step, planned first | 130 | ms | 100 | 1.30 |",
         "| reserved | 20 | GB |  |  |",
         "| `torchrun one.py` | loss 1 | 1.0, 2.0 | 2, 2 |",
         "- two: on GPUs it hung",

@@ -15,6 +15,9 @@ import torch
 from scripting import ROOT
 
 from helpers.export.chapters import export
+from helpers.planner.cluster import PRESETS
+from helpers.planner.corrections import CORRECTIONS
+from helpers.planner.step_time import FITTED
 from helpers.verify.measuring import measure
 from helpers.verify.order import PROBES
 from helpers.verify.predictions import predictions_for
@@ -30,11 +33,20 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 
 def test_the_predictions_for_an_h100():
-    step, peak, states = predictions_for(H100, ranks=1)["planned"]
+    step, first, peak, states = predictions_for(H100, ranks=1)["planned"]
     assert [round(number, 1) for number in (step.value, step.low, step.high)] == [127.7, 105.2, 155.0]
+    assert (first.name, first.unit) == (step.name, step.unit)
+    assert (first.value, first.low, first.high) == (124.6, 105.6, 199.3), "said before any GPU had run it: stays"
     assert round(peak.value, 1) == 17.9
     assert round(states.value, 2) == 4.26
     assert predictions_for("NVIDIA GeForce RTX 4090", ranks=1) == {}, "the planner does not know this GPU"
+
+
+def test_a_product_alone_is_predicted_faster_than_in_a_step():
+    alone = {prediction.name: prediction.value for prediction in predictions_for(H100, ranks=1)["rates"]}
+    in_steps = PRESETS["h100"]["peaks"]["bfloat16"] * FITTED.matmul * CORRECTIONS.h100 / 1e12
+    assert alone[catalog.product_name("bfloat16", catalog.MATRIX)] == pytest.approx(580, abs=0.1)
+    assert in_steps < 500
 
 
 @pytest.mark.parametrize("name", ["rates", "float8"])

@@ -427,10 +427,14 @@ def dispatch_time(size: float, copies: int, draws: int, in_node: int, nodes: int
     """
     share_of_nodes = 1 - (1 - 1 / nodes) ** draws
     sent_between = size * (nodes - 1) * share_of_nodes
+    sent_in_node = size * copies * (in_node - 1) / in_node
+    # Nothing is ever sent over a link whose speed is not given, so its time is 0.
+    speed_in_node = cluster.link_in_node or math.inf
+    speed_between = cluster.link_between or math.inf
     return LinkTime(
         latency=(in_node - 1) * cluster.latency_in_node + (nodes - 1) * cluster.latency_between,
-        in_node=size * copies * (in_node - 1) / in_node / (cluster.link_in_node or math.inf),
-        between=sent_between / (cluster.link_between or math.inf),
+        in_node=sent_in_node / speed_in_node,
+        between=sent_between / speed_between,
     )
 
 

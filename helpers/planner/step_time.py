@@ -346,7 +346,8 @@ def seconds_of_layer(work: StepWork, constants: Constants, corrections: Correcti
         products /= corrections.engine
     products /= constants.matmul
 
-    attention = work.layer.attention / (work.attention_share or constants.matmul)
+    attention_rate = work.attention_share or constants.matmul
+    attention = work.layer.attention / attention_rate
     context = seconds_of_visit(work.context_parallel)
     if conventions.context == "overlapped":
         context = max(context - attention, 0)  # Ring attention hides it behind computing.

@@ -93,7 +93,10 @@ def figures_table(figures: Sequence[Figure], predictions: Sequence[Prediction]) 
         if prediction.name in measured:
             value = rounded(measured[prediction.name])
             ratio = f"{measured[prediction.name] / prediction.value:.2f}"
-        rows.append([prediction.name, value, prediction.unit, interval_of(prediction), ratio])
+        what = prediction.name
+        if prediction.version:
+            what = f"{prediction.name}, {prediction.version}"
+        rows.append([what, value, prediction.unit, interval_of(prediction), ratio])
     predicted = {prediction.name for prediction in predictions}
     for figure in figures:
         if figure.name not in predicted:

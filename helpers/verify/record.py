@@ -19,6 +19,7 @@ class Prediction:
     value: float
     low: float | None = None
     high: float | None = None
+    version: str = ""  # what the page calls it, if the same figure has more than one prediction
 
 
 @dataclass(frozen=True)
