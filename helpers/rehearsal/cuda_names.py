@@ -13,7 +13,7 @@ PRETENDED = frozenset(
     Stream ExternalStream Event get_stream_from_external current_stream default_stream set_stream synchronize
     device_count is_initialized init get_device_properties default_generators cudart check_error
     mem_get_info memory_stats memory_stats_as_nested_dict MemPool use_mem_pool caching_allocator_disabled
-    initial_seed manual_seed manual_seed_all get_rng_state set_rng_state set_sync_debug_mode get_sync_debug_mode
+    nccl.version initial_seed manual_seed manual_seed_all get_rng_state set_rng_state set_sync_debug_mode get_sync_debug_mode
     BFloat16Tensor BoolTensor ByteTensor CharTensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor ShortTensor
     """.split()
 )
@@ -27,7 +27,7 @@ UNCHANGED = frozenset(
     memory_summary reset_max_memory_allocated reset_max_memory_cached get_rng_state_all set_rng_state_all
     CudaError DeferredCudaCallError cudaStatus
     amp.GradScaler amp.autocast amp.custom_fwd amp.custom_bwd
-    amp.common.amp_definitely_not_available amp.grad_scaler.OptState
+    amp.amp_definitely_not_available
     nvtx.range profiler.start profiler.stop profiler.profile
     graph_annotations.clear_kernel_annotations graph_annotations.dump_kernel_py_stacks
     graph_annotations.get_kernel_annotations graph_annotations.get_kernel_py_stacks graph_annotations.mark_kernels
@@ -121,6 +121,7 @@ NO_SOURCE = "a pretended GPU runs no CUDA source: rehearse with a function of Py
 ONE_PROCESS = "it moves tensors among the GPUs of one process: give each rank its own GPU, and use torch.distributed"
 NO_PARTS = "a pretended GPU cannot be divided: rehearse without green contexts"
 NO_STORAGE = "a pretended GPU has no storages: make a tensor"
+NO_SPARSE_TYPES = "a pretended GPU has no sparse types: use torch.sparse_coo_tensor"
 NO_TUNING = "a pretended GPU's matrix products cannot be timed: rehearse without tuning"
 NO_FILES = "a pretended GPU reads no files by itself: rehearse with torch.load and torch.save"
 
@@ -167,6 +168,15 @@ REFUSED: dict[str, str] = {
     "IntStorage": NO_STORAGE,
     "LongStorage": NO_STORAGE,
     "ShortStorage": NO_STORAGE,
+    "sparse.BFloat16Tensor": NO_SPARSE_TYPES,
+    "sparse.ByteTensor": NO_SPARSE_TYPES,
+    "sparse.CharTensor": NO_SPARSE_TYPES,
+    "sparse.DoubleTensor": NO_SPARSE_TYPES,
+    "sparse.FloatTensor": NO_SPARSE_TYPES,
+    "sparse.HalfTensor": NO_SPARSE_TYPES,
+    "sparse.IntTensor": NO_SPARSE_TYPES,
+    "sparse.LongTensor": NO_SPARSE_TYPES,
+    "sparse.ShortTensor": NO_SPARSE_TYPES,
     "tunable.tune_gemm_in_file": NO_TUNING,
     "tunable.mgpu_tune_gemm_in_file": NO_TUNING,
     "gds.GdsFile": NO_FILES,

@@ -300,7 +300,8 @@ def follow_tables() -> None:
 def replace_name(qualified_name: str, function: Callable[..., Any]) -> None:
     """Replace a name of torch.cuda by a function, such as "nvtx.mark", also where submodules have it.
 
-    A class stays, because programs ask isinstance: the function replaces what makes its instances.
+    A class stays, because programs ask isinstance: the function replaces what makes its instances. Only the sparse
+    types go, because torch's C++ has made them, and they take no attribute.
     """
     folder, _, name = qualified_name.rpartition(".")
     try:
@@ -313,7 +314,7 @@ def replace_name(qualified_name: str, function: Callable[..., Any]) -> None:
         modules.append(torch.nn.parallel.comm)  # DataParallel finds them here
     for module in modules:
         original = getattr(module, name, None)
-        if inspect.isclass(original):
+        if inspect.isclass(original) and folder != "sparse":
             replace(original, __new__=function)
         elif original is not None:
             replace(module, **{name: function})

@@ -137,7 +137,7 @@ torch.cuda.temperature() == torch.cuda.power_draw() == torch.cuda.clock_rate() =
 torch.cuda.list_gpu_processes()
 torch.cuda.nccl.version() > (2,) and torch.cuda.nccl.is_available([t]) and not torch.cuda.gds.is_available()
 torch.cuda.amp.GradScaler().is_enabled() and torch.cuda.amp.autocast().__enter__() is not None
-torch.cuda.amp.common.amp_definitely_not_available() is False and torch.cuda.amp.grad_scaler.OptState
+torch.cuda.amp.amp_definitely_not_available() is False
 Doubled.apply(torch.ones(1, device="cuda", requires_grad=True)).item() == 2
 tuned()
 not hasattr(torch.cuda, "graph_annotations") or annotated()
