@@ -11,9 +11,9 @@ from typing import Any
 PRETENDED = frozenset(
     """
     Stream ExternalStream Event get_stream_from_external current_stream default_stream set_stream synchronize
-    device_count is_initialized init get_device_properties default_generators cudart check_error
+    device_count is_initialized init get_device_properties default_generators cudart check_error nccl.version
     mem_get_info memory_stats memory_stats_as_nested_dict MemPool use_mem_pool caching_allocator_disabled
-    nccl.version initial_seed manual_seed manual_seed_all get_rng_state set_rng_state set_sync_debug_mode get_sync_debug_mode
+    initial_seed manual_seed manual_seed_all get_rng_state set_rng_state set_sync_debug_mode get_sync_debug_mode
     BFloat16Tensor BoolTensor ByteTensor CharTensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor ShortTensor
     """.split()
 )
