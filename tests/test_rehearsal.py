@@ -238,8 +238,79 @@ def test_a_rank_that_has_ended_is_missed_in_a_collective(tmp_path):
     script = tmp_path / "apart.py"
     script.write_text(APART.format("dist.all_reduce(x)", "pass"))
     done = rehearse_here(script)
-    missed = "apart.py:11: RuntimeError: NCCL would hang here: ranks [1] of the group did not come (ranks [0])\n"
-    assert done.returncode == 1 and done.stderr.endswith(missed), done.stderr
+    missed = "apart.py:11: RuntimeError: NCCL would hang here: ranks [1] of the group did not come"
+    ended = ", and ranks [1] have ended (ranks [0])\n"
+    assert done.returncode == 1 and done.stderr.endswith(missed + ended), done.stderr
+
+
+UNEVEN = """\
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+model = DDP({}.cuda())
+for batch in range(3 - rank):
+    out = model(torch.randn(3, 4, device="cuda"))
+    out.sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "number"), [("nn.Linear(4, 4)", 11), ("nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))", 10)]
+)
+def test_ddp_with_a_batch_fewer_on_a_rank_tells_who_has_ended(module, number, tmp_path):
+    script = tmp_path / "uneven.py"
+    script.write_text(UNEVEN.format(module))
+    done = rehearse_here(script)
+    missed = f"uneven.py:{number}: RuntimeError: NCCL would hang here: ranks [1] of the group did not come"
+    ended = ", and ranks [1] have ended (ranks [0])\n"
+    assert done.returncode == 1 and done.stderr.endswith(missed + ended), done.stderr
+
+
+RAISES = """\
+import os, sys, torch
+
+if os.environ["RANK"] == "1":
+    torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 5))
+{}
+"""
+
+
+def test_the_last_line_names_the_scripts_line_and_its_error(tmp_path):
+    script = tmp_path / "raises.py"
+    script.write_text(RAISES.format("torch.distributed.init_process_group('nccl')"))
+    done = rehearse_here(script)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+    assert last.startswith("raises.py:4: RuntimeError: ") and last.endswith("(ranks [1])"), done.stderr
+
+
+WORKER = """\
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class OnTheGPU(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.ones(2, device="cuda")
+
+torch.ones(2, device="cuda")
+for batch in DataLoader(OnTheGPU(), num_workers=1):
+    print(batch)
+"""
+
+
+def test_a_gpu_in_a_forked_worker_is_refused_as_by_cuda(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    done = rehearse_here(script, "--gpus", 1)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("worker.py:12: RuntimeError: RuntimeError: Cannot re-initialize CUDA in forked"), done.stderr
 
 
 def test_an_error_on_one_rank_is_not_missed_for_a_peers_hang(tmp_path):
@@ -261,7 +332,7 @@ def test_a_hang_is_told_with_each_ranks_line(tmp_path):
     ranks = [processes.start(["sleep", "1000"]) for _ in lines]
     trouble = wait(ranks, tmp_path, timeout=0.1)
     processes.end(ranks, grace=0)
-    assert trouble == (
+    assert trouble.message == (
         "2 of 2 ranks still ran after timeout=0.1 s:\n"
         "  rank 0: at line 11 in apart.py: dist.all_reduce(x)\n"
         "  rank 1: at line 13 in apart.py: time.sleep(1000)"

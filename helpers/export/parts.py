@@ -1,6 +1,6 @@
-"""Where each statement of a notebook goes in its script, what of helpers/runtime is copied, and what is refused.
+"""Where each statement of a notebook goes in its script, what of helpers/runtime is copied, which names are refused.
 
-Refused is what the script would not do as the cells do it: one line says where, and what to change.
+Refused is a name that would not be the same one in the script: one line says where, and what to change.
 """
 
 import ast
@@ -28,16 +28,6 @@ SETTING = re.compile(
 )
 BUILTINS = {*dir(builtins), "__name__", "__file__", "__doc__"}
 BUILTINS -= {"globals", "locals", "exec", "eval"}  # they look names up where main's are not
-STARTS = re.compile(r"(?<!def )\b(?:start|init)_process_group\(")
-LAUNCHERS = re.compile(  # calls that start ranks
-    r"(\b(?:mp|multiprocessing)\.spawn|(?<![\w.])spawn|\w*TorchDistributor|TrainerClient|TorchTrainer"
-    r"|notebook_launcher|debug_launcher|elastic_launch)\("
-)
-FIXED = [  # of a statement as ast.unparse writes it, what torchrun says in each rank
-    re.compile(r"environ.*?\b((?:LOCAL_)?RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'?\]? ?[=:] ?'", re.DOTALL),
-    re.compile(r"init_process_group\(.*?\b((?:rank|world_size)=\d+)"),
-    re.compile(r"init_process_group\(.*?(file://[^'\"]*)"),
-]
 
 
 @dataclass(frozen=True)
@@ -235,21 +225,7 @@ def copied(names: set[str]) -> list[Statement]:
     return [statement for statement in runtime() if statement.binds & wanted]
 
 
-# ---- What is refused
-
-
-def check_launching(statements: list[Statement]) -> None:
-    """Raise ExportError for what torchrun does: to start ranks, and to number them."""
-    for statement in statements:
-        code = ast.unparse(statement.node)
-        launcher = LAUNCHERS.search(code)
-        if launcher is not None:
-            why = f"starts ranks by {launcher[1]}, and torchrun starts a script's"
-            raise ExportError(f"{label(statement)} {why}. Leave it out, and call the function.")
-        for pattern in FIXED:
-            fixed = pattern.search(code)
-            if fixed is not None:
-                raise ExportError(f"{label(statement)} fixes {fixed[1]}, which is torchrun's to say. Leave it out.")
+# ---- Which names are refused
 
 
 def check_names(parts: Parts, parameters: list[Statement]) -> None:
@@ -263,13 +239,16 @@ def check_names(parts: Parts, parameters: list[Statement]) -> None:
     bound_in_main = {"args"} | names_bound_by(main)
     for statement in main:
         for name in sorted(statement.binds & bound_above):
-            raise ExportError(f"{label(statement)} binds {name}, which the script has above main. Rename it.")
+            raise ExportError(f"{label(statement)} binds {name}, a name that the script needs itself. Rename it.")
     for statement in parts.of_cells():
         is_in_main = statement in parts.body
         check_blocks(statement, is_in_main)
         for name in sorted(statement.reads):
             if name in bound_in_main and not is_in_main:
-                what = f"{label(statement)} reads {name}, which the script's main binds"
+                cells = dict.fromkeys(binding.where for binding in main if name in binding.binds)
+                what = f"{label(statement)} reads {name}"
+                if cells:
+                    what += f", which {' and '.join(cells)} binds outside of functions"
                 raise ExportError(f"{what}. Pass it as an argument.")
             if name not in bound_above | bound_in_main | BUILTINS:
                 raise ExportError(f"{label(statement)} reads {name}, which no exported cell binds. Bind it in one.")
@@ -287,11 +266,5 @@ def check_blocks(statement: Statement, is_in_main: bool) -> None:
         if is_notebook_only(node) or (is_star and is_inside):
             raise ExportError(f"{label(statement)} has `{ast.unparse(node)}` in a block. Import it at the top.")
         if isinstance(node, ast.Global) and is_in_main:
-            raise ExportError(f"{label(statement)} has `{ast.unparse(node)}`, but main's names are not. Return it.")
-
-
-def check_start(parts: Parts, name: str) -> None:
-    """Raise ExportError unless torchrun's ranks would meet in a process group."""
-    if not any(STARTS.search(ast.unparse(statement.node)) for statement in parts.of_cells()):
-        why = "starts no process group: N ranks would train N models"
-        raise ExportError(f"{name} {why}. Call torch.distributed.init_process_group() in an exported cell.")
+            what = f"{label(statement)} has `{ast.unparse(node)}`, and the script puts the cells into a function"
+            raise ExportError(f"{what}. Return it.")

@@ -16,14 +16,8 @@ from ruff import find_ruff_bin
 from helpers.command_line import as_argument
 from helpers.export.flags import parse_args_text, read_flags
 from helpers.export.notebook import LIBRARIES, sort_cells, title_and_purpose
-from helpers.export.parts import (
-    check_launching,
-    check_names,
-    check_start,
-    names_bound_by,
-    names_read_by,
-    sort_statements,
-)
+from helpers.export.parts import check_names, names_bound_by, names_read_by, sort_statements
+from helpers.export.refused import check_launching, check_start
 from helpers.source import Statement, in_strings, packages_of
 
 WIDTH = 88  # characters of a line of a script
@@ -40,7 +34,7 @@ def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequenc
     check_launching(cells.exported)
     parts = sort_statements(cells)
     check_names(parts, cells.parameters)
-    check_start(parts, name)
+    check_start(parts.of_cells(), name)
     title, purpose = title_and_purpose(notebook, name)
     adds_flags = "add_flags" in names_bound_by(parts.definitions)
     imports = [*(statement.text for statement in parts.imports), "import argparse"]

@@ -30,9 +30,13 @@ MET = b"m"
 RETURNED = b"+"
 RAISED = b"-"
 
-# Folders of installed packages and of the standard library, the longest path first.
+# Folders of installed packages and of the standard library, the longest path first. An environment may take packages
+# from another one, whose folder is then on sys.path.
+PACKAGES = [folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))]
 LIBRARIES = sorted(
-    {*site.getsitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}, key=len, reverse=True
+    {*site.getsitepackages(), *PACKAGES, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))},
+    key=len,
+    reverse=True,
 )
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
 MEET_WITHIN = 60  # seconds that the ranks have to start and meet; they do not count for the call's timeout

@@ -48,8 +48,8 @@ class CallOrder:
     def explain(self, error: Exception) -> Exception:
         """The error to raise in place of gloo's, which may say only that a peer's connection is lost.
 
-        It says that the ranks' calls differ, or which ranks did not come. If neither is so, or if a rank has raised an
-        exception of its own, which then is the cause, it is gloo's error.
+        It says that the ranks' calls differ, or which ranks did not come, and which of those have ended. If neither is
+        so, or if a rank has raised an exception of its own, which then is the cause, it is gloo's error.
         """
         if self.store.check(["differ"]):
             return RuntimeError(self.store.get("differ").decode())  # the rank that came last has it in its report
@@ -60,7 +60,15 @@ class CallOrder:
         ranks_that_raised = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.glob("raised-*")
         if not missing or any(ranks_that_raised) or not LOST.search(str(error)):
             return error
-        return COUNTS.refuse(f"NCCL would hang here: ranks {missing} of the group did not come")
+        message = f"NCCL would hang here: ranks {missing} of the group did not come"
+        ended = [rank for rank in missing if self.value_of(f"ended/{rank}")]
+        if ended:
+            message += f", and ranks {ended} have ended"
+        return COUNTS.refuse(message)
+
+    def note_end(self) -> None:
+        """Note for the other ranks that this rank's script has ended."""
+        self.store.set(f"ended/{self.rank_in_group}", "yes")
 
     def value_of(self, key: str) -> str:
         """The store's value, or "" before a rank has set it."""

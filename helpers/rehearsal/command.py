@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -65,7 +66,7 @@ def main(args: argparse.Namespace, flags: list[str]) -> int:
             script = str(path)
         status = run(script, args, flags, folder)
         if status != 0:
-            for line in refusals(folder):
+            for line in last_lines(folder):
                 print(line, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -97,9 +98,9 @@ def is_script(path: Path) -> bool:
 def run(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> int:
     """Run a script on ranks that are forked from this process, and wait.
 
-    Returns 0, or 1 where a rank failed or hung, or where a silent mistake was found. ``folder`` takes the ranks'
-    stacks, refusals and notes, and torch's error files. A forked rank has its imports done, which saves two seconds
-    of a processor at each start.
+    Returns the exit status: 0, or that of the rank that failed first, or 1 where the ranks hung or a silent mistake was
+    found. ``folder`` takes the ranks' stacks, last lines and notes, and torch's error files. A forked rank has its
+    imports done, which saves two seconds of a processor at each start.
     """
     world_size = args.gpus * args.nodes
     set_defaults(world_size)
@@ -122,18 +123,28 @@ def run(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
         )
     trouble = wait(ranks, folder, args.timeout)
-    if trouble:
-        print(trouble, file=sys.stderr, flush=True)
+    if trouble is not None:
+        print(trouble.message, file=sys.stderr, flush=True)
         end(ranks)
     del store  # the ranks needed it until now
-    # What the ranks of a script that failed have noted is cut short, and its error is no silent mistake.
-    if trouble or mistakes.write_section(folder, world_size, args.allow, args.json):
+    if trouble is not None:
+        # What the ranks have noted is cut short, and the script's error is no silent mistake.
+        return trouble.status
+    if mistakes.write_section(folder, world_size, args.allow, args.json):
         return 1
     return 0
 
 
-def wait(ranks: Sequence[psutil.Process], folder: Path, timeout: float) -> str:
-    """Wait until all ranks have ended, one has failed, or for ``timeout`` seconds. Returns what went wrong, or "".
+@dataclass(frozen=True)
+class Trouble:
+    """How the ranks of a rehearsal failed."""
+
+    message: str
+    status: int = 1  # the command's exit status
+
+
+def wait(ranks: Sequence[psutil.Process], folder: Path, timeout: float) -> Trouble | None:
+    """Wait until all ranks have ended, one has failed, or for ``timeout`` seconds. Returns what went wrong, or None.
 
     Meanwhile a line now and then says where rank 0 is.
     """
@@ -155,12 +166,12 @@ def wait(ranks: Sequence[psutil.Process], folder: Path, timeout: float) -> str:
     statuses = processes.wait(ranks, timeout, stop_at_failure=True, watch=report_progress)
     for rank, status in sorted(statuses.items()):
         if status < 0:
-            return f"rank {rank} failed: killed by {signal.Signals(-status).name}"
+            return Trouble(f"rank {rank} failed: killed by {signal.Signals(-status).name}")
         if status > 0:
-            return f"rank {rank} failed: exit status {status}"
+            return Trouble(f"rank {rank} failed: exit status {status}", status)
     if len(statuses) < len(ranks):
-        return str(hang(where(folder, range(len(ranks))), statuses, timeout))
-    return ""
+        return Trouble(str(hang(where(folder, range(len(ranks))), statuses, timeout)))
+    return None
 
 
 def end(ranks: Sequence[psutil.Process]) -> None:
@@ -174,9 +185,34 @@ def end(ranks: Sequence[psutil.Process]) -> None:
     processes.end(ranks)
 
 
-def refusals(folder: Path) -> list[str]:
-    """A line for each place in the script where GPUs or NCCL would have raised, with the ranks that came there."""
+def last_lines(folder: Path) -> list[str]:
+    """The last lines of a rehearsal that failed: the script's lines, the errors, and the ranks that came there.
+
+    First where GPUs or NCCL would have raised, then what the script raised, if that is another error. A rank that has
+    only lost the connection to another one is left out, unless there is nothing else to say.
+    """
+    from helpers.rehearsal.call_order import LOST  # here, because it imports torch
+
+    refused = lines_of_ranks(folder, "refused")
+    raised = lines_of_ranks(folder, "raised")
+    refusals = {first_line_of_error(line) for line in refused}
+    lines = dict(refused)
+    for line, ranks in raised.items():
+        if first_line_of_error(line) not in refusals and not LOST.search(line):
+            lines[line] = ranks
+    return [f"{line} (ranks {ranks})" for line, ranks in (lines or raised).items()]
+
+
+def first_line_of_error(line: str) -> str:
+    """RuntimeError: what it says, of the text ``train.py:12: RuntimeError: what it says``, which may go on below."""
+    error = line.partition(": ")[2]
+    return error.partition("\n")[0]
+
+
+def lines_of_ranks(folder: Path, kind: str) -> dict[str, list[int]]:
+    """{line: the ranks that have left it} of the files ``kind-RANK``."""
+    paths = sorted(folder.glob(f"{kind}-*"), key=lambda path: int(path.name.partition("-")[2]))
     ranks: dict[str, list[int]] = {}
-    for path in sorted(folder.glob("refused-*")):
+    for path in paths:
         ranks.setdefault(path.read_text(), []).append(int(path.name.partition("-")[2]))
-    return [f"{refusal} (ranks {sorted(ranks_there)})" for refusal, ranks_there in ranks.items()]
+    return ranks

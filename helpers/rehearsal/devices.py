@@ -11,6 +11,11 @@ from torch.types import Device
 
 from helpers.counts import COUNTS
 
+BAD_FORK = (
+    "Cannot re-initialize CUDA in forked subprocess. "
+    "To use CUDA with multiprocessing, you must use the 'spawn' start method"
+)
+
 
 class Node:
     """How many GPUs this node pretends to have, and which one is the current GPU."""
@@ -18,6 +23,7 @@ class Node:
     gpus = 1
     current = 0
     initialized = False  # whether a GPU was used. Until then, a device mesh of torch sets the current GPU.
+    in_bad_fork = False  # whether this process was forked from one that had used a GPU: CUDA does not work here
     # DTensors draw random numbers from the GPU's generator: its seed, and how many numbers have been drawn.
     random_seed = torch.initial_seed() % 2**63
     random_offset = 0
@@ -30,9 +36,10 @@ class StandIn(type(ORIGINAL_GENERATOR)):  # type: ignore[misc]
     """A metaclass for a class in the place of torch's ``original``: isinstance and == take the two for one class."""
 
     original: Any
+    pretended: Any = ()  # a class whose instances count as the original's, if there is one
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.original)
+        return isinstance(instance, (cls.original, cls.pretended))
 
     def __eq__(cls, other: Any) -> bool:
         return other is cls or other is cls.original
@@ -95,6 +102,15 @@ def replace(owner: Any, **attributes: Any) -> None:
         setattr(owner, name, attribute)
 
 
+def refusing(message: str) -> Callable[..., Any]:
+    """A function that a rehearsal cannot run: it says what to do."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise COUNTS.refuse(message, NotImplementedError)
+
+    return refuse
+
+
 def is_gpu(device: Device) -> bool:
     """Whether a device argument means a GPU."""
     return device is not None and torch.device(device).type == "cuda"
@@ -102,6 +118,8 @@ def is_gpu(device: Device) -> bool:
 
 def gpu_of(device: Device = None) -> int:
     """The number of the GPU that a device argument means. Raises CUDA's RuntimeError for one that the node lacks."""
+    if Node.in_bad_fork:
+        raise COUNTS.refuse(BAD_FORK)
     Node.initialized = True
     if device is None:
         return Node.current

@@ -1,28 +1,37 @@
-"""torch.cuda for pretended GPUs: their number and names, streams and events, memory, random numbers, autocast."""
+"""torch.cuda for pretended GPUs: their number and names, streams and events, memory, random numbers, autocast.
+
+``cuda_names`` says what becomes of each name of torch.cuda. Here are the functions and classes in the place of those
+that are pretended.
+"""
 
 import contextlib
 import functools
+import importlib
+import inspect
+import itertools
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.types import Device
 
 from helpers.counts import COUNTS, WAIT
-from helpers.rehearsal.devices import Node, gpu_of, replace
+from helpers.rehearsal.cuda_names import NOTHING, REFUSED
+from helpers.rehearsal.devices import Generator, Node, StandIn, gpu_of, is_gpu, refusing, replace
 
 MEMORY = 80 << 30  # bytes of each pretended GPU
 PRETENDED_NCCL = (2, 29, 7)  # NCCL's version, if PyTorch was built without it
-
-RETURN_TRUE = "is_available is_bf16_supported can_device_access_peer".split()  # functions of torch.cuda
-RETURN_NONE = (
-    "_lazy_call set_stream empty_cache ipc_collect reset_peak_memory_stats "
-    "reset_accumulated_memory_stats reset_max_memory_allocated set_per_process_memory_fraction seed seed_all"
-).split()
+CUDNN_VERSION = 91900  # cuDNN's version, if PyTorch was built without it
+MEMORY_UNITS = (
+    "allocation segment active inactive_split allocated_bytes reserved_bytes active_bytes inactive_split_bytes "
+    "requested_bytes"
+).split()  # what torch.cuda.memory_stats counts
+SUCCESS = 0  # what the functions of CUDA's runtime return
 
 
 def returning(value: Any) -> Callable[..., Any]:
@@ -37,15 +46,17 @@ class Stream:
     is_capturing = returning(False)
     wait_event = returning(None)
     wait_stream = returning(None)
-    __exit__ = returning(None)
+    priority_range = staticmethod(returning((0, -5)))
+    ids = itertools.count(1)
 
     def __init__(self, device: Device = None, priority: int = 0, **kwargs: Any) -> None:
         self.device = torch.device("cuda", gpu_of(device))
         self.device_index = self.device.index
         self.device_type = 1  # torch's number of CUDA
         self.priority = priority
-        self.cuda_stream = 0
-        self.stream_id = 0
+        self.stream_id = next(self.ids)
+        self.cuda_stream = self.stream_id
+        self.before: list[Stream] = []  # the current streams that this one has replaced in a with statement
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         if event is None:
@@ -57,7 +68,20 @@ class Stream:
         COUNTS.count(WAIT, "stream.synchronize")
 
     def __enter__(self) -> "Stream":
+        self.before.append(current_stream(self.device))
+        set_stream(self)
         return self
+
+    def __exit__(self, *exception: object) -> None:
+        set_stream(self.before.pop())
+
+
+class ExternalStream(Stream):
+    """A stream that another library has made, at an address of CUDA's."""
+
+    def __init__(self, stream_ptr: int, device: Device = None, **kwargs: Any) -> None:
+        super().__init__(device)
+        self.cuda_stream = stream_ptr
 
 
 class Event:
@@ -65,8 +89,10 @@ class Event:
 
     query = returning(True)
     wait = returning(None)
+    ipc_handle = refusing("a pretended GPU's event cannot be sent to another process: rehearse without it")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, enable_timing: bool = False, *args: Any, **kwargs: Any) -> None:
+        self.enable_timing = enable_timing
         self.time: float | None = None
 
     def record(self, stream: Stream | None = None) -> None:
@@ -77,9 +103,49 @@ class Event:
 
     def elapsed_time(self, end: "Event") -> float:
         """Milliseconds between two records by the host's clock: the CPU's work took them, not a GPU's."""
+        if not (self.enable_timing and end.enable_timing):
+            raise COUNTS.refuse("Both events must be created with argument 'enable_timing=True'.", ValueError)
         if self.time is None or end.time is None:
             raise COUNTS.refuse("Both events must be recorded before calculating elapsed time", ValueError)
         return (end.time - self.time) * 1000
+
+
+class AnyStream(metaclass=StandIn):
+    """torch.Stream, of which a pretended stream counts as an instance."""
+
+    original = torch.Stream
+    pretended = Stream
+    __module__ = "torch"
+
+    def __new__(cls, device: Device = "cuda", **kwargs: Any) -> Any:
+        if is_gpu(device):
+            return Stream(device, **kwargs)
+        return cls.original(device, **kwargs)
+
+
+class AnyEvent(metaclass=StandIn):
+    """torch.Event, of which a pretended event counts as an instance."""
+
+    original = torch.Event
+    pretended = Event
+    __module__ = "torch"
+
+    def __new__(cls, device: Device = "cuda", **kwargs: Any) -> Any:
+        if is_gpu(device):
+            return Event(**kwargs)
+        return cls.original(device, **kwargs)
+
+
+class MemPool:
+    """A pool of a GPU's memory. A pretended GPU takes all its memory from the host, so the pool stays empty."""
+
+    use_count = returning(1)
+    snapshot = returning([])
+    allocator = None
+    ids = itertools.count(1)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.id = (0, next(self.ids))
 
 
 def exchange(index: int) -> int:
@@ -92,7 +158,7 @@ def exchange(index: int) -> int:
 
 @dataclass(frozen=True)
 class Properties:
-    """Made-up answers for torch.cuda.get_device_properties."""
+    """Made-up answers for torch.cuda.get_device_properties: those of an H100."""
 
     pci_bus_id: int
     uuid: str
@@ -101,6 +167,21 @@ class Properties:
     minor: int = 0
     multi_processor_count: int = 132
     total_memory: int = MEMORY
+    pci_device_id: int = 0
+    pci_domain_id: int = 0
+    warp_size: int = 32
+    max_threads_per_block: int = 1024
+    max_threads_per_multi_processor: int = 2048
+    regs_per_multiprocessor: int = 65536
+    shared_memory_per_block: int = 49152
+    shared_memory_per_block_optin: int = 232448
+    shared_memory_per_multiprocessor: int = 233472
+    L2_cache_size: int = 50 << 20
+    clock_rate: int = 1980000  # kHz
+    memory_clock_rate: int = 2619000  # kHz
+    memory_bus_width: int = 5120
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
 
 
 def properties(device: Device = None) -> Properties:
@@ -133,31 +214,127 @@ def synchronize(device: Device = None) -> None:
     COUNTS.count(WAIT, "cuda.synchronize")
 
 
+CURRENT_STREAMS: dict[int, Stream] = {}  # of each GPU on which another stream than the default one is current
+
+
 def current_stream(device: Device = None) -> Stream:
-    return stream_of(gpu_of(device))
+    index = gpu_of(device)
+    return CURRENT_STREAMS.get(index) or default_stream(index)
 
 
-stream_of = functools.cache(Stream)
+def set_stream(stream: Stream) -> None:
+    CURRENT_STREAMS[stream.device_index] = stream
+
+
+def default_stream(device: Device = None) -> Stream:
+    return default_stream_of(gpu_of(device))
+
+
+default_stream_of = functools.cache(Stream)
+
+
+def init() -> None:
+    gpu_of()
+
+
+def memory_stats(device: Device = None) -> dict[str, int]:
+    """CUDA's counts of memory, by their names: all 0, because a pretended GPU's memory is the host's."""
+    counts: dict[str, int] = defaultdict(int)
+    for unit in MEMORY_UNITS:
+        for pool in ("all", "large_pool", "small_pool"):
+            for moment in ("current", "peak", "allocated", "freed"):
+                counts[f"{unit}.{pool}.{moment}"] = 0
+    for name in ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free"):
+        counts[name] = 0
+    return counts
+
+
+def mem_get_info(device: Device = None) -> tuple[int, int]:
+    """The free bytes and all bytes of a GPU."""
+    return MEMORY, MEMORY
+
+
+def check_error(result: int) -> None:
+    """Raise RuntimeError where a function of CUDA's runtime has returned an error."""
+    if result != SUCCESS:
+        raise COUNTS.refuse(f"CUDA error: {result}")
+
+
+# CUDA's runtime, as far as programs call it: they mark what a profile shows, and pin memory.
+RUNTIME = SimpleNamespace(
+    cudaError=SimpleNamespace(success=SUCCESS),
+    cudaGetErrorString=lambda code: f"CUDA error {code}",
+    cudaProfilerStart=returning(SUCCESS),
+    cudaProfilerStop=returning(SUCCESS),
+    cudaDeviceSynchronize=returning(SUCCESS),
+    cudaStreamCreate=returning(SUCCESS),
+    cudaStreamDestroy=returning(SUCCESS),
+    cudaHostRegister=returning(SUCCESS),
+    cudaHostUnregister=returning(SUCCESS),
+    cudaMemGetInfo=mem_get_info,
+)
 
 
 def patch() -> None:
     """Replace those functions of torch.cuda and torch.accelerator that ask CUDA. Their other functions use these."""
+    follow_tables()
     patch_torch_cuda()
     patch_accelerator()
     if not torch.distributed.is_nccl_available():  # a build for CUDA knows the version that it has
         replace(torch.cuda.nccl, version=lambda: PRETENDED_NCCL)
-    replace(torch.cuda.nccl, is_available=returning(True))
     replace(torch.version, cuda=torch.version.cuda or "pretended")
+    replace(torch.backends.cuda, is_built=returning(True), preferred_linalg_library=returning(None))
+    if not torch.backends.cudnn.is_available():
+        replace(torch.backends.cudnn, version=returning(CUDNN_VERSION))
     patch_contexts()
 
 
+def follow_tables() -> None:
+    """Replace what ``cuda_names`` lists as doing nothing and as refused."""
+    for qualified_name, value in NOTHING.items():
+        replace_name(qualified_name, returning(value))
+    for qualified_name, reason in REFUSED.items():
+        replace_name(qualified_name, refusing(f"torch.cuda.{qualified_name}: {reason}"))
+
+
+def replace_name(qualified_name: str, function: Callable[..., Any]) -> None:
+    """Replace a name of torch.cuda by a function, such as "nvtx.mark", also where submodules have it.
+
+    A class stays, because programs ask isinstance: the function replaces what makes its instances. Only the sparse
+    types go, because torch's C++ has made them, and they take no attribute.
+    """
+    folder, _, name = qualified_name.rpartition(".")
+    try:
+        modules = [importlib.import_module(f"torch.cuda.{folder}".rstrip("."))]
+    except ModuleNotFoundError:  # an older PyTorch has no such module
+        return
+    if not folder:
+        modules += [torch.cuda.graphs, torch.cuda.memory, torch.cuda.random]
+    if folder == "comm":
+        modules.append(torch.nn.parallel.comm)  # DataParallel finds them here
+    for module in modules:
+        original = getattr(module, name, None)
+        if inspect.isclass(original) and folder != "sparse":
+            replace(original, __new__=function)
+        elif original is not None:
+            replace(module, **{name: function})
+
+
+def forked() -> None:
+    """In a process that the script has forked: whether its GPUs are lost to it, because a GPU was used before."""
+    Node.in_bad_fork = Node.initialized
+
+
 def patch_torch_cuda() -> None:
-    """Replace functions and classes of torch.cuda, also where its submodules have them by the same names."""
+    """Put the functions and classes above in the place of torch.cuda's, also where its submodules have them."""
+    os.register_at_fork(after_in_child=forked)
     stubs: dict[str, Any] = {
+        "_lazy_call": returning(None),
+        "_is_in_bad_fork": lambda: Node.in_bad_fork,
         "device_count": lambda: Node.gpus,
-        "is_initialized": lambda: Node.initialized,
-        "init": gpu_of,
-        "_lazy_init": gpu_of,
+        "is_initialized": lambda: Node.initialized and not Node.in_bad_fork,
+        "init": init,
+        "_lazy_init": init,
         "_exchange_device": exchange,
         "_maybe_exchange_device": exchange,
         "get_device_properties": properties,
@@ -165,29 +342,33 @@ def patch_torch_cuda() -> None:
         "get_sync_debug_mode": lambda: COUNTS.sync_debug_mode,
         "synchronize": synchronize,
         "Stream": Stream,
+        "ExternalStream": ExternalStream,
+        "get_stream_from_external": ExternalStream,
         "Event": Event,
         "current_stream": current_stream,
-        "default_stream": current_stream,
-        "stream": contextlib.nullcontext,
-        "StreamContext": contextlib.nullcontext,
-        "mem_get_info": lambda device=None: (MEMORY, MEMORY),
-        "memory_stats": lambda device=None: defaultdict(int),
+        "default_stream": default_stream,
+        "set_stream": set_stream,
+        "cudart": lambda: RUNTIME,
+        "check_error": check_error,
+        "default_generators": tuple(Generator(f"cuda:{index}") for index in range(Node.gpus)),
+        "mem_get_info": mem_get_info,
+        "memory_stats": memory_stats,
+        "memory_stats_as_nested_dict": memory_stats,
+        "MemPool": MemPool,
+        "use_mem_pool": contextlib.nullcontext,
+        "caching_allocator_disabled": contextlib.nullcontext,
         # A pretended GPU draws the CPU's random numbers, so that results compare with gloo's. GPU seeds are DTensors'.
         "initial_seed": torch.initial_seed,
         "manual_seed": manual_seed,
         "manual_seed_all": manual_seed,
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
-        "utilization": returning(0),
-        # Adam asks before each step. PyTorch's build for CUDA would start the driver, which is not here.
-        "is_current_stream_capturing": returning(False),
     }
-    for name in RETURN_TRUE:
-        stubs[name] = returning(True)
-    for name in RETURN_NONE:
-        stubs[name] = returning(None)
-    for module in (torch.cuda, torch.cuda.graphs, torch.cuda.memory, torch.cuda.random):
+    submodules = (torch.cuda.graphs, torch.cuda.memory, torch.cuda.profiler, torch.cuda.random, torch.cuda.streams)
+    for module in (torch.cuda, *submodules):
         replace(module, **{name: stub for name, stub in stubs.items() if hasattr(module, name)})
+    replace(torch, Stream=AnyStream, Event=AnyEvent)
+    Node.initialized = False  # the generators above have used the GPUs, and the script has not
 
 
 def patch_accelerator() -> None:
@@ -200,7 +381,7 @@ def patch_accelerator() -> None:
         "exchangeDevice": exchange,
         "maybeExchangeDevice": exchange,
         "getStream": current_stream,
-        "setStream": returning(None),
+        "setStream": set_stream,
         "synchronizeDevice": synchronize,
         "isAllocatorInitialized": returning(False),
     }

@@ -20,7 +20,7 @@ from helpers.counts import COUNTS, WAIT
 from helpers.rehearsal import events
 from helpers.rehearsal.call_order import CallOrder, describe, get_future, wait
 from helpers.rehearsal.devices import Node, replace
-from helpers.rehearsal.tensor import CudaTensor, map_tensors, tensors_in, unwrap
+from helpers.rehearsal.tensor import CudaTensor, index_of, map_tensors, tensors_in, unwrap
 
 COLLECTIVES = (
     "allreduce allreduce_coalesced broadcast reduce scatter gather allgather allgather_coalesced _allgather_base "
@@ -30,6 +30,7 @@ COLLECTIVES = (
 ).split()
 SAME_SHAPES = ("gather", "scatter")  # torch compares the shapes of their tensors, also for NCCL
 POINT_TO_POINT = "send recv recv_anysource".split()
+DTYPES_NOT_IN_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 REDUCTIONS_NOT_IN_NCCL = [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
 
 GLOO: Any = c10d.ProcessGroupGloo
@@ -130,15 +131,23 @@ def nccl_of(group: Any) -> Any:
 def check_tensors(group: Any, nccl: PretendedNCCL, name: str, tensors: list[torch.Tensor]) -> None:
     """Raise what NCCL would raise for the tensors of a call; make the communicator at the first collective."""
     for tensor in tensors:
-        if not isinstance(tensor, CudaTensor):
+        if index_of(tensor) is None:
             if "cpu" not in backends_of(group):
                 raise COUNTS.refuse(f"No backend type associated with device type cpu ({name} of a CPU tensor on NCCL)")
             continue
+        check_dtype(tensor)
         check_contiguous(name, tensor)
         if name in POINT_TO_POINT:
             nccl.check_bound(tensor.index)
         else:
             nccl.connect(tensor.index)
+
+
+def check_dtype(tensor: torch.Tensor) -> None:
+    """Raise torch's error for a tensor of a type that NCCL does not have."""
+    if tensor.dtype in DTYPES_NOT_IN_NCCL:
+        message = f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}"
+        raise COUNTS.refuse(message, TypeError)
 
 
 def check_contiguous(name: str, tensor: torch.Tensor) -> None:
@@ -189,7 +198,7 @@ def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if nccl is not None:
             check_tensors(self, nccl, name, tensors)
             check_operation(values)
-            if any(isinstance(tensor, CudaTensor) for tensor in tensors):
+            if any(index_of(tensor) is not None for tensor in tensors):
                 backend = "NCCL"
         events.collective(f"{name} ({backend})", sent_tensors(args))
         if backend == "gloo" or name in POINT_TO_POINT:
@@ -294,7 +303,7 @@ def check_operator(func: Any, args: Any) -> None:
         return
     call = describe(name, args, nccl.group_size)
     if call:
-        gpus = [tensor.index for tensor in tensors_in(args) if isinstance(tensor, CudaTensor)]
+        gpus = [index_of(tensor) for tensor in tensors_in(args) if index_of(tensor) is not None]
         nccl.connect(gpus[0])
         nccl.announce(call)
 

@@ -15,14 +15,26 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._pytree import tree_map_only
 
 from helpers.counts import COPY, COUNTS
+from helpers.rehearsal import cuda_names
 from helpers.rehearsal.devices import bytes_of, gpu_of, is_gpu, is_pinned, mark_pinned, replace
-from helpers.rehearsal.tensor import MAP_LOCATIONS, CudaTensor, count_copy, cpu_tensor, set_values, unwrap
+from helpers.rehearsal.tensor import (
+    MAP_LOCATIONS,
+    CudaTensor,
+    count_copy,
+    cpu_tensor,
+    index_of,
+    on_gpu_or_host,
+    set_inner,
+    set_values,
+    unwrap,
+)
 
 LIBRARY = torch.library.Library("aten", "IMPL", "CUDA")
 aten = torch.ops.aten
 # The operators with which torch's C++ makes tensors.
 FACTORIES = (aten.empty.memory_format, aten.empty_strided.default, aten.tril_indices.default, aten.triu_indices.default)
 LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
+TENSOR_TYPES = [name for name in cuda_names.PRETENDED if name.endswith("Tensor")]
 NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 
 flex: Any = sys.modules["torch._higher_order_ops.flex_attention"]  # its package has a function of this name
@@ -31,6 +43,7 @@ ORIGINAL_DATA: Any = torch.Tensor.data
 ORIGINAL_LOAD = torch.load
 ORIGINAL_ONE_HOT = torch.nn.functional.one_hot
 ORIGINAL_TO: Any = torch.Tensor.to
+ORIGINAL_TYPE: Any = torch.Tensor.type
 
 
 def patch() -> None:
@@ -51,9 +64,13 @@ def patch() -> None:
     for owner, names in ((torch, LIKE), (torch.Tensor, NEW)):
         replace(owner, **{name: on_any_device(getattr(owner, name)) for name in names})
     replace(torch.Tensor, to=to, cuda=cuda, pin_memory=pin_memory, data=property(ORIGINAL_DATA.__get__, set_data))
-    replace(torch.Tensor, cpu=lambda self, memory_format=None: to(self, "cpu"))
+    replace(torch.Tensor, cpu=lambda self, memory_format=None: to(self, "cpu"), type_as=type_as, type=type_)
     replace(torch.Tensor, is_pinned=lambda self, device=None: is_pinned(self))
     replace(torch.nn.functional, one_hot=one_hot)
+    for name in TENSOR_TYPES:
+        body = {"dtype": dtype_of(name), "__module__": "torch.cuda"}
+        replace(torch.cuda, **{name: TensorType(name, (), body)})
+    replace(torch, set_default_tensor_type=set_default_tensor_type)
     replace(torch, load=load, compile=leave_eager, _has_compatible_shallow_copy_type=may_share_data)
     # torch would trace or compile flex_attention. Pretended tensors get its uncompiled version, sdpa_dense.
     flex.flex_attention.py_impl(CudaTensor)(flex.sdpa_dense)
@@ -141,14 +158,14 @@ def flex_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def set_data(self: torch.Tensor, values: torch.Tensor) -> None:
     """``tensor.data = values``, also where one of the two is on a pretended GPU and the other on the CPU."""
-    changes_device = isinstance(self, CudaTensor) != isinstance(values, CudaTensor)
-    if changes_device and not isinstance(self, DTensor):
+    if isinstance(self, DTensor):
+        ORIGINAL_DATA.__set__(self, values)
+    elif isinstance(self, CudaTensor) and (isinstance(values, CudaTensor) or self.index is None):
+        set_inner(self, values)
+    elif isinstance(self, CudaTensor) or isinstance(values, CudaTensor):
         set_values(self, values)
-        return
-    ORIGINAL_DATA.__set__(self, values)
-    if isinstance(self, CudaTensor) and isinstance(values, CudaTensor):
-        self.inner = values.inner
-        self.index = values.index
+    else:
+        ORIGINAL_DATA.__set__(self, values)
 
 
 def may_share_data(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -162,58 +179,51 @@ def may_share_data(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(ORIGINAL_COMPATIBLE(tensor, other))
 
 
-def index_of(tensor: torch.Tensor) -> int | None:
-    """The number of a tensor's GPU, or None for a tensor on the host."""
-    if isinstance(tensor, CudaTensor):
-        return tensor.index
-    return None
-
-
-def on_gpu_or_host(inner: torch.Tensor, index: int | None) -> torch.Tensor:
-    """A CPU tensor as one of GPU ``index``; for None as it is."""
-    if index is None:
-        return inner
-    return CudaTensor(inner, index)
-
-
 class Copy(torch.autograd.Function):
     """A copy of a tensor on GPU ``index``, or on the host for None. Its gradient goes back to where the tensor is."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, index: int | None) -> torch.Tensor:
-        ctx.source = index_of(tensor)
-        return on_gpu_or_host(cpu_tensor(tensor).detach().clone(), index)
+        ctx.source = index_of(local_part(tensor))
+        return copied(tensor, index)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return on_gpu_or_host(cpu_tensor(grad), ctx.source), None
+        return copied(grad, ctx.source), None
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return tensor
+
+
+def copied(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
+    """A copy of a tensor's values on GPU ``index``, or on the host for None.
+
+    A DTensor's local part is copied. The mesh stays the one of GPUs, also on the host, as with torch.
+    """
+    if isinstance(tensor, DTensor):
+        return DTensor(copied(tensor._local_tensor, index), tensor._spec, requires_grad=False)
+    return on_gpu_or_host(cpu_tensor(tensor).detach().clone(), index)
 
 
 def move(tensor: torch.Tensor, device: Device, non_blocking: bool = False) -> torch.Tensor:
-    """Return the tensor if it is on the device already, or else a copy that is there, and count the copy.
-
-    A DTensor moves by its local part.
-    """
-    if isinstance(tensor, DTensor):
-        if is_gpu(device) == is_gpu(tensor.device):
-            return tensor
-        return DTensor.from_local(
-            move(tensor.to_local(), device, non_blocking),
-            tensor.device_mesh,
-            tensor.placements,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+    """Return the tensor if it is on the device already, or else a copy that is there, and count the copy."""
     target = None
     if is_gpu(device):
         target = gpu_of(device)
-    source = index_of(tensor)
+    local = local_part(tensor)
+    source = index_of(local)
+    if local.is_meta:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")  # Module.to looks for these words
     if target == source:
         return tensor
     if target is None or source is None:
-        count_copy(tensor, upload=source is None, non_blocking=non_blocking)
+        count_copy(local, upload=source is None, non_blocking=non_blocking)
     else:
-        COUNTS.count(COPY, "between GPUs", bytes_of(tensor))
+        COUNTS.count(COPY, "between GPUs", bytes_of(local))
     return Copy.apply(tensor, target)
 
 
@@ -249,6 +259,63 @@ def to(self: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> tor
     if not remaining:
         return moved
     return ORIGINAL_TO(moved, **remaining)
+
+
+def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    """Tensor.type: the name of the tensor's type, such as torch.cuda.FloatTensor, or the tensor as one of a type."""
+    if dtype is None:
+        name = ORIGINAL_TYPE(cpu_tensor(self))
+        if index_of(self) is not None:
+            name = name.replace("torch.", "torch.cuda.")
+        return name
+    if isinstance(dtype, torch.dtype):
+        return to(self, dtype)
+    name = type_name(dtype)
+    device = "cpu"
+    if ".cuda." in name:
+        device = "cuda"
+        if self.is_cuda:
+            device = self.device
+    return to(self, device, dtype_of(name), non_blocking=non_blocking)
+
+
+def type_name(dtype: Any) -> str:
+    """The name of a tensor type, such as torch.FloatTensor, which is given as a text or as a class."""
+    if isinstance(dtype, str):
+        return dtype
+    return f"{dtype.__module__}.{dtype.__name__}"
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch.float32 for torch.FloatTensor, and so on."""
+    return getattr(torch, name.rpartition(".")[2]).dtype
+
+
+class TensorType(type):
+    """The class of torch.cuda.FloatTensor and its like, the old names for a dtype on GPUs."""
+
+    dtype: torch.dtype
+    is_cuda = True
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.Tensor) and instance.is_cuda and instance.dtype == cls.dtype
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return cuda(getattr(torch, cls.__name__)(*unwrap(args), **kwargs))
+
+
+def set_default_tensor_type(type_: Any) -> None:
+    """torch.set_default_tensor_type, which for a type of GPUs sets the default device too."""
+    name = type_name(type_)
+    device = None
+    if ".cuda." in name:
+        device = "cuda"
+    torch.set_default_dtype(dtype_of(name))
+    torch.set_default_device(device)
+
+
+def type_as(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return to(self, other.device, other.dtype)
 
 
 def cuda(self: torch.Tensor, device: Device = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from helpers.counts import COUNTS
-from helpers.ranks.rank import TORCHRUN_VARIABLES, draw_own_numbers, rank_variables
-from helpers.rehearsal import devices, events, gpus, mistakes, nccl, placement, report, wrappers
+from helpers.ranks.rank import TORCHRUN_VARIABLES, draw_own_numbers, is_library, rank_variables
+from helpers.rehearsal import batch_norm, devices, events, gpus, mistakes, nccl, placement, report, wrappers
 from helpers.rehearsal.devices import Node
 from helpers.training_check import TrainingObserver
 
@@ -60,7 +61,7 @@ def variables(rank: int, gpus: int, nodes: int, port: int, folder: Path) -> dict
 def pretend(count: int) -> None:
     """Replace torch's functions, so that this process has ``count`` pretended GPUs."""
     Node.gpus = count
-    for module in (devices, gpus, placement, nccl, wrappers, events):
+    for module in (devices, gpus, placement, nccl, wrappers, batch_norm, events):
         module.patch()
 
 
@@ -110,12 +111,27 @@ def run_as_main(script: str, is_module: bool, folder: Path) -> int:
             return end.code
         print(end.code, file=sys.stderr)
         return 1
-    except BaseException:
+    except BaseException as error:
         # With this file, peers whose connections are lost now do not take their own errors for the cause.
-        (folder / f"raised-{os.environ['RANK']}").touch()
+        (folder / f"raised-{os.environ['RANK']}").write_text(last_line(error))
         traceback.print_exc()
         return 1
     return 0
+
+
+def last_line(error: BaseException) -> str:
+    """What the command says last of a script that raised this: the script's line, the error's type and first line."""
+    line = "?"
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if not is_library(frame.f_code.co_filename):
+            line = f"{os.path.basename(frame.f_code.co_filename)}:{number}"
+    lines = str(error).strip().splitlines()
+    message = ""
+    if lines:
+        message = f": {lines[0]}"
+    if "Original Traceback" in str(error):  # an error in a DataLoader's worker, whose own last line says what it was
+        message = f": {lines[-1]} (in a DataLoader's worker)"
+    return f"{line}: {type(error).__name__}{message}"
 
 
 def leave(
@@ -161,5 +177,9 @@ def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) 
         sys.path[0] = os.getcwd()
     hide_this_package(sys.path[0])
     status = run_as_main(script, args.module, folder)
+    if status == 0:
+        with contextlib.suppress(dist.DistError):  # the store is gone if the command has ended
+            for group in nccl.PretendedNCCL.instances:
+                group.note_end()
     atexit._run_exitfuncs()  # what the script has registered, because os._exit does not call it
     end(status)

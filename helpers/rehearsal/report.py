@@ -18,7 +18,7 @@ TITLES = {
 }
 UNSEEN = """\
 This was a rehearsal, not a test on GPUs. It cannot see real NCCL, streams and timing, CUDA's memory, kernels and random
-numbers, autocast's lists of operators, SyncBatchNorm, torch.compile, or torch's C++ (DDP's buckets, backward).
+numbers, autocast's lists of operators, torch.compile, or torch's C++ (DDP's buckets, backward).
 """
 
 

@@ -1,6 +1,9 @@
 """A tensor that says it is on ``cuda:k`` and holds a CPU tensor. It raises errors where a tensor on a GPU would.
 
 It is a wrapper subclass. torch's C++ takes it for a CPU tensor, so a CPU build runs it; Python code sees a CUDA tensor.
+
+A parameter that moves to the host stays the same object, and seldom it has to stay a wrapper too (``set_values`` says
+when). Then its ``index`` is None, and everything here takes it for the tensor on the CPU that it holds.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.types import Device
 
 from helpers.counts import COPY, COUNTS, NOT_PINNED, UPLOAD, WAIT, frame_outside
-from helpers.rehearsal.devices import Generator, bytes_of, gpu_of, is_gpu, is_pinned
+from helpers.rehearsal.devices import Generator, Node, bytes_of, gpu_of, is_gpu, is_pinned
 
 aten = torch.ops.aten
 COPIES = {aten.copy_.default, aten._to_copy.default}
@@ -22,20 +25,24 @@ COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operators
 REPORTED_NAMES = {"_local_scalar_dense": "item", "index": "mask"}  # what the report calls an operator
 
 MAP_LOCATIONS: list[Device] = []  # of each torch.load that is running
+SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 Base: Any = torch.Tensor  # without its types: they leave no room for another device, and say nothing of descriptors
 
 
 class CudaTensor(Base):
-    """A tensor on a pretended GPU: ``inner`` is the CPU tensor with its values, ``index`` the GPU's number."""
+    """A tensor on a pretended GPU: ``inner`` is the CPU tensor with its values, ``index`` the GPU's number.
+
+    ``index`` is None for a parameter that has moved to the host.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     inner: torch.Tensor
-    index: int
+    index: int | None
     check_collective: Callable[[Any, Any], None]  # of an operator and its arguments; ``nccl`` sets it
 
     @staticmethod
-    def __new__(cls: Any, inner: torch.Tensor, index: int) -> "CudaTensor":
+    def __new__(cls: Any, inner: torch.Tensor, index: int | None) -> "CudaTensor":
         if isinstance(inner, AsyncCollectiveTensor):
             inner = inner.wait()  # torch's own waits look for this class, and would not see it in a wrapper
         tensor = Base._make_wrapper_subclass(
@@ -53,20 +60,25 @@ class CudaTensor(Base):
         tensor.index = index
         return tensor
 
-    device = property(lambda self: torch.device("cuda", self.index))
-    is_cuda = property(lambda self: True)
-    is_cpu = property(lambda self: False)
+    is_cuda = property(lambda self: self.index is not None)
+    is_cpu = property(lambda self: self.index is None)
+
+    @property
+    def device(self) -> torch.device:
+        if self.index is None:
+            return torch.device("cpu")
+        return torch.device("cuda", self.index)
 
     def get_grad(self) -> torch.Tensor | None:
         # Where a parameter has no gradient, DDP's C++ makes one, on the CPU. It is wrapped when it is read.
         grad = Base.grad.__get__(self)
-        if type(grad) is torch.Tensor:
+        if type(grad) is torch.Tensor and self.index is not None:
             grad = CudaTensor(grad, self.index)
             Base.grad.__set__(self, grad)
         return grad
 
     def set_grad(self, grad: torch.Tensor | None) -> None:
-        if grad is not None and not grad.is_cuda:
+        if grad is not None and grad.is_cuda != self.is_cuda:
             message = f"assigned grad has data located on a different device: {self.device} and {grad.device}"
             raise COUNTS.refuse(message)
         Base.grad.__set__(self, grad)
@@ -74,6 +86,8 @@ class CudaTensor(Base):
     grad = property(get_grad, set_grad, Base.grad.__delete__)
 
     def get_device(self) -> int:
+        if self.index is None:
+            return -1
         return self.index
 
     def data_ptr(self) -> int:
@@ -85,14 +99,23 @@ class CudaTensor(Base):
     def record_stream(self, stream: Any) -> None:
         pass
 
+    def new(self, *args: Any, device: Device = None, **kwargs: Any) -> torch.Tensor:
+        """Tensor.new, which old programs call: a tensor of this type, of these sizes or values, on this device."""
+        if device is not None and is_gpu(device) != self.is_cuda:
+            raise COUNTS.refuse(f"legacy constructor expects device type: {self.device.type} but {device} was passed")
+        return on_gpu_or_host(self.inner.new(*unwrap(args), **kwargs), self.index)
+
     def numpy(self, *, force: bool = False) -> Any:
+        if self.index is None:
+            return self.inner.numpy(force=force)
         if force:
             return self.detach().cpu().numpy()
         message = "Use Tensor.cpu() to copy the tensor to host memory first."
         raise COUNTS.refuse(f"can't convert {self.device} device type tensor to numpy. {message}", TypeError)
 
     def tolist(self) -> Any:
-        COUNTS.count(WAIT, "tolist")
+        if self.index is not None:
+            COUNTS.count(WAIT, "tolist")
         return self.inner.tolist()
 
     def __format__(self, spec: str) -> str:
@@ -101,6 +124,8 @@ class CudaTensor(Base):
         return object.__format__(self, spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if self.index is None:
+            return repr(self.inner)
         COUNTS.count(WAIT, "print")
         return f"{repr(self.inner)[:-1]}, device='{self.device}')"
 
@@ -112,7 +137,8 @@ class CudaTensor(Base):
         return memo.setdefault(id(self), rebuild(*self.state()))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        COUNTS.count(WAIT, "pickle")
+        if self.index is not None:
+            COUNTS.count(WAIT, "pickle")
         return rebuild, self.state()
 
     @classmethod
@@ -126,12 +152,17 @@ class CudaTensor(Base):
         tensors = tensors_in((*args, *kwargs.values()))
         pretended = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
         device = kwargs.pop("device", None)
-        index = pretended[0].index
+        indices = [tensor.index for tensor in pretended if tensor.index is not None]
+        index = None
         if is_gpu(device):
             index = gpu_of(device)
-        check_generator(kwargs.get("generator"))
-        check_devices(func, args, tensors)
-        count_waits(func, args, kwargs)
+        elif indices:
+            index = indices[0]
+        if index is not None:
+            check_process()
+            check_generator(kwargs.get("generator"))
+            check_devices(func, args, tensors)
+            count_waits(func, args, kwargs)
         if func.namespace in COLLECTIVES:
             cls.check_collective(func, args)
         out = func(*unwrap(args), **unwrap(kwargs))
@@ -144,7 +175,7 @@ class CudaTensor(Base):
         def wrap(result: torch.Tensor) -> torch.Tensor:
             if id(result) in given:
                 return given[id(result)]
-            return CudaTensor(result, index)
+            return on_gpu_or_host(result, index)
 
         return map_tensors(out, wrap)
 
@@ -156,9 +187,13 @@ def follow_shape(tensor: CudaTensor) -> None:
             tensor.data = CudaTensor(tensor.inner, tensor.index)
 
 
-def rebuild(inner: torch.Tensor, index: int, requires_grad: bool = False, parameter: bool = False) -> torch.Tensor:
+def rebuild(
+    inner: torch.Tensor, index: int | None, requires_grad: bool = False, parameter: bool = False
+) -> torch.Tensor:
     """Copy or unpickle a CUDA tensor, to the GPU that it was on, or to the ``map_location`` of torch.load."""
-    device: Device = index
+    device: Device = "cpu"
+    if index is not None:
+        device = index
     if MAP_LOCATIONS and MAP_LOCATIONS[-1] is not None:
         device = MAP_LOCATIONS[-1]
     tensor = inner
@@ -176,21 +211,55 @@ def set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """``tensor.data = values`` where one of the two is on a pretended GPU and the other is on the CPU.
 
     torch's own setter cannot change a tensor's class, which is another one on a pretended GPU. swap_tensors can: it
-    exchanges all that two tensors are and have, so whoever refers to ``tensor`` then has the replacement.
+    exchanges all that two tensors are and have, so whoever refers to ``tensor`` then has the replacement. But it fails
+    while torch's C++ refers to the tensor too, as DDP's does. Then a pretended tensor stays one, without a GPU.
     """
-    replacement = values.detach()
-    if isinstance(tensor, torch.nn.Parameter):
-        replacement = torch.nn.Parameter(replacement, requires_grad=False)  # or else the swap would leave no parameter
-    replacement.requires_grad_(tensor.requires_grad)
     grad = tensor.grad
     tensor.grad = None  # the swap would give the gradient away; it comes back below, on the new device
-    torch.utils.swap_tensors(tensor, replacement)
-    if grad is None:
-        return
-    if isinstance(values, CudaTensor):
-        tensor.grad = CudaTensor(cpu_tensor(grad), values.index)
+    if isinstance(tensor, CudaTensor) and has_references_in_cpp(tensor):
+        set_inner(tensor, values)
     else:
-        tensor.grad = cpu_tensor(grad)
+        replacement = values.detach()
+        if isinstance(tensor, torch.nn.Parameter):
+            # Without this the swap would leave no parameter.
+            replacement = torch.nn.Parameter(replacement, requires_grad=False)
+        replacement.requires_grad_(tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, replacement)
+    if grad is not None:
+        tensor.grad = on_gpu_or_host(cpu_tensor(grad), index_of(values))
+
+
+def has_references_in_cpp(tensor: torch.Tensor) -> bool:
+    """Whether torch's C++ refers to a tensor, apart from the node of its graph that takes the gradient."""
+    references = tensor._use_count()
+    if references == 2 and tensor.is_leaf and tensor.requires_grad:
+        # If that node is one of the two, it is returned here. Otherwise it is made now, and is a third one.
+        edge = torch.autograd.graph.get_gradient_edge(tensor)
+        references = tensor._use_count() - 1
+        del edge
+    return references > 1
+
+
+def set_inner(tensor: CudaTensor, values: torch.Tensor) -> None:
+    """Give a wrapper other values, with their shape and type, on the GPU that they are on, or on the host."""
+    wrapper = CudaTensor(cpu_tensor(values), index_of(values))
+    SET_DATA(tensor, wrapper)
+    tensor.inner = wrapper.inner
+    tensor.index = wrapper.index
+
+
+def index_of(tensor: torch.Tensor) -> int | None:
+    """The number of a tensor's GPU, or None for a tensor on the host."""
+    if isinstance(tensor, CudaTensor):
+        return tensor.index
+    return None
+
+
+def on_gpu_or_host(inner: torch.Tensor, index: int | None) -> torch.Tensor:
+    """A CPU tensor as one of GPU ``index``; for None as it is."""
+    if index is None:
+        return inner
+    return CudaTensor(inner, index)
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -228,7 +297,7 @@ def unwrap(value: Any) -> Any:
 
 def on_host(values: Iterable[Any]) -> list[torch.Tensor]:
     """The CPU's tensors among an operator's arguments."""
-    return [tensor for tensor in tensors_in(values) if not isinstance(tensor, CudaTensor)]
+    return [tensor for tensor in tensors_in(values) if index_of(tensor) is None]
 
 
 def called_by_torch_itself() -> bool:
@@ -246,6 +315,12 @@ def called_by_torch_itself() -> bool:
     return starts_engine or is_of_ddp
 
 
+def check_process() -> None:
+    """Raise CUDA's error in a process that was forked from one that had used a GPU, such as a DataLoader's worker."""
+    if Node.in_bad_fork:
+        raise COUNTS.refuse("CUDA error: initialization error (a forked process uses the GPU of its parent)")
+
+
 def check_generator(generator: Any) -> None:
     """Raise torch's RuntimeError where a tensor on a GPU would get its random numbers from a CPU generator."""
     if generator is not None and generator._cdata not in Generator.on_gpus:
@@ -259,14 +334,14 @@ def check_devices(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
     """
     if func in COPIES or func.namespace in COLLECTIVES:
         return
-    if func in INDEXING and isinstance(args[0], CudaTensor):
+    if func in INDEXING and index_of(args[0]) is not None:
         _, indices, *other_args = args
         if on_host([indices]):
             COUNTS.count(UPLOAD, "index")
         cpu_tensors = on_host(other_args)
     else:
         cpu_tensors = on_host(tensors)
-    devices = {f"cuda:{tensor.index}" for tensor in tensors if isinstance(tensor, CudaTensor)}
+    devices = {str(tensor.device) for tensor in tensors if index_of(tensor) is not None}
     for tensor in cpu_tensors:
         # torch takes a tensor without dimensions for a number, which is allowed beside tensors of any device. An empty
         # one has no values that would have to be read.
@@ -282,8 +357,8 @@ def count_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Count the operator if the host waits for the GPU at it, or if it copies between the two."""
     if func is aten.copy_.default:
         target, source = args[:2]
-        to_gpu = isinstance(target, CudaTensor)
-        from_gpu = isinstance(source, CudaTensor)
+        to_gpu = index_of(target) is not None
+        from_gpu = index_of(source) is not None
         if to_gpu != from_gpu and not called_by_torch_itself():
             non_blocking = kwargs.get("non_blocking", False)
             if len(args) > 2:

@@ -16,14 +16,13 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from helpers.counts import COUNTS, script_line
+from helpers.counts import script_line
 from helpers.rehearsal import events, nccl
-from helpers.rehearsal.devices import Node, is_gpu, replace
+from helpers.rehearsal.devices import Node, is_gpu, refusing, replace
 from helpers.rehearsal.tensor import CudaTensor, map_tensors
 
 NUMBERS = 'int(os.environ["LOCAL_RANK"]) as its rank and int(os.environ["WORLD_SIZE"]) as the number of ranks'
 SPAWN = f"mp.spawn starts ranks, and they run already, as with torchrun: call the function itself, with {NUMBERS}"
-SYNC_BATCH_NORM = "SyncBatchNorm's kernels are for GPUs alone: rehearse without convert_sync_batchnorm"
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class Buckets:
 
 ORIGINAL_APPLY: Any = nn.Module._apply
 ORIGINAL_GROUPING: Any = torch._C._group_tensors_by_device_and_dtype
+DDP_GROUPS: list[Any] = []  # the pretended NCCL of each DDP model
 BUCKETS: dict[nn.Module, Buckets] = {}  # of each DDP model, for the report
 
 
@@ -46,29 +46,58 @@ def patch() -> None:
     replace(torch._C, _group_tensors_by_device_and_dtype=group_tensors)
     for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
         replace(owner, spawn=refusing(SPAWN), start_processes=refusing(SPAWN))
-    replace(nn.modules.batchnorm, sync_batch_norm=SimpleNamespace(apply=refusing(SYNC_BATCH_NORM)))
 
 
 def patch_ddp() -> None:
-    """Let DDP work with pretended tensors, and count its all-reduces."""
+    """Let DDP work with pretended tensors, count its all-reduces, and say who did not come to them."""
     original_init = DistributedDataParallel.__init__
     original_forward = DistributedDataParallel.forward
+    original_backward: Any = torch.autograd._engine_run_backward
 
     def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         # DDP's C++ makes buckets on the CPU. Gradients that are views of the buckets would be CPU tensors.
         kwargs["gradient_as_bucket_view"] = False
         original_init(self, module, *args, **kwargs)
+        group = nccl.nccl_of(self.process_group)
+        if group is not None and group not in DDP_GROUPS:
+            DDP_GROUPS.append(group)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = original_forward(self, *args, **kwargs)
         group = nccl.nccl_of(self.process_group)
-        if group and torch.is_grad_enabled() and self.require_backward_grad_sync:
+        if group is None:
+            return original_forward(self, *args, **kwargs)
+        if self.will_sync_module_buffers() and not self._join_config.enable:
+            group.announce("DDP's broadcast of buffers")
+        with explained([group]):
+            out = original_forward(self, *args, **kwargs)
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
             count_reduction(self, group, out)
         return out
 
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with explained(DDP_GROUPS):
+            return original_backward(*args, **kwargs)
+
     replace(DistributedDataParallel, __init__=init, forward=forward)
+    replace(torch.autograd, _engine_run_backward=run_backward)
     for name in ("buffer", "gradients"):  # what a comm hook takes from a bucket
         replace(dist.GradBucket, **{name: of_this_gpu(getattr(dist.GradBucket, name))})
+
+
+@contextlib.contextmanager
+def explained(groups: list[Any]) -> Iterator[None]:
+    """Where DDP's C++ loses a peer in this block, raise an error that says which ranks of a group did not come.
+
+    ``groups`` are the pretended NCCLs that may have lost it. Other errors pass.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        for group in groups:
+            explanation = group.explain(error)
+            if explanation is not error:
+                raise explanation from None
+        raise
 
 
 def patch_dtensor() -> None:
@@ -84,9 +113,19 @@ def patch_dtensor() -> None:
     replace(DTensor, device=property(lambda self: self._local_tensor.device))
     replace(DTensor, is_cuda=property(lambda self: self._local_tensor.is_cuda))
     replace(OffsetBasedRNGTracker, _distribute_region=own_random_numbers)
+    replace(sys.modules["torch.distributed.tensor._op_schema"], _rebuild_tensor_from_dtensor_meta=fake_tensor)
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     allow_sharding(getattr(torch.ops.aten, attention), results=2, tensors=3)
     allow_sharding(getattr(torch.ops.aten, f"{attention}_backward"), results=3, tensors=6)
+
+
+def fake_tensor(spec: Any) -> torch.Tensor:
+    """A tensor with which torch finds the shape of an operator's result, in its mode for tensors without values.
+
+    torch makes it on the mesh's device, where in-place random numbers ask a build for CPUs for CUDA.
+    """
+    meta = spec.tensor_meta
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
 
 
 def allow_sharding(operator: Any, results: int, tensors: int) -> None:
@@ -99,15 +138,6 @@ def allow_sharding(operator: Any, results: int, tensors: int) -> None:
         other_arguments = [None, None]  # dropout's probability, and whether the attention is causal
         shardings.append(([placement] * results, [placement] * tensors + other_arguments))
     register_sharding(operator.default)(lambda *args, **kwargs: shardings)
-
-
-def refusing(message: str) -> Callable[..., Any]:
-    """A function that a rehearsal cannot run: it says what to do."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise COUNTS.refuse(message, NotImplementedError)
-
-    return refuse
 
 
 def of_this_gpu(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -57,9 +57,10 @@ mistakes = [
     ("torch.load without map_location", "cuda:0 and cuda:1" if rank else "to numpy", load_to_gpu_0),
     ("joining both devices", "same device", lambda: torch.cat([x, torch.ones(1, 4)])),
     ("pinned memory on a GPU", "can be pinned", lambda: torch.ones(3, device=device, pin_memory=True)),
-    ("the time between no records", "be recorded", lambda: torch.cuda.Event().elapsed_time(torch.cuda.Event())),
+    ("the time of events without times", "enable_timing", lambda: torch.cuda.Event().elapsed_time(torch.cuda.Event())),
+    ("the time between no records", "be recorded", lambda: torch.cuda.Event(True).elapsed_time(torch.cuda.Event(True))),
+    ("a type that NCCL lacks", "not supported for NCCL", lambda: dist.all_reduce(labels.short())),
     ("mp.spawn", "call the function itself, with int", lambda: torch.multiprocessing.spawn(print, nprocs=2)),
-    ("SyncBatchNorm", "rehearse without convert_sync", lambda: nn.SyncBatchNorm(4).to(device)(x)),
     ("a CPU tensor in a list", "No backend type", lambda: dist.all_gather([torch.ones(1)] * 2, torch.ones(1))),
 ]
 

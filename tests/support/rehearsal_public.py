@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -189,6 +189,87 @@ def modules_move_there_and_back():
     assert layer.weight.device.type == "cpu" and layer.bias.grad.device == device
 
 
+def batch_norm_over_all_ranks():
+    whole = torch.randn(6, 3, 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    part = whole.detach()[rank::2].to(device).requires_grad_()
+    one_process = nn.BatchNorm1d(3)
+    synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3)).to(device)
+    for norm, batch in ((one_process, whole), (synchronized, part)):
+        norm(batch).pow(3).sum().backward()
+    assert torch.allclose(synchronized(part).cpu(), one_process(whole)[rank::2], atol=1e-5)
+    assert torch.allclose(part.grad.cpu(), whole.grad[rank::2], atol=1e-4)
+    dist.all_reduce(synchronized.weight.grad)
+    assert torch.allclose(synchronized.weight.grad.cpu(), one_process.weight.grad, atol=1e-4)
+    assert torch.allclose(synchronized.running_var.cpu(), one_process.running_var, atol=1e-5)
+
+
+def old_constructors():
+    gpu, host = torch.ones(2, device=device), torch.ones(2)
+    assert gpu.new([1.0, 2.0]).tolist() == [1, 2] and gpu.new([1.0]).device == device
+    assert gpu.new(3).shape == (3,) and gpu.new(3).device == device and gpu.new(2, 3).shape == (2, 3)
+    assert host.new([1.0]).device.type == "cpu"
+    assert host.type_as(gpu).device == device and gpu.type_as(host).device.type == "cpu"
+    assert gpu.half().type_as(gpu).dtype == torch.float32 and gpu.type_as(gpu) is gpu
+
+
+def a_model_moves_while_ddp_holds_it():
+    ddp = DDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device))
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
+    batch = torch.arange(8.0).view(2, 4) + rank
+    ddp(batch.to(device)).square().sum().backward()
+    optimizer.step()
+    weight = ddp.module[0].weight
+    before = weight.tolist()
+    model = ddp.module.cpu()
+    assert model[0].weight is weight and weight.device.type == "cpu" and not weight.is_cuda
+    assert weight.grad.device.type == "cpu" and weight.tolist() == before and weight.detach().numpy().shape == (4, 4)
+    assert model(batch).device.type == "cpu" and pickle.loads(pickle.dumps(weight)).device.type == "cpu"
+    ddp.to(device)
+    optimizer.zero_grad()
+    ddp(batch.to(device)).square().sum().backward()
+    optimizer.step()
+    assert weight.device == weight.grad.device == device and weight.tolist() != before
+
+
+def a_sharded_model_moves_there_and_back():
+    model = fully_shard(nn.Linear(4, 4))
+    before = model.weight.full_tensor().tolist()
+    model.to("cpu")
+    assert model.weight.to_local().device.type == model.weight.device.type == "cpu"
+    model.cuda()
+    assert model.weight.to_local().device == device and model.weight.full_tensor().tolist() == before
+    copied = model.weight.cpu()
+    copied.to_local().sum().backward()
+    assert copied.device.type == "cpu" and model.weight.grad.device == device
+
+
+def offloaded_parameters_must_stay_on_the_host():
+    model = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model.to("cuda")
+    try:
+        model(torch.ones(2, 4, device=device))
+    except RuntimeError as error:
+        assert "materialized on CPU" in str(error)
+    else:
+        raise AssertionError("FSDP accepted parameters on the GPU under CPUOffloadPolicy")
+
+
+def a_sharded_model_from_the_meta_device():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    for part in (*model, model):
+        fully_shard(part)
+    try:
+        model.to("cuda")
+    except NotImplementedError as error:
+        assert "to_empty()" in str(error)
+    model.to_empty(device="cuda")
+    for part in model:
+        part.reset_parameters()
+    assert 0 < model[0].weight.full_tensor().abs().max() <= 0.5
+    model(torch.ones(2, 4, device=device)).sum().backward()
+
+
 programs = [
     a_mesh_sets_the_gpu,
     the_default_backend_is_nccl,
@@ -203,6 +284,12 @@ programs = [
     attention_of_dtensors,
     flex_attention_with_a_mask,
     modules_move_there_and_back,
+    batch_norm_over_all_ranks,
+    old_constructors,
+    a_model_moves_while_ddp_holds_it,
+    a_sharded_model_moves_there_and_back,
+    offloaded_parameters_must_stay_on_the_host,
+    a_sharded_model_from_the_meta_device,
 ]
 for program in programs:
     try:

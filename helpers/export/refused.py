@@ -1,0 +1,278 @@
+"""What a notebook may not have, because its script would not do under torchrun what the cells do.
+
+Each error is one line: the cell, why, and what to change.
+"""
+
+import ast
+import copy
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from helpers.export.notebook import LIBRARIES, ExportError, first_line, label
+from helpers.source import DEFINITION, IMPORT, Statement, packages_of
+
+LAUNCHERS = re.compile(  # calls that start ranks
+    r"(\b(?:mp|multiprocessing)\.(?:spawn|Process)|(?<![\w.])spawn|\w*TorchDistributor|TrainerClient|TorchTrainer"
+    r"|notebook_launcher|debug_launcher|elastic_launch|distributed\.run\.main)\("
+)
+PROGRAMS = re.compile(r"\b(torchrun|torch\.distributed\.(?:run|launch)|accelerate launch|deepspeed|mpirun|srun)\b")
+RUNS_A_PROGRAM = {"run", "Popen", "call", "check_call", "check_output", "system", "popen", "getoutput"}
+# Of a statement as ast.unparse writes it: a variable that torchrun sets in each rank.
+ENVIRONMENT = re.compile(
+    r"environ.*?\b((?:LOCAL_)?RANK|(?:LOCAL_)?WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'?\]? ?[=:] ?(?:str\()?['\d]",
+    re.DOTALL,
+)
+
+STARTS = {"init_process_group", "start_process_group", "init_device_mesh"}  # functions that start a process group
+START_PARAMETERS = ("backend", "init_method", "timeout", "world_size", "rank", "store")  # of init_process_group
+# Names that say that ranks exchange gradients or values. A notebook without any of them trains each rank alone.
+COMMUNICATES = re.compile(
+    r"ddp|fsdp|distributeddataparallel|fully_?shard|parallel|reduce|gather|scatter|broadcast|all_to_all|average"
+    r"|send|recv|dtensor|distribute_|pipeline|zeroredundancy|device_mesh",
+    re.IGNORECASE,
+)
+
+Values = dict[str, list[ast.expr | None]]  # what is assigned to each name; None for what is no plain assignment
+
+
+def check_launching(statements: list[Statement]) -> None:
+    """Raise ExportError for what torchrun does: to start ranks, to number them, and to say where they meet."""
+    values = assigned(statement.node for statement in statements)
+    for statement in statements:
+        check_launchers(statement, values)
+    for statement in statements:
+        variable = ENVIRONMENT.search(ast.unparse(with_values(statement.node, values)))
+        if variable is not None:
+            raise ExportError(f"{label(statement)} fixes {variable[1]}, which is torchrun's to say. Leave it out.")
+        for call, values_there in start_calls(statement, statements, values):
+            check_start_call(statement, call, values_there)
+    for statement in statements:
+        check_numbers(statement, values)
+
+
+def check_launchers(statement: Statement, values: Values) -> None:
+    """Raise ExportError for a call that starts ranks, also by a program such as torchrun."""
+    launcher = LAUNCHERS.search(ast.unparse(statement.node))
+    if launcher is not None:
+        why = f"starts ranks by {launcher[1]}, and torchrun starts a script's"
+        raise ExportError(f"{label(statement)} {why}. Leave it out, and call the function.")
+    for call in calls_in(statement.node):
+        if name_of(call.func) in RUNS_A_PROGRAM:
+            # A command may be a list of words: without quotation marks and commas it is a line of words too.
+            words = re.sub(r"[',\[\]]+ *", " ", ast.unparse(with_values(call, values)))
+            program = PROGRAMS.search(words)
+            if program is not None:
+                why = f"starts ranks by {program[1]}, and the exported script is started by torchrun itself"
+                raise ExportError(f"{label(statement)} {why}. Leave it out, and train in the notebook's cells.")
+
+
+def check_start_call(statement: Statement, call: ast.Call, values: Values) -> None:
+    """Raise ExportError for a call of init_process_group that numbers the ranks, or says where they meet."""
+    arguments = start_arguments(with_values(call, values))
+    fixed = []
+    for name in ("init_method", "rank", "world_size", "store"):
+        if name in arguments and is_fixed(name, arguments[name]):
+            fixed.append(f"{name}={first_line(ast.unparse(arguments[name]))}")
+    if fixed:
+        what = f"fixes {', '.join(fixed)}, which torchrun says to each rank"
+        mend = "Leave it out, and read dist.get_rank() and dist.get_world_size() after the call"
+        raise ExportError(f"{label(statement)} {what}. {mend}.")
+
+
+def is_fixed(name: str, value: ast.expr) -> bool:
+    """Whether an argument of init_process_group is the same on every rank, or a meeting place of its own."""
+    text = ast.unparse(value)
+    if name == "store":
+        return text != "None"
+    if name == "init_method":
+        return "://" in text and "env://" not in text
+    return literal_int(value) not in (None, -1)  # -1 is the default: the environment says it
+
+
+def check_numbers(statement: Statement, values: Values) -> None:
+    """Raise ExportError for ``rank = 0`` or ``world_size = 1``, which every rank would take for its own."""
+    node = statement.node
+    for name in sorted(statement.binds & {"rank", "local_rank", "world_size"}):
+        numbers = [literal_int(value) for value in values.get(name, [])]
+        # A matrix may have a rank, but not rank 0. A name that is bound again gets its right value there.
+        is_rank_0 = name != "world_size" and set(numbers) == {0}
+        is_size = name == "world_size" and None not in numbers
+        if isinstance(node, ast.Assign | ast.AnnAssign) and (is_rank_0 or is_size):
+            what = f"{label(statement)} gives every rank the same {name}"
+            source = {
+                "rank": "dist.get_rank(), after init_process_group",
+                "local_rank": 'int(os.environ["LOCAL_RANK"])',
+                "world_size": "dist.get_world_size(), after init_process_group",
+            }[name]
+            raise ExportError(f"{what}. Write {name} = {source}.")
+
+
+def check_start(statements: list[Statement], name: str) -> None:
+    """Raise ExportError unless torchrun's ranks would meet in a process group, and exchange something if they train."""
+    calls = list(chain.from_iterable(calls_in(statement.node) for statement in statements))
+    if not any(name_of(call.func) in STARTS for call in calls):
+        why = "starts no process group: N ranks would train N models"
+        raise ExportError(f"{name} {why}. Call torch.distributed.init_process_group() in an exported cell.")
+
+    packages = set(chain.from_iterable(packages_of(statement.node) for statement in statements))
+    if packages - LIBRARIES - sys.stdlib_module_names - {"helpers"}:
+        return  # another package may average the gradients
+    names = set(chain.from_iterable(names_in(statement.node) for statement in statements))
+    if any(COMMUNICATES.search(name) for name in names):
+        return
+    for statement in statements:
+        if any(name_of(call.func) == "backward" for call in calls_in(statement.node)):
+            why = "trains, but no cell exchanges gradients: N ranks would train N models"
+            raise ExportError(f"{label(statement)} {why}. Wrap the model: DistributedDataParallel(model).")
+
+
+# ---- What calls get
+
+
+def calls_in(node: ast.AST) -> Iterator[ast.Call]:
+    return (part for part in ast.walk(node) if isinstance(part, ast.Call))
+
+
+def name_of(function: ast.expr) -> str:
+    """init_process_group for ``dist.init_process_group``."""
+    return ast.unparse(function).rpartition(".")[2]
+
+
+def names_in(node: ast.AST) -> Iterator[str]:
+    """All names in a statement: of variables, attributes and imports."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield part.id
+        elif isinstance(part, ast.Attribute):
+            yield part.attr
+        elif isinstance(part, ast.alias):
+            yield part.name
+
+
+def literal_int(value: ast.expr | None) -> int | None:
+    """The number that an expression writes, or None for any other expression."""
+    if value is None:
+        return None
+    try:
+        number = ast.literal_eval(value)
+    except (ValueError, TypeError):
+        return None
+    if isinstance(number, int):
+        return number
+    return None
+
+
+def start_calls(statement: Statement, statements: list[Statement], values: Values) -> Iterator[tuple[ast.Call, Values]]:
+    """The calls of init_process_group in a statement, each with the values of the names there.
+
+    In a function its parameters have the values with which the cells call the function, and its own variables theirs.
+    """
+    values_there = dict(values)
+    node = statement.node
+    if isinstance(node, ast.FunctionDef):
+        values_there.update(parameter_values(node, statements))
+        values_there.update(assigned(node.body))
+    for call in calls_in(node):
+        if name_of(call.func) == "init_process_group":
+            yield call, values_there
+
+
+def parameter_values(function: ast.FunctionDef, statements: list[Statement]) -> Values:
+    """The values of a function's parameters: those that the cells' calls give, and else the defaults."""
+    parameters = [parameter.arg for parameter in [*function.args.args, *function.args.kwonlyargs]]
+    values: Values = {name: [] for name in parameters}
+    defaults = function.args.defaults
+    with_defaults = function.args.args[len(function.args.args) - len(defaults) :]
+    default_values = {parameter.arg: value for parameter, value in zip(with_defaults, defaults, strict=True)}
+    for call in chain.from_iterable(calls_in(statement.node) for statement in statements):
+        if name_of(call.func) != function.name:
+            continue
+        given = {**default_values, **dict(zip(parameters, call.args, strict=False))}
+        given.update({keyword.arg: keyword.value for keyword in call.keywords if keyword.arg})
+        for name in parameters:
+            values[name].append(given.get(name))
+    return values
+
+
+def start_arguments(call: ast.Call) -> dict[str, ast.expr]:
+    """The arguments of a call of init_process_group by their names, also those of ``**{...}`` and ``**dict(...)``."""
+    arguments = dict(zip(START_PARAMETERS, call.args, strict=False))
+    for keyword in call.keywords:
+        value = keyword.value
+        if keyword.arg is not None:
+            arguments[keyword.arg] = value
+        elif isinstance(value, ast.Dict):
+            for key, item in zip(value.keys, value.values, strict=True):
+                if isinstance(key, ast.Constant):
+                    arguments[key.value] = item
+        elif isinstance(value, ast.Call) and name_of(value.func) == "dict":
+            arguments.update({item.arg: item.value for item in value.keywords if item.arg})
+    return arguments
+
+
+# ---- What variables stand for
+
+
+def assigned(nodes: Iterable[ast.AST]) -> Values:
+    """What statements assign to each name. Functions and classes bind their names, and keep their own variables."""
+    values: Values = {}
+    for node in nodes:
+        if isinstance(node, DEFINITION):
+            values.setdefault(node.name, []).append(None)
+            continue
+        if isinstance(node, IMPORT):
+            continue
+        for target, value in targets_and_values(node):
+            values.setdefault(target, []).append(value)
+        values_inside = assigned(ast.iter_child_nodes(node))
+        for target, inside in values_inside.items():
+            values.setdefault(target, []).extend(inside)
+    return values
+
+
+def targets_and_values(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    """The names that a statement binds itself, not by the statements in it, each with its value."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from pairs(target, node.value)
+    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        yield from pairs(node.target, node.value)
+    elif isinstance(node, ast.AugAssign | ast.For | ast.comprehension | ast.NamedExpr):
+        yield from pairs(node.target, None)
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        yield from pairs(node.optional_vars, None)
+
+
+def pairs(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
+    """(name, value) of an assignment, or several of one like ``rank, world_size = 0, 1``."""
+    if isinstance(target, ast.Name):
+        yield target.id, value
+    elif isinstance(target, ast.Tuple | ast.List):
+        parts: list[ast.expr | None] = [None] * len(target.elts)
+        if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
+            parts = list(value.elts)
+        for inner_target, part in zip(target.elts, parts, strict=True):
+            yield from pairs(inner_target, part)
+
+
+def with_values(node: ast.AST, values: Values) -> ast.AST:
+    """A copy of a node in which names that are assigned once, to an expression, are replaced by that expression."""
+    return Replacement(values).visit(copy.deepcopy(node))
+
+
+class Replacement(ast.NodeTransformer):
+    """Replaces names by what is assigned to them, and the names in that too."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if not isinstance(node.ctx, ast.Load):
+            return node
+        value, *later_values = self.values.get(node.id, [None])
+        if value is None or any(later is None or ast.dump(later) != ast.dump(value) for later in later_values):
+            return node
+        others = {name: value for name, value in self.values.items() if name != node.id}  # so that it comes to an end
+        return Replacement(others).visit(copy.deepcopy(value))

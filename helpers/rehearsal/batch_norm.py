@@ -1,0 +1,124 @@
+"""SyncBatchNorm's operators for the CPU, because PyTorch has them for GPUs alone.
+
+torch's own SyncBatchNorm calls them on this rank's batch, and between the calls the ranks exchange what they return.
+Shapes: ``input``, its gradient and the results of the elementwise operators are (batch, channels, ...), means, inverse
+standard deviations, weights and sums are (channels,), and what was gathered is (ranks, channels).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+LIBRARY = torch.library.Library("aten", "IMPL", "CPU")
+Optional = torch.Tensor | None
+
+
+def patch() -> None:
+    operators: dict[str, Callable[..., Any]] = {
+        "batch_norm_stats": stats,
+        "batch_norm_gather_stats_with_counts": gather_stats,
+        "batch_norm_elemt": normalize,
+        "batch_norm_backward_reduce": reduce_gradient,
+        "batch_norm_backward_elemt": gradient_of_input,
+    }
+    for name, function in operators.items():
+        LIBRARY.impl(name, function)
+
+
+def dims_of_batch(values: torch.Tensor) -> list[int]:
+    """All dimensions but that of the channels."""
+    return [0, *range(2, values.dim())]
+
+
+def for_channels(vector: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A vector with one number for each channel, in a shape that broadcasts over ``values``."""
+    return vector.view(1, -1, *[1] * (values.dim() - 2))
+
+
+def stats(input: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean and the inverse standard deviation of this rank's batch, in float32."""
+    dims = dims_of_batch(input)
+    variance = input.float().var(dims, correction=0)
+    return input.float().mean(dims), (variance + eps).rsqrt()
+
+
+def gather_stats(
+    input: torch.Tensor,
+    means: torch.Tensor,
+    inverse_deviations: torch.Tensor,
+    running_mean: Optional,
+    running_var: Optional,
+    momentum: float,
+    eps: float,
+    counts: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean and the inverse standard deviation of all ranks' batches. Also updates the running averages."""
+    counts = counts.view(-1, 1)
+    total = counts.sum()
+    mean = (counts * means).sum(0) / total
+    variances = inverse_deviations.pow(-2) - eps
+    variance = (counts * (variances + (means - mean).square())).sum(0) / total
+    if running_mean is not None:
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+    if running_var is not None:
+        unbiased = variance * total / (total - 1)
+        running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    return mean, (variance + eps).rsqrt()
+
+
+def normalize(
+    input: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    mean: torch.Tensor,
+    inverse_deviation: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    output = (input - for_channels(mean, input)) * for_channels(inverse_deviation, input)
+    if weight is not None:
+        output = output * for_channels(weight, input)
+    if bias is not None:
+        output = output + for_channels(bias, input)
+    return output.to(input.dtype)
+
+
+def reduce_gradient(
+    gradient: torch.Tensor,
+    input: torch.Tensor,
+    mean: torch.Tensor,
+    inverse_deviation: torch.Tensor,
+    weight: Optional,
+    needs_input: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This rank's sums of the gradient, and of it times the centred input; the gradients of the weight and the bias."""
+    dims = dims_of_batch(input)
+    total = gradient.float().sum(dims)
+    product = (gradient.float() * (input - for_channels(mean, input))).sum(dims)
+    dtype = mean.dtype
+    if weight is not None:
+        dtype = weight.dtype
+    return total, product, (product * inverse_deviation).to(dtype), total.to(dtype)
+
+
+def gradient_of_input(
+    gradient: torch.Tensor,
+    input: torch.Tensor,
+    mean: torch.Tensor,
+    inverse_deviation: torch.Tensor,
+    weight: Optional,
+    total: torch.Tensor,
+    product: torch.Tensor,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of this rank's input, of the sums over all ranks."""
+    count = counts.sum()
+    centred = input - for_channels(mean, input)
+    slope = for_channels(inverse_deviation.square() * product / count, input)
+    output = gradient - for_channels(total / count, input) - centred * slope
+    output = output * for_channels(inverse_deviation, input)
+    if weight is not None:
+        output = output * for_channels(weight, input)
+    return output.to(input.dtype)
