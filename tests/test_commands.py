@@ -159,7 +159,6 @@ TESTS = {  # by which other test a line is run
         "test_commands.py::python -m helpers export 11 --slurm"
     ),
     "python -m helpers export 11 --slurm --nodes 2 --out jobs": "test_commands.py::python -m helpers export 11 --slurm",
-    "torchrun --nproc-per-node=1": "test_promises.py::test_lines_of_one_node_in_their_order",
     "python -m torch.distributed.run": "test_torchrun.py::test_a_rank_that_raises_ends_the_job_and_is_named",
     "python -m helpers rehearse train.py --gpus 2": (
         "test_training_check.py::test_a_rehearsal_names_a_silent_mistake_and_fails_unless_it_is_allowed"

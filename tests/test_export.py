@@ -68,7 +68,7 @@ BECOMES = {  # {what: (cells, a part of the script)}
     "a comment above begins a group": (["p:# The run.\nn: int = 1", "x = n"], 'parser.add_argument_group("The run")'),
     "the title and the purpose": (
         ["#:# 4. The **DDP** of {term}`ranks <Rank>`\n\nThe script of this chapter `runs`\n[it](x)."],
-        '"""The DDP of ranks. This script runs it.\n\nOne node',
+        '"""The DDP of ranks. This script runs it.\n\nOn all GPUs of a machine',
     ),
     "the group is plumbing, below main": ([], "    stop_process_group()\n\n\ndef parse_args"),
     "what needs it at once is main's": (

@@ -207,7 +207,7 @@ def test_run_passes_flags_and_status(tmp_path):
 
 def test_nbconvert_writes_the_same_script_and_refuses_with_the_reason_and_no_file(tmp_path):
     script = export(CHAPTER_12, tmp_path / "ours")
-    groupless = write_notebook(tmp_path, "rank = 0\nprint(rank)")
+    groupless = write_notebook(tmp_path, "loss = 1\nprint(loss)")
     command = [sys.executable, "-m", "nbconvert", "--log-level=ERROR", "--to", "torchrun", CHAPTER_12, groupless]
     process = subprocess.run(
         [*command, "--output-dir", tmp_path / "theirs"], cwd=ROOT, capture_output=True, text=True, timeout=120

@@ -37,7 +37,7 @@ def pages():
         yield path.name, "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
         if path in CHAPTERS:
             flags = read_flags(sort_cells(read_notebook(path), path.stem).parameters)
-            commands = re.findall(r"(?m)^torchrun .*(?:\\\n.*)?$", docstring("", "", path.stem, list(flags)))
+            commands = re.findall(r"(?m)^torchrun .*?(?:\\\n.*)?$", docstring("", "", path.stem, list(flags)))
             listing = "\n".join(commands)
             yield f"{path.stem}.py", f"```bash\n{listing}\n```"
 

@@ -135,7 +135,8 @@ torch.cuda.current_blas_handle() == torch.cuda.current_solver_handle() == 0
 torch.cuda.utilization() == torch.cuda.memory_usage() == torch.cuda.device_memory_used() == 0
 torch.cuda.temperature() == torch.cuda.power_draw() == torch.cuda.clock_rate() == 0
 torch.cuda.list_gpu_processes()
-torch.cuda.nccl.version() > (2,) and torch.cuda.nccl.is_available([t]) and not torch.cuda.gds.is_available()
+torch.cuda.nccl.version() > (2,) and torch.cuda.nccl.is_available([t])
+not hasattr(torch.cuda.gds, "is_available") or not torch.cuda.gds.is_available()
 torch.cuda.amp.GradScaler().is_enabled() and torch.cuda.amp.autocast().__enter__() is not None
 torch.cuda.amp.amp_definitely_not_available() is False
 Doubled.apply(torch.ones(1, device="cuda", requires_grad=True)).item() == 2
