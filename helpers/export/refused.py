@@ -196,8 +196,9 @@ def parameter_values(function: ast.FunctionDef, statements: list[Statement]) -> 
     return values
 
 
-def start_arguments(call: ast.Call) -> dict[str, ast.expr]:
+def start_arguments(call: ast.AST) -> dict[str, ast.expr]:
     """The arguments of a call of init_process_group by their names, also those of ``**{...}`` and ``**dict(...)``."""
+    assert isinstance(call, ast.Call)
     arguments = dict(zip(START_PARAMETERS, call.args, strict=False))
     for keyword in call.keywords:
         value = keyword.value
@@ -206,7 +207,7 @@ def start_arguments(call: ast.Call) -> dict[str, ast.expr]:
         elif isinstance(value, ast.Dict):
             for key, item in zip(value.keys, value.values, strict=True):
                 if isinstance(key, ast.Constant):
-                    arguments[key.value] = item
+                    arguments[str(key.value)] = item
         elif isinstance(value, ast.Call) and name_of(value.func) == "dict":
             arguments.update({item.arg: item.value for item in value.keywords if item.arg})
     return arguments

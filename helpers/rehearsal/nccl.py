@@ -131,16 +131,17 @@ def nccl_of(group: Any) -> Any:
 def check_tensors(group: Any, nccl: PretendedNCCL, name: str, tensors: list[torch.Tensor]) -> None:
     """Raise what NCCL would raise for the tensors of a call; make the communicator at the first collective."""
     for tensor in tensors:
-        if index_of(tensor) is None:
+        gpu = index_of(tensor)
+        if gpu is None:
             if "cpu" not in backends_of(group):
                 raise COUNTS.refuse(f"No backend type associated with device type cpu ({name} of a CPU tensor on NCCL)")
             continue
         check_dtype(tensor)
         check_contiguous(name, tensor)
         if name in POINT_TO_POINT:
-            nccl.check_bound(tensor.index)
+            nccl.check_bound(gpu)
         else:
-            nccl.connect(tensor.index)
+            nccl.connect(gpu)
 
 
 def check_dtype(tensor: torch.Tensor) -> None:

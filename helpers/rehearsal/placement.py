@@ -271,7 +271,7 @@ def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **k
     if isinstance(dtype, torch.dtype):
         return to(self, dtype)
     name = type_name(dtype)
-    device = "cpu"
+    device: str | torch.device = "cpu"
     if ".cuda." in name:
         device = "cuda"
         if self.is_cuda:

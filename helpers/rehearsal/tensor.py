@@ -231,11 +231,11 @@ def set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 def has_references_in_cpp(tensor: torch.Tensor) -> bool:
     """Whether torch's C++ refers to a tensor, apart from the node of its graph that takes the gradient."""
-    references = tensor._use_count()
+    references = tensor._use_count()  # type: ignore[attr-defined, unused-ignore]
     if references == 2 and tensor.is_leaf and tensor.requires_grad:
         # If that node is one of the two, it is returned here. Otherwise it is made now, and is a third one.
         edge = torch.autograd.graph.get_gradient_edge(tensor)
-        references = tensor._use_count() - 1
+        references = tensor._use_count() - 1  # type: ignore[attr-defined, unused-ignore]
         del edge
     return references > 1
 
