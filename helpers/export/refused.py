@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from typing import TypeVar
 
 from helpers.export.notebook import LIBRARIES, ExportError, first_line, label
 from helpers.source import DEFINITION, IMPORT, Statement, packages_of
@@ -34,6 +35,7 @@ COMMUNICATES = re.compile(
     re.IGNORECASE,
 )
 
+Node = TypeVar("Node", bound=ast.AST)
 Values = dict[str, list[ast.expr | None]]  # what is assigned to each name; None for what is no plain assignment
 
 
@@ -196,9 +198,8 @@ def parameter_values(function: ast.FunctionDef, statements: list[Statement]) -> 
     return values
 
 
-def start_arguments(call: ast.AST) -> dict[str, ast.expr]:
+def start_arguments(call: ast.Call) -> dict[str, ast.expr]:
     """The arguments of a call of init_process_group by their names, also those of ``**{...}`` and ``**dict(...)``."""
-    assert isinstance(call, ast.Call)
     arguments = dict(zip(START_PARAMETERS, call.args, strict=False))
     for keyword in call.keywords:
         value = keyword.value
@@ -258,9 +259,19 @@ def pairs(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.e
             yield from pairs(inner_target, part)
 
 
-def with_values(node: ast.AST, values: Values) -> ast.AST:
+def with_values(node: Node, values: Values) -> Node:
     """A copy of a node in which names that are assigned once, to an expression, are replaced by that expression."""
     return Replacement(values).visit(copy.deepcopy(node))
+
+
+def only_value(values: list[ast.expr | None]) -> ast.expr | None:
+    """The expression that a name is assigned, each time the same one. None if there is no such expression."""
+    if not values or values[0] is None:
+        return None
+    for later in values[1:]:
+        if later is None or ast.dump(later) != ast.dump(values[0]):
+            return None
+    return values[0]
 
 
 class Replacement(ast.NodeTransformer):
@@ -272,8 +283,8 @@ class Replacement(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if not isinstance(node.ctx, ast.Load):
             return node
-        value, *later_values = self.values.get(node.id, [None])
-        if value is None or any(later is None or ast.dump(later) != ast.dump(value) for later in later_values):
+        value = only_value(self.values.get(node.id, []))
+        if value is None:
             return node
         others = {name: value for name, value in self.values.items() if name != node.id}  # so that it comes to an end
         return Replacement(others).visit(copy.deepcopy(value))

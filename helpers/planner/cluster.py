@@ -98,6 +98,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "gpus_per_node": 4, "link_in_node": 150e9, "link_between": 150e9, "power": 192,
     },
 }  # fmt: skip
+HOPPER = ("h100", "h200")  # GPUs of this architecture, as Cluster.gpu has them
 
 
 def cluster_of(cluster: str | dict[str, Any] | Cluster, gpus: int = 0) -> Cluster:

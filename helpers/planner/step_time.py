@@ -72,11 +72,10 @@ def step_time(model: Model, layout: Layout, cluster: Cluster, conventions: Conve
     """
     if cluster.measured:
         constants = CONSTANTS_AT_MEASURED_SPEEDS
+        corrections = replace(CORRECTIONS, float8=1.0)  # The file has float8's own speed.
     else:
         constants = replace(FITTED, matmul=FITTED.matmul * cluster.reaches)
-    corrections = CORRECTIONS
-    if cluster.measured:
-        corrections = replace(CORRECTIONS, float8=1.0)  # The file has float8's own speed.
+        corrections = CORRECTIONS
     work = count_work(model, layout, cluster, conventions or Conventions())
     parts = seconds_of_parts(work, constants, corrections)
     seconds = sum(parts.values())

@@ -211,8 +211,9 @@ def first_line_of_error(line: str) -> str:
 
 def lines_of_ranks(folder: Path, kind: str) -> dict[str, list[int]]:
     """{line: the ranks that have left it} of the files ``kind-RANK``."""
-    paths = sorted(folder.glob(f"{kind}-*"), key=lambda path: int(path.name.partition("-")[2]))
+    paths = {int(path.name.partition("-")[2]): path for path in folder.glob(f"{kind}-*")}  # {rank: its file}
     ranks: dict[str, list[int]] = {}
-    for path in paths:
-        ranks.setdefault(path.read_text(), []).append(int(path.name.partition("-")[2]))
+    for rank in sorted(paths):
+        line = paths[rank].read_text()
+        ranks.setdefault(line, []).append(rank)
     return ranks

@@ -1,6 +1,6 @@
 """What is expected of the figures before anything is measured: the planner's numbers for this model of GPU."""
 
-from helpers.planner.cluster import Cluster, cluster_of
+from helpers.planner.cluster import HOPPER, Cluster, cluster_of
 from helpers.planner.plan import STATES, plan
 from helpers.planner.step_time import FITTED
 from helpers.verify.probes import catalog
@@ -17,8 +17,7 @@ PRESETS = {
 GPUS_PER_NODE = 8  # of the planner's clusters
 # The share of the peak that a matrix product alone is expected to reach on an H100 or H200, divided by an A100's. The
 # planner's own factor is smaller, because it is fitted on whole steps.
-HOPPER = 0.8
-HOPPER_GPUS = ("h100", "h200")
+HOPPER_REACHES = 0.8
 # GPT-2 medium, 8 samples of 1,024 tokens, on one GPU.
 LAYOUT = {"dp": 1, "zero": 3, "micro_batch": 8, "batch": 8, "dtype": "bfloat16"}
 # What the planner said of this step before it had the factors of corrections.py, {preset: prediction}. No GPU had run
@@ -86,6 +85,6 @@ def of_product(cluster: Cluster, name: str, size: int, dtype: str = "") -> Predi
     ``name`` is the number format's name in the figure. ``dtype`` is what the planner calls it, if that is different.
     """
     reached = cluster.peak(dtype or name) * FITTED.matmul
-    if cluster.gpu in HOPPER_GPUS:
-        reached *= HOPPER
+    if cluster.gpu in HOPPER:
+        reached *= HOPPER_REACHES
     return Prediction(catalog.product_name(name, size), unit="TFLOP/s", value=reached / 1e12)

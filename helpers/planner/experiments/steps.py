@@ -8,21 +8,21 @@ gives, in the order of the rows' names. The other rows test it.
 import functools
 import tomllib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import numpy as np
-from scipy.optimize import least_squares
 
+from helpers.planner.cluster import HOPPER
 from helpers.planner.corrections import Corrections
+from helpers.planner.experiments.fitting import factor_of_most, fit_factors
 from helpers.planner.experiments.published import rows_of
 from helpers.planner.plan import Plan, plan
-from helpers.planner.step_time import COVERAGE, FITTED, StepWork, count_work, seconds_of_parts
+from helpers.planner.step_time import FITTED, StepWork, count_work, seconds_of_parts
 
 ROWS = Path(__file__).parents[3] / "book" / "recorded" / "steps.csv"
 TABLES = ("model", "cluster", "layout", "conventions")
-HOPPER = ("h100", "h200")
 # Where the fit starts, and near to which it stays. Most differences are expected to be small. An RMSNorm and a gated
 # activation read and write about three times as much in PyTorch's own kernels, one for each operation, as fused.
 PRIOR = Corrections(h100=0.8, engine=1.0, float8=1.0, experts=1.0, eager=3.0, parts=1.0, exposed=0.5)
@@ -120,21 +120,8 @@ def allocator_gaps(steps: Sequence[PublishedStep]) -> float:
 
 
 def fit(steps: Sequence[PublishedStep]) -> Corrections:
-    """Find the Corrections whose predictions are nearest to published steps and which stay near to PRIOR.
-
-    The fit is that of vtrain.py: of logarithms, robust against outliers, and deterministic.
-    """
-    prior = np.log(astuple(PRIOR))
-    width = np.array(astuple(WIDTH))
-
-    def residuals(logs: np.ndarray) -> np.ndarray:
-        corrections = Corrections(*np.exp(logs))
-        errors = np.array([step.log_error(corrections) for step in steps]) / NOISE
-        robust_errors = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
-        return np.concatenate([robust_errors, (logs - prior) / width])
-
-    logs = least_squares(residuals, prior, xtol=1e-12, ftol=1e-14).x
-    return Corrections(*np.exp(logs).tolist())
+    """The Corrections whose predictions are nearest to published steps and which stay near to PRIOR."""
+    return fit_factors(PRIOR, WIDTH, NOISE, lambda corrections: [step.log_error(corrections) for step in steps])
 
 
 def interval_factor(steps: Sequence[PublishedStep]) -> float:
@@ -143,4 +130,4 @@ def interval_factor(steps: Sequence[PublishedStep]) -> float:
     for left_out in steps:
         corrections = fit([step for step in steps if step is not left_out])
         logs.append(left_out.log_error(corrections))
-    return float(np.exp(np.quantile(np.abs(logs), COVERAGE)))
+    return factor_of_most(logs)

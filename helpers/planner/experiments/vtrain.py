@@ -6,18 +6,18 @@ They are in book/recorded/vtrain.csv. Chapter 15 shows the errors; step_time.py 
 import csv
 import functools
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from helpers.planner.cluster import PRESETS, Cluster
 from helpers.planner.conventions import Conventions
 from helpers.planner.corrections import CORRECTIONS
+from helpers.planner.experiments.fitting import factor_of_most, fit_factors
 from helpers.planner.layout import Layout
 from helpers.planner.model import Model, model_of
-from helpers.planner.step_time import COVERAGE, Constants, StepWork, count_work, seconds_of_parts
+from helpers.planner.step_time import Constants, StepWork, count_work, seconds_of_parts
 
 MEASURED = Path(__file__).parents[3] / "book" / "recorded" / "vtrain.csv"
 MEGATRON = Conventions(states="zero")  # gradients are summed in 16 bits
@@ -83,25 +83,8 @@ def step_of(row: dict[str, str]) -> Step:
 
 
 def fit(steps: Sequence[Step]) -> Constants:
-    """Find the Constants whose predictions are nearest to measured steps and which stay near to PRIOR. Deterministic.
-
-    It is a least-squares fit of log(predicted / measured), in units of NOISE, and of the logarithms of the constants,
-    as distances from PRIOR in units of WIDTH. Logarithms make a factor of 1.1 up as bad as one down, and keep the
-    constants positive.
-    """
-    prior = np.log(astuple(PRIOR))
-    width = np.array(astuple(WIDTH))
-
-    def residuals(log_constants: np.ndarray) -> np.ndarray:
-        constants = Constants(*np.exp(log_constants))
-        errors = np.array([step.log_error(constants) for step in steps]) / NOISE
-        # The pseudo-Huber loss: beyond NOISE an error counts by its size and no longer by its square, so that a few
-        # outliers do not lead. least_squares takes the square of what is returned, so this is the loss's root.
-        robust_errors = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
-        return np.concatenate([robust_errors, (log_constants - prior) / width])
-
-    log_constants = least_squares(residuals, prior, xtol=1e-12, ftol=1e-14).x
-    return Constants(*np.exp(log_constants).tolist())
+    """The Constants whose predictions are nearest to measured steps and which stay near to PRIOR."""
+    return fit_factors(PRIOR, WIDTH, NOISE, lambda constants: [step.log_error(constants) for step in steps])
 
 
 @dataclass(frozen=True)
@@ -151,8 +134,7 @@ def mean_error(sizes: Sequence[LeftOut]) -> float:
 
 def interval_factor(sizes: Sequence[LeftOut]) -> float:
     """The factor by which at most COVERAGE of the left-out predictions are off: INTERVAL_FACTOR of step_time.py."""
-    logs = np.concatenate([size.logs for size in sizes])
-    return float(np.exp(np.quantile(np.abs(logs), COVERAGE)))
+    return factor_of_most(np.concatenate([size.logs for size in sizes]).tolist())
 
 
 def coverage() -> float:

@@ -1,0 +1,42 @@
+"""The fit of the planner's factors to steps that were measured or published, and the interval that follows from it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from typing import TypeVar
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from helpers.planner.corrections import Corrections
+from helpers.planner.step_time import COVERAGE, Constants
+
+Factors = TypeVar("Factors", Constants, Corrections)
+
+
+def fit_factors(
+    prior: Factors, width: Factors, noise: float, log_errors: Callable[[Factors], Sequence[float]]
+) -> Factors:
+    """Find the factors whose predictions are nearest to known steps and which stay near to ``prior``. Deterministic.
+
+    It is a least-squares fit of log(predicted / known), in units of ``noise``, and of the logarithms of the factors, as
+    distances from ``prior`` in units of ``width``. Logarithms make a factor of 1.1 up as bad as one down, and keep the
+    factors positive. ``log_errors`` gives log(predicted / known) of each step by other factors.
+    """
+    kind = type(prior)
+    log_prior = np.log(astuple(prior))
+    log_width = np.array(astuple(width))
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        errors = np.array(log_errors(kind(*np.exp(logs)))) / noise
+        # The pseudo-Huber loss: beyond the noise an error counts by its size and no longer by its square, so that a few
+        # outliers do not lead. least_squares takes the square of what is returned, so this is the loss's root.
+        robust_errors = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
+        return np.concatenate([robust_errors, (logs - log_prior) / log_width])
+
+    logs = least_squares(residuals, log_prior, xtol=1e-12, ftol=1e-14).x
+    return kind(*np.exp(logs).tolist())
+
+
+def factor_of_most(logs: Sequence[float]) -> float:
+    """The factor by which at most COVERAGE of the predictions are off, of which ``logs`` has log(predicted / known)."""
+    return float(np.exp(np.quantile(np.abs(logs), COVERAGE)))
