@@ -5,8 +5,10 @@ import dataclasses
 import os
 import re
 import shutil
+import signal
 import sys
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from forked import forked, script_on_ranks
+from forked import Forked, forked, script_alone, script_on_ranks
+from leftovers import wait_until
 from loading import Device, loaded
 from scripting import export, result, stand_alone
 from torch import nn
@@ -104,6 +107,7 @@ REFUSED = {  # flags: the error
     "--lr=-1": "--lr -1.0 must be greater than 0.",
     "--ema=1.5": "--ema 1.5 must be at least 0 and less than 1.",
     "--backend=gloom": "--backend gloom is none of nccl and gloo.",
+    "--backend=nccl": "--backend nccl needs GPUs, and there are none here.",
     "--compile-with=inductr": "--compile-with inductr is none of",
     "--replicas=2": "--replicas, --meta and --offload need --shard.",
     "--shard --replicas=2": "--replicas 2 must divide 1 rank(s).",
@@ -508,6 +512,18 @@ def test_skipped_steps_are_counted_and_leave_the_mean_loss_finite(script):
     [[first, second, third]] = launch(skips, str(script), args, nproc=1)
     assert [values["skipped"] for values in (first, second, third)] == [2, 2, 2]
     assert first["loss"] == pytest.approx(2.3, abs=0.2)
+
+
+def test_ctrl_c_ends_with_a_checkpoint(script, alone, tmp_path):
+    flags = ["--epochs=5000", "--log-every=5", "--save-every=100000", f"--checkpoint-dir={tmp_path / 'runs'}"]
+    run = Forked(script_alone(script, *flags), alone)
+    out = Path(run.output.name, "out")
+    wait_until(lambda: out.exists() and "step 5:" in out.read_text(), seconds=120)
+    os.kill(run.pid, signal.SIGINT)
+    status, text, errors, _ = run.end()
+    assert status == 0, errors
+    [step] = re.findall(r"^stopped by SIGTERM at step (\d+): go on with --resume$", text, re.M)
+    assert names_in(tmp_path / "runs") == ["lock", f"step_{int(step):08}.pt", "stopped"]
 
 
 # --- data that scale --------------------------------------------------------------------------------------------------
