@@ -1,15 +1,24 @@
-"""Chapter 11's script: what it refuses and keeps, its clock, its averages, a compiler, and one run in a logger."""
+"""Chapter 11's script: what it refuses, what it keeps, when it stops, its speed, its logs, and both ways to wrap."""
 
+import csv
+import dataclasses
 import os
+import re
 import shutil
+import signal
 import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from forked import forked, script_on_ranks
+from forked import Forked, forked, script_alone, script_on_ranks
+from leftovers import wait_until
 from loading import Device, loaded
 from scripting import export, result, stand_alone
 from torch import nn
@@ -23,6 +32,7 @@ pytestmark = pytest.mark.ranks
 
 NOTEBOOK = find_notebook("11")
 SEVEN = ["add_flags", "load_data", "collate", "build_model", "build_optimizer", "loss_sums", "open_log"]
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -41,71 +51,168 @@ def settings(script, *flags):
         return loaded(script).parse_args()
 
 
+def changed(script, folder, old, new, count=1):
+    """A copy of the script in which a text is replaced."""
+    text = script.read_text()
+    assert text.count(old) == count, old
+    folder.mkdir(exist_ok=True)
+    path = folder / "train.py"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def errors_of(path, all_args, replacements=None):
+    """The name and message of the error that ends each run, with these functions in place of the script's own."""
+    trainer = loaded(path)
+    for name, function in (replacements or {}).items():
+        setattr(trainer, name, function)
+    errors = []
+    for args in all_args:
+        try:
+            trainer.train(args, CPU)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        else:
+            errors.append("none")
+    return errors
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
 def test_the_seven_functions_stand_first(script):
     lines = script.read_text().splitlines()
     names = [line.removeprefix("def ").partition("(")[0] for line in lines if line.startswith(("def ", "class "))]
     assert names[:7] == SEVEN
 
 
-# --- what a run refuses -----------------------------------------------------------------------------------------------
+# --- what a run refuses, before its first step ------------------------------------------------------------------------
 
 REFUSED = {  # flags: the error
-    "--accumulate=97": "--batch-size: 97 to 1440; streams need --max-steps.",
-    "--batch-size=1441": "--batch-size: 1 to 1440; streams need --max-steps.",
+    "--accumulate=97": "--batch-size 96 is too small: give 97 or more, a sample for each of 1 rank(s)",
+    "--batch-size=1441": "--batch-size 1441 is too large: the training set has 1440 sample(s).",
     "--resume": "--resume needs --checkpoint-dir.",
     "--checkpoint-dir=.": "step_00000007.pt is there: add --resume, or take another folder.",
-    "--checkpoint-dir=. --resume --seed=8": "step_00000007 has seed = 0, not 8: keep 0.",
+    "--checkpoint-dir=. --resume --seed=8": "step_00000007 has seed = 0, not 8: keep 0, or add --allow-change seed.",
+    "--checkpoint-dir=. --resume --allow-change=sed": "--allow-change sed: there is no such flag.",
+    "--epochs=0": "--epochs 0 is too small: give 1 or more.",
+    "--epochs=-1": "--epochs -1 is too small: give 1 or more.",
+    "--max-steps=-5": "--max-steps -5 is too small: give 0 or more.",
+    "--batch-size=0": "--batch-size 0 is too small: give 1 or more.",
+    "--accumulate=0": "--accumulate 0 is too small: give 1 or more.",
+    "--log-every=0": "--log-every 0 is too small: give 1 or more.",
+    "--save-every=0": "--save-every 0 is too small: give 1 or more.",
+    "--keep=0": "--keep 0 is too small: give 1 or more.",
+    "--lr=-1": "--lr -1.0 must be greater than 0.",
+    "--ema=1.5": "--ema 1.5 must be at least 0 and less than 1.",
+    "--backend=gloom": "--backend gloom is none of nccl and gloo.",
+    "--backend=nccl": "--backend nccl needs GPUs, and there are none here.",
+    "--compile-with=inductr": "--compile-with inductr is none of",
+    "--replicas=2": "--replicas, --meta and --offload need --shard.",
+    "--shard --replicas=2": "--replicas 2 must divide 1 rank(s).",
+    "--init-from=nowhere.pt": "--init-from nowhere.pt: there is no such file.",
+    "--checkpoint-dir=file/below": "--checkpoint-dir file/below: Not a directory.",
 }
 
 
-def errors_of(path, all_args, loss_sums=None):
-    """The message of the ValueError that ends each run, with this ``loss_sums`` in place of the script's own."""
-    trainer = loaded(path)
-    if loss_sums is not None:
-        trainer.loss_sums = loss_sums
+def test_refused_in_one_line(script, tmp_path, monkeypatch):
+    flags = {name: repr(value) for name, value in vars(settings(script)).items()}
+    saved = {"model": {}, "optimizer": {}, "scaler": {}, "step": 7, "best_loss": 1.0, "flags": flags}
+    torch.save(saved, tmp_path / "step_00000007.pt")
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    all_args = [settings(script, *flags.split()) for flags in REFUSED]
+    [errors] = launch(errors_of, str(script), all_args, nproc=1)
+    for flags, error in zip(REFUSED, errors, strict=True):
+        assert error.startswith(f"UsageError: {REFUSED[flags]}"), f"{flags}: {error}"
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_validation_set_that_is_too_small_is_refused_before_the_first_step(script, size):
+    def load_data(args):
+        return [(torch.zeros(64), 0)] * 200, [(torch.zeros(64), 0)] * size
+
+    [[error], _] = launch(errors_of, str(script), [settings(script)], {"load_data": load_data}, nproc=2)
+    assert error.startswith(f"UsageError: The validation set has {size} sample(s), fewer than the ranks.")
+
+
+WRONG_SUMS = {  # what loss_sums returns for logits: the error
+    "loss": 'loss_sums must return {"loss": (sum, count)}, not tensor(',
+    "{'accuracy': (loss, 1)}": 'loss_sums must return {"loss": (sum, count)}, not {',
+    "{'loss': loss}": "loss_sums must give (sum, count), not tensor(",
+    "{'loss': (logits, 1)}": 'loss_sums: the sum of "loss" must be one number.',
+    "{'loss': (loss.bfloat16(), 1)}": 'loss_sums: the sum of "loss" is torch.bfloat16: always float32.',
+}
+
+
+def errors_of_wrong_sums(path, args):
     errors = []
-    for args in all_args:
-        try:
-            trainer.train(args, torch.device("cpu"))
-        except ValueError as error:
-            errors.append(str(error))
+    for text in WRONG_SUMS:
+
+        def loss_sums(model, batch, args, text=text):
+            logits = model(batch[0])
+            return eval(text, {"logits": logits, "loss": logits.sum()})
+
+        errors += errors_of(path, [args], {"loss_sums": loss_sums})
     return errors
 
 
-def test_refused_in_one_line(script, tmp_path, monkeypatch):
-    torch.save({"args": vars(settings(script))}, tmp_path / "step_00000007.pt")
-    monkeypatch.chdir(tmp_path)
-    all_args = [settings(script, *flags.split()) for flags in REFUSED]
-    assert launch(errors_of, str(script), all_args, nproc=1) == [list(REFUSED.values())]
+def test_sums_of_another_form_are_refused(script):
+    [errors] = launch(errors_of_wrong_sums, str(script), settings(script, "--max-steps=12"), nproc=1)
+    for expected, error in zip(WRONG_SUMS.values(), errors, strict=True):
+        assert error.startswith(f"UsageError: {expected}")
 
 
-def half_precision_sums(model, batch, args):
-    outputs = model(batch[0])
-    return {"loss": (outputs.bfloat16().sum(), len(outputs))}
+def test_flags_without_a_type_are_refused(script):
+    trainer = loaded(script)
+    for default in (None, [1, 2]):
+        trainer.add_flags = lambda add, default=default: add("--layers", default, "layers")
+        with mock.patch("sys.argv", [str(script)]), pytest.raises(TypeError, match="--layers: a flag cannot have"):
+            trainer.parse_args()
 
 
-def test_sums_in_half_precision_are_refused(script):
-    args = settings(script, "--max-steps=1")
-    [[error]] = launch(errors_of, str(script), [args], half_precision_sums, nproc=1)
-    assert "torch.bfloat16 ['loss']: always float32, ['loss']" in error
+def test_a_warmup_that_does_not_end_is_said(script, alone):
+    _, out, errors, _ = forked(script_on_ranks(script, 1, "--warmup=500", "--max-steps=2"), alone)
+    assert "\n--warmup 500: the rate does not reach --lr in 2 steps\n" in out, errors
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+def test_a_usage_error_is_one_line_and_the_exit_status_is_not_0(script, alone):
+    status, _, errors, _ = forked(script_on_ranks(script, 2, "--batch-size=1"), alone)
+    assert status != 0
+    assert len(re.findall(r"^UsageError: --batch-size 1 is too small", errors, re.M)) == 1
+    assert "train(args, device)" not in errors  # no traceback into the script
+
+
+def test_a_config_file_comes_before_the_defaults_and_after_the_command_line(script, tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text("lr = 1\nbatch_size = 48\nshard = true\n")
+    args = settings(script, f"--config={file}", "--batch-size=24")
+    assert (args.lr, args.batch_size, args.shard, args.epochs) == (1.0, 24, True, 6)
+    file.write_text("learning_rate = 1\n")
+    with pytest.raises(SystemExit):
+        settings(script, f"--config={file}")
+    assert "there is no flag learning_rate" in capsys.readouterr().err
+
+
+# --- nothing good is lost ---------------------------------------------------------------------------------------------
 
 
 def test_checkpoints_are_in_the_order_of_their_steps(script, tmp_path):
     for step in (99_999_999, 1_000_000_000, 20, 2_000_000_000):
         (tmp_path / f"step_{step:08}.pt").touch()
-    (tmp_path / "unfinished.part").touch()
-    names = [path.name for path in loaded(script).checkpoints(tmp_path)]
+    (tmp_path / "step_1a.pt").touch()
+    names = [path.name for path in loaded(script).list_checkpoints(tmp_path)]
     assert names == ["step_00000020.pt", "step_99999999.pt", "step_1000000000.pt", "step_2000000000.pt"]
 
 
 def save_on_a_full_disk(path, args):
-    """(what a folder holds after a save that ends in the middle, what the save raised, what a resume loads)."""
+    """What a folder holds after a save that ends in the middle, and what the save raised."""
     trainer = loaded(path)
-    model = nn.Linear(64, 64)
-    trainer.save_run({"model": model}, 1, 0.5, args)
+    training = trainer.build_training(args, CPU)
+    checkpoints = trainer.Checkpoints(args)
+    training.step = 1
+    checkpoints.save(training)
     write = torch.save
 
     def full(state, file, **options):
@@ -113,19 +220,588 @@ def save_on_a_full_disk(path, args):
         raise OSError(28, "No space left on device")
 
     torch.save = full
+    training.step = 2
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.save(training)
+    torch.save = write
+    again = trainer.build_training(args, CPU)
+    trainer.Checkpoints(args).load(again)
+    return sorted(path.name for path in trainer.Path(args.checkpoint_dir).iterdir()), again.step
+
+
+@pytest.mark.parametrize("background", ["--save-in-background", "--no-save-in-background"])
+def test_a_full_disk_leaves_the_last_checkpoint(script, tmp_path, background):
+    args = settings(script, f"--checkpoint-dir={tmp_path / 'runs'}", "--resume", background)
+    if background == "--save-in-background":
+        [error] = launch(error_of_the_next_save, str(script), args, nproc=1)
+        assert error == "No space left on device"
+    else:
+        [(names, step)] = launch(save_on_a_full_disk, str(script), args, nproc=1)
+        assert names == ["step_00000001.pt"]
+        assert step == 1
+
+
+def error_of_the_next_save(path, args):
+    """The error of a save in the background is raised by what comes next."""
+    trainer = loaded(path)
+    checkpoints = trainer.Checkpoints(args)
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    trainer.write_file = full
+    checkpoints.save(trainer.build_training(args, CPU))
     try:
-        trainer.save_run({"model": model}, 2, 0.5, args)
+        checkpoints.wait()
     except OSError as error:
-        names = sorted(path.name for path in trainer.Path(args.checkpoint_dir).iterdir())
-        return names, str(error), trainer.load_run({"model": model}, args)
+        return error.strerror
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_a_part_that_does_not_count(script, tmp_path):
-    args = settings(script, f"--checkpoint-dir={tmp_path / 'runs'}", "--resume")
-    [(names, error, run)] = launch(save_on_a_full_disk, str(script), args, nproc=1)
-    assert names == ["step_00000001.pt", "unfinished.part"]
-    assert "No space left" in error
-    assert run == (1, 0.5)
+@pytest.fixture
+def folder(script, tmp_path):
+    """A folder with checkpoints of steps 3, 6, 9 of a run that is to have 12."""
+    args = settings(script, "--max-steps=9", "--save-every=3", f"--checkpoint-dir={tmp_path / 'runs'}")
+    assert launch(errors_of, str(script), [args], nproc=1) == [["none"]]
+    (tmp_path / "runs" / "weights.pt").unlink()
+    return tmp_path / "runs"
+
+
+def going_on(script, folder, *flags):
+    flags = ["--max-steps=12", "--save-every=3", "--allow-change=max_steps", f"--checkpoint-dir={folder}", *flags]
+    return settings(script, *flags)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def garble(path):
+    """Change bytes of a tensor, where only a checksum tells."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+    data = bytearray(path.read_bytes())
+    middle = largest.header_offset + largest.file_size // 2
+    data[middle : middle + 8] = bytes(byte ^ 255 for byte in data[middle : middle + 8])
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [cut, garble])
+def test_a_damaged_checkpoint_is_set_aside_and_never_overwritten(script, folder, harm):
+    (folder / "step_00000009.damaged1").write_text("of an earlier time")
+    harm(folder / "step_00000009.pt")
+    content = (folder / "step_00000009.pt").read_bytes()
+    args = going_on(script, folder, "--resume")
+    assert launch(errors_of, str(script), [args], nproc=1) == [["none"]]
+    assert (folder / "step_00000009.damaged1").read_text() == "of an earlier time"
+    assert (folder / "step_00000009.damaged2").read_bytes() == content
+    assert (folder / "step_00000012.pt").exists()
+
+
+def test_what_a_killed_job_left_of_a_save_is_removed(script, folder):
+    (folder / ".step_00000012.pt.host.7.part").write_text("half")
+    assert launch(errors_of, str(script), [going_on(script, folder, "--resume")], nproc=1) == [["none"]]
+    assert names_in(folder) == [*(f"step_{step:08}.pt" for step in (6, 9, 12)), "weights.pt"]
+
+
+def test_nothing_is_touched_without_resume(script, folder):
+    cut(folder / "step_00000009.pt")
+    before = names_in(folder)
+    [[error]] = launch(errors_of, str(script), [going_on(script, folder)], nproc=1)
+    assert "is there: add --resume" in error
+    assert names_in(folder) == before
+
+
+def test_a_job_stops_if_no_checkpoint_is_whole(script, folder):
+    for path in folder.glob("step_*.pt"):
+        cut(path)
+    before = names_in(folder)
+    for _ in range(2):  # a job that is requeued must not start anew either
+        [[error]] = launch(errors_of, str(script), [going_on(script, folder, "--resume")], nproc=1)
+        assert "None of the 3 checkpoint(s)" in error
+        assert names_in(folder) == before
+
+
+def errors_with_a_bad_disk(path, args):
+    trainer = loaded(path)
+
+    def fail(*arguments):
+        raise OSError(5, "Input/output error")
+
+    trainer.zipfile = SimpleNamespace(ZipFile=fail, BadZipFile=zipfile.BadZipFile)
+    try:
+        trainer.train(args, CPU)
+    except OSError as error:
+        return error.strerror
+
+
+def test_a_passing_read_error_ends_the_job_and_touches_nothing(script, folder):
+    before = names_in(folder)
+    args = going_on(script, folder, "--resume")
+    assert launch(errors_with_a_bad_disk, str(script), args, nproc=1) == ["Input/output error"]
+    assert names_in(folder) == before
+
+
+def test_a_type_that_is_not_loaded_safely_ends_the_job_and_touches_nothing(script, folder):
+    newest = folder / "step_00000009.pt"
+    torch.save({**torch.load(newest, weights_only=True), "path": newest}, newest)
+    before = names_in(folder)
+    [[error]] = launch(errors_of, str(script), [going_on(script, folder, "--resume")], nproc=1)
+    assert error.startswith("UsageError:") and "is whole, but cannot be loaded: Weights only load failed" in error
+    assert names_in(folder) == before
+
+
+def test_a_file_of_another_program_is_named(script, folder):
+    torch.save({"weights": {}}, folder / "step_00000099.pt")
+    [[error]] = launch(errors_of, str(script), [going_on(script, folder, "--resume")], nproc=1)
+    assert "step_00000099.pt is no checkpoint of this script" in error
+
+
+def test_a_flag_may_be_a_path_and_a_later_flag_locks_no_checkpoint(script, folder, tmp_path):
+    new = '    add("--width", 256, "neurons in the hidden layer")\n'
+    later = changed(
+        script, tmp_path / "later", new, new + '    add("--data", Path("data"), "a folder")\n    add("--s", 0.5, "s")\n'
+    )
+    for steps in (12, 15):
+        args = going_on(later, folder, "--resume", f"--max-steps={steps}")
+        assert launch(errors_of, str(later), [args], nproc=1) == [["none"]]
+    assert (folder / "step_00000015.pt").exists()
+    args = going_on(later, folder, "--resume", "--s=0.1")
+    [[error]] = launch(errors_of, str(later), [args], nproc=1)
+    assert "has s = 0.5, not 0.1: keep 0.5, or add --allow-change s." in error
+
+
+class Odd(nn.Module):
+    """A model with what is not finite on purpose, with a state of its own, and with eight bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        self.register_buffer("scale", torch.ones(3).to(torch.float8_e4m3fn))
+        self.calls = 0
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x)
+
+
+def calls_after_resuming(path, all_args):
+    trainer = loaded(path)
+    trainer.build_model = lambda args: Odd()
+    return [trainer.train(args, CPU)[0].calls for args in all_args]
+
+
+def test_a_mask_an_extra_state_and_eight_bits_are_saved(script, tmp_path):
+    flags = ["--max-steps=20", "--save-every=10", f"--checkpoint-dir={tmp_path}"]
+    all_args = [settings(script, *flags), settings(script, *flags, "--resume")]
+    [(first, second)] = launch(calls_after_resuming, str(script), all_args, nproc=1)
+    assert names_in(tmp_path) == ["step_00000010.pt", "step_00000020.pt", "weights.pt"]
+    assert second > first >= 20  # the resumed run counts on, and validates once more
+
+
+def save_what_is_not_finite(path, args):
+    trainer = loaded(path)
+    training = trainer.build_training(args, CPU)
+    training.model[0].weight.data[0, 0] = torch.nan
+    trainer.Checkpoints(args).save(training)
+
+
+def test_weights_that_are_not_finite_are_never_saved(script, tmp_path):
+    args = settings(script, f"--checkpoint-dir={tmp_path}")
+    with pytest.raises(Exception, match="step_00000000 is not finite, so it was not saved"):
+        launch(save_what_is_not_finite, str(script), args, nproc=1)
+    assert names_in(tmp_path) == []
+
+
+def save_what_only_pickle_loads(path, args):
+    trainer = loaded(path)
+    training = trainer.build_training(args, CPU)
+    training.optimizer.param_groups[0]["owner"] = trainer.Path("home")
+    trainer.Checkpoints(args).save(training)
+
+
+def test_what_could_not_be_loaded_is_noticed_at_the_first_save(script, tmp_path):
+    args = settings(script, f"--checkpoint-dir={tmp_path}")
+    with pytest.raises(Exception, match="Weights only load failed"):
+        launch(save_what_only_pickle_loads, str(script), args, nproc=1)
+    assert names_in(tmp_path) == []
+
+
+def two_jobs(path, folder):
+    trainer = loaded(path)
+    with trainer.locked(folder):
+        try:
+            with trainer.locked(folder):
+                return "both"
+        except trainer.UsageError as error:
+            return str(error)
+
+
+def test_two_jobs_in_one_folder_notice_each_other(script, tmp_path):
+    [error] = launch(two_jobs, str(script), str(tmp_path), nproc=1)
+    assert re.fullmatch(rf"Another job writes to {tmp_path}: process \d+ on .+\.", error)
+
+
+def keeping(path, args):
+    trainer = loaded(path)
+    checkpoints = trainer.Checkpoints(args)
+    training = trainer.build_training(args, CPU)
+    for training.step in range(1, 10):
+        checkpoints.save(training)
+    checkpoints.wait()
+
+
+def test_the_newest_and_every_nth_checkpoint_stay(script, tmp_path):
+    flags = ["--keep=2", "--keep-every=4", "--save-in-background"]
+    launch(keeping, str(script), settings(script, f"--checkpoint-dir={tmp_path}", *flags), nproc=1)
+    assert names_in(tmp_path) == [f"step_{step:08}.pt" for step in (4, 8, 9)]
+
+
+# --- it stops when it should ------------------------------------------------------------------------------------------
+
+
+def always_nan(model, batch, args):
+    total = model(batch[0]).sum()
+    return {"loss": (total * torch.nan, len(batch[0]))}
+
+
+@pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
+def test_a_run_without_a_finite_gradient_stops_on_all_ranks_and_saves_nothing(script, tmp_path, shard):
+    flags = ["--max-bad-steps=4", "--save-every=2", f"--checkpoint-dir={tmp_path}", shard]
+    errors = launch(errors_of, str(script), [settings(script, *flags)], {"loss_sums": always_nan}, nproc=2)
+    message = "stopped at step 4: the gradient was not finite in 4 steps in a row; no step of this run was good"
+    assert errors == [[f"NotFiniteError: {message}"]] * 2
+    assert names_in(tmp_path) == []
+
+
+def test_its_exit_status_is_not_0(script, alone, tmp_path):
+    nan = changed(script, tmp_path / "nan", 'reduction="sum")\n', 'reduction="sum") * math.nan\n')
+    status, out, errors, _ = forked(script_on_ranks(nan, 2, "--max-bad-steps=3"), alone)
+    assert status != 0
+    assert "result" not in out
+    assert len(re.findall("^NotFiniteError: stopped at step 3", errors, re.M)) == 1
+
+
+def skips(path, args):
+    """The values of the lines of a run whose second and third step are nan."""
+    trainer = loaded(path)
+    calls = []
+    records = []
+
+    def loss_sums(model, batch, args, own=trainer.loss_sums):
+        sums = own(model, batch, args)
+        calls.append(1)
+        if len(calls) in (2, 3):
+            total, number = sums["loss"]
+            sums["loss"] = (total * torch.nan, number)
+        return sums
+
+    trainer.loss_sums = loss_sums
+    trainer.train(args, CPU, lambda args: lambda *record: records.append(record))
+    return [values for _, values in records if "norm" in values]
+
+
+def test_skipped_steps_are_counted_and_leave_the_mean_loss_finite(script):
+    args = settings(script, "--max-steps=15", "--log-every=5")
+    [[first, second, third]] = launch(skips, str(script), args, nproc=1)
+    assert [values["skipped"] for values in (first, second, third)] == [2, 2, 2]
+    assert first["loss"] == pytest.approx(2.3, abs=0.2)
+
+
+def test_ctrl_c_ends_with_a_checkpoint(script, alone, tmp_path):
+    flags = ["--epochs=5000", "--log-every=5", "--save-every=100000", f"--checkpoint-dir={tmp_path / 'runs'}"]
+    run = Forked(script_alone(script, *flags), alone)
+    out = Path(run.output.name, "out")
+    wait_until(lambda: out.exists() and "step 5:" in out.read_text(), seconds=120)
+    os.kill(run.pid, signal.SIGINT)
+    status, text, errors, _ = run.end()
+    assert status == 0, errors
+    [step] = re.findall(r"^stopped by SIGTERM at step (\d+): go on with --resume$", text, re.M)
+    assert names_in(tmp_path / "runs") == ["lock", f"step_{int(step):08}.pt", "stopped"]
+
+
+# --- data that scale --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 60, 1440, 10_007])
+def test_a_shuffle_is_a_permutation_and_each_key_has_its_own(script, size):
+    shuffled = loaded(script).shuffled
+    order = shuffled(np.arange(size), size, "a")
+    assert sorted(order.tolist()) == list(range(size))
+    if size >= 60:
+        assert (order != shuffled(np.arange(size), size, "b")).mean() > 0.8
+        assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 0.35
+    parts = [shuffled(np.arange(i, size, 3), size, "a") for i in range(3)]
+    assert all((part == order[i::3]).all() for i, part in enumerate(parts))
+
+
+def test_all_orders_of_three_are_about_equally_frequent(script):
+    shuffled = loaded(script).shuffled
+    counts = {}
+    for key in range(1200):
+        order = tuple(shuffled(np.arange(3), 3, str(key)).tolist())
+        counts[order] = counts.get(order, 0) + 1
+    assert len(counts) == 6
+    assert all(120 < count < 280 for count in counts.values())
+
+
+class Large:
+    def __len__(self):
+        return 10_000_000
+
+    def __getitem__(self, index):
+        return index
+
+
+def memory_and_seconds(path, args):
+    """(MiB that the first batch of a large set takes, seconds to it) where a run goes on late in an epoch."""
+    import resource
+    import time
+
+    trainer = loaded(path)
+    batches = trainer.MicroBatches(Large(), args)
+    batches.start_step.fill_(9_900_000 // args.batch_size)
+    trainer.shuffled(np.arange(3), 3, "a")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    next(iter(batches))
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, time.process_time() - start
+
+
+def test_ten_million_samples_need_no_memory_and_a_late_resume_no_time(script):
+    [(memory, seconds)] = launch(memory_and_seconds, str(script), settings(script), nproc=1)
+    assert memory < 20
+    assert seconds < 2
+
+
+class Shards:
+    """A stream of shards of unequal lengths, which notes what is read."""
+
+    num_shards = 8
+
+    def __init__(self, index=None, lengths=(5, 6, 7, 8, 9, 10, 11, 12)):
+        self.index = index
+        self.lengths = lengths
+        self.read = set()
+
+    def shard(self, num_shards, index):
+        assert num_shards == self.num_shards
+        self.read.add(index)
+        return Shards(index, self.lengths)
+
+    def __iter__(self):
+        for number in range(self.lengths[self.index]):
+            yield 100 * self.index + number + torch.rand(()).item() / 2
+
+
+def samples_of_shards(path, args, start_step, steps):
+    """({micro-batch: its samples}, the shards that this rank has read)."""
+    trainer = loaded(path)
+    stream = Shards()
+    batches = trainer.MicroBatches(stream, args).of_shards(start_step)
+    taken = trainer.islice(batches, steps * args.accumulate)
+    return {(batch.step, batch.number): batch.samples for batch in taken}, stream.read
+
+
+def test_each_rank_reads_its_own_shards_and_all_ways_to_cut_give_the_same(script):
+    one = settings(script, "--batch-size=16", "--accumulate=4")
+    two = settings(script, "--batch-size=16", "--accumulate=2")
+    [(single, _)] = launch(samples_of_shards, str(script), one, 0, 6, nproc=1)
+    (first, read), (second, other_read) = launch(samples_of_shards, str(script), two, 0, 6, nproc=2)
+    assert first | second == single
+    assert read == {0, 2, 4, 6} and other_read == {1, 3, 5, 7}
+    [(late, _)] = launch(samples_of_shards, str(script), one, 4, 2, nproc=1)
+    assert late == {place: samples for place, samples in single.items() if place[0] >= 4}
+
+
+# --- DDP or FSDP ------------------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Blocks in a ModuleList, BatchNorm, a scalar parameter, and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 30, bias=False)  # whose gradient would be 0 but for rounding, before a BatchNorm
+        self.norm = nn.BatchNorm1d(30)
+        self.blocks = nn.ModuleList(nn.Linear(30, 30) for _ in range(3))
+        self.gain = nn.Parameter(torch.tensor(1.0))
+        self.last = nn.Linear(30, 10)
+        self.frozen = nn.Parameter(torch.ones(10), requires_grad=False)
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = x + block(x).relu() * self.gain
+        return self.last(x) * self.frozen
+
+
+def losses_of_blocks(path, all_args, optimizer="AdamW", last_step=None):
+    """Of each run, one after the other: ({step: loss}, the result). The loop may end early, with a checkpoint."""
+    trainer = loaded(path)
+    if last_step is not None:
+        plan, factor = trainer.plan_steps, trainer.lr_factor
+        trainer.plan_steps = lambda *arguments: dataclasses.replace(plan(*arguments), total=last_step)
+        trainer.lr_factor = lambda step, total, args: factor(step, args.max_steps, args)
+    trainer.build_model = lambda args: Blocks()
+    trainer.build_optimizer = lambda model, args: getattr(torch.optim, optimizer)(
+        [param for param in model.parameters() if param.requires_grad], args.lr, fused=True
+    )
+    runs = []
+    for args in all_args:
+        records = []
+        _, metrics = trainer.train(args, CPU, lambda args, records=records: lambda *record: records.append(record))
+        runs.append(({step: values["loss"] for step, values in records if "norm" in values}, metrics))
+    return runs
+
+
+BLOCKS = ["--max-steps=12", "--warmup=2", "--log-every=1", "--lr=0.01", "--save-every=4", "--ema=0.9"]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_sharded_run_has_the_losses_of_ddp(script, tmp_path, optimizer):
+    ways = [["--no-shard"], ["--shard"], ["--shard", "--recompute"], ["--shard", "--offload"]]
+    all_args = [settings(script, *BLOCKS, f"--checkpoint-dir={tmp_path / str(i)}", *w) for i, w in enumerate(ways)]
+    runs = launch(losses_of_blocks, str(script), all_args, optimizer, nproc=2)[0]
+    for losses, metrics in runs[1:]:
+        assert losses == pytest.approx(runs[0][0], rel=1e-4)
+        assert metrics == pytest.approx(runs[0][1], rel=1e-3)
+    weights = [torch.load(tmp_path / str(i) / "weights.pt", weights_only=True) for i in range(2)]
+    assert list(weights[0]) == list(Blocks().state_dict())
+    for name, value in weights[0].items():
+        assert torch.allclose(value, weights[1][name].reshape(value.shape), atol=1e-4), name
+
+
+def test_a_checkpoint_is_resumed_across_ddp_and_fsdp_and_numbers_of_ranks(script, tmp_path):
+    """BatchNorm's loss depends on the micro-batches, so each run has four in a step."""
+    [[(whole, metrics)]] = launch(losses_of_blocks, str(script), [settings(script, *BLOCKS, "--accumulate=4")], nproc=1)
+    parts = [
+        (2, 4, ["--accumulate=2"]),
+        (4, 8, ["--shard", "--replicas=2", "--resume"]),
+        (2, 12, ["--shard", "--accumulate=2", "--resume"]),
+    ]
+    for ranks, last_step, flags in parts:
+        folder = f"--checkpoint-dir={tmp_path}"
+        args = settings(script, *BLOCKS, folder, *flags)
+        [[(losses, result_of_part)], *_] = launch(
+            losses_of_blocks, str(script), [args], "AdamW", last_step, nproc=ranks
+        )
+        assert max(losses) == last_step
+        assert losses == pytest.approx({step: whole[step] for step in losses}, rel=1e-3)
+    assert result_of_part["val_accuracy"] == pytest.approx(metrics["val_accuracy"], abs=0.02)
+
+
+def test_a_model_on_the_meta_device_is_initialized_block_by_block(script, tmp_path):
+    own = "    return nn.Sequential(*hidden, nn.Linear(args.width, 10))"
+    args = settings(script, "--shard", "--meta", "--max-steps=30", "--dtype=bfloat16")
+    path = changed(script, tmp_path / "same", own, own)
+    [[error], _] = launch(errors_of, str(path), [args], nproc=2)
+    assert error == "none"
+
+
+def first_weights(path, args):
+    trainer = loaded(path)
+    model, _ = trainer.train(args, CPU)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_run_starts_from_weights_and_says_what_matched(script, alone, tmp_path):
+    weights = {f"_orig_mod.module.{k}": v for k, v in first_weights_file(script).items()}
+    weights["_orig_mod.module.3.weight"] = torch.ones(11, 256)
+    weights["_orig_mod.module.head.bias"] = torch.ones(3)
+    torch.save(weights, tmp_path / "foreign.pt")
+    flags = ["--max-steps=10", f"--init-from={tmp_path / 'foreign.pt'}"]
+    for shard in ("--no-shard", "--shard"):
+        status, out, errors, _ = forked(script_on_ranks(script, 2, shard, *flags), alone)
+        assert status == 0, errors
+        assert "3 of the model's 4 tensors match" in out
+        assert "1 not in the model: head.bias" in out
+        assert "1 of another shape: 3.weight" in out
+    torch.save({"other": torch.ones(3)}, tmp_path / "foreign.pt")
+    status, _, errors, _ = forked(script_on_ranks(script, 2, *flags), alone)
+    assert status != 0
+    assert "no tensor of the model is in the file" in errors
+
+
+def first_weights_file(script):
+    args = settings(script)
+    torch.manual_seed(5)
+    return loaded(script).build_model(args).state_dict()
+
+
+def test_training_goes_on_longer_and_at_another_rate_if_told(script, folder):
+    args = going_on(script, folder, "--resume", "--lr=0.05", "--allow-change=max_steps,lr")
+    assert launch(errors_of, str(script), [args], nproc=1) == [["none"]]
+    assert (folder / "step_00000012.pt").exists()
+
+
+# --- two losses, metrics of one's own, no validation ------------------------------------------------------------------
+
+
+class Boxes(torch.utils.data.Dataset):
+    """Images with 0 to 3 boxes."""
+
+    def __init__(self, size):
+        generator = torch.Generator().manual_seed(size)
+        self.images = torch.randn(size, 4, generator=generator)
+        self.counts = torch.randint(4, (size,), generator=generator)
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.images[index], self.counts[index]
+
+
+def box_losses(path, args):
+    """({step: loss}, the metrics) of a run with two losses that count different things."""
+    trainer = loaded(path)
+
+    def loss_sums(model, batch, args):
+        images, counts = batch
+        outputs = model(images)
+        classes = (outputs[:, 0] - 1).square().sum()
+        boxes = ((outputs[:, 1] - 2).square() * counts).sum()
+        return {"loss": [(classes, len(images)), (boxes, counts.sum())], "box_loss": (boxes, counts.sum())}
+
+    trainer.loss_sums = loss_sums
+    trainer.load_data = lambda args: (Boxes(60), Boxes(23))
+    trainer.build_model = lambda args: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+    trainer.evaluate = lambda model, batches, args: {"batches": float(len(list(batches)))}
+    records = []
+    _, metrics = trainer.train(args, CPU, lambda args: lambda *record: records.append(record))
+    return {step: values["loss"] for step, values in records if "norm" in values}, metrics
+
+
+def test_two_losses_with_different_counts_are_exact_over_micro_batches_and_ranks(script):
+    flags = ["--max-steps=10", "--warmup=1", "--batch-size=12", "--log-every=1"]
+    runs = []
+    for ranks, more in [(1, ["--accumulate=4"]), (2, ["--accumulate=2"]), (4, []), (2, ["--accumulate=2", "--shard"])]:
+        runs.append(launch(box_losses, str(script), settings(script, *flags, *more), nproc=ranks)[0])
+    for losses, metrics in runs:
+        assert losses == pytest.approx(runs[0][0], rel=1e-5)
+        assert metrics["val_loss"] == pytest.approx(runs[0][1]["val_loss"], rel=1e-5)
+        assert metrics["val_batches"] >= 1
+
+
+def test_there_may_be_no_validation_set(script):
+    def load_data(args):
+        return [(torch.zeros(64), 0)] * 200, None
+
+    args = settings(script, "--max-steps=12", "--batch-size=20")
+    assert launch(errors_of, str(script), [args], {"load_data": load_data}, nproc=2) == [["none"]] * 2
+    args = settings(script, "--max-steps=12", "--keep-best")
+    [[error]] = launch(errors_of, str(script), [args], {"load_data": load_data}, nproc=1)
+    assert error == "UsageError: --keep-best needs a validation set."
+
+
+# --- workers, the average, the best -----------------------------------------------------------------------------------
 
 
 def events_of(path, args):
@@ -140,12 +816,14 @@ def events_of(path, args):
     names = ("all_reduce", "broadcast", "broadcast_object_list", "new_group")
     calls = {name: noted(getattr(dist, name)) for name in names}
     with mock.patch.multiple(dist, **calls), mock.patch.object(trainer, "DDP", noted(trainer.DDP)):
-        trainer.train(args, torch.device("cpu"))
+        trainer.train(args, CPU)
     return events
 
 
 def test_no_worker_is_forked_beside_a_collective(script, tmp_path):
-    args = settings(script, "--max-steps=4", "--val-every=2", "--num-workers=2", f"--checkpoint-dir={tmp_path}")
+    args = settings(
+        script, "--max-steps=4", "--warmup=2", "--val-every=2", "--num-workers=2", f"--checkpoint-dir={tmp_path}"
+    )
     for events in launch(events_of, str(script), args, nproc=2):
         assert events[:4] == ["fork"] * 4
         assert set(events[4:]) == {"collective"}
@@ -153,27 +831,27 @@ def test_no_worker_is_forked_beside_a_collective(script, tmp_path):
 
 
 def train_with_an_average(path, args):
-    """({step: validation loss} of a run, the loss of the averaged model in its last checkpoint)."""
+    """({step: validation loss} of a run, the loss of the averaged model in the file of its weights)."""
     trainer = loaded(path)
     log = []
-    trainer.train(args, torch.device("cpu"), lambda args: lambda *record: log.append(record))
+    trainer.train(args, CPU, lambda args: lambda *record: log.append(record))
     validated = {step: values["val_loss"] for step, values in log if "val_loss" in values}
-    last = torch.load(trainer.Path(args.checkpoint_dir, "step_00000012.pt"), weights_only=True)
     average = trainer.build_model(args)
-    average.load_state_dict({name[7:]: x for name, x in last["ema"].items() if name.startswith("module.")})
+    average.load_state_dict(torch.load(trainer.Path(args.checkpoint_dir, "weights.pt"), weights_only=True))
     _, (images, labels) = (data.tensors for data in trainer.load_data(args))
     loss = nn.functional.cross_entropy(average.eval()(images), labels).item()
     return validated, loss
 
 
-def test_the_average_is_validated_and_the_best_is_kept(script, tmp_path):
-    flags = ["--max-steps=12", "--val-every=3", "--ema=0.9", "--keep-best", "--lr=0.5"]
+@pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
+def test_the_average_is_validated_and_the_best_is_kept(script, tmp_path, shard):
+    flags = ["--max-steps=12", "--warmup=2", "--val-every=3", "--ema=0.9", "--keep-best", "--lr=0.5", shard]
     args = settings(script, *flags, f"--checkpoint-dir={tmp_path}")
-    [(validated, loss)] = launch(train_with_an_average, str(script), args, nproc=1)
+    [(validated, loss), *_] = launch(train_with_an_average, str(script), args, nproc=2)
     assert list(validated) == [3, 6, 9, 12]
     assert validated[12] == pytest.approx(loss, rel=1e-4)
     best = torch.load(tmp_path / "best.pt", weights_only=True)
-    assert best["best"] == min(validated.values()) == validated[best["step"]]
+    assert best["best_loss"] == min(validated.values()) == validated[best["step"]]
 
 
 # --- the speed, the log, a compiler -----------------------------------------------------------------------------------
@@ -188,9 +866,11 @@ def speeds_by_a_slow_clock(path, args):
     device = Device()
     records = []
 
+    norm = SimpleNamespace(item=device.wait, isfinite=lambda: torch.tensor(True))
+
     def step(*arguments):
         device.step()
-        return torch.ones(2, 2, dtype=torch.float64), device  # as the norm, for whose number the host waits
+        return torch.ones(2, 2, dtype=torch.float64), norm
 
     def evaluate(*arguments):
         device.hour()
@@ -201,11 +881,13 @@ def speeds_by_a_slow_clock(path, args):
 
     trainer.time = device
     trainer.take_step = step
-    trainer.save_run = device.hour
-    trainer.evaluate = evaluate
-    trainer.Step.means = lambda step, totals: {"loss": 1.0}
+    trainer.Checkpoints.save = device.hour
+    trainer.validate = evaluate
+    trainer.stop_if_never_finite = lambda *arguments: None
+    trainer.SkippedSteps.add = lambda *arguments: None
+    trainer.LossModule.means = lambda module, totals: {"loss": 1.0}
     trainer.StopRequest.agreed = agreed
-    trainer.train(args, torch.device("cpu"), lambda args: lambda *record: records.append(record))
+    trainer.train(args, CPU, lambda args: lambda *record: records.append(record))
     return [(step, values["samples/s"]) for step, values in records if "samples/s" in values]
 
 
@@ -217,18 +899,43 @@ def test_the_speed_is_that_of_steps_alone(script, tmp_path):
     assert speeds == [(step, 10) for step in (4, 8, 12, 16, 20)]
 
 
+def test_a_line_has_tokens_and_the_part_of_the_gpus_peak(script):
+    args = settings(script, "--max-steps=12", "--log-every=12", "--peak-tflops=1e-3", "--batch-size=12")
+    [[line]] = launch(lines_of_boxes, str(script), args, nproc=1)
+    assert line["mfu"] == pytest.approx(6 * 58 * line["tokens/s"] / 1e9)
+    assert line["tokens/s"] == pytest.approx(2 * line["samples/s"])
+    assert line["eta_min"] == 0
+    assert line["epoch"] == pytest.approx(12 / 5)
+    assert 0 < line["data_wait"] < 1
+
+
+def lines_of_boxes(path, args):
+    trainer = loaded(path)
+    trainer.loss_sums = lambda model, batch, args: {"loss": (model(batch[0]).square().sum(), 2 * len(batch[0]))}
+    trainer.load_data = lambda args: (Boxes(60), Boxes(23))
+    trainer.build_model = lambda args: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    records = []
+    trainer.train(args, CPU, lambda args: lambda *record: records.append(record))
+    return [values for _, values in records if "norm" in values]
+
+
 def test_a_logger_has_one_run(script, alone, tmp_path):
     text = script.read_text()
-    old = text[text.index("def open_log(args)") : text.index("def seed_all")]
+    old = text[text.index("def open_log(args") : text.index("def evaluate(")]
     new = "def open_log(args):\n    file = open(f'log{os.getpid()}', 'w')\n"
     new += "    return lambda step, values: print(step, *values, file=file, flush=True)\n\n\n"
     copy = tmp_path / "train.py"
     copy.write_text(text.replace(old, new))
-    status, _, errors, _ = forked(script_on_ranks(copy, 2, "--max-steps=4", "--log-every=2"), alone)
+    flags = ["--max-steps=4", "--warmup=2", "--log-every=2", "--log-to=csv", "--log-folder=logs"]
+    status, _, errors, _ = forked(script_on_ranks(copy, 2, *flags), alone)
     assert status == 0, errors
-    [log] = tmp_path.glob("log*")
+    [log] = tmp_path.glob("log[0-9]*")
     steps = [line.split()[:2] for line in log.read_text().splitlines()]
     assert steps == [["2", "loss"], ["4", "loss"], ["4", "val_loss"]]
+    with open(tmp_path / "logs" / "log.csv") as file:
+        rows = list(csv.reader(file))
+    assert [step for step, name, _ in rows if name in ("loss", "val_loss")] == ["2", "4", "4"]
+    assert all(float(value) >= 0 for _, _, value in rows)
 
 
 @pytest.mark.daily
@@ -236,7 +943,7 @@ def test_a_logger_has_one_run(script, alone, tmp_path):
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 def test_a_model_that_inductor_compiled_has_the_same_losses(script, alone, tmp_path):
     environment = {**alone, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    flags = ["--max-steps=5", "--width=16", "--dtype=bfloat16"]
+    flags = ["--max-steps=5", "--warmup=2", "--width=16", "--dtype=bfloat16"]
     status, plain, errors, _ = forked(script_on_ranks(script, 2, *flags), environment)
     assert status == 0, errors
     flags += ["--compile-with=inductor", f"--checkpoint-dir={tmp_path / 'runs'}"]

@@ -55,11 +55,11 @@ class Project:
         """The undisturbed run on two ranks, whose files stay."""
         return self.run(2, *self.files_of_whole_run, *self.random_flags)
 
-    def resume(self, source, name, ranks=2):
+    def resume(self, source, name, ranks=2, more=()):
         """A run that goes on from a copy of a folder with checkpoints, or from the copy that is there."""
         if not (self.folder / name).exists():
             shutil.copytree(self.folder / source, self.folder / name)
-        return self.start(ranks, f"--checkpoint-dir={name}", "--resume", *self.random_flags).end()
+        return self.start(ranks, f"--checkpoint-dir={name}", "--resume", *self.random_flags, *more).end()
 
     def interrupted(self):
         """A run that gets SIGTERM in its seventh step; its checkpoints are in ``stopped``."""
@@ -110,6 +110,22 @@ def test_two_ranks_have_the_losses_of_one_and_print_them(project):
 @of("lengths", "regression")
 def test_two_micro_batches_have_the_losses_of_one(project):
     assert gap(project.run(1, "--accumulate", "2").losses(), project.run(1).losses()) < 1e-4
+
+
+@of("batch_norm", "contrastive", "low_rank", "masked_language")
+def test_a_sharded_model_has_the_losses_of_ddp(project):
+    sharded = project.run(2, "--shard", *project.random_flags)
+    assert gap(sharded.losses(), project.whole().losses()) < 1e-4
+    assert sharded.result() == pytest.approx(project.whole().result(), rel=1e-3)
+
+
+@of("low_rank", "regression")
+def test_a_run_that_was_stopped_is_resumed_by_the_other_way_to_wrap(project):
+    project.interrupted()
+    shutil.copytree(project.folder / "stopped", project.folder / "across")
+    run = project.resume("stopped", "across", more=["--shard"])
+    step = STEPS - len(run.losses())
+    assert gap(run.losses(), project.whole().losses()[step:]) < 1e-4
 
 
 @of("masked_language", "stream")

@@ -105,17 +105,21 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def parse_args_text(flags: dict[str, str], adds: bool = False) -> str:
+def parse_args_text(flags: dict[str, str], adds: bool = False, reads: bool = False) -> str:
     """The source of the script's function ``parse_args``.
 
     ``flags`` are {parameter: the lines that add its flag}. ``adds`` says whether the chapter has a function
     ``add_flags``, which adds more flags by calling the script's function ``add`` with a flag, a default and a help text
     alone. Then ``add`` makes a switch of each default that is True or False; otherwise the flags' own lines say so.
+    ``reads`` says whether the chapter has a function ``read_args(parser)``, which gets the arguments, for example from
+    a file.
     """
     calls = list(flags.values())
     has_groups = any(call.startswith("group = ") for call in calls)
     if adds:
         calls = [call.replace(", action=switch)", ")") for call in calls]
+        if any(call.startswith("group = ") for call in calls):
+            calls.append('group = parser.add_argument_group("Your own")')
         calls.append("add_flags(add)")
     has_switch = any("action=switch" in call for call in calls)
 
@@ -129,11 +133,16 @@ def parse_args_text(flags: dict[str, str], adds: bool = False) -> str:
         if adds:
             lines.append("        if isinstance(default, bool):")
             lines.append('            options = {"action": argparse.BooleanOptionalAction}')
+            lines.append("        if default is None or isinstance(default, (list, tuple, dict)):")
+            lines.append('            raise TypeError(f"{flag}: a flag cannot have the type of {default!r}.")')
         lines.append('        options = options or {"type": type(default)}')
         lines.append('        help = f"{help} (default: %(default)s)"')
         target = "group" if has_groups else "parser"
         lines.append(f"        {target}.add_argument(flag, default=default, help=help, **options)")
         lines.append("")
         lines += [f"    {call}" for call in calls]
-    lines.append("    return parser.parse_args()")
+    if reads:
+        lines.append("    return read_args(parser)")
+    else:
+        lines.append("    return parser.parse_args()")
     return "\n".join(lines)

@@ -36,14 +36,14 @@ def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequenc
     check_names(parts, cells.parameters)
     check_start(parts.of_cells(), name)
     title, purpose = title_and_purpose(notebook, name)
-    adds_flags = "add_flags" in names_bound_by(parts.definitions)
+    names = names_bound_by(parts.definitions)
     imports = [*(statement.text for statement in parts.imports), "import argparse"]
     sections = [
         docstring(title, purpose, name, list(flags), tested_with),
         "\n".join(dict.fromkeys(imports)),  # each once, in their order
         "\n".join(statement.text for statement in parts.definitions),
         f"def main(args):\n{indented(main_body(parts.body, list(flags)))}",
-        parse_args_text(flags, adds=adds_flags),
+        parse_args_text(flags, adds="add_flags" in names, reads="read_args" in names),
         "\n".join(statement.text for statement in parts.plumbing),
         'if __name__ == "__main__":\n    main(parse_args())',
     ]
