@@ -282,12 +282,13 @@ class Forward:
 class Calls:
     """How a wrapped model was called before a step. The counts run from the first step on."""
 
-    synchronizing: int  # calls of forward in which this rank communicates with its peers
+    to_average: int  # calls whose gradients a backward pass would average
+    to_broadcast: int  # calls without gradients in which DDP broadcasts its buffers
     averaged: int  # backward passes that averaged the gradients
-    synchronized: bool = False  # whether a call since the last step was a synchronizing one
+    synchronized: bool = False  # whether the gradients of a call since the last step are to be averaged
     not_synchronized: Place | None = None  # the last call before the step, if it was in no_sync
     around: Place | None = None  # a call of the wrapped module itself, past its wrapper
-    places: list[Place] = field(default_factory=list)  # the lines of the synchronizing calls
+    places: list[Place] = field(default_factory=list)  # the lines of the calls that are counted
 
 
 @dataclass
@@ -1338,7 +1339,7 @@ class ObservedModel:
     module: nn.Module
     note: Model
     name: str = ""  # empty until the training uses the module
-    calls: Calls = field(default_factory=lambda: Calls(synchronizing=0, averaged=0))
+    calls: Calls = field(default_factory=lambda: Calls(to_average=0, to_broadcast=0, averaged=0))
     waits_for_backward: bool = False  # since a forward whose backward will average the gradients
 
     def unwrapped(self) -> nn.Module:
@@ -1575,14 +1576,16 @@ class TrainingObserver:
                 return  # Without gradients, DDP communicates only to broadcast buffers.
         elif model.note.wrapper != "FSDP":
             return
-        calls.synchronizing += 1
-        place = readers_line()
-        if place not in calls.places:
-            calls.places.append(place)
         if with_gradients:
+            calls.to_average += 1
             calls.not_synchronized = None
             calls.synchronized = True
             model.waits_for_backward = True
+        else:
+            calls.to_broadcast += 1
+        place = readers_line()
+        if place not in calls.places:
+            calls.places.append(place)
 
     def check_wrapper(self, module: nn.Module) -> None:
         """Note a call of a module that DDP wraps, unless DDP itself calls it."""
@@ -2076,7 +2079,7 @@ def replicas_of(parameter: DTensor) -> tuple[int, ...]:
 
 
 # After these mistakes the ranks' weights drift apart. If one of them is found, "drift" is not reported beside it.
-CAUSES_OF_DRIFT = ("different_noise", "uneven_steps", "rank_alone", "different_start", "stale_optimizer")
+CAUSES_OF_DRIFT = ("different_noise", "uneven_steps", "different_start", "stale_optimizer")
 
 
 def compare(records: Sequence[Record]) -> list[Finding]:
@@ -2682,25 +2685,35 @@ def find_calls_on_some_ranks(records: Sequence[Record]) -> list[Finding]:
 def compare_calls(calls_of_ranks: dict[int, Calls], step: Step) -> Finding | None:
     """A finding if some ranks have called a wrapped model more often than others before a step, or None.
 
+    Calls without gradients make only a note. DDP leaves out the broadcast in the next call after them, so the ranks'
+    broadcasts pair up, and programs that evaluate on rank 0 alone work. They would not between the first two steps,
+    where DDP also broadcasts how it divides the gradients into buckets.
+
     ``calls_of_ranks`` is {rank: how it has called the model until then}. ``step`` is one rank's note of the step.
     """
     # If the ranks have not averaged gradients equally often, a step was left out, which is another mistake.
     if len(calls_of_ranks) < 2 or not equal(calls.averaged for calls in calls_of_ranks.values()):
         return None
-    most = max(calls_of_ranks.values(), key=lambda calls: calls.synchronizing)
-    fewest = min(calls_of_ranks.values(), key=lambda calls: calls.synchronizing)
-    if most.synchronizing == fewest.synchronizing:
+    counts = {rank: calls.to_average for rank, calls in calls_of_ranks.items()}
+    manner = "with gradients"
+    if equal(counts.values()):
+        counts = {rank: calls.to_broadcast for rank, calls in calls_of_ranks.items()}
+        manner = "without gradients"
+    if equal(counts.values()):
         return None
+    most = max(counts, key=lambda rank: counts[rank])
+    fewest = min(counts, key=lambda rank: counts[rank])
     place = step.place
-    lines_of_most_alone = [line for line in most.places if line not in fewest.places]
+    places_elsewhere = calls_of_ranks[fewest].places
+    lines_of_most_alone = [line for line in calls_of_ranks[most].places if line not in places_elsewhere]
     if lines_of_most_alone:
         place = lines_of_most_alone[0]
-    ranks = [rank for rank, calls in calls_of_ranks.items() if calls.synchronizing > fewest.synchronizing]
+    ranks = [rank for rank, count in counts.items() if count > counts[fewest]]
     sentence = (
-        f"Before step {step.number}, the wrapped model is called {most.synchronizing} times on "
-        f"{listed(ranks)} and {fewest.synchronizing} times elsewhere."
+        f"Before step {step.number}, the wrapped model is called {manner} {counts[most]} times on {listed(ranks)} "
+        f"and {counts[fewest]} times elsewhere."
     )
-    return finding("rank_alone", place, ranks, sentence)
+    return replace(finding("rank_alone", place, ranks, sentence), is_note=manner == "without gradients")
 
 
 @dataclass(frozen=True)

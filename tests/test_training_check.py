@@ -360,6 +360,21 @@ def test_pretended_gpus_change_no_finding(tmp_path):
         assert json.loads((tmp_path / f"found-{rank}.json").read_text()) == expected, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("with_gradients", "is_note"), [(True, False), (False, True)], ids=["with gradients", "without gradients"]
+)
+def test_a_call_without_gradients_on_some_ranks_is_only_a_note(with_gradients, is_note):
+    """Because DDP's broadcasts of buffers pair up after it."""
+    place = training_check.Place(file="train.py", line=3)
+    step = training_check.Step(optimizer=0, number=2, place=place, rates=(0.1,), settings=0, calls={})
+    elsewhere = training_check.Calls(to_average=2, to_broadcast=0, averaged=2)
+    alone = training_check.Calls(to_average=3, to_broadcast=0, averaged=2)
+    if not with_gradients:
+        alone = training_check.Calls(to_average=2, to_broadcast=1, averaged=2)
+    found = training_check.compare_calls({0: alone, 1: elsewhere}, step)
+    assert (found.kind, found.ranks, found.is_note) == ("rank_alone", (0,), is_note)
+
+
 def loss_of_rank_0():
     """In a rank: a training that only logs its own loss."""
     silent_mistakes.GENERATOR.manual_seed(dist.get_rank())

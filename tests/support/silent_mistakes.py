@@ -347,6 +347,23 @@ def rank_0_looks_at_an_output(wrong):
             model(own_batch()[0]).norm()
 
 
+@mistake("rank_alone")
+def rank_0_evaluates_the_wrapper(wrong):
+    """Its broadcasts of buffers pair up with the other's, except between the first two steps."""
+    model = DDP(nn.Sequential(nn.Linear(8, 8, device=DEVICE), nn.BatchNorm1d(8, device=DEVICE)))
+    optimizer = sgd(model)
+    train(model, optimizer, steps=2)
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            model.eval()
+            with torch.no_grad():
+                for _ in range(3):
+                    evaluated = model if wrong else model.module
+                    evaluated(own_batch()[0])
+            model.train()
+        train(model, optimizer, steps=1)
+
+
 @mistake("uneven_steps")
 def a_rank_that_skips_an_outlier(wrong):
     model = DDP(network())
