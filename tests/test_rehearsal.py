@@ -300,7 +300,7 @@ class OnTheGPU(Dataset):
         return torch.ones(2, device="cuda")
 
 torch.ones(2, device="cuda")
-for batch in DataLoader(OnTheGPU(), num_workers=1):
+for batch in DataLoader(OnTheGPU(), num_workers=1, multiprocessing_context="fork"):  # not the default from 3.14 on
     print(batch)
 """
 
