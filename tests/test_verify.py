@@ -17,7 +17,7 @@ from helpers.verify.machine import Machine, obstacle
 from helpers.verify.order import ordered, probes_of
 from helpers.verify.page import page
 from helpers.verify.record import Figure, Prediction, Probe, Record, Step, read
-from helpers.verify.runs import ENDING, Launcher, OutOfTime, Run, cause
+from helpers.verify.runs import ENDING, Launcher, OutOfTime, Run, cause, threads_of_a_rank
 
 SCRIPT = """\
 import json
@@ -161,6 +161,13 @@ def test_each_failed_check_of_launch_is_a_difference(program, differences, tmp_p
     script.write_text(program)
     assert steps.launch_checks(launcher(tmp_path), script, timeout=3).differences == differences
     assert steps.LAUNCH_CHECKS.exists()
+
+
+def test_ranks_of_runs_at_once_share_the_cores(monkeypatch):
+    monkeypatch.setattr("helpers.verify.runs.usable_cores", lambda: 16)
+    assert threads_of_a_rank(ranks=1, at_once=1) == 16
+    assert threads_of_a_rank(ranks=2, at_once=3) == 2
+    assert threads_of_a_rank(ranks=8, at_once=3) == 1, "no rank is without a thread"
 
 
 def test_nothing_runs_past_the_end_of_all_steps(tmp_path):

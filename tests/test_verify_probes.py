@@ -14,6 +14,7 @@ import pytest
 import torch
 from scripting import ROOT
 
+from helpers.doctor.trials import try_matmul
 from helpers.export.chapters import export
 from helpers.planner.cluster import PRESETS
 from helpers.planner.corrections import CORRECTIONS
@@ -77,6 +78,30 @@ def fails(device):
     yield Text("said", "a line")
     raise ValueError(f"not on {device}")
 """
+
+
+@pytest.mark.parametrize("rate", ["the doctor's", "the probe's"])
+def test_rates_are_measured_on_random_matrices(rate, monkeypatch):
+    """Of equal numbers a GPU multiplies faster. The probe also measures ones, under a name that says so."""
+    product = torch.mm
+    spreads = []
+
+    def watched(a, b):
+        spreads.append(min(a.float().std().item(), b.float().std().item()))
+        return product(a, b)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    device = torch.device("cpu")
+    if rate == "the doctor's":
+        try_matmul("float32", device)
+        assert min(spreads) > 0.9
+        return
+    for figure in products.rates(device):
+        if "of ones" in figure.name:
+            assert max(spreads) == 0, figure.name
+        elif spreads:
+            assert min(spreads) > 0.9, figure.name
+        spreads.clear()
 
 
 def test_a_probe_that_fails_keeps_what_it_measured(tmp_path, monkeypatch):
