@@ -4,6 +4,7 @@ import collections
 import functools
 import gc
 import os
+import sys
 
 import nbval.kernel
 import pytest
@@ -16,6 +17,9 @@ gc.disable()  # imports and collection leave little garbage, and looking for it 
 # All of them test the CPU's path. They share its cores: an OpenMP thread that waits must sleep, not spin.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_WAIT_POLICY"] = "passive"
+if sys.version_info[:3] == (3, 13, 0):
+    # PyTorch warns there, below each cell that compiles, that a later release of Python is faster.
+    os.environ["PYTHONWARNINGS"] = "ignore:Guards may run slower on Python 3.13.0"
 
 MARKS = {
     "ranks": "starts ranks: the notebooks' cells, process groups, scripts under torchrun, rehearsals",
