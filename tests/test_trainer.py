@@ -813,9 +813,14 @@ def events_of(path, args):
     def noted(call):
         return lambda *given, **named: events.append("collective") or call(*given, **named)
 
+    class NotedDDP(trainer.DDP):
+        def __init__(self, *given, **named):
+            events.append("collective")
+            super().__init__(*given, **named)
+
     names = ("all_reduce", "broadcast", "broadcast_object_list", "new_group")
     calls = {name: noted(getattr(dist, name)) for name in names}
-    with mock.patch.multiple(dist, **calls), mock.patch.object(trainer, "DDP", noted(trainer.DDP)):
+    with mock.patch.multiple(dist, **calls), mock.patch.object(trainer, "DDP", NotedDDP):
         trainer.train(args, CPU)
     return events
 
