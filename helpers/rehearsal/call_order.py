@@ -96,7 +96,8 @@ class CallOrder:
         group did not DUTY", so ``duty`` says what those ranks would have had to do: "call new_group".
         """
         keys = [f"{key}/{rank}" for rank in range(self.group_size)]
-        self.store.set(keys[self.rank_in_group], value)
+        own_key = keys[self.rank_in_group]
+        self.store.set(own_key, value)
         try:
             self.store.wait(keys, timeout)
         except dist.DistStoreError:

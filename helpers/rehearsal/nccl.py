@@ -64,6 +64,7 @@ class PretendedNCCL(GLOO, CallOrder):
     starts = 0  # how many default groups this process has started
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        """torch calls this where it would make a ProcessGroupNCCL: for each group of which this process is a member."""
         super().__init__(store, rank, size, timeout=options._timeout)
         self.instances.append(self)
         is_default_group = c10d._world.default_pg is None  # torch sets it after the group is made
@@ -227,6 +228,7 @@ def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """What takes the method's place: ``self`` is the group. Returns the call's Work, as the method does."""
         values = (*args, *kwargs.values())
         tensors = tensors_in(values)
         nccl = nccl_of(self)
@@ -252,8 +254,8 @@ def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 def perform(original: Callable[..., Any], name: str, group: Any, nccl: PretendedNCCL, args: Any, kwargs: Any) -> Any:
     """Let gloo do a collective that a script has called on NCCL, and return its Work.
 
-    ``original`` is torch's method ``name`` of ProcessGroup; ``args`` and ``kwargs`` are the call's arguments. gloo gets
-    the CPU tensors that are inside the pretended ones among them.
+    ``original`` is torch's method ``name`` of ProcessGroup; ``args`` and ``kwargs`` are the call's arguments. Tensors
+    among them only say that they are on a GPU, and hold CPU tensors. gloo gets these.
 
     NCCL only counts elements, so it accepts an output whose shape is not the input's, and a list of tensors that have
     different sizes. gloo refuses both. So the tensors are made flat, and such a list is sent by an all_to_all.

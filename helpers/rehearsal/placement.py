@@ -141,6 +141,7 @@ def on_any_device(factory: Any) -> Callable[..., torch.Tensor]:
 
     @functools.wraps(factory)
     def make(*args: Any, device: Device = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        """What takes the function's place. The arguments are those of the function."""
         source = None  # the tensor that is given as data, or whose shape and type the new one gets
         if args and isinstance(args[0], torch.Tensor):
             source = args[0]

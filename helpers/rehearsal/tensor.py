@@ -32,7 +32,8 @@ Base: Any = torch.Tensor  # without its types: they leave no room for another de
 class CudaTensor(Base):
     """A tensor on a pretended GPU: ``inner`` is the CPU tensor with its values, ``index`` the GPU's number.
 
-    ``index`` is None for a parameter that has moved to the host.
+    To a script it says that it is on cuda:index, and torch's C++ takes it for a tensor of the CPU. ``index`` is None
+    for a parameter that has moved to the host.
     """
 
     # Functions of torch run as they are. The operators that they call are caught below, in __torch_dispatch__.
@@ -44,6 +45,7 @@ class CudaTensor(Base):
 
     @staticmethod
     def __new__(cls: Any, inner: torch.Tensor, index: int | None) -> "CudaTensor":
+        """Put a wrapper for GPU ``index`` around a CPU tensor, with the same shape, strides and type."""
         if isinstance(inner, AsyncCollectiveTensor):
             inner = inner.wait()  # torch's own waits look for this class, and would not see it in a wrapper
         # This makes a tensor that has a shape and a type, but no memory with values. The values are those of ``inner``.
@@ -179,12 +181,12 @@ class CudaTensor(Base):
             count_waits(func, args, kwargs)
         if func.namespace in COLLECTIVES:
             cls.check_collective(func, args)
-        out = func(*unwrap(args), **unwrap(kwargs))
+        results = func(*unwrap(args), **unwrap(kwargs))
         if func._schema.is_mutable:
             for tensor in pretended:
                 follow_shape(tensor)
-        # In-place and out= variants return one of their arguments: not a new wrapper, but the one that was given.
-        # {id of the CPU tensor: the tensor that the script has given}
+        # In-place and out= variants return one of their arguments. The script then gets the tensor that it has given,
+        # and no new wrapper. The dict has these tensors by the ids of the CPU tensors.
         given = {id(cpu_tensor(tensor)): tensor for tensor in tensors}
 
         def wrap(result: torch.Tensor) -> torch.Tensor:
@@ -192,7 +194,7 @@ class CudaTensor(Base):
                 return given[id(result)]
             return on_gpu_or_host(result, index)
 
-        return map_tensors(out, wrap)
+        return map_tensors(results, wrap)
 
 
 def follow_shape(tensor: CudaTensor) -> None:
@@ -229,24 +231,31 @@ torch.serialization.add_safe_globals([CudaTensor, rebuild])
 def set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """``tensor.data = values`` where one of the two is on a pretended GPU and the other is on the CPU.
 
-    Module.to sets ``data`` like this, and whoever refers to a parameter, such as an optimizer, must find it moved.
-    torch's own setter cannot change a tensor's class, which is another one on a pretended GPU. swap_tensors can: it
-    exchanges all that two tensors are and have, so whoever refers to ``tensor`` then has the replacement. But it fails
-    while torch's C++ refers to the tensor too, as DDP's does. Then a pretended tensor stays one, without a GPU.
+    Module.to moves a parameter like this, and whoever refers to the parameter, such as an optimizer, must find it
+    moved. A tensor on a pretended GPU has another class, to which ``turn_into`` changes it. That fails while torch's
+    C++ refers to the tensor, as DDP's does. Then a pretended tensor stays one, without a GPU.
     """
     grad = tensor.grad
-    tensor.grad = None  # the swap would give the gradient away; it comes back below, on the new device
+    tensor.grad = None  # it comes back below, on the new device
     if isinstance(tensor, CudaTensor) and has_references_in_cpp(tensor):
         set_inner(tensor, values)
     else:
-        replacement = values.detach()
-        if isinstance(tensor, torch.nn.Parameter):
-            # Without this the swap would leave no parameter.
-            replacement = torch.nn.Parameter(replacement, requires_grad=False)
-        replacement.requires_grad_(tensor.requires_grad)
-        torch.utils.swap_tensors(tensor, replacement)
+        turn_into(tensor, values)
     if grad is not None:
         tensor.grad = on_gpu_or_host(cpu_tensor(grad), index_of(values))
+
+
+def turn_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a tensor the values of another one and its class, so that whoever refers to the tensor finds it changed.
+
+    torch's own setter of ``data`` cannot change a class. swap_tensors can: it exchanges all that two tensors are and
+    have. So the replacement must have the new values, but be a parameter and require a gradient as the tensor does.
+    """
+    replacement = values.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        replacement = torch.nn.Parameter(replacement, requires_grad=False)
+    replacement.requires_grad_(tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, replacement)
 
 
 def has_references_in_cpp(tensor: torch.Tensor) -> bool:
@@ -364,7 +373,7 @@ def check_devices(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
     if func in COPIES or func.namespace in COLLECTIVES:
         return  # a copy may go from one device to another, and ``nccl`` checks the tensors of collectives
     if func in INDEXING and index_of(args[0]) is not None:
-        _, indices, *other_args = args
+        _, indices, *other_args = args  # x[indices], or x[indices] = values
         if on_host([indices]):
             COUNTS.count(UPLOAD, "index")
         cpu_tensors = on_host(other_args)

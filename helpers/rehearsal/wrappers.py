@@ -70,6 +70,7 @@ def patch_ddp() -> None:
             DDP_GROUPS.append(pretended_nccl)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """DDP's forward pass, at which the ranks compare what DDP will do in C++."""
         pretended_nccl = nccl.nccl_of(self.process_group)
         if pretended_nccl is None:  # DDP over gloo alone: nothing is pretended
             return original_forward(self, *args, **kwargs)
