@@ -106,9 +106,9 @@ class CallOrder:
         return [self.value_of(key) for key in keys]
 
     def remember(self, work: Any, outputs: Iterable[torch.Tensor] = ()) -> Any:
-        """Note a call's group and outputs, and return the call's Work, as torch would.
+        """Note the group and the outputs of a call by its Work, which torch returns to the script; return the Work.
 
-        ``wait`` and ``get_future`` below, which replace methods of Work, find the group and the outputs again by it.
+        ``wait`` and ``get_future`` below, which replace methods of Work, look the two up.
         """
         GROUPS[work] = self
         OUTPUTS[work] = [*outputs]
@@ -174,7 +174,8 @@ def describe(name: str, args: Sequence[Any], group_size: int) -> str:
         return kind
     # An all_gather's output and a reduce_scatter's input have the elements of all ranks; that argument is the largest.
     size = max(sizes_of_arguments)
-    if kind == "all_gather" and len(sizes_of_arguments) == 1:  # a functional operator, which returns its output
+    if kind == "all_gather" and len(sizes_of_arguments) == 1:
+        # A functional operator returns its output. So only the input, of one rank, is among its arguments.
         size *= group_size
     dtype = str(dtypes[0]).removeprefix("torch.")
     return f"{kind} of {size} elements of {dtype}"

@@ -380,7 +380,8 @@ def patch_torch_cuda() -> None:
         "MemPool": MemPool,
         "use_mem_pool": contextlib.nullcontext,
         "caching_allocator_disabled": contextlib.nullcontext,
-        # A pretended GPU draws the CPU's random numbers, so that results compare with gloo's. GPU seeds are DTensors'.
+        # A pretended GPU draws the CPU's random numbers, so that results compare with gloo's. Only DTensors draw by the
+        # seed and the state of the GPU's generator, which these functions set and return.
         "initial_seed": torch.initial_seed,
         "manual_seed": manual_seed,
         "manual_seed_all": manual_seed,
