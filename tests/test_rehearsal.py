@@ -40,10 +40,12 @@ def test_every_planted_mistake_is_seen_with_its_line(tmp_path):
     done = rehearse_here(script, "--json", report, flags=[tmp_path])
     lines = script.read_text().splitlines()
 
-    names = re.findall(r'^    \("(.*?)", ', script.read_text(), re.MULTILINE)
+    # The script prints "seen NAME on RANK" for each mistake of its table, and for three that come after it.
+    names_in_table = re.findall(r'^    \("(.*?)", ', script.read_text(), re.MULTILINE)
     expected = {"seen a group that a rank does not make on 1"}
-    for name in [*names, "objects without a set device", "functional on one GPU"]:
-        expected |= {f"seen {name} on 0", f"seen {name} on 1"}
+    for name in [*names_in_table, "objects without a set device", "functional on one GPU"]:
+        expected.add(f"seen {name} on 0")
+        expected.add(f"seen {name} on 1")
     assert set(done.stdout.splitlines()) == expected, done.stderr
 
     refused = {row["line"] for row in json.loads(report.read_text())["refused"]}
@@ -101,16 +103,19 @@ def test_counts_by_line(tmp_path):
     assert done.stderr.count("Rehearsal on") == 1 and "cannot see real NCCL" in done.stderr
     assert json.loads(report.read_text())["steps"] == 5
 
+    # The script makes five steps. The first one warms up, so the mean of a step is over the other four.
     waits = counts(report, "wait")
-    every_step = waits[line_of(script, "loss.item()"), "item"]
-    assert (every_step["count"], every_step["per_step"]) == (5, 1)
-    once = waits[line_of(script, "bool(loss"), "item"]
-    assert (once["count"], once["per_step"]) == (1, 0.25)
-    training = range(line_of(script, "for step in"), line_of(script, "assert model.module"))
-    assert {line for line, _ in waits if line in training} == {line_of(script, "loss.item()"), line_of(script, "bool(")}
+    line_of_item = line_of(script, "loss.item()")
+    line_of_bool = line_of(script, "bool(loss")
+    every_step = waits[line_of_item, "item"]
+    assert every_step["count"] == 5 and every_step["per_step"] == 1
+    once = waits[line_of_bool, "item"]
+    assert once["count"] == 1 and once["per_step"] == 1 / 4
+    lines_of_training = range(line_of(script, "for step in"), line_of(script, "assert model.module"))
+    assert {line for line, _ in waits if line in lines_of_training} == {line_of_item, line_of_bool}
 
     upload = counts(report, "upload")[line_of(script, "# blocks"), "to the GPU"]
-    assert (upload["count"], upload["bytes"]) == (5, 5 * 8 * 4)
+    assert upload["count"] == 5 and upload["bytes"] == 5 * 8 * 4  # eight labels of four bytes
     copy = counts(report, "copy")[line_of(script, "non_blocking"), "to the GPU"]
     assert copy["count"] == 5
 
@@ -118,7 +123,7 @@ def test_counts_by_line(tmp_path):
     assert collectives[line_of(script, "dist.all_reduce(total)"), "allreduce (NCCL)"]["bytes"] == 8
     assert (line_of(script, "group=beside"), "allreduce (gloo)") in collectives
     reduced = collectives[line_of(script, "loss = (model"), "allreduce by DDP, in backward"]
-    assert (reduced["count"], reduced["bytes"]) == (5, 5 * 5 * 4)
+    assert reduced["count"] == 5 and reduced["bytes"] == 5 * 5 * 4  # four weights and a bias, of four bytes
 
 
 FACTS = """
@@ -140,17 +145,17 @@ atexit.register(lambda: os.write(1, f"{json.dumps(facts)}\\n".encode()))  # one 
 
 
 def facts_of_ranks(out):
-    """What the ranks of FACTS have printed, in their order, without what may differ."""
-    launcher = {*os.environ, "PYTHONPATH", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_DIST_USE_NCCL2"}
-    launcher.add("TORCHINDUCTOR_CACHE_DIR")  # torch._dynamo sets it where it is imported
+    """What the ranks of FACTS have printed, in their order, without what may differ between the two launchers."""
+    of_launcher = {*os.environ, "PYTHONPATH", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_DIST_USE_NCCL2"}
+    of_launcher.add("TORCHINDUCTOR_CACHE_DIR")  # torch._dynamo sets it where it is imported
     ranks = [json.loads(line) for line in out.splitlines()]
     ranks.sort(key=lambda facts: facts["variables"]["RANK"])
     draws = {facts.pop("draw") for facts in ranks}
-    assert len(draws) == 2
+    assert len(draws) == 2  # each rank draws a number of its own
     for facts in ranks:
-        variables = {name: value for name, value in facts["variables"].items() if name not in launcher}
+        variables = {name: value for name, value in facts["variables"].items() if name not in of_launcher}
         for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
-            variables[name] = variables[name] != ""
+            variables[name] = variables[name] != ""  # each run has its own; only whether it is set is compared
         facts["variables"] = variables
     return ranks
 
@@ -215,23 +220,27 @@ if rank == 0:
 else:
     {}
 """
+# The last line of the rehearsal, with the lines and calls of the rank that came first and of the other one.
 DIFFER = r"apart.py:\d+: RuntimeError: NCCL would hang or mix up values here: rank . at apart.py:{} calls {}, but "
 DIFFER += r"rank . at apart.py:{} {} \(ranks \[.\]\)\n"
 SUM, MEAN = "all_reduce of 4 elements of float32", "all_reduce of 1 elements of float32"
 BACKWARD = r"DDP's all_reduce of 20 gradients"
+# What rank 0 and rank 1 do at lines 11 and 13 of APART, and what the last line says that they call there.
 MEETINGS = {
     "orders": ("dist.broadcast(x, 0)", "dist.all_reduce(x)", "broadcast of 4 elements of float32", SUM),
     "DDP's backward": ("dist.all_reduce(x.mean())", "model(x).sum().backward()", MEAN, BACKWARD),
 }
 
 
-@pytest.mark.parametrize(("first", "second", "one", "other"), MEETINGS.values(), ids=MEETINGS)
-def test_ranks_that_do_not_meet_are_told_both_lines(first, second, one, other, tmp_path):
+@pytest.mark.parametrize(("line_0", "line_1", "call_0", "call_1"), MEETINGS.values(), ids=MEETINGS)
+def test_ranks_that_do_not_meet_are_told_both_lines(line_0, line_1, call_0, call_1, tmp_path):
     script = tmp_path / "apart.py"
-    script.write_text(APART.format(first, second))
+    script.write_text(APART.format(line_0, line_1))
     done = rehearse_here(script)
-    either = "|".join([DIFFER.format(11, one, 13, other), DIFFER.format(13, other, 11, one)])
-    assert done.returncode == 1 and re.search(rf"\n({either})$", done.stderr), done.stderr
+    rank_0_came_first = DIFFER.format(11, call_0, 13, call_1)
+    rank_1_came_first = DIFFER.format(13, call_1, 11, call_0)
+    last_line = rf"\n({rank_0_came_first}|{rank_1_came_first})$"
+    assert done.returncode == 1 and re.search(last_line, done.stderr), done.stderr
 
 
 def test_a_rank_that_has_ended_is_missed_in_a_collective(tmp_path):
@@ -323,13 +332,12 @@ def test_an_error_on_one_rank_is_not_missed_for_a_peers_hang(tmp_path):
 
 
 def test_a_hang_is_told_with_each_ranks_line(tmp_path):
-    lines = {0: (11, "dist.all_reduce(x)"), 1: (13, "time.sleep(1000)")}
-    source = APART.format(*[text for _, text in lines.values()])
     script = tmp_path / "apart.py"
-    script.write_text(source)
-    for rank, (number, _) in lines.items():
-        (tmp_path / f"stack{rank}").write_text(f'File "{script}", line {number} in <module>\n')
-    ranks = [processes.start(["sleep", "1000"]) for _ in lines]
+    script.write_text(APART.format("dist.all_reduce(x)", "time.sleep(1000)"))
+    # Programs that sleep stand for the ranks, whose last stacks would be in these files.
+    for rank, line in ((0, 11), (1, 13)):
+        (tmp_path / f"stack{rank}").write_text(f'File "{script}", line {line} in <module>\n')
+    ranks = [processes.start(["sleep", "1000"]) for _ in range(2)]
     trouble = wait(ranks, tmp_path, timeout=0.1)
     processes.end(ranks, grace=0)
     assert trouble.message == (

@@ -1,6 +1,8 @@
 """SyncBatchNorm's operators for the CPU, because PyTorch has them for GPUs alone.
 
-torch's own SyncBatchNorm calls them on this rank's batch, and between the calls the ranks exchange what they return.
+torch's own SyncBatchNorm calls them on this rank's part of the batch, and between the calls the ranks exchange what
+they return. So all ranks together normalize by the mean and the variance of the whole batch.
+
 Shapes: ``input``, its gradient and the results of the elementwise operators are (batch, channels, ...), means, inverse
 standard deviations, weights and sums are (channels,), and what was gathered is (ranks, channels).
 """
@@ -15,6 +17,7 @@ Optional = torch.Tensor | None
 
 
 def patch() -> None:
+    """Register the functions below as the CPU's kernels of those operators."""
     operators: dict[str, Callable[..., Any]] = {
         "batch_norm_stats": stats,
         "batch_norm_gather_stats_with_counts": gather_stats,
@@ -27,20 +30,22 @@ def patch() -> None:
 
 
 def dims_of_batch(values: torch.Tensor) -> list[int]:
-    """All dimensions but that of the channels."""
+    """The dimensions of a batch over which a channel is averaged: all but the second, that of the channels."""
     return [0, *range(2, values.dim())]
 
 
 def for_channels(vector: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A vector with one number for each channel, in a shape that broadcasts over ``values``."""
-    return vector.view(1, -1, *[1] * (values.dim() - 2))
+    """A vector with one number for each channel, in a shape that broadcasts over ``values``: (1, channels, 1, ...)."""
+    dims_after_channels = values.dim() - 2
+    return vector.view(1, -1, *[1] * dims_after_channels)
 
 
 def stats(input: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean and the inverse standard deviation of this rank's batch, in float32."""
+    """The mean and the inverse standard deviation of this rank's batch, by channel, in float32."""
     dims = dims_of_batch(input)
+    mean = input.float().mean(dims)
     variance = input.float().var(dims, correction=0)
-    return input.float().mean(dims), (variance + eps).rsqrt()
+    return mean, (variance + eps).rsqrt()
 
 
 def gather_stats(
@@ -53,16 +58,20 @@ def gather_stats(
     eps: float,
     counts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean and the inverse standard deviation of all ranks' batches. Also updates the running averages."""
+    """The mean and the inverse standard deviation of all ranks' batches. Also updates the running averages.
+
+    ``means``, ``inverse_deviations`` and ``counts`` are those of each rank: ``counts`` has the elements of a channel.
+    """
     counts = counts.view(-1, 1)
     total = counts.sum()
     mean = (counts * means).sum(0) / total
     variances = inverse_deviations.pow(-2) - eps
+    # The variance of the whole is the ranks' mean variance, and the variance of their means.
     variance = (counts * (variances + (means - mean).square())).sum(0) / total
     if running_mean is not None:
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
     if running_var is not None:
-        unbiased = variance * total / (total - 1)
+        unbiased = variance * total / (total - 1)  # as torch keeps it for the evaluation
         running_var.lerp_(unbiased.to(running_var.dtype), momentum)
     return mean, (variance + eps).rsqrt()
 
@@ -75,6 +84,10 @@ def normalize(
     inverse_deviation: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
+    """This rank's batch, normalized by the ``mean`` and the deviation of all ranks, then scaled and shifted.
+
+    ``eps`` is not used: the inverse deviation has it already.
+    """
     output = (input - for_channels(mean, input)) * for_channels(inverse_deviation, input)
     if weight is not None:
         output = output * for_channels(weight, input)
@@ -93,14 +106,22 @@ def reduce_gradient(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's sums of the gradient, and of it times the centred input; the gradients of the weight and the bias."""
+    """The first half of the backward pass: this rank's sums over its batch, by channel.
+
+    ``gradient`` is that of the output. Returns its sum, the sum of it times the centred input, and the gradients of the
+    weight and the bias. SyncBatchNorm adds up the first two over all ranks, for ``gradient_of_input``. All four are
+    computed, whatever is needed.
+    """
     dims = dims_of_batch(input)
+    centred = input - for_channels(mean, input)
     total = gradient.float().sum(dims)
-    product = (gradient.float() * (input - for_channels(mean, input))).sum(dims)
+    product = (gradient.float() * centred).sum(dims)
     dtype = mean.dtype
     if weight is not None:
         dtype = weight.dtype
-    return total, product, (product * inverse_deviation).to(dtype), total.to(dtype)
+    gradient_of_weight = (product * inverse_deviation).to(dtype)
+    gradient_of_bias = total.to(dtype)
+    return total, product, gradient_of_weight, gradient_of_bias
 
 
 def gradient_of_input(
@@ -113,7 +134,11 @@ def gradient_of_input(
     product: torch.Tensor,
     counts: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of this rank's input, of the sums over all ranks."""
+    """The second half of the backward pass: the gradient of this rank's input.
+
+    ``total`` and ``product`` are the sums of ``reduce_gradient``, added up over all ranks. The input acts on the output
+    also through the mean and the variance: the terms that are subtracted are the gradients through these two.
+    """
     count = counts.sum()
     centred = input - for_channels(mean, input)
     slope = for_channels(inverse_deviation.square() * product / count, input)

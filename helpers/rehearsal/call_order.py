@@ -1,4 +1,7 @@
-"""Whether all ranks of a group call the same collectives: where they do not, NCCL hangs or mixes up their values."""
+"""Whether all ranks of a group call the same collectives: where they do not, NCCL hangs or mixes up their values.
+
+The ranks compare their calls through the group's store, torch's table of keys and values that all its ranks can read.
+"""
 
 import json
 import os
@@ -12,7 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from helpers.counts import COUNTS, script_line
+from helpers.counts import script_line
+from helpers.rehearsal.devices import gpu_error
 from helpers.rehearsal.tensor import tensors_in
 
 KINDS = "all_reduce all_gather reduce_scatter all_to_all broadcast reduce scatter gather barrier".split()
@@ -25,7 +29,8 @@ ORIGINAL_FUTURE: Any = dist.Work.get_future
 class CallOrder:
     """Compares this rank's collectives in a group with those of the other ranks, through the group's store.
 
-    The first rank that makes its n-th call writes the call under the key ``call/n``, and the others compare theirs.
+    The store's keys: ``call/N`` has the N-th call of the rank that made its N-th call first, ``calls/RANK`` how many
+    calls a rank has made, ``ended/RANK`` that its script has ended, and ``differ`` the message on calls that differ.
     """
 
     store: Any
@@ -34,16 +39,21 @@ class CallOrder:
     calls: int  # how many collectives this rank has called
 
     def announce(self, call: str) -> None:
-        """Tell the group this rank's next call. Raises RuntimeError where a rank that came earlier calls another."""
+        """Tell the group this rank's next call. Raises RuntimeError where a rank that came earlier made another call.
+
+        ``call`` is the text of ``describe``, which is equal for calls that belong together.
+        """
         self.calls += 1
         self.store.set(f"calls/{self.rank_in_group}", str(self.calls))
         caller = f"rank {os.environ['RANK']} at {script_line()}"
-        first = self.store.compare_set(f"call/{self.calls}", "", json.dumps([call, caller])).decode()
-        first_call, first_caller = json.loads(first)
+        # compare_set writes only if the key has no value yet, and returns the value that the key then has.
+        own_value = json.dumps([call, caller])
+        first_value = self.store.compare_set(f"call/{self.calls}", "", own_value).decode()
+        first_call, first_caller = json.loads(first_value)
         if first_call != call:
             message = f"NCCL would hang or mix up values here: {first_caller} calls {first_call}, but {caller} {call}"
-            self.store.set("differ", message)
-            raise COUNTS.refuse(message)
+            self.store.set("differ", message)  # for the other ranks, which find it in ``explain``
+            raise gpu_error(message)
 
     def explain(self, error: Exception) -> Exception:
         """The error to raise in place of gloo's, which may say only that a peer's connection is lost.
@@ -53,18 +63,21 @@ class CallOrder:
         """
         if self.store.check(["differ"]):
             return RuntimeError(self.store.get("differ").decode())  # the rank that came last has it in its report
-        missing = []
-        for rank in range(self.group_size):
-            if int(self.value_of(f"calls/{rank}") or 0) < self.calls:
-                missing.append(rank)
-        ranks_that_raised = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.glob("raised-*")
-        if not missing or any(ranks_that_raised) or not LOST.search(str(error)):
+        missing = [rank for rank in range(self.group_size) if self.calls_of(rank) < self.calls]
+        folder_of_the_ranks = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
+        a_rank_raised = any(folder_of_the_ranks.glob("raised-*"))
+        a_peer_is_lost = LOST.search(str(error)) is not None
+        if a_rank_raised or not missing or not a_peer_is_lost:
             return error
         message = f"NCCL would hang here: ranks {missing} of the group did not come"
         ended = [rank for rank in missing if self.value_of(f"ended/{rank}")]
         if ended:
             message += f", and ranks {ended} have ended"
-        return COUNTS.refuse(message)
+        return gpu_error(message)
+
+    def calls_of(self, rank: int) -> int:
+        """How many collectives a rank of the group has called so far."""
+        return int(self.value_of(f"calls/{rank}") or 0)
 
     def note_end(self) -> None:
         """Note for the other ranks that this rank's script has ended."""
@@ -77,28 +90,32 @@ class CallOrder:
         return self.store.get(key).decode()
 
     def share_value(self, key: str, value: str, duty: str, timeout: timedelta) -> list[str]:
-        """Set this rank's value in the store, wait for those of the other ranks, and return all values by rank.
+        """Set this rank's value under a key in the store, wait for the other ranks, and return all values by rank.
 
-        Raises RuntimeError after the timeout. It says which ranks did not set theirs; ``duty`` is what they would have
-        had to do for that, for the message: "the ranks [1] did not DUTY".
+        Raises RuntimeError after the timeout, for ranks that did not set theirs. Its message ends "ranks [1] of the
+        group did not DUTY", so ``duty`` says what those ranks would have had to do: "call new_group".
         """
         keys = [f"{key}/{rank}" for rank in range(self.group_size)]
-        self.store.set(keys[self.rank_in_group], value)
+        own_key = keys[self.rank_in_group]
+        self.store.set(own_key, value)
         try:
             self.store.wait(keys, timeout)
         except dist.DistStoreError:
             missing = [rank for rank in range(self.group_size) if not self.value_of(keys[rank])]
-            raise COUNTS.refuse(f"NCCL would hang here: ranks {missing} of the group did not {duty}") from None
+            raise gpu_error(f"NCCL would hang here: ranks {missing} of the group did not {duty}") from None
         return [self.value_of(key) for key in keys]
 
     def remember(self, work: Any, outputs: Iterable[torch.Tensor] = ()) -> Any:
-        """Note a call's group and outputs, which ``wait`` and ``get_future`` below look up; return the call's Work."""
+        """Note the group and the outputs of a call by its Work, which torch returns to the script; return the Work.
+
+        ``wait`` and ``get_future`` below, which replace methods of Work, look the two up.
+        """
         GROUPS[work] = self
         OUTPUTS[work] = [*outputs]
         return work
 
 
-# Of each call that torch still has: its group, and its outputs.
+# The group and the outputs of each call whose Work somebody still has.
 GROUPS: WeakKeyDictionary[Any, CallOrder] = WeakKeyDictionary()
 OUTPUTS: WeakKeyDictionary[Any, list[torch.Tensor]] = WeakKeyDictionary()
 
@@ -114,7 +131,11 @@ def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def get_future(self: Any) -> Any:
-    """Work.get_future. gloo has none for a reduce_scatter, so this waits for the call and returns a finished Future."""
+    """Work.get_future: the call's outputs as a Future.
+
+    gloo has none for a reduce_scatter. So for each call on a pretended GPU this waits until the call has ended, and
+    returns a Future that has its result already.
+    """
     if self not in OUTPUTS:
         return ORIGINAL_FUTURE(self)
     wait(self)
@@ -124,30 +145,37 @@ def get_future(self: Any) -> Any:
 
 
 def kind_of(name: str) -> str:
-    """The kind of a collective, such as all_gather for _allgather_base; "" for what is none."""
+    """The kind of a collective by its name, such as all_gather for _allgather_base; "" for what is no collective.
+
+    torch writes the names with underscores or without, so these are left out when names are compared.
+    """
     plain = name.replace("_", "")
-    for kind in KINDS:
+    for kind in KINDS:  # reduce_scatter comes before reduce, with which it begins
         if plain.startswith(kind.replace("_", "")):
             return kind
     return ""
 
 
 def describe(name: str, args: Sequence[Any], group_size: int) -> str:
-    """A collective as text, equal on all ranks that may call it together: its kind, number of elements and type.
+    """A collective as text, such as "all_reduce of 4 elements of float32": equal on ranks that may call it together.
 
-    ``name`` is a method of ProcessGroup or an operator of torch's C++, ``args`` are its arguments.
+    ``name`` is a method of ProcessGroup or an operator of torch's C++, ``args`` are its arguments. Returns "" for an
+    operator that is no collective.
     """
     kind = kind_of(name)
-    tensors_of_args = []
+    sizes_of_arguments = []  # the elements of all tensors of an argument, for each argument that has tensors
+    dtypes = []
     for arg in args:
         tensors = tensors_in([arg])
         if tensors:
-            tensors_of_args.append(tensors)
-    if kind in UNSIZED or not tensors_of_args:
+            sizes_of_arguments.append(sum(tensor.numel() for tensor in tensors))
+            dtypes += [tensor.dtype for tensor in tensors]
+    if kind in UNSIZED or not sizes_of_arguments:
         return kind
     # An all_gather's output and a reduce_scatter's input have the elements of all ranks; that argument is the largest.
-    size = max(sum(tensor.numel() for tensor in tensors) for tensors in tensors_of_args)
-    if kind == "all_gather" and len(tensors_of_args) == 1:  # a functional operator, which returns its output
+    size = max(sizes_of_arguments)
+    if kind == "all_gather" and len(sizes_of_arguments) == 1:
+        # A functional operator returns its output. So only the input, of one rank, is among its arguments.
         size *= group_size
-    dtype = str(tensors_of_args[0][0].dtype).removeprefix("torch.")
+    dtype = str(dtypes[0]).removeprefix("torch.")
     return f"{kind} of {size} elements of {dtype}"

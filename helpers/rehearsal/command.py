@@ -18,7 +18,7 @@ from helpers.command_line import positive_int, positive_seconds
 from helpers.ranks import processes
 from helpers.ranks.torchrun import folder_until_a_signal, set_defaults
 
-PROGRESS_EVERY = 10.0  # seconds from one line about the ranks to the next
+PROGRESS_EVERY = 10.0  # seconds from one line about rank 0 to the next
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace, flags: list[str]) -> int:
-    """Rehearse a chapter, a notebook or a script; leave with the exit status 0 or 1, or return 1 without a script."""
+    """Rehearse a chapter, a notebook, a script or a module. ``flags`` are those of the script.
+
+    Returns 1 if there is nothing to run. Otherwise this process ends here, with the exit status of the rehearsal.
+    """
     problem = problem_of(args)
     if problem:
         print(f"error: {problem}", file=sys.stderr)
@@ -59,7 +62,7 @@ def main(args: argparse.Namespace, flags: list[str]) -> int:
             from helpers.export import chapters  # here, because it takes a second or more
 
             try:
-                [path] = chapters.export(args.chapter, name)
+                [path] = chapters.export(args.chapter, folder)  # a list of one, because one chapter is named
             except chapters.ExportError as error:
                 print(f"error: {error}", file=sys.stderr)
                 return 1
@@ -74,12 +77,15 @@ def main(args: argparse.Namespace, flags: list[str]) -> int:
 
 
 def problem_of(args: argparse.Namespace) -> str:
-    """Why the arguments cannot work and what to do, in two lines, or ""."""
+    """Why the arguments of ``rehearse`` cannot work and what to do, as text for an error message; "" if they can."""
     if args.json and not args.json.absolute().parent.is_dir():
         return f"{args.json}: there is no such folder.\nMake it, or name another file."
     if args.module:
-        package = args.chapter.partition(".")[0]  # to look for a module in it would import it
-        if not PathFinder.find_spec(package, [os.getcwd(), *sys.path]):
+        # Only the outermost package is looked for. To find a module in it, Python would have to import the package,
+        # and so to run code of the script in this process.
+        package = args.chapter.partition(".")[0]
+        places = [os.getcwd(), *sys.path]
+        if not PathFinder.find_spec(package, places):
             return f"there is no module {args.chapter} here.\nStart in the folder that holds it."
     if args.allow:
         from helpers.training_check import check_allowed  # here, because it imports torch
@@ -92,6 +98,7 @@ def problem_of(args: argparse.Namespace) -> str:
 
 
 def is_script(path: Path) -> bool:
+    """Whether this is the path of a script, and not the number or name of a chapter, nor a notebook."""
     return path.suffix == ".py" and path.is_file()
 
 
@@ -103,22 +110,25 @@ def run(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -
     imports done, which saves two seconds of a processor at each start.
     """
     world_size = args.gpus * args.nodes
-    set_defaults(world_size)
+    set_defaults(world_size)  # before the import of torch, which reads some of these variables
     import torch._dynamo  # otherwise each rank would import it: an optimizer's constructor does
 
     from helpers.rehearsal import mistakes, rank
 
+    # The socket of the store in which the ranks find each other. The system picks a free port.
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
         def be_rank(number: int) -> None:
-            server.close()
+            """What a forked process does. It ends in rank.main."""
+            server.close()  # this process's copy; the store takes the command's own
             rank.prepare_process()
             os.environ.update(rank.variables(number, args.gpus, args.nodes, port, folder))
             rank.main(script, args, flags, folder)
 
         ranks = [processes.fork(partial(be_rank, number)) for number in range(world_size)]
-        # After the forks, because a store has threads. The ranks' connections have waited in the socket.
+        # The store starts after the forks, because it has threads, which a fork would not copy. The ranks may have
+        # connected to the socket by now, and have waited there.
         store = torch.distributed.TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
         )
@@ -130,7 +140,9 @@ def run(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -
     if trouble is not None:
         # What the ranks have noted is cut short, and the script's error is no silent mistake.
         return trouble.status
-    if mistakes.write_section(folder, world_size, args.allow, args.json):
+    comparison = mistakes.compare_notes(folder, world_size, args.allow)
+    mistakes.write_section(comparison, args.json)
+    if comparison.has_mistakes:
         return 1
     return 0
 
@@ -143,44 +155,65 @@ class Trouble:
     status: int = 1  # the command's exit status
 
 
+class Progress:
+    """Says now and then, while the ranks run, in which line of the script rank 0 is.
+
+    ``folder`` has a file ``stackRANK`` with the last stack of each rank.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.start = time.monotonic()
+        self.next_at = self.start + PROGRESS_EVERY
+
+    def report(self, statuses: Mapping[int, int]) -> None:
+        """Print the line, if it is time for it. ``statuses`` is {rank: exit status} of the ranks that have ended."""
+        for rank in statuses:
+            (self.folder / f"stack{rank}").unlink(missing_ok=True)  # a rank that has ended is on no line
+        now = time.monotonic()
+        if now > self.next_at:
+            from helpers.ranks.collecting import where  # here: other commands do without
+
+            line = where(self.folder, [0])[0]
+            print(f"after {now - self.start:.0f} s: rank 0 at {line}", file=sys.stderr, flush=True)
+            self.next_at += PROGRESS_EVERY
+
+
 def wait(ranks: Sequence[psutil.Process], folder: Path, timeout: float) -> Trouble | None:
     """Wait until all ranks have ended, one has failed, or for ``timeout`` seconds. Returns what went wrong, or None.
 
-    Meanwhile a line now and then says where rank 0 is.
+    Meanwhile a line now and then says where rank 0 is. ``folder`` has the ranks' last stacks, from which the lines are.
     """
     from helpers.ranks.collecting import where  # here: other commands do without
     from helpers.ranks.messages import hang
 
-    start = time.monotonic()
-    progress_at = start + PROGRESS_EVERY
-
-    def report_progress(statuses: Mapping[int, int]) -> None:
-        nonlocal progress_at
-        for rank in statuses:
-            (folder / f"stack{rank}").unlink(missing_ok=True)  # a rank that has ended is on no line
-        if time.monotonic() > progress_at:
-            [line] = where(folder, [0]).values()
-            print(f"after {time.monotonic() - start:.0f} s: rank 0 at {line}", file=sys.stderr, flush=True)
-            progress_at += PROGRESS_EVERY
-
-    statuses = processes.wait(ranks, timeout, stop_at_failure=True, watch=report_progress)
+    progress = Progress(folder)
+    statuses = processes.wait(ranks, timeout, stop_at_failure=True, watch=progress.report)
     for rank, status in sorted(statuses.items()):
-        if status < 0:
+        if status < 0:  # as in subprocess: the number of the signal that killed it, with a minus
             return Trouble(f"rank {rank} failed: killed by {signal.Signals(-status).name}")
         if status > 0:
             return Trouble(f"rank {rank} failed: exit status {status}", status)
     if len(statuses) < len(ranks):
-        return Trouble(str(hang(where(folder, range(len(ranks))), statuses, timeout)))
+        lines = where(folder, range(len(ranks)))
+        return Trouble(str(hang(lines, finished=statuses, timeout=timeout)))
     return None
 
 
 def end(ranks: Sequence[psutil.Process]) -> None:
-    """End the ranks that still run. Before that they may print their errors, and have longer if they are at work."""
+    """End the ranks that still run after one has failed, or after the time is over.
+
+    Before that they get a moment to print their own errors, which a rank's failure causes on its peers. A rank that is
+    at work, as on a busy machine, gets longer than one that only waits.
+    """
     from helpers.ranks.collecting import LATE_WITHIN, PEERS_WITHIN, busy
 
     latest = time.monotonic() + LATE_WITHIN
     processes.wait(ranks, PEERS_WITHIN)
-    while time.monotonic() < latest and any(busy(rank.pid) for rank in ranks if rank.is_running()):
+    while time.monotonic() < latest:
+        a_rank_works = any(busy(rank.pid) for rank in ranks if rank.is_running())
+        if not a_rank_works:
+            break
         processes.wait(ranks, processes.NOTICE_WITHIN)
     processes.end(ranks)
 
@@ -188,32 +221,38 @@ def end(ranks: Sequence[psutil.Process]) -> None:
 def last_lines(folder: Path) -> list[str]:
     """The last lines of a rehearsal that failed: the script's lines, the errors, and the ranks that came there.
 
-    First where GPUs or NCCL would have raised, then what the script raised, if that is another error. A rank that has
-    only lost the connection to another one is left out, unless there is nothing else to say.
+    First where GPUs or NCCL would have raised (``refused``), then what the script ``raised``, if that is another error.
+    A rank that has only lost the connection to another one is left out, unless there is nothing else to say.
     """
     from helpers.rehearsal.call_order import LOST  # here, because it imports torch
 
-    refused = lines_of_ranks(folder, "refused")
-    raised = lines_of_ranks(folder, "raised")
-    refusals = {first_line_of_error(line) for line in refused}
-    lines = dict(refused)
+    refused = ranks_by_line(folder, "refused")
+    raised = ranks_by_line(folder, "raised")
+    refused_errors = {first_line_of_error(line) for line in refused}
+    ranks_of_line = dict(refused)
     for line, ranks in raised.items():
-        if first_line_of_error(line) not in refusals and not LOST.search(line):
-            lines[line] = ranks
-    return [f"{line} (ranks {ranks})" for line, ranks in (lines or raised).items()]
+        if first_line_of_error(line) not in refused_errors and not LOST.search(line):
+            ranks_of_line[line] = ranks
+    if not ranks_of_line:
+        ranks_of_line = raised
+    return [f"{line} (ranks {ranks})" for line, ranks in ranks_of_line.items()]
 
 
 def first_line_of_error(line: str) -> str:
     """RuntimeError: what it says, of the text ``train.py:12: RuntimeError: what it says``, which may go on below."""
-    error = line.partition(": ")[2]
-    return error.partition("\n")[0]
+    _, _, error = line.partition(": ")
+    first_line, _, _ = error.partition("\n")
+    return first_line
 
 
-def lines_of_ranks(folder: Path, kind: str) -> dict[str, list[int]]:
-    """{line: the ranks that have left it} of the files ``kind-RANK``."""
-    paths = {int(path.name.partition("-")[2]): path for path in folder.glob(f"{kind}-*")}  # {rank: its file}
-    ranks: dict[str, list[int]] = {}
-    for rank in sorted(paths):
-        line = paths[rank].read_text()
-        ranks.setdefault(line, []).append(rank)
-    return ranks
+def ranks_by_line(folder: Path, kind: str) -> dict[str, list[int]]:
+    """{line: the ranks that have left it} of the files in the folder that are called ``kind-RANK``, as refused-0."""
+
+    def rank_of(path: Path) -> int:
+        return int(path.name.removeprefix(f"{kind}-"))
+
+    ranks_of_line: dict[str, list[int]] = {}
+    for path in sorted(folder.glob(f"{kind}-*"), key=rank_of):
+        line = path.read_text()
+        ranks_of_line.setdefault(line, []).append(rank_of(path))
+    return ranks_of_line

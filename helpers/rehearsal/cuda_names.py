@@ -1,8 +1,8 @@
 """What becomes of each public name of torch.cuda and its submodules in a rehearsal, decided name by name.
 
-Each name stands in one of the four tables. A name that only a submodule has is written with it, as nvtx.mark. What
-torch.cuda has too, as all of torch.cuda.memory, is written without. ``gpus`` follows the tables, and a test fails for
-each public name of the installed torch.cuda that is in none of them.
+Each name is in one of the four tables. A name that only a submodule has is written with the submodule: nvtx.mark. A
+name that torch.cuda has too, such as each of torch.cuda.memory, is written without. ``gpus`` follows the tables, and a
+test fails for each public name of the installed torch.cuda that is in none of them.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ PRETENDED = frozenset(
     """.split()
 )
 
-# torch's own do what they do on GPUs: they ask only what is pretended, or ask no GPU.
+# torch's own functions and classes stay, because they ask only what is pretended, or ask no GPU.
 UNCHANGED = frozenset(
     """
     stream StreamContext current_device set_device device device_of
@@ -38,7 +38,8 @@ UNCHANGED = frozenset(
     """.split()
 )
 
-# These functions do nothing and return the value. What begins with an underscore is private, but programs call it.
+# {name: value} of functions that do nothing and return the value. A name with an underscore is private, but programs
+# call it.
 NOTHING: dict[str, Any] = {
     "is_available": True,
     "is_bf16_supported": True,
@@ -125,7 +126,7 @@ NO_SPARSE_TYPES = "a pretended GPU has no sparse types: use torch.sparse_coo_ten
 NO_TUNING = "a pretended GPU's matrix products cannot be timed: rehearse without tuning"
 NO_FILES = "a pretended GPU reads no files by itself: rehearse with torch.load and torch.save"
 
-# These stop the script, with the reason as the last line.
+# {name: reason} of what stops the script, with the reason as the rehearsal's last line.
 REFUSED: dict[str, str] = {
     "CUDAGraph": NO_GRAPHS,
     "graph": NO_GRAPHS,

@@ -1,6 +1,7 @@
 """This node's pretended GPUs, what a device argument means, and which memory of the host is pinned.
 
-Also ``replace``, with which the other modules put their functions in torch's place.
+Also ``replace``, with which the other modules put their functions in torch's place, and ``gpu_error``, with which they
+raise what a real GPU or NCCL would raise.
 """
 
 from collections.abc import Callable
@@ -18,10 +19,13 @@ BAD_FORK = (
 
 
 class Node:
-    """How many GPUs this node pretends to have, and which one is the current GPU."""
+    """What this process, which is one rank, knows of the node's pretended GPUs. It is kept on the class itself.
 
-    gpus = 1
-    current = 0
+    CUDA keeps the same for a process: how many GPUs there are, which one is current, and whether one was used.
+    """
+
+    gpus = 1  # how many GPUs this node pretends to have
+    current = 0  # the number of the GPU that torch.cuda.set_device has chosen
     initialized = False  # whether a GPU was used. Until then, a device mesh of torch sets the current GPU.
     in_bad_fork = False  # whether this process was forked from one that had used a GPU: CUDA does not work here
     # DTensors draw random numbers from the GPU's generator: its seed, and how many numbers have been drawn.
@@ -33,7 +37,11 @@ ORIGINAL_GENERATOR: Any = torch.Generator
 
 
 class StandIn(type(ORIGINAL_GENERATOR)):  # type: ignore[misc]
-    """A metaclass for a class in the place of torch's ``original``: isinstance and == take the two for one class."""
+    """A metaclass for a class in the place of torch's ``original``: isinstance and == take the two for one class.
+
+    torch's C++ makes instances of the original, such as ``tensor.device``. A program that asks whether one of them is
+    a torch.device, or has torch.device as the key of a dict, then finds the class that has taken its place.
+    """
 
     original: Any
     pretended: Any = ()  # a class whose instances count as the original's, if there is one
@@ -45,27 +53,31 @@ class StandIn(type(ORIGINAL_GENERATOR)):  # type: ignore[misc]
         return other is cls or other is cls.original
 
     def __hash__(cls) -> int:
-        return hash(cls.original)
+        return hash(cls.original)  # classes that are equal must have one hash
 
 
 def accept_number(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of torch so that it takes a GPU's number as a device.
+    """Wrap a function of torch whose first argument is a device, so that it takes a GPU's number for one: 1 is cuda:1.
 
-    For a number, torch's C++ asks which accelerator the build is for, and a build for CPUs is for none.
+    For a number, torch's C++ asks which accelerator the build is for, and a build for CPUs is for none. So the number
+    becomes text before C++ sees it.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        # Not isinstance(..., int): a bool is an int as well, and names no GPU.
         if args and type(args[0]) is int:
-            args = (f"cuda:{args[0]}", *args[1:])
+            number, *other_args = args
+            args = (f"cuda:{number}", *other_args)
         elif type(kwargs.get("device")) is int:
-            kwargs["device"] = f"cuda:{kwargs['device']}"
+            number = kwargs["device"]
+            kwargs["device"] = f"cuda:{number}"
         return original(*args, **kwargs)
 
     return call
 
 
 class device(metaclass=StandIn):
-    """torch.device, which also takes a number."""
+    """torch.device, which also takes a GPU's number. What it makes are the original's instances."""
 
     original = torch.device
     __module__ = "torch"  # where a pickle finds it
@@ -75,10 +87,12 @@ class device(metaclass=StandIn):
 
 
 class Generator(ORIGINAL_GENERATOR, metaclass=StandIn):
-    """torch.Generator, also on pretended GPUs, where it draws the CPU's numbers."""
+    """torch.Generator, which may also be on a pretended GPU. There it draws the CPU's random numbers."""
 
     original = ORIGINAL_GENERATOR
-    on_gpus: dict[int, torch.Generator] = {}  # by address: torch's C++ hands out a new Python object each time
+    # {address in C++: the generator} of those on a GPU. ``check_generator`` looks an address up, because torch's C++
+    # hands a generator to an operator as a new Python object, which does not say where the generator is.
+    on_gpus: dict[int, torch.Generator] = {}
 
     def __new__(cls, device: Device = "cpu") -> "Generator":
         generator = super().__new__(cls, device="cpu")
@@ -92,7 +106,9 @@ class Generator(ORIGINAL_GENERATOR, metaclass=StandIn):
 
 
 def patch() -> None:
+    """Let torch take a GPU's number for a device, and have generators of random numbers on pretended GPUs."""
     replace(torch, device=device, Generator=Generator)
+    # Module.to, and Tensor.to in ``placement``, read their arguments with this function.
     replace(torch._C._nn, _parse_to=accept_number(torch._C._nn._parse_to))
 
 
@@ -102,11 +118,19 @@ def replace(owner: Any, **attributes: Any) -> None:
         setattr(owner, name, attribute)
 
 
+def gpu_error(message: str, kind: type[Exception] = RuntimeError) -> Exception:
+    """Return, for ``raise``, the error that CUDA, NCCL or torch would raise on real GPUs, and note it for the report.
+
+    The report has it with the line of the script that runs now, also if the script catches it.
+    """
+    return COUNTS.refuse(message, kind)
+
+
 def refusing(message: str) -> Callable[..., Any]:
-    """A function that a rehearsal cannot run: it says what to do."""
+    """A function in the place of one that a rehearsal cannot run: it raises NotImplementedError with ``message``."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise COUNTS.refuse(message, NotImplementedError)
+        raise gpu_error(message, NotImplementedError)
 
     return refuse
 
@@ -117,9 +141,13 @@ def is_gpu(device: Device) -> bool:
 
 
 def gpu_of(device: Device = None) -> int:
-    """The number of the GPU that a device argument means. Raises CUDA's RuntimeError for one that the node lacks."""
+    """The number of the GPU that a device argument means: the current one, where it names none.
+
+    Raises CUDA's RuntimeError for a GPU that the node lacks, and in a process that was forked from one that had used a
+    GPU. Who asks for a GPU uses it, so CUDA counts as initialized from now on.
+    """
     if Node.in_bad_fork:
-        raise COUNTS.refuse(BAD_FORK)
+        raise gpu_error(BAD_FORK)
     Node.initialized = True
     if device is None:
         return Node.current
@@ -127,13 +155,15 @@ def gpu_of(device: Device = None) -> int:
     if index is None:
         return Node.current
     if not 0 <= index < Node.gpus:
-        raise COUNTS.refuse(f"CUDA error: invalid device ordinal (cuda:{index}; this node has {Node.gpus} GPUs)")
+        raise gpu_error(f"CUDA error: invalid device ordinal (cuda:{index}; this node has {Node.gpus} GPUs)")
     return index
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether the rehearsal has marked a CPU tensor's memory as pinned, through this tensor or another."""
-    return tensor.layout == torch.strided and getattr(tensor.untyped_storage(), "pretended_pinned", False)
+    """Whether ``mark_pinned`` has marked a CPU tensor's memory, through this tensor or through another view of it."""
+    if tensor.layout != torch.strided:
+        return False  # a sparse tensor has no storage that could be marked
+    return getattr(tensor.untyped_storage(), "pretended_pinned", False)  # a storage without a mark lacks the attribute
 
 
 def mark_pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,14 +15,18 @@ from helpers.rehearsal.devices import bytes_of
 
 
 def patch() -> None:
+    """Let torch call ``optimizer_step`` after each step of any optimizer."""
     optimizer.register_optimizer_step_post_hook(optimizer_step)
 
 
 def collective(what: str, sent: Sequence[torch.Tensor] = ()) -> None:
-    """This rank calls a collective at the script's current line. ``sent`` are the tensors that it gives."""
+    """Note that this rank calls a collective at the script's current line.
+
+    ``what`` is its name in the report, such as "allreduce (NCCL)"; ``sent`` are the tensors that this rank gives.
+    """
     COUNTS.count(COLLECTIVE, what, bytes_of(*sent))
 
 
 def optimizer_step(stepped: Any, args: Any, kwargs: Any) -> None:
-    """An optimizer has made a step; torch calls this hook of every optimizer."""
+    """Note that an optimizer has made a step. torch calls this hook, with the arguments of its ``step``."""
     COUNTS.count_step(stepped, args, kwargs)

@@ -22,7 +22,7 @@ from torch.types import Device
 
 from helpers.counts import COUNTS, WAIT
 from helpers.rehearsal.cuda_names import NOTHING, REFUSED
-from helpers.rehearsal.devices import Generator, Node, StandIn, gpu_of, is_gpu, refusing, replace
+from helpers.rehearsal.devices import Generator, Node, StandIn, gpu_error, gpu_of, is_gpu, refusing, replace
 
 MEMORY = 80 << 30  # bytes of each pretended GPU
 PRETENDED_NCCL = (2, 29, 7)  # NCCL's version, if PyTorch was built without it
@@ -35,18 +35,21 @@ SUCCESS = 0  # what the functions of CUDA's runtime return
 
 
 def returning(value: Any) -> Callable[..., Any]:
-    """A new function that always returns this value. It is a new one each time, because torch._dynamo wants that."""
+    """A function that takes any arguments and always returns this value, to stand for one of torch.cuda.
+
+    It is a new one each time, because torch._dynamo wants that.
+    """
     return lambda *args, **kwargs: value
 
 
 class Stream:
-    """A CUDA stream. It has no work to order: every operation runs when it is called."""
+    """torch.cuda.Stream for a pretended GPU. It has no work to order: every operation runs when it is called."""
 
-    query = returning(True)
+    query = returning(True)  # all its work is done
     is_capturing = returning(False)
     wait_event = returning(None)
     wait_stream = returning(None)
-    priority_range = staticmethod(returning((0, -5)))
+    priority_range = staticmethod(returning((0, -5)))  # the lowest and the highest priority of a GPU's streams
     ids = itertools.count(1)
 
     def __init__(self, device: Device = None, priority: int = 0, **kwargs: Any) -> None:
@@ -55,10 +58,12 @@ class Stream:
         self.device_type = 1  # torch's number of CUDA
         self.priority = priority
         self.stream_id = next(self.ids)
-        self.cuda_stream = self.stream_id
-        self.before: list[Stream] = []  # the current streams that this one has replaced in a with statement
+        self.cuda_stream = self.stream_id  # CUDA's address of the stream
+        # The streams that were current when a with statement made this one current. They are so again at its end.
+        self.before: list[Stream] = []
 
     def record_event(self, event: "Event | None" = None) -> "Event":
+        """Record an event on this stream, a new one if none is given, and return it."""
         if event is None:
             event = Event()
         event.record(self)
@@ -68,6 +73,7 @@ class Stream:
         COUNTS.count(WAIT, "stream.synchronize")
 
     def __enter__(self) -> "Stream":
+        """Begin ``with stream:``, in which this stream is the current one of its GPU."""
         self.before.append(current_stream(self.device))
         set_stream(self)
         return self
@@ -85,9 +91,9 @@ class ExternalStream(Stream):
 
 
 class Event:
-    """A CUDA event that notes the host's time."""
+    """torch.cuda.Event for a pretended GPU. It notes the host's time."""
 
-    query = returning(True)
+    query = returning(True)  # what was called before it is done
     wait = returning(None)
     ipc_handle = refusing("a pretended GPU's event cannot be sent to another process: rehearse without it")
 
@@ -104,9 +110,9 @@ class Event:
     def elapsed_time(self, end: "Event") -> float:
         """Milliseconds between two records by the host's clock: the CPU's work took them, not a GPU's."""
         if not (self.enable_timing and end.enable_timing):
-            raise COUNTS.refuse("Both events must be created with argument 'enable_timing=True'.", ValueError)
+            raise gpu_error("Both events must be created with argument 'enable_timing=True'.", ValueError)
         if self.time is None or end.time is None:
-            raise COUNTS.refuse("Both events must be recorded before calculating elapsed time", ValueError)
+            raise gpu_error("Both events must be recorded before calculating elapsed time", ValueError)
         return (end.time - self.time) * 1000
 
 
@@ -185,12 +191,15 @@ class Properties:
 
 
 def properties(device: Device = None) -> Properties:
+    """torch.cuda.get_device_properties. The uuid tells the GPUs of a job apart: by the node's number, and its own."""
     index = gpu_of(device)
-    return Properties(index, f"GPU-{os.environ.get('GROUP_RANK', '0')}-{index}")
+    node = os.environ.get("GROUP_RANK", "0")
+    return Properties(pci_bus_id=index, uuid=f"GPU-{node}-{index}")
 
 
 def manual_seed(seed: int) -> None:
-    Node.random_seed = seed % 2**63
+    """torch.cuda.manual_seed: the numbers that DTensors draw begin anew from this seed."""
+    Node.random_seed = seed % 2**63  # so that it fits into the 64 bits of ``get_rng_state``, of which one is the sign
     Node.random_offset = 0
 
 
@@ -200,11 +209,18 @@ def get_rng_state(device: Device = None) -> torch.Tensor:
 
 
 def set_rng_state(state: torch.Tensor, device: Device = None) -> None:
-    if state.numel() == 16:  # the state of a CPU's generator is longer
-        Node.random_seed, Node.random_offset = state.cpu().view(torch.int64).tolist()
+    """torch.cuda.set_rng_state, for a state that ``get_rng_state`` has returned.
+
+    A state of 16 bytes is one of these. A longer one is that of a CPU's generator, and is left.
+    """
+    if state.numel() == 16:
+        seed, offset = state.cpu().view(torch.int64).tolist()
+        Node.random_seed = seed
+        Node.random_offset = offset
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
+    """torch.cuda.set_sync_debug_mode: whether torch says nothing, warns or raises where the host waits for a GPU."""
     if isinstance(debug_mode, str):
         debug_mode = {"default": 0, "warn": 1, "error": 2}[debug_mode]
     COUNTS.sync_debug_mode = debug_mode
@@ -218,6 +234,7 @@ CURRENT_STREAMS: dict[int, Stream] = {}  # of each GPU on which another stream t
 
 
 def current_stream(device: Device = None) -> Stream:
+    """torch.cuda.current_stream: the one that ``set_stream`` has chosen for a GPU, or else the GPU's default stream."""
     index = gpu_of(device)
     return CURRENT_STREAMS.get(index) or default_stream(index)
 
@@ -230,15 +247,19 @@ def default_stream(device: Device = None) -> Stream:
     return default_stream_of(gpu_of(device))
 
 
-default_stream_of = functools.cache(Stream)
+default_stream_of = functools.cache(Stream)  # {a GPU's number: its default stream}, which is made when it is asked for
 
 
 def init() -> None:
+    """torch.cuda.init, which raises CUDA's error in a process that was forked from one that had used a GPU."""
     gpu_of()
 
 
 def memory_stats(device: Device = None) -> dict[str, int]:
-    """CUDA's counts of memory, by their names: all 0, because a pretended GPU's memory is the host's."""
+    """CUDA's counts of memory, by their names: all 0, because a pretended GPU's memory is the host's.
+
+    A name that only another PyTorch has is 0 as well, because the dict makes up what it lacks.
+    """
     counts: dict[str, int] = defaultdict(int)
     for unit in MEMORY_UNITS:
         for pool in ("all", "large_pool", "small_pool"):
@@ -255,9 +276,9 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
 
 
 def check_error(result: int) -> None:
-    """Raise RuntimeError where a function of CUDA's runtime has returned an error."""
+    """torch.cuda.check_error: raise RuntimeError where a function of CUDA's runtime has returned an error."""
     if result != SUCCESS:
-        raise COUNTS.refuse(f"CUDA error: {result}")
+        raise gpu_error(f"CUDA error: {result}")
 
 
 # CUDA's runtime, as far as programs call it: they mark what a profile shows, and pin memory.
@@ -280,9 +301,11 @@ def patch() -> None:
     follow_tables()
     patch_torch_cuda()
     patch_accelerator()
-    if not torch.distributed.is_nccl_available():  # a build for CUDA knows the version that it has
+    # PyTorch's build for CUDA knows its versions of NCCL, CUDA and cuDNN, and keeps them.
+    if not torch.distributed.is_nccl_available():
         replace(torch.cuda.nccl, version=lambda: PRETENDED_NCCL)
-    replace(torch.version, cuda=torch.version.cuda or "pretended")
+    if not torch.version.cuda:
+        replace(torch.version, cuda="pretended")
     replace(torch.backends.cuda, is_built=returning(True), preferred_linalg_library=returning(None))
     if not torch.backends.cudnn.is_available():
         replace(torch.backends.cudnn, version=returning(CUDNN_VERSION))
@@ -290,7 +313,7 @@ def patch() -> None:
 
 
 def follow_tables() -> None:
-    """Replace what ``cuda_names`` lists as doing nothing and as refused."""
+    """Replace what ``cuda_names`` lists: the functions that do nothing, and those that a rehearsal cannot run."""
     for qualified_name, value in NOTHING.items():
         replace_name(qualified_name, returning(value))
     for qualified_name, reason in REFUSED.items():
@@ -298,36 +321,36 @@ def follow_tables() -> None:
 
 
 def replace_name(qualified_name: str, function: Callable[..., Any]) -> None:
-    """Replace a name of torch.cuda by a function, such as "nvtx.mark", also where submodules have it.
+    """Replace a name of torch.cuda by a function, such as "empty_cache" or "nvtx.mark", wherever torch has it.
 
     A class stays, because programs ask isinstance: the function replaces what makes its instances. Only the sparse
-    types go, because torch's C++ has made them, and they take no attribute.
+    types go, because torch's C++ has made them, and they take no attribute. A name that this PyTorch lacks is left out.
     """
-    folder, _, name = qualified_name.rpartition(".")
+    submodule, _, name = qualified_name.rpartition(".")  # "nvtx" and "mark"; for "empty_cache" the first is ""
     try:
-        modules = [importlib.import_module(f"torch.cuda.{folder}".rstrip("."))]
+        modules = [importlib.import_module(f"torch.cuda.{submodule}".rstrip("."))]
     except ModuleNotFoundError:  # an older PyTorch has no such module
         return
-    if not folder:
-        modules += [torch.cuda.graphs, torch.cuda.memory, torch.cuda.random]
-    if folder == "comm":
+    if submodule == "":
+        modules += [torch.cuda.graphs, torch.cuda.memory, torch.cuda.random]  # torch.cuda imports names from them
+    if submodule == "comm":
         modules.append(torch.nn.parallel.comm)  # DataParallel finds them here
     for module in modules:
         original = getattr(module, name, None)
-        if inspect.isclass(original) and folder != "sparse":
+        if inspect.isclass(original) and submodule != "sparse":
             replace(original, __new__=function)
         elif original is not None:
             replace(module, **{name: function})
 
 
-def forked() -> None:
-    """In a process that the script has forked: whether its GPUs are lost to it, because a GPU was used before."""
+def note_fork() -> None:
+    """Python calls this in a process that the script has forked. If a GPU was used before, the process has none."""
     Node.in_bad_fork = Node.initialized
 
 
 def patch_torch_cuda() -> None:
     """Put the functions and classes above in the place of torch.cuda's, also where its submodules have them."""
-    os.register_at_fork(after_in_child=forked)
+    os.register_at_fork(after_in_child=note_fork)
     stubs: dict[str, Any] = {
         "_lazy_call": returning(None),
         "_is_in_bad_fork": lambda: Node.in_bad_fork,
@@ -357,7 +380,8 @@ def patch_torch_cuda() -> None:
         "MemPool": MemPool,
         "use_mem_pool": contextlib.nullcontext,
         "caching_allocator_disabled": contextlib.nullcontext,
-        # A pretended GPU draws the CPU's random numbers, so that results compare with gloo's. GPU seeds are DTensors'.
+        # A pretended GPU draws the CPU's random numbers, so that results compare with gloo's. Only DTensors draw by the
+        # seed and the state of the GPU's generator, which these functions set and return.
         "initial_seed": torch.initial_seed,
         "manual_seed": manual_seed,
         "manual_seed_all": manual_seed,
@@ -394,27 +418,29 @@ def patch_accelerator() -> None:
 def patch_contexts() -> None:
     """Make autocast("cuda") the CPU's autocast, with the CPU's lists of operators, and leave CUDA out of profiles.
 
-    Only the constructors of the classes are replaced, because other classes derive from them.
+    The operators run on the CPU, so only the CPU's autocast changes their types. Only the constructors of the classes
+    are replaced, because other classes derive from them.
     """
-    init_autocast = torch.autocast.__init__
-    init_profile = torch.profiler.profile.__init__
-    torch_is_autocast_enabled = torch.is_autocast_enabled
+    original_init_autocast = torch.autocast.__init__
+    original_init_profile = torch.profiler.profile.__init__
+    original_is_autocast_enabled = torch.is_autocast_enabled
 
     def init_autocast_on_cpu(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda":
             device_type = "cpu"
-            dtype = dtype or torch.get_autocast_dtype("cuda")
-        init_autocast(self, device_type, dtype, *args, **kwargs)
+            if dtype is None:
+                dtype = torch.get_autocast_dtype("cuda")  # float16, where the CPU's own default is bfloat16
+        original_init_autocast(self, device_type, dtype, *args, **kwargs)
 
     def init_profile_of_cpu(self: Any, *, activities: Any = None, **kwargs: Any) -> None:
         if activities:
             activities = [item for item in activities if item != torch.profiler.ProfilerActivity.CUDA]
-        init_profile(self, activities=activities, **kwargs)
+        original_init_profile(self, activities=activities, **kwargs)
 
     def is_autocast_enabled(device_type: str = "cuda") -> bool:
         if device_type == "cuda":
             device_type = "cpu"
-        return torch_is_autocast_enabled(device_type)
+        return original_is_autocast_enabled(device_type)
 
     replace(torch.autocast, __init__=init_autocast_on_cpu)
     replace(torch.profiler.profile, __init__=init_profile_of_cpu)

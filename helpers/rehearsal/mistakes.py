@@ -7,7 +7,7 @@ each rank's notes to the command in a file.
 import json
 import pickle
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from helpers import training_check
@@ -19,38 +19,56 @@ MOST_STEPS = 200  # after so many steps of an optimizer a rank is observed no lo
 
 
 def observe() -> TrainingObserver:
-    """Begin to observe this rank.
+    """Begin to observe this rank, and return the observer, which notes what the script does.
 
     The observer wraps torch's functions. So this is called after the rehearsal has replaced them, and before the script
     runs.
     """
-    replace(training_check, plain_tensor=cpu_tensor)
+    replace(training_check, plain_tensor=cpu_tensor)  # with this function the observer reads a tensor's values
     observer = TrainingObserver(MOST_STEPS)
     observer.start(note_existing=False)  # the script has not begun, so it has no model
     return observer
 
 
 def write_notes(observer: TrainingObserver, folder: Path) -> None:
-    """End the observation, and write the rank's notes for the command."""
+    """End the observation, and write the rank's notes to the folder, where the command reads those of all ranks."""
     observer.stop()
     (folder / f"notes-{observer.record.rank}").write_bytes(pickle.dumps(observer.record))
 
 
-def write_section(folder: Path, world_size: int, allow: list[str], path: Path | None) -> bool:
-    """Compare the notes of all ranks of a script that has ended well, and print the section on silent mistakes.
+@dataclass(frozen=True)
+class Comparison:
+    """What came out when the notes of all ranks were compared."""
 
-    ``allow``: kinds of findings to leave out. The others are added to rank 0's JSON in ``path``, unless that is None.
-    Returns whether one of them is a mistake, and not only a note.
+    findings: list[Finding]  # the silent mistakes of the script, and notes that are none
+    failures: list[str]  # why the comparison may have missed some: errors of the check itself
+
+    @property
+    def has_mistakes(self) -> bool:
+        """Whether one of the findings is a mistake, and not only a note."""
+        return bool(mistakes_among(self.findings))
+
+
+def compare_notes(folder: Path, world_size: int, allow: list[str]) -> Comparison:
+    """Compare the notes that all ranks of a script have left in the folder. The script has ended well.
+
+    ``allow``: kinds of findings to leave out, because the reader has said that they are meant.
     """
     records = read_notes(folder, world_size)
     findings = [found for found in compare(records) if found.kind not in allow]
-    failures = [failure for record in records for failure in record.failures]
+    failures = []
+    for record in records:
+        failures += record.failures
     if len(records) < world_size:
         failures.append(f"only {len(records)} of {world_size} ranks left notes")
-    print(report(findings, failures), file=sys.stderr, flush=True)
+    return Comparison(findings, failures)
+
+
+def write_section(comparison: Comparison, path: Path | None) -> None:
+    """Print the section on silent mistakes, and add the findings to rank 0's JSON in ``path``, unless that is None."""
+    print(report(comparison.findings, comparison.failures), file=sys.stderr, flush=True)
     if path:
-        add_to_json(findings, path)
-    return bool(mistakes_among(findings))
+        add_to_json(comparison.findings, path)
 
 
 def read_notes(folder: Path, world_size: int) -> list[Record]:
@@ -64,6 +82,7 @@ def read_notes(folder: Path, world_size: int) -> list[Record]:
 
 
 def add_to_json(findings: list[Finding], path: Path) -> None:
+    """Add the findings to the file of rank 0's counts, which that rank has written before it ended."""
     counts = json.loads(path.read_text(encoding="utf-8"))
     counts["silent_mistakes"] = [asdict(found) for found in findings]
     path.write_text(json.dumps(counts, indent=1), encoding="utf-8")

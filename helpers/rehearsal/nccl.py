@@ -19,7 +19,7 @@ from torch.distributed import device_mesh
 from helpers.counts import COUNTS, WAIT
 from helpers.rehearsal import events
 from helpers.rehearsal.call_order import CallOrder, describe, get_future, wait
-from helpers.rehearsal.devices import Node, replace
+from helpers.rehearsal.devices import Node, gpu_error, replace
 from helpers.rehearsal.tensor import CudaTensor, index_of, map_tensors, tensors_in, unwrap
 
 COLLECTIVES = (
@@ -44,7 +44,7 @@ ORIGINAL_SPLIT_GROUP: Any = c10d.split_group
 
 @dataclass(eq=False)
 class Options:
-    """The part of ProcessGroupNCCL.Options that torch's Python code reads and sets."""
+    """The part of ProcessGroupNCCL.Options that torch's Python code reads and sets, with its names and defaults."""
 
     is_high_priority_stream: bool = False
     _timeout: timedelta = timedelta(minutes=10)
@@ -53,36 +53,51 @@ class Options:
 
 
 class PretendedNCCL(GLOO, CallOrder):
-    """A ProcessGroupNCCL on gloo. It is as strict as NCCL about duplicate GPUs, splits and devices."""
+    """A ProcessGroupNCCL on gloo. It is as strict as NCCL about duplicate GPUs, splits and devices.
+
+    NCCL makes a communicator for a group, on one GPU of each rank, at the group's first collective or when the group is
+    bound to a GPU. Here nothing is made: ``connect`` only checks what NCCL would check then, and keeps the GPU.
+    """
 
     Options: Any = Options
     instances: list["PretendedNCCL"] = []  # kept here, because torch keeps only the C++ half of a group alive
     starts = 0  # how many default groups this process has started
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        """torch calls this where it would make a ProcessGroupNCCL: for each group of which this process is a member."""
         super().__init__(store, rank, size, timeout=options._timeout)
         self.instances.append(self)
-        if c10d._world.default_pg is None:
+        is_default_group = c10d._world.default_pg is None  # torch sets it after the group is made
+        if is_default_group:
             PretendedNCCL.starts += 1
+        # A script may end its groups and start others on the same store, whose keys must be new ones.
         self.store = dist.PrefixStore(f"start{self.starts}", store)
         self.rank_in_group = rank
         self.group_size = size
         self.pretended_options = options
-        self.gpu: int | None = None  # of the communicator, once it is made
-        self.calls = 0
-        self.splits = 0
+        self.gpu: int | None = None  # this rank's GPU in the communicator, once that is made
+        self.calls = 0  # how many collectives this rank has called, for ``CallOrder``
+        self.splits = 0  # how often this group was split
 
     supports_splitting: Any = property(lambda self: True)
     supports_coalescing: Any = property(lambda self: False)
 
     def eager_connect_single_device(self, device: Any) -> None:
-        """Make the communicator at once, as NCCL does for a group that is bound to a GPU."""
-        if self.pretended_options.split_from:
-            self.pretended_options.split_from.perform_nocolor_split(device)
+        """Make the communicator at once. torch calls this for a group that is bound to a GPU by ``device_id``.
+
+        If the group is split off a parent, NCCL makes it by a split, which waits for all ranks of the parent.
+        """
+        parent = self.pretended_options.split_from
+        if parent:
+            parent.perform_nocolor_split(device)
         self.connect(device.index)
 
     def perform_nocolor_split(self, device: Any) -> None:
-        """Do as ncclCommSplit: return when every rank of this group, the parent, has come to the same split."""
+        """Do as ncclCommSplit: return when every rank of this group, the parent, has come to the same split.
+
+        torch calls this on the ranks that will not be in the new group, to which NCCL gives no color.
+        ``eager_connect_single_device`` calls it on those that will.
+        """
         self.splits += 1
         self.share_value(
             key=f"split/{self.splits}",
@@ -92,49 +107,58 @@ class PretendedNCCL(GLOO, CallOrder):
         )
 
     def connect(self, gpu: int) -> None:
-        """Make the communicator on this rank's GPU. Raises NCCL's error where two ranks of a node have one GPU."""
+        """Make the group's communicator on this rank's GPU, unless there is one, and wait for the other ranks to come.
+
+        Each rank says on which GPU of which node it is. Raises NCCL's error where two ranks name the same one, and also
+        if the group has a communicator already, on another GPU of this rank.
+        """
         if self.gpu == gpu:
             return
         self.check_bound(gpu)
-        node_and_gpu = f"{os.environ['GROUP_RANK']}/{gpu}"
-        gpus_of_ranks = self.share_value(
+        node = os.environ["GROUP_RANK"]  # as torchrun numbers the nodes
+        own_place = f"{node}/{gpu}"
+        places_of_ranks = self.share_value(
             key="gpu",
-            value=node_and_gpu,
+            value=own_place,
             duty="come to this communicator's first use",
             timeout=self.pretended_options._timeout,
         )
-        same_gpu = [rank for rank in range(self.group_size) if gpus_of_ranks[rank] == node_and_gpu]
-        if len(same_gpu) > 1:
-            raise COUNTS.refuse(
-                f"NCCL error: Duplicate GPU detected: ranks {same_gpu} of a group are all on cuda:{gpu}"
+        ranks_on_this_gpu = [rank for rank, place in enumerate(places_of_ranks) if place == own_place]
+        if len(ranks_on_this_gpu) > 1:
+            raise gpu_error(
+                f"NCCL error: Duplicate GPU detected: ranks {ranks_on_this_gpu} of a group are all on cuda:{gpu}"
             )
         self.gpu = gpu
 
     def check_bound(self, gpu: int) -> None:
         """Raise NCCL's error for a tensor on another GPU than the communicator's, once there is one."""
-        if self.gpu not in (None, gpu):
-            raise COUNTS.refuse(f"Tensor found on device cuda:{gpu} but backend constrained to cuda:{self.gpu}")
+        if self.gpu is not None and self.gpu != gpu:
+            raise gpu_error(f"Tensor found on device cuda:{gpu} but backend constrained to cuda:{self.gpu}")
 
 
 def backends_of(group: Any) -> Any:
     """{device type: backend} of the group, such as {"cuda": "nccl"} or {"cpu": "gloo", "cuda": "nccl"}."""
-    return c10d.BackendConfig(c10d.Backend(c10d._world.pg_map[group][0])).get_device_backend_map()
+    backend, _ = c10d._world.pg_map[group]  # such as "nccl" or "cpu:gloo,cuda:nccl", and the group's store
+    return c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map()
 
 
 def nccl_of(group: Any) -> Any:
-    """The group's pretended NCCL, or None where it has none."""
+    """The group's pretended NCCL, or None for a group without one, such as a group of gloo or one that has ended."""
     if group not in c10d._world.pg_map or backends_of(group).get("cuda") != "nccl":
         return None
     return group._get_backend(torch.device("cuda"))
 
 
 def check_tensors(group: Any, nccl: PretendedNCCL, name: str, tensors: list[torch.Tensor]) -> None:
-    """Raise what NCCL would raise for the tensors of a call; make the communicator at the first collective."""
+    """Raise what NCCL would raise for the tensors of a call; make the communicator at the first collective.
+
+    ``name`` is the called method of ProcessGroup. ``nccl`` is the group's pretended NCCL.
+    """
     for tensor in tensors:
         gpu = index_of(tensor)
-        if gpu is None:
+        if gpu is None:  # a tensor on the CPU, which goes by gloo if the group has that too
             if "cpu" not in backends_of(group):
-                raise COUNTS.refuse(f"No backend type associated with device type cpu ({name} of a CPU tensor on NCCL)")
+                raise gpu_error(f"No backend type associated with device type cpu ({name} of a CPU tensor on NCCL)")
             continue
         check_dtype(tensor)
         check_contiguous(name, tensor)
@@ -148,36 +172,48 @@ def check_dtype(tensor: torch.Tensor) -> None:
     """Raise torch's error for a tensor of a type that NCCL does not have."""
     if tensor.dtype in DTYPES_NOT_IN_NCCL:
         message = f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}"
-        raise COUNTS.refuse(message, TypeError)
+        raise gpu_error(message, TypeError)
 
 
 def check_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """Raise torch's error for a tensor that is not contiguous. torch accepts images whose channels come last."""
+    """Raise an error for a tensor that is not contiguous, with which a script has called a method of ProcessGroup.
+
+    ``name`` is the method. torch raises the same for a collective. It accepts images whose channels come last.
+    """
     if tensor.is_contiguous():
         return
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+    is_batch_of_images = tensor.dim() == 4
+    if is_batch_of_images and tensor.is_contiguous(memory_format=torch.channels_last):
         return
     message = "Tensors must be contiguous"
     if name in POINT_TO_POINT:
         # torch only warns. NCCL sends the memory in its order, which is right if both tensors have one layout.
         message = f"{name} of a non-contiguous tensor: NCCL sends its memory as it lies; use .contiguous()"
-    raise COUNTS.refuse(message, ValueError)
+    raise gpu_error(message, ValueError)
 
 
 def check_operation(values: Sequence[Any]) -> None:
-    """Raise torch's error where a call's options ask for a reduction that NCCL does not have."""
+    """Raise torch's error where a call asks for a reduction that NCCL does not have, such as a bitwise OR.
+
+    ``values`` are all arguments of the call. Among them may be one object of options, such as AllreduceOptions, which
+    names the reduction.
+    """
     for value in values:
+        reduction = getattr(value, "reduceOp", None)  # tensors and the options of other calls have none
         for operation in REDUCTIONS_NOT_IN_NCCL:
-            if getattr(value, "reduceOp", None) == operation:
-                raise COUNTS.refuse(f"Cannot use ReduceOp.{operation.name} with NCCL", ValueError)
+            if reduction == operation:
+                raise gpu_error(f"Cannot use ReduceOp.{operation.name} with NCCL", ValueError)
 
 
 def sent_tensors(args: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors that a call sends: those of its input, or of its only argument with tensors.
+    """The tensors that a call of ProcessGroup sends, by its arguments without keywords.
 
-    Where a call has an output and an input, the output is the first argument. So the first one is looked at last.
+    A call has an output first and then an input, or only one argument with tensors, which is both. So the first
+    argument counts only if no other has tensors.
     """
-    for arg in (*args[1:], *args[:1]):
+    first_argument = args[:1]
+    other_arguments = args[1:]
+    for arg in (*other_arguments, *first_argument):
         tensors = tensors_in([arg])
         if tensors:
             return tensors
@@ -185,13 +221,14 @@ def sent_tensors(args: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of ProcessGroup: check and count its calls, and let gloo do their work.
+    """Wrap a method of ProcessGroup, such as ``allreduce``: check and count its calls, and let gloo do their work.
 
     gloo gets the CPU tensors that are inside pretended ones. If a group has no NCCL, or if the tensors of a call are on
     the CPU, gloo does the work on a cluster as well. So such a call is counted as gloo's.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """What takes the method's place: ``self`` is the group. Returns the call's Work, as the method does."""
         values = (*args, *kwargs.values())
         tensors = tensors_in(values)
         nccl = nccl_of(self)
@@ -199,11 +236,13 @@ def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if nccl is not None:
             check_tensors(self, nccl, name, tensors)
             check_operation(values)
-            if any(index_of(tensor) is not None for tensor in tensors):
+            is_on_gpu = any(index_of(tensor) is not None for tensor in tensors)
+            if is_on_gpu:
                 backend = "NCCL"
         events.collective(f"{name} ({backend})", sent_tensors(args))
         if backend == "gloo" or name in POINT_TO_POINT:
             return original(self, *unwrap(args), **unwrap(kwargs))
+        # All ranks of the group make this call, and ``announce`` raises where one of them makes another.
         nccl.announce(describe(name, values, nccl.group_size))
         work = perform(original, name, self, nccl, args, kwargs)
         output = values[:1]
@@ -213,30 +252,37 @@ def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def perform(original: Callable[..., Any], name: str, group: Any, nccl: PretendedNCCL, args: Any, kwargs: Any) -> Any:
-    """Call a method of ProcessGroup with the CPU tensors inside pretended ones, and return its Work.
+    """Let gloo do a collective that a script has called on NCCL, and return its Work.
 
-    NCCL only counts elements, so it accepts an output whose shape is not the input's, and lists of tensors of different
-    sizes. gloo refuses both. So tensors are made flat, and such lists go by ``all_to_all_of_lists``.
+    ``original`` is torch's method ``name`` of ProcessGroup; ``args`` and ``kwargs`` are the call's arguments. Tensors
+    among them only say that they are on a GPU, and hold CPU tensors. gloo gets these.
+
+    NCCL only counts elements, so it accepts an output whose shape is not the input's, and a list of tensors that have
+    different sizes. gloo refuses both. So the tensors are made flat, and such a list is sent by an all_to_all.
     """
     args = unwrap(args)
-    if name not in SAME_SHAPES and not divides_rows(name, args):
+    kwargs = unwrap(kwargs)
+    needs_shapes = name in SAME_SHAPES or divides_rows(name, args)
+    if not needs_shapes:
         args = map_tensors(args, flattened)
-    # The first argument of both is the output, and the second is the input. An all_gather's input is a list of one.
-    outputs = tensors_in(args[:1])
-    if name == "alltoall":
-        inputs = args[1]
-        return all_to_all_of_lists(nccl, outputs, inputs)
-    if name == "allgather" and len({tensor.numel() for tensor in outputs}) > 1:
-        # An all_gather is an all_to_all in which a rank sends the same tensor to all.
-        input_for_each_rank = args[1] * nccl.group_size
-        return all_to_all_of_lists(nccl, outputs, input_for_each_rank)
-    return original(group, *args, **unwrap(kwargs))
+    if name in ("alltoall", "allgather"):
+        # Both take the outputs as their first argument, and what this rank sends as the second.
+        outputs = tensors_in(args[:1])
+        inputs = tensors_in(args[1:2])
+        if name == "alltoall":
+            return all_to_all_of_lists(nccl, outputs, inputs)
+        if have_different_sizes(outputs):
+            # An all_gather is an all_to_all in which a rank sends the same tensor to all.
+            [own_input] = inputs
+            return all_to_all_of_lists(nccl, outputs, inputs=[own_input] * nccl.group_size)
+    return original(group, *args, **kwargs)
 
 
 def divides_rows(name: str, args: Sequence[Any]) -> bool:
-    """Whether an all_to_all says how many rows each rank gets. Then its tensors cannot be made flat.
+    """Whether an all_to_all of one tensor says how many rows each rank gets. Then its tensors cannot be made flat.
 
-    Its arguments are the output, the input, and for each of them an optional list with a number of rows for each rank.
+    Its arguments are the output, the input, and for each of them a list with the number of rows for each rank. The
+    lists are empty where all ranks get as many.
     """
     if name not in ("alltoall_base", "all_to_all_single"):
         return False
@@ -244,25 +290,37 @@ def divides_rows(name: str, args: Sequence[Any]) -> bool:
     return any(rows_of_output_and_input)
 
 
+def have_different_sizes(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of the tensors has more elements than another."""
+    return any(tensor.numel() != tensors[0].numel() for tensor in tensors)
+
+
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's memory as one row, which shares it."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
+    """A tensor with the same memory and one dimension. Its elements are in the order in which they are in memory."""
+    return tensor.detach().as_strided(size=(tensor.numel(),), stride=(1,))
 
 
 def all_to_all_of_lists(nccl: PretendedNCCL, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-    """Send the k-th input to rank k, and receive the k-th output from it. Their sizes may differ."""
+    """Send the k-th input to rank k, receive the k-th output from it, and return the Work. Their sizes may differ.
+
+    gloo has an all_to_all for one tensor alone, which takes the number of elements for each rank. So the inputs go in
+    one tensor, and what comes is cut into the outputs. All tensors are flat, and on the CPU.
+    """
     output_sizes = [tensor.numel() for tensor in outputs]
     input_sizes = [tensor.numel() for tensor in inputs]
     received = torch.empty(sum(output_sizes), dtype=outputs[0].dtype)
     work = nccl.alltoall_base(received, torch.cat(inputs), output_sizes, input_sizes, dist.AllToAllOptions())
-    work.wait()
+    work.wait()  # also for async_op=True, because the outputs are filled here
     for output, part in zip(outputs, received.split(output_sizes), strict=True):
         output.copy_(part)
     return work
 
 
 def barrier(self: Any, opts: Any = None, **kwargs: Any) -> Any:
-    """ProcessGroup.barrier. NCCL's makes a communicator if there is none yet, and blocks the host to its end."""
+    """ProcessGroup.barrier. NCCL's makes a communicator if there is none yet, and blocks the host to its end.
+
+    gloo makes the barrier in any case, so the device of the options is the CPU when they get there.
+    """
     if opts is None:
         opts = dist.BarrierOptions()
     nccl = nccl_of(self)
@@ -270,18 +328,21 @@ def barrier(self: Any, opts: Any = None, **kwargs: Any) -> Any:
         events.collective("barrier (gloo)")
         opts.device = torch.device("cpu")
         return ORIGINAL_BARRIER(self, opts, **kwargs)
-    nccl.connect(gpu_of_barrier(self, nccl, opts.device))
+    gpu = gpu_of_barrier(self, nccl, opts.device)
+    nccl.connect(gpu)
     COUNTS.count(WAIT, "barrier")
     nccl.announce("barrier")
     events.collective("barrier (NCCL)")
     opts.device = torch.device("cpu")
-    return nccl.remember(ORIGINAL_BARRIER(self, opts, **kwargs))
+    work = ORIGINAL_BARRIER(self, opts, **kwargs)
+    return nccl.remember(work)
 
 
 def gpu_of_barrier(group: Any, nccl: PretendedNCCL, device: Any) -> int:
-    """The GPU of a barrier, which has no tensor that would say it.
+    """The number of the GPU on which NCCL makes a barrier, which has no tensor that would say it.
 
-    It is the one that the call names, or else the communicator's, or else the one that NCCL guesses from the rank.
+    It is the one that the call's ``device`` names, or else the communicator's, or else the one that NCCL guesses from
+    the rank.
     """
     if device is not None and device.type == "cuda" and device.index is not None:
         return int(device.index)
@@ -293,9 +354,10 @@ def gpu_of_barrier(group: Any, nccl: PretendedNCCL, device: Any) -> int:
 def check_operator(func: Any, args: Any) -> None:
     """Count and check a collective that is an operator, as ``checked`` does for those that are methods of a group.
 
-    Functional collectives are operators, and torch's C++ calls a group by others.
+    Functional collectives are operators, such as _c10d_functional.all_reduce, and torch's C++ calls a group by others,
+    such as c10d.allreduce_. ``CudaTensor`` calls this function before it lets one of them run.
     """
-    name = func.__name__.partition(".")[0].rstrip("_")
+    name = func.__name__.partition(".")[0].rstrip("_")  # "allreduce" for allreduce_.default
     if name not in ("wait_tensor", "_wrap_tensor_autograd"):  # these two send nothing
         first_argument = args[:1]
         events.collective(f"{name} (C++)", tensors_in(first_argument))
@@ -303,17 +365,17 @@ def check_operator(func: Any, args: Any) -> None:
     if nccl is None:
         return
     call = describe(name, args, nccl.group_size)
-    if call:
+    if call:  # it is "" for an operator that is no collective
         gpus = [index_of(tensor) for tensor in tensors_in(args) if index_of(tensor) is not None]
         nccl.connect(gpus[0])
         nccl.announce(call)
 
 
 def group_among(args: Sequence[Any]) -> Any:
-    """The process group among an operator's arguments, or None.
+    """The process group among the arguments of an operator, or None.
 
-    A functional collective has the group's name as its last text, after that of a reduction. An operator of C++ has the
-    group in a ScriptObject.
+    A functional collective gets the group's name. It is the last text among the arguments, because a reduction's name
+    comes before it. An operator that torch's C++ calls gets the group itself, in a ScriptObject.
     """
     for arg in reversed(args):
         if isinstance(arg, str):
@@ -338,50 +400,56 @@ def patch() -> None:
     replace(c10d, _new_process_group_helper=new_process_group)
     replace(dist.Work, wait=wait, get_future=get_future)
     replace(CudaTensor, check_collective=staticmethod(check_operator))
-    for module in (c10d, dist, device_mesh):
+    for module in (c10d, dist, device_mesh):  # the other two have imported the functions of the first
         replace(module, new_group=new_group, split_group=split_group)
 
 
 def device_types(group: Any) -> list[torch.device]:
-    """The device types of a group's backends, without the CPU if only ``new_process_group`` has added it."""
+    """ProcessGroup._device_types: the types of devices for which a group has a backend.
+
+    The CPU is left out if only ``new_process_group`` below has added it: the group of the script has none for it.
+    """
     devices = ORIGINAL_DEVICE_TYPES.fget(group)
-    if group in c10d._world.pg_map and "cpu" not in backends_of(group):
-        devices = [device for device in devices if device.type != "cpu"]
-    return devices
+    if group not in c10d._world.pg_map or "cpu" in backends_of(group):
+        return devices
+    return [device for device in devices if device.type != "cpu"]
 
 
 def new_process_group(*args: Any, **kwargs: Any) -> Any:
-    """torch's function that makes a group. For the CPU, the group then has NCCL as its backend too.
+    """torch's function that makes a group. A group of NCCL alone gets NCCL as its backend for the CPU too.
 
     torch's C++ looks for the backend of a tensor's device, and takes a pretended tensor for one on the CPU.
     """
-    group, *rest = ORIGINAL_HELPER(*args, **kwargs)
-    if isinstance(group, dist.ProcessGroup) and nccl_of(group) and "cpu" not in backends_of(group):
+    group, *other_results = ORIGINAL_HELPER(*args, **kwargs)
+    has_this_rank = isinstance(group, dist.ProcessGroup)  # other ranks get a placeholder, which is a number
+    if has_this_rank and nccl_of(group) and "cpu" not in backends_of(group):
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.NCCL, nccl_of(group))
-    return group, *rest
+    return group, *other_results
 
 
 def splits_off(parent: Any) -> bool:
-    """Whether NCCL makes a new group by a split of this one: it does if the group is bound to a GPU."""
+    """Whether NCCL makes a new group by a split of this one. It does if ``device_id`` has bound the group to a GPU."""
     return bool(parent.bound_device_id and nccl_of(parent))
 
 
 def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
     """torch's new_group. It raises an error for calls that would leave ranks waiting in a split of the parent.
 
-    If the default group is bound to a GPU, NCCL makes a smaller group by a split, in which all ranks take part.
+    If the default group is bound to a GPU, NCCL makes a smaller group by a split of it, the parent. All ranks of the
+    parent must take part in a split, and wait for each other. ``args`` and ``kwargs`` are torch's further arguments.
     """
     parent = c10d._get_default_group()
-    if ranks is not None and len(ranks) < parent.size() and splits_off(parent):
+    is_smaller = ranks is not None and len(ranks) < parent.size()
+    if is_smaller and splits_off(parent):
         if kwargs.get("use_local_synchronization", False):
-            raise COUNTS.refuse(
+            raise gpu_error(
                 "new_group(use_local_synchronization=True) beside an NCCL group that is bound to a GPU: the new group "
                 "is split off the parent, so every rank of the parent must call new_group (pytorch#129965)"
             )
         if backend and "nccl" not in backend:
             # torch lets the ranks outside of the new group split the parent in any case, and its members only if the
             # new group's backend is NCCL.
-            raise COUNTS.refuse(
+            raise gpu_error(
                 f"new_group({list(ranks)}, backend={backend!r}) beside an NCCL group that is bound to a GPU: the ranks "
                 "outside wait in ncclCommSplit for members that never come; make the group of all ranks"
             )
@@ -396,11 +464,13 @@ def split_group(parent_pg: Any = None, split_ranks: Any = None, timeout: Any = N
     parent = parent_pg or c10d._get_default_group()
     if not splits_off(parent):
         return ORIGINAL_SPLIT_GROUP(parent_pg, split_ranks, timeout, *args, **kwargs)
-    global_ranks = c10d.get_process_group_ranks(parent)  # the lists have the ranks' numbers in the parent
     options = {name: kwargs[name] for name in ("backend", "group_desc") if name in kwargs}
+    # The lists have the ranks' numbers in the parent, and new_group wants those in the whole job.
+    global_ranks = c10d.get_process_group_ranks(parent)
     own_group = None
-    for split in split_ranks:
-        group = c10d.new_group([global_ranks[rank] for rank in split], timeout, **options)
-        if parent.rank() in split and own_group is None:
+    for ranks_in_parent in split_ranks:
+        ranks = [global_ranks[rank] for rank in ranks_in_parent]
+        group = c10d.new_group(ranks, timeout, **options)
+        if own_group is None and parent.rank() in ranks_in_parent:
             own_group = group
     return own_group

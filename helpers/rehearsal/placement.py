@@ -1,9 +1,14 @@
-"""How tensors get to pretended GPUs and back: ``.to`` and its like, functions such as torch.zeros, and torch.load."""
+"""How tensors get to pretended GPUs and back: ``.to`` and its like, functions such as torch.zeros, and torch.load.
+
+A tensor on a pretended GPU is a ``CudaTensor``: a wrapper that says it is on cuda:k, around a CPU tensor with the
+values. So a copy to a GPU is a copy on the CPU, with such a wrapper around it.
+"""
 
 import functools
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from helpers.counts import COPY, COUNTS
 from helpers.rehearsal import cuda_names
-from helpers.rehearsal.devices import bytes_of, gpu_of, is_gpu, is_pinned, mark_pinned, replace
+from helpers.rehearsal.devices import bytes_of, gpu_error, gpu_of, is_gpu, is_pinned, mark_pinned, replace
 from helpers.rehearsal.tensor import (
     MAP_LOCATIONS,
     CudaTensor,
@@ -48,6 +53,23 @@ ORIGINAL_TYPE: Any = torch.Tensor.type
 
 def patch() -> None:
     """Replace every function of torch that makes a tensor or moves it to another device, and torch.compile."""
+    patch_factories()
+    patch_tensor_types()
+    replace(torch.Tensor, to=to, cpu=cpu, cuda=cuda, type_as=type_as, type=type_)
+    replace(torch.Tensor, pin_memory=pin_memory, is_pinned=lambda self, device=None: is_pinned(self))
+    replace(torch.Tensor, data=property(ORIGINAL_DATA.__get__, set_data))
+    replace(torch.nn.functional, one_hot=one_hot)
+    replace(torch, load=load, compile=leave_eager, _has_compatible_shallow_copy_type=may_share_data)
+    # torch would trace or compile flex_attention. Pretended tensors get its uncompiled version, sdpa_dense.
+    flex.flex_attention.py_impl(CudaTensor)(flex.sdpa_dense)
+    flex.flex_attention.py_kernels[torch._C.DispatchKey.Autograd] = flex_attention
+
+
+def patch_factories() -> None:
+    """Let functions that make tensors, such as torch.zeros and Tensor.new_ones, make them on pretended GPUs too.
+
+    Kernels for CUDA serve torch's C++, where Python functions are not called. ``on_any_device`` serves the script.
+    """
     torch._C._set_only_lift_cpu_tensors(True)  # then torch.tensor copies its values to a GPU by an operator
     with warnings.catch_warnings():
         # PyTorch's build for CUDA has kernels already, and warns that these take their place.
@@ -56,38 +78,41 @@ def patch() -> None:
             LIBRARY.impl(operator, kernel(operator))
     for factory in _device_constructors():
         owner: Any = torch
-        if factory.__name__.startswith("fft_"):  # torch.fft.fftfreq is called fft_fftfreq
+        name = factory.__name__
+        if name.startswith("fft_"):  # torch.fft.fftfreq says of itself that it is called fft_fftfreq
             owner = torch.fft
-        name = factory.__name__.removeprefix("fft_")
-        if getattr(owner, name, None) is factory:
+            name = name.removeprefix("fft_")
+        is_in_owner = getattr(owner, name, None) is factory
+        if is_in_owner:  # all are, except torch.nested.nested_tensor, which stays torch's own
             replace(owner, **{name: on_any_device(factory)})
-    for owner, names in ((torch, LIKE), (torch.Tensor, NEW)):
-        replace(owner, **{name: on_any_device(getattr(owner, name)) for name in names})
-    replace(torch.Tensor, to=to, cuda=cuda, pin_memory=pin_memory, data=property(ORIGINAL_DATA.__get__, set_data))
-    replace(torch.Tensor, cpu=lambda self, memory_format=None: to(self, "cpu"), type_as=type_as, type=type_)
-    replace(torch.Tensor, is_pinned=lambda self, device=None: is_pinned(self))
-    replace(torch.nn.functional, one_hot=one_hot)
+    for name in LIKE:
+        replace(torch, **{name: on_any_device(getattr(torch, name))})
+    for name in NEW:
+        replace(torch.Tensor, **{name: on_any_device(getattr(torch.Tensor, name))})
+
+
+def patch_tensor_types() -> None:
+    """Replace torch.cuda.FloatTensor and its like by classes that make and recognize tensors on pretended GPUs."""
     for name in TENSOR_TYPES:
         body = {"dtype": dtype_of(name), "__module__": "torch.cuda"}
         replace(torch.cuda, **{name: TensorType(name, (), body)})
     replace(torch, set_default_tensor_type=set_default_tensor_type)
-    replace(torch, load=load, compile=leave_eager, _has_compatible_shallow_copy_type=may_share_data)
-    # torch would trace or compile flex_attention. Pretended tensors get its uncompiled version, sdpa_dense.
-    flex.flex_attention.py_impl(CudaTensor)(flex.sdpa_dense)
-    flex.flex_attention.py_kernels[torch._C.DispatchKey.Autograd] = flex_attention
 
 
 def kernel(operator: Any) -> Callable[..., torch.Tensor]:
     """A CUDA kernel for an operator that makes a tensor: the CPU makes it, and a pretended tensor is put around it."""
 
     def make(*args: Any, device: Device = None, pin_memory: bool | None = None, **kwargs: Any) -> torch.Tensor:
-        return CudaTensor(operator(*args, device="cpu", **kwargs), gpu_of(device))
+        # ``pin_memory`` is left out, because only memory of the host can be pinned.
+        inner = operator(*args, device="cpu", **kwargs)
+        return CudaTensor(inner, gpu_of(device))
 
     return make
 
 
 def default_device() -> torch.device | None:
     """The device of ``with torch.device(…)`` or torch.set_default_device, or None."""
+    # The innermost ``with`` counts, which torch has put on this stack last.
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(mode, DeviceContext):
             return mode.device
@@ -95,9 +120,9 @@ def default_device() -> torch.device | None:
 
 
 def implied_device(name: str, source: torch.Tensor | None) -> Device:
-    """Where the function ``name`` makes a tensor if its call names no device; None where torch finds the right one.
+    """Where torch's function ``name`` makes a tensor if its call names no device; None where torch finds that itself.
 
-    ``source`` is the tensor that the function is given first, if it is given one.
+    ``source`` is the tensor that the call has as its first argument, or None where it has none, as torch.zeros.
     """
     if source is None:
         return default_device()
@@ -109,29 +134,31 @@ def implied_device(name: str, source: torch.Tensor | None) -> Device:
 def on_any_device(factory: Any) -> Callable[..., torch.Tensor]:
     """Wrap a function or method of torch that makes a tensor, such as torch.zeros or Tensor.new_ones.
 
-    The wrapper does what the kernels above cannot, because torch's C++ keeps it from them: it finds the GPU that is
-    meant, moves the values of a tensor that is given as data, and marks the result as pinned.
+    torch's C++ would hand the work to a ``kernel``, but not all that the kernel has to know. So the wrapper first finds
+    the GPU that is meant and moves the values of a tensor that is given as data; afterwards it marks memory as pinned.
     """
     name = factory.__name__
 
     @functools.wraps(factory)
     def make(*args: Any, device: Device = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        source = None
+        """What takes the function's place. The arguments are those of the function."""
+        source = None  # the tensor that is given as data, or whose shape and type the new one gets
         if args and isinstance(args[0], torch.Tensor):
             source = args[0]
         if device is None:
             device = implied_device(name, source)
         if source is not None and name in ("as_tensor", "asarray"):  # these return a tensor itself if nothing changes
-            return to(source, device, kwargs.get("dtype") or source.dtype)
+            dtype = kwargs.get("dtype") or source.dtype
+            return to(source, device, dtype)
         if is_gpu(device):
             device = torch.device("cuda", gpu_of(device))
         elif device is not None:
             # For torch's C++ a pretended tensor is on the CPU already, so it would not be copied there.
             args = unwrap(args)
-        out = factory(*args, device=device, **kwargs)
+        tensor = factory(*args, device=device, **kwargs)
         if pin_memory:
-            return out.pin_memory()
-        return out
+            return tensor.pin_memory()
+        return tensor
 
     builtin = _find_builtin(factory)
     if builtin:
@@ -144,35 +171,44 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """torch's one_hot. Its C++ would allocate the result on the CPU, where the values of a pretended tensor are."""
     if not isinstance(tensor, CudaTensor):
         return ORIGINAL_ONE_HOT(tensor, num_classes)
-    if num_classes < 0:
+    if num_classes < 0:  # Then the largest class says how many there are. The host has to wait for it, as with torch.
         num_classes = int(tensor.max()) + 1
-    return CudaTensor(ORIGINAL_ONE_HOT(tensor.inner, num_classes), tensor.index)
+    encoded = ORIGINAL_ONE_HOT(tensor.inner, num_classes)
+    return CudaTensor(encoded, tensor.index)
 
 
 def flex_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """flex_attention under autograd. torch would trace it, which a pretended tensor does not allow."""
+    """What torch calls for flex_attention under autograd. It would trace the call, which a pretended tensor forbids.
+
+    sdpa_dense computes the same without a trace, and autograd differentiates each of its operators.
+    """
     if isinstance(query, CudaTensor):
         return flex.sdpa_dense(query, *args, **kwargs)
     return flex.flex_attention_autograd(query, *args, **kwargs)
 
 
 def set_data(self: torch.Tensor, values: torch.Tensor) -> None:
-    """``tensor.data = values``, also where one of the two is on a pretended GPU and the other on the CPU."""
+    """``tensor.data = values``, also where one of the two is on a pretended GPU and the other on the CPU.
+
+    Module.to moves a parameter like this. ``set_values`` says why the two must not be of different classes.
+    """
     if isinstance(self, DTensor):
         ORIGINAL_DATA.__set__(self, values)
     elif isinstance(self, CudaTensor) and (isinstance(values, CudaTensor) or self.index is None):
+        # The tensor stays a wrapper. One without an index is a parameter that moved to the host before.
         set_inner(self, values)
     elif isinstance(self, CudaTensor) or isinstance(values, CudaTensor):
+        # The tensor has to become a wrapper, or to be none any more.
         set_values(self, values)
     else:
         ORIGINAL_DATA.__set__(self, values)
 
 
 def may_share_data(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a module that moves may keep its parameter and set ``data``.
+    """Whether Module.to may keep a parameter as it moves, and only set its ``data``. torch asks this of C++.
 
-    From meta to a GPU it makes a new parameter, which unties tied weights. torch's C++ takes a pretended tensor for one
-    of the CPU, with wrong answers about meta.
+    From the meta device to a GPU torch makes a new parameter, which unties tied weights. But its C++ takes a pretended
+    tensor for one of the CPU, and then answers that the two can share data. So this is decided here.
     """
     if tensor.is_meta != other.is_meta:
         return False
@@ -189,7 +225,7 @@ class Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return copied(grad, ctx.source), None
+        return copied(grad, ctx.source), None  # ``index`` is a number, and has no gradient
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -200,17 +236,23 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
-    """A copy of a tensor's values on GPU ``index``, or on the host for None.
+    """A copy of a tensor's values on GPU ``index``, or on the host for None, without a gradient's graph.
 
     A DTensor's local part is copied. The mesh stays the one of GPUs, also on the host, as with torch.
     """
     if isinstance(tensor, DTensor):
-        return DTensor(copied(tensor._local_tensor, index), tensor._spec, requires_grad=False)
-    return on_gpu_or_host(cpu_tensor(tensor).detach().clone(), index)
+        local = copied(tensor._local_tensor, index)
+        return DTensor(local, tensor._spec, requires_grad=False)
+    values = cpu_tensor(tensor).detach().clone()
+    return on_gpu_or_host(values, index)
 
 
 def move(tensor: torch.Tensor, device: Device, non_blocking: bool = False) -> torch.Tensor:
-    """Return the tensor if it is on the device already, or else a copy that is there, and count the copy."""
+    """Return the tensor if it is on the device already, or else a copy that is there, and count the copy.
+
+    ``device`` is a GPU or the CPU. A copy between these two is counted with whether the host waits for it.
+    """
+    # The numbers of the GPUs to and from which it moves; None stands for the host.
     target = None
     if is_gpu(device):
         target = gpu_of(device)
@@ -228,71 +270,103 @@ def move(tensor: torch.Tensor, device: Device, non_blocking: bool = False) -> to
 
 
 def to(self: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> torch.Tensor:
-    """Tensor.to, in all its forms: (device, dtype, non_blocking, copy), (dtype, …) and (other, …)."""
-    # torch's own parser takes the first form and the second, without ``copy``. The others are rewritten for it.
+    """Tensor.to on pretended GPUs. Returns the tensor itself if nothing changes, as torch does, or else a new one.
+
+    It may be called in three forms: to(device, dtype, non_blocking, copy), to(dtype, non_blocking, copy) and
+    to(other_tensor, non_blocking, copy). Each argument may also be left out, or be given by its name.
+    """
+    wanted = parse_to(args, copy, kwargs)
+    # ``move`` copies between the host and a pretended GPU. What changes on one device is left to torch's own function.
+    moved = self
+    other_changes: dict[str, Any] = {}
+    if wanted.device is not None:
+        if wanted.device.type in ("cpu", "cuda"):
+            moved = move(self, wanted.device, wanted.non_blocking)
+        else:
+            other_changes["device"] = wanted.device  # such as meta, which is not pretended
+    if wanted.dtype is not None:
+        other_changes["dtype"] = wanted.dtype
+    if wanted.memory_format is not None:
+        other_changes["memory_format"] = wanted.memory_format
+    if wanted.copy and moved is self:
+        other_changes["copy"] = True
+    if not other_changes:
+        return moved
+    return ORIGINAL_TO(moved, **other_changes)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a call of Tensor.to asks for. None stays as it is with the tensor."""
+
+    device: torch.device | None
+    dtype: torch.dtype | None
+    non_blocking: bool
+    copy: bool  # make a new tensor also if nothing changes
+    memory_format: torch.memory_format | None
+
+
+def parse_to(args: tuple[Any, ...], copy: bool, kwargs: dict[str, Any]) -> Wanted:
+    """What a call of Tensor.to asks for: ``args``, ``copy`` and ``kwargs`` are the arguments of the call.
+
+    torch's own parser takes to(device, dtype, non_blocking) and to(dtype, non_blocking), with memory_format as a
+    keyword, but neither ``copy`` nor the form to(other_tensor). So these are rewritten for it.
+    """
     for keyword in ("other", "device"):
         if keyword in kwargs:
             args = (kwargs.pop(keyword), *args)
+    # Of two flags at the end the first is non_blocking, and the second is copy.
     ends_with_two_flags = len(args) >= 2 and isinstance(args[-2], bool) and isinstance(args[-1], bool)
-    if ends_with_two_flags:  # non_blocking and copy
-        copy = args[-1]
-        args = args[:-1]
+    if ends_with_two_flags:
+        *args_without_copy, copy = args
+        args = tuple(args_without_copy)
     if args and isinstance(args[0], torch.Tensor):
         other, *flags = args
         args = (other.device, other.dtype, *flags)
     device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-
-    # ``move`` copies between host and pretended GPU. The rest, on one device, is left to torch's own function.
-    moved = self
-    remaining: dict[str, Any] = {}
-    if device is not None:
-        if device.type in ("cpu", "cuda"):
-            moved = move(self, device, non_blocking)
-        else:
-            remaining["device"] = device
-    if dtype is not None:
-        remaining["dtype"] = dtype
-    if memory_format is not None:
-        remaining["memory_format"] = memory_format
-    if copy and moved is self:
-        remaining["copy"] = True
-    if not remaining:
-        return moved
-    return ORIGINAL_TO(moved, **remaining)
+    return Wanted(device, dtype, non_blocking, copy, memory_format)
 
 
 def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-    """Tensor.type: the name of the tensor's type, such as torch.cuda.FloatTensor, or the tensor as one of a type."""
+    """Tensor.type, an old method that does two things.
+
+    Without a ``dtype`` it returns the name of the tensor's type, such as torch.cuda.FloatTensor. With one it returns
+    the tensor as one of that type, which may be such a name, such a class, or a torch.dtype.
+    """
     if dtype is None:
         name = ORIGINAL_TYPE(cpu_tensor(self))
         if index_of(self) is not None:
             name = name.replace("torch.", "torch.cuda.")
         return name
     if isinstance(dtype, torch.dtype):
-        return to(self, dtype)
+        return to(self, dtype)  # a dtype says nothing of a device, so the tensor stays where it is
     name = type_name(dtype)
     device: str | torch.device = "cpu"
     if ".cuda." in name:
         device = "cuda"
         if self.is_cuda:
-            device = self.device
+            device = self.device  # the name says no number, so a tensor on a GPU stays on that one
     return to(self, device, dtype_of(name), non_blocking=non_blocking)
 
 
 def type_name(dtype: Any) -> str:
-    """The name of a tensor type, such as torch.FloatTensor, which is given as a text or as a class."""
+    """The name of a tensor type, such as "torch.FloatTensor", which is given as that text or as the class."""
     if isinstance(dtype, str):
         return dtype
     return f"{dtype.__module__}.{dtype.__name__}"
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch.float32 for torch.FloatTensor, and so on."""
-    return getattr(torch, name.rpartition(".")[2]).dtype
+    """The dtype of a tensor type by the type's name: torch.float32 for torch.FloatTensor or torch.cuda.FloatTensor."""
+    class_name = name.rpartition(".")[2]
+    return getattr(torch, class_name).dtype
 
 
 class TensorType(type):
-    """The class of torch.cuda.FloatTensor and its like, the old names for a dtype on GPUs."""
+    """The class of torch.cuda.FloatTensor and its like: old names for a dtype on GPUs, which are classes themselves.
+
+    torch.cuda.FloatTensor([1.0]) makes a tensor on a pretended GPU, and isinstance asks where a tensor is.
+    """
 
     dtype: torch.dtype
     is_cuda = True
@@ -301,7 +375,9 @@ class TensorType(type):
         return isinstance(instance, torch.Tensor) and instance.is_cuda and instance.dtype == cls.dtype
 
     def __call__(cls, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return cuda(getattr(torch, cls.__name__)(*unwrap(args), **kwargs))
+        type_on_cpu = getattr(torch, cls.__name__)
+        tensor = type_on_cpu(*unwrap(args), **kwargs)
+        return cuda(tensor)
 
 
 def set_default_tensor_type(type_: Any) -> None:
@@ -315,51 +391,72 @@ def set_default_tensor_type(type_: Any) -> None:
 
 
 def type_as(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Tensor.type_as: the tensor on the device of another, and with its dtype."""
     return to(self, other.device, other.dtype)
 
 
+def cpu(self: torch.Tensor, memory_format: Any = None) -> torch.Tensor:
+    """Tensor.cpu, without its memory_format: the copy keeps the tensor's own."""
+    return to(self, "cpu")
+
+
 def cuda(self: torch.Tensor, device: Device = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+    """Tensor.cuda: the tensor on a pretended GPU, the current one if none is named."""
     if device is None:
         device = "cuda"
     return to(self, device, non_blocking=non_blocking)
 
 
 def pin_memory(self: torch.Tensor, device: Device = None) -> torch.Tensor:
-    """A copy that is marked as pinned."""
+    """Tensor.pin_memory: a copy that is marked as pinned, or the tensor itself if it is marked already."""
     if isinstance(self, CudaTensor):
-        raise COUNTS.refuse(f"cannot pin a tensor on {self.device}: only dense CPU tensors can be pinned")
+        raise gpu_error(f"cannot pin a tensor on {self.device}: only dense CPU tensors can be pinned")
     if is_pinned(self):
         return self
     return mark_pinned(self.detach().clone())
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """torch.load: a tensor that was saved on GPU k comes back there, unless map_location names another device.
+    """torch.load: a tensor that was saved on GPU k comes back there, unless ``map_location`` names another device.
 
-    Of a map_location that is a dict, the first value counts. A function is taken for one that returns CPU tensors.
+    torch.save writes for a pretended tensor the CPU tensor that holds its values, the number of its GPU, and a call of
+    ``tensor.rebuild``. Here torch reads the CPU tensor and calls ``rebuild``, which puts it on a pretended GPU again.
+    The call has only arguments from the file. So ``rebuild`` finds the device that the script asks for in
+    MAP_LOCATIONS, whose last item is that of the torch.load which runs now.
+    """
+    device = device_to_load_to(map_location)
+    # torch's own ``map_location`` decides about the CPU tensors alone, which stay on the CPU in any case.
+    location_of_cpu_tensors = None
+    if device is not None:
+        location_of_cpu_tensors = "cpu"
+    MAP_LOCATIONS.append(device)
+    try:
+        loaded = ORIGINAL_LOAD(f, map_location=location_of_cpu_tensors, **kwargs)
+    finally:
+        MAP_LOCATIONS.pop()
+    # A tensor that was saved on the CPU needs no ``rebuild``, so it is still there. A single device is meant for all
+    # tensors of the file, but a dict only says where those of one GPU go.
+    if is_gpu(device) and not isinstance(map_location, dict):
+        return tree_map_only(torch.Tensor, lambda tensor: move(tensor, device), loaded)
+    return loaded
+
+
+def device_to_load_to(map_location: Any) -> Device:
+    """The device for all pretended tensors of a file, by torch.load's ``map_location``. None: the one they had.
+
+    A ``map_location`` may be a device, a dict such as {"cuda:0": "cuda:1"}, of which the first value counts here, or a
+    function, such as ``lambda storage, location: storage``. That one keeps all on the CPU, and so do others here.
     """
     device = map_location
     if isinstance(map_location, dict):
         device = next(iter(map_location.values()))
     if callable(device):
         device = "cpu"
-    # A file has the CPU tensors that are inside pretended ones. torch reads these, and then calls ``rebuild``, which
-    # finds the device in MAP_LOCATIONS.
-    location_of_inner_tensors = None
-    if device is not None:
-        location_of_inner_tensors = "cpu"
-    MAP_LOCATIONS.append(device)
-    try:
-        out = ORIGINAL_LOAD(f, map_location=location_of_inner_tensors, **kwargs)
-    finally:
-        MAP_LOCATIONS.pop()
-    if is_gpu(device) and not isinstance(map_location, dict):  # tensors that were saved on the CPU go there as well
-        return tree_map_only(torch.Tensor, lambda tensor: move(tensor, device), out)
-    return out
+    return device
 
 
 def leave_eager(model: Any = None, **kwargs: Any) -> Any:
-    """torch.compile: it cannot trace a pretended tensor, so the model stays uncompiled."""
-    if model is None:  # as in @torch.compile(mode=…)
+    """torch.compile: it cannot trace a pretended tensor, so it returns the model or function itself, uncompiled."""
+    if model is None:  # @torch.compile(mode=…) calls what it gets here with the function below it
         return leave_eager
     return model

@@ -27,13 +27,11 @@ from helpers.training_check import TrainingObserver
 ORIGINAL_EXIT = os._exit  # while the script runs, os._exit is ``leave``
 ROOT = str(Path(__file__).resolve().parents[2])  # the folder in which this package is
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the signals that torchrun's agent handles
+STACK_EVERY = 1  # seconds from one note of where a rank is to the next
 
 
 def prepare_process() -> None:
-    """Give this forked process what a process that torchrun starts has: its output, imports and random numbers.
-
-    A fork has the random states of the process that forked it. Without new ones all ranks would draw the same numbers.
-    """
+    """Give this forked process what a process that torchrun starts has: its output, imports and random numbers."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     # This package comes last, because the script may have a module that is called helpers.
     sys.path.append(ROOT)
@@ -41,12 +39,16 @@ def prepare_process() -> None:
     if os.environ.get("PYTHONPATH"):
         paths.insert(0, os.environ["PYTHONPATH"])
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # for the processes that the script starts
+    # A fork has the random states of the process that forked it. Without new ones all ranks would draw equal numbers.
     draw_own_numbers()
     Node.random_seed = torch.initial_seed() % 2**63
 
 
 def variables(rank: int, gpus: int, nodes: int, port: int, folder: Path) -> dict[str, str]:
-    """The environment variables that torchrun sets for a rank."""
+    """The environment variables that torchrun sets for a rank of a job with ``gpus`` ranks on each of ``nodes`` nodes.
+
+    ``port`` is that of the store on this machine, and ``folder`` takes torch's error file.
+    """
     return {
         **TORCHRUN_VARIABLES,
         **rank_variables(rank, gpus, nodes),
@@ -59,7 +61,10 @@ def variables(rank: int, gpus: int, nodes: int, port: int, folder: Path) -> dict
 
 
 def pretend(count: int) -> None:
-    """Replace torch's functions, so that this process has ``count`` pretended GPUs."""
+    """Replace torch's functions, so that this process has ``count`` pretended GPUs, which the CPU plays.
+
+    Each of the modules replaces what its own docstring names.
+    """
     Node.gpus = count
     for module in (devices, gpus, placement, nccl, wrappers, batch_norm, events):
         module.patch()
@@ -68,37 +73,45 @@ def pretend(count: int) -> None:
 def write_stacks(path: Path, thread: int) -> None:
     """Write a thread's stack to a file every second, for as long as the process lives: the innermost call first.
 
+    The command reads there at which line a rank is, for a line of progress and for the message about a hang. The
+    arguments are the file, and the number that ``_thread.get_ident`` gives the thread of the script.
+
     This is what faulthandler's timer does. But the timer reads the stack without the GIL, and now and then that ends
     the process by SIGSEGV.
     """
-    new = path.with_suffix(".new")  # so that who reads the path finds a whole stack
+    unfinished = path.with_suffix(".new")  # renamed when it is whole, so that the command never reads half a stack
     while True:
-        time.sleep(1)
+        time.sleep(STACK_EVERY)
         frame = sys._current_frames()[thread]
         lines = []
         for call, number in traceback.walk_stack(frame):
             lines.append(f'File "{call.f_code.co_filename}", line {number} in {call.f_code.co_name}\n')
         del frame, call  # they hold the tensors of the functions that run, and a tensor that is held cannot move
-        new.write_text("".join(lines))
-        new.replace(path)
+        unfinished.write_text("".join(lines))
+        unfinished.replace(path)
 
 
 def hide_this_package(first_path: str) -> None:
     """Let the script import a module of its own that is called helpers, also a folder, instead of this package.
 
-    ``helpers.training_check`` stays imported, because a script that itself calls ``check_training`` needs the copy that
-    reads pretended tensors.
+    ``first_path`` is the script's folder, where Python looks first. ``helpers.training_check`` stays imported, because
+    a script that itself calls ``check_training`` needs the copy that reads pretended tensors.
     """
     for name in list(sys.modules):
+        is_of_this_package = name.split(".")[0] == "helpers"
         is_needed = name.startswith(("helpers.rehearsal", "helpers.training_check"))
-        if name.split(".")[0] == "helpers" and not is_needed:
+        if is_of_this_package and not is_needed:
             del sys.modules[name]
-    if os.path.isdir(os.path.join(first_path, "helpers")):  # anything else on the path would precede a folder
+    if os.path.isdir(os.path.join(first_path, "helpers")):
+        # A folder without an __init__.py is imported only if no other place on the path has a package of that name.
         sys.path[1:] = [folder for folder in sys.path[1:] if folder != ROOT]
 
 
 def run_as_main(script: str, is_module: bool, folder: Path) -> int:
-    """Run the script as ``__main__``; return its exit status. An exception becomes a traceback and status 1."""
+    """Run the script as ``__main__``; return its exit status, as Python would end with it.
+
+    An exception becomes a traceback and status 1. It is noted in ``folder`` as well, for the command's last lines.
+    """
     try:
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -120,27 +133,34 @@ def run_as_main(script: str, is_module: bool, folder: Path) -> int:
 
 
 def last_line(error: BaseException) -> str:
-    """What the command says last of a script that raised this: the script's line, the error's type and first line."""
-    line = "?"
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        if not is_library(frame.f_code.co_filename):
-            line = f"{os.path.basename(frame.f_code.co_filename)}:{number}"
+    """What the command says last of a script that raised this, such as "train.py:12: RuntimeError: what it says".
+
+    That is the innermost line outside of libraries, the error's type, and the first line of its message.
+    """
+    place = "?"
+    for frame, number in traceback.walk_tb(error.__traceback__):  # the innermost comes last
+        file = frame.f_code.co_filename
+        if not is_library(file):
+            place = f"{os.path.basename(file)}:{number}"
     lines = str(error).strip().splitlines()
     message = ""
     if lines:
         message = f": {lines[0]}"
     if "Original Traceback" in str(error):  # an error in a DataLoader's worker, whose own last line says what it was
         message = f": {lines[-1]} (in a DataLoader's worker)"
-    return f"{line}: {type(error).__name__}{message}"
+    return f"{place}: {type(error).__name__}{message}"
 
 
 def leave(
     status: int, rank: str, process: int, json: Path | None, folder: Path, observer: TrainingObserver
 ) -> NoReturn:
-    """End this process with an exit status, after it has written the rank's report, refusal and notes.
+    """End this process with an exit status, after it has written what the command reads of the rank.
 
-    While the script runs, this is its os._exit. A child that the script has forked calls it, too, and ends at once:
-    only ``process`` is the rank.
+    That is the report, also to the file ``json``; in ``folder`` the last error that GPUs or NCCL would have raised; and
+    there too, if all went well, the notes of ``observer``, from which the silent mistakes are found.
+
+    While the script runs, this is its os._exit, because a script may end by that. A child that the script has forked
+    calls it as well, and ends at once: only the process with the number ``process`` is the rank.
     """
     if os.getpid() == process:
         if COUNTS.refusals:
@@ -158,13 +178,13 @@ def leave(
 def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> NoReturn:
     """Run the script as ``__main__`` on this node's pretended GPUs, and end this process with its exit status.
 
-    ``args`` are those of ``rehearse``. ``folder`` takes the rank's stack, its last refusal, and its notes, from which
-    the silent mistakes are found.
+    ``args`` are those of ``rehearse``, ``flags`` those of the script. What the rank leaves for the command comes to
+    files in ``folder``: see ``write_stacks``, ``run_as_main`` and ``leave``.
     """
     rank = os.environ["RANK"]
     # Not a threading.Thread, because the script may count those.
     _thread.start_new_thread(write_stacks, (folder / f"stack{rank}", _thread.get_ident()))
-    warnings.filterwarnings("ignore", message=".*wrapper subclass.*")
+    warnings.filterwarnings("ignore", message=".*wrapper subclass.*")  # torch's C++ warns of tensors such as CudaTensor
     pretend(args.gpus)
     observer = mistakes.observe()
     end = partial(leave, rank=rank, process=os.getpid(), json=args.json, folder=folder, observer=observer)
@@ -178,6 +198,7 @@ def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) 
     hide_this_package(sys.path[0])
     status = run_as_main(script, args.module, folder)
     if status == 0:
+        # A rank that still waits for this one in a collective then says that this one has ended.
         with contextlib.suppress(dist.DistError):  # the store is gone if the command has ended
             for group in nccl.PretendedNCCL.instances:
                 group.note_end()

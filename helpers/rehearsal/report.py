@@ -16,6 +16,7 @@ TITLES = {
     COPY: "copies that nobody waits for",
     COLLECTIVE: "collectives",
 }
+# The report's last lines: what a rehearsal cannot see.
 UNSEEN = """\
 This was a rehearsal, not a test on GPUs. It cannot see real NCCL, streams and timing, CUDA's memory, kernels and random
 numbers, autocast's lists of operators, torch.compile, or torch's C++ (DDP's buckets, backward).
@@ -28,14 +29,14 @@ class Report:
 
     rank: int
     world_size: int
-    steps: int
-    ddp_buckets: list[Buckets]
-    lines: list[Row]
-    refused: list[Refusal]
+    steps: int  # the training steps: those of the optimizer that has made the most
+    ddp_buckets: list[Buckets]  # of each DDP model
+    lines: list[Row]  # what happened how often, at each line of the script
+    refused: list[Refusal]  # the errors that a GPU or NCCL would have raised
 
 
 def text(report: Report) -> str:
-    """The report as text for the screen."""
+    """The report as text for the screen: a section for each kind of event, with a row for each line of the script."""
     gpus = "1 pretended GPU"
     if report.world_size > 1:
         gpus = f"{report.world_size} pretended GPUs"
@@ -46,16 +47,21 @@ def text(report: Report) -> str:
         if rows:
             lines.append(f"  {title}")
         for row in rows:
-            size = ""
-            if row.bytes > 0:
-                size = of_bytes(row.bytes)
-            often = f"{row.count:6} times {row.per_step:7.2f} a step {size:>10}"
-            lines.append(f"    {row.line:{width}}  {row.what:29} {often}".rstrip())
+            lines.append(text_of_row(row, width))
     for buckets in report.ddp_buckets:
         sizes = " + ".join(of_bytes(size) for size in buckets.bytes)
         lines.append(f"  DDP's buckets ({buckets.line}): {sizes}")
     lines.append(UNSEEN.rstrip())
     return "\n".join(lines)
+
+
+def text_of_row(row: Row, width: int) -> str:
+    """A row as text, whose first column, the script's line, is ``width`` characters wide."""
+    size = ""
+    if row.bytes > 0:
+        size = of_bytes(row.bytes)
+    counts = f"{row.count:6} times {row.per_step:7.2f} a step {size:>10}"
+    return f"    {row.line:{width}}  {row.what:29} {counts}".rstrip()
 
 
 def write(path: Path | None) -> None:

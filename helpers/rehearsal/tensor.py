@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.types import Device
 
 from helpers.counts import COPY, COUNTS, NOT_PINNED, UPLOAD, WAIT, frame_outside
-from helpers.rehearsal.devices import Generator, Node, bytes_of, gpu_of, is_gpu, is_pinned
+from helpers.rehearsal.devices import Generator, Node, bytes_of, gpu_error, gpu_of, is_gpu, is_pinned
 
 aten = torch.ops.aten
 COPIES = {aten.copy_.default, aten._to_copy.default}
@@ -24,7 +24,7 @@ VALUES_DECIDE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operators
 REPORTED_NAMES = {"_local_scalar_dense": "item", "index": "mask"}  # what the report calls an operator
 
-MAP_LOCATIONS: list[Device] = []  # of each torch.load that is running
+MAP_LOCATIONS: list[Device] = []  # the device to load to, of each torch.load that is running; the innermost is last
 SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 Base: Any = torch.Tensor  # without its types: they leave no room for another device, and say nothing of descriptors
 
@@ -32,9 +32,11 @@ Base: Any = torch.Tensor  # without its types: they leave no room for another de
 class CudaTensor(Base):
     """A tensor on a pretended GPU: ``inner`` is the CPU tensor with its values, ``index`` the GPU's number.
 
-    ``index`` is None for a parameter that has moved to the host.
+    To a script it says that it is on cuda:index, and torch's C++ takes it for a tensor of the CPU. ``index`` is None
+    for a parameter that has moved to the host.
     """
 
+    # Functions of torch run as they are. The operators that they call are caught below, in __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     inner: torch.Tensor
@@ -43,8 +45,10 @@ class CudaTensor(Base):
 
     @staticmethod
     def __new__(cls: Any, inner: torch.Tensor, index: int | None) -> "CudaTensor":
+        """Put a wrapper for GPU ``index`` around a CPU tensor, with the same shape, strides and type."""
         if isinstance(inner, AsyncCollectiveTensor):
             inner = inner.wait()  # torch's own waits look for this class, and would not see it in a wrapper
+        # This makes a tensor that has a shape and a type, but no memory with values. The values are those of ``inner``.
         tensor = Base._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -55,7 +59,7 @@ class CudaTensor(Base):
             device="cpu",
         )
         if inner.requires_grad:
-            inner = inner.detach()
+            inner = inner.detach()  # autograd follows the wrappers, and must not follow the tensors inside as well
         tensor.inner = inner
         tensor.index = index
         return tensor
@@ -70,22 +74,24 @@ class CudaTensor(Base):
         return torch.device("cuda", self.index)
 
     def get_grad(self) -> torch.Tensor | None:
-        # Where a parameter has no gradient, DDP's C++ makes one, on the CPU. It is wrapped when it is read.
+        """Tensor.grad. Where a parameter has no gradient, DDP's C++ makes one on the CPU, which is wrapped here."""
         grad = Base.grad.__get__(self)
-        if type(grad) is torch.Tensor and self.index is not None:
+        if type(grad) is torch.Tensor and self.index is not None:  # not isinstance: a CudaTensor needs no wrapper
             grad = CudaTensor(grad, self.index)
             Base.grad.__set__(self, grad)
         return grad
 
     def set_grad(self, grad: torch.Tensor | None) -> None:
+        """``tensor.grad = grad``. Raises torch's error for a gradient that is on another device."""
         if grad is not None and grad.is_cuda != self.is_cuda:
             message = f"assigned grad has data located on a different device: {self.device} and {grad.device}"
-            raise COUNTS.refuse(message)
+            raise gpu_error(message)
         Base.grad.__set__(self, grad)
 
     grad = property(get_grad, set_grad, Base.grad.__delete__)
 
     def get_device(self) -> int:
+        """Tensor.get_device: the GPU's number, or -1 on the host."""
         if self.index is None:
             return -1
         return self.index
@@ -97,46 +103,54 @@ class CudaTensor(Base):
         return self.inner.untyped_storage()
 
     def record_stream(self, stream: Any) -> None:
-        pass
+        """Tensor.record_stream, which tells CUDA's allocator who still reads the memory. Here is no such allocator."""
 
     def new(self, *args: Any, device: Device = None, **kwargs: Any) -> torch.Tensor:
         """Tensor.new, which old programs call: a tensor of this type, of these sizes or values, on this device."""
         if device is not None and is_gpu(device) != self.is_cuda:
-            raise COUNTS.refuse(f"legacy constructor expects device type: {self.device.type} but {device} was passed")
-        return on_gpu_or_host(self.inner.new(*unwrap(args), **kwargs), self.index)
+            raise gpu_error(f"legacy constructor expects device type: {self.device.type} but {device} was passed")
+        values = self.inner.new(*unwrap(args), **kwargs)
+        return on_gpu_or_host(values, self.index)
 
     def numpy(self, *, force: bool = False) -> Any:
+        """Tensor.numpy. Raises torch's TypeError for a tensor on a GPU, unless ``force`` asks to copy it first."""
         if self.index is None:
             return self.inner.numpy(force=force)
         if force:
             return self.detach().cpu().numpy()
         message = "Use Tensor.cpu() to copy the tensor to host memory first."
-        raise COUNTS.refuse(f"can't convert {self.device} device type tensor to numpy. {message}", TypeError)
+        raise gpu_error(f"can't convert {self.device} device type tensor to numpy. {message}", TypeError)
 
     def tolist(self) -> Any:
+        """Tensor.tolist: the values as numbers in lists, for which the host waits for the GPU."""
         if self.index is not None:
             COUNTS.count(WAIT, "tolist")
         return self.inner.tolist()
 
     def __format__(self, spec: str) -> str:
+        """What f"{loss:.3f}" calls. As with torch, only a tensor of one number and no dimension is formatted as one."""
         if self.dim() == 0:
             return format(self.item(), spec)
         return object.__format__(self, spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """The CPU tensor's text with the device in it, such as "tensor([1.], device='cuda:0')"."""
         if self.index is None:
             return repr(self.inner)
         COUNTS.count(WAIT, "print")
-        return f"{repr(self.inner)[:-1]}, device='{self.device}')"
+        text_without_parenthesis = repr(self.inner)[:-1]
+        return f"{text_without_parenthesis}, device='{self.device}')"
 
     def state(self) -> tuple[Any, ...]:
-        """The arguments with which ``rebuild`` makes a copy."""
+        """The arguments with which ``rebuild`` makes a copy of this tensor."""
         return self.inner.detach().clone(), self.index, self.requires_grad, isinstance(self, torch.nn.Parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """What copy.deepcopy calls. ``memo`` has the copies that it has made so far, by the originals' ids."""
         return memo.setdefault(id(self), rebuild(*self.state()))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """What pickle and torch.save call: a function and its arguments, which make the tensor when it is loaded."""
         if self.index is not None:
             COUNTS.count(WAIT, "pickle")
         return rebuild, self.state()
@@ -145,12 +159,14 @@ class CudaTensor(Base):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run an operator on the CPU tensors inside, and return its results as tensors on the GPU.
 
-        torch calls this for each operator that gets a pretended tensor. Before it runs, errors are raised that CUDA
-        would raise, and waits and copies are counted.
+        torch calls this for each operator ``func`` that gets a pretended tensor, such as aten.add.Tensor. Before it
+        runs, errors are raised that CUDA would raise, and waits and copies are counted.
         """
         kwargs = dict(kwargs or {})
         tensors = tensors_in((*args, *kwargs.values()))
         pretended = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
+        # The GPU of the results: that of an argument ``device``, or else that of the first tensor on a GPU. It is None
+        # if all of them are parameters that have moved to the host.
         device = kwargs.pop("device", None)
         indices = [tensor.index for tensor in pretended if tensor.index is not None]
         index = None
@@ -165,11 +181,12 @@ class CudaTensor(Base):
             count_waits(func, args, kwargs)
         if func.namespace in COLLECTIVES:
             cls.check_collective(func, args)
-        out = func(*unwrap(args), **unwrap(kwargs))
+        results = func(*unwrap(args), **unwrap(kwargs))
         if func._schema.is_mutable:
             for tensor in pretended:
                 follow_shape(tensor)
-        # In-place and out= variants return one of their arguments: not a new wrapper, but the one that was given.
+        # In-place and out= variants return one of their arguments. The script then gets the tensor that it has given,
+        # and no new wrapper. The dict has these tensors by the ids of the CPU tensors.
         given = {id(cpu_tensor(tensor)): tensor for tensor in tensors}
 
         def wrap(result: torch.Tensor) -> torch.Tensor:
@@ -177,11 +194,11 @@ class CudaTensor(Base):
                 return given[id(result)]
             return on_gpu_or_host(result, index)
 
-        return map_tensors(out, wrap)
+        return map_tensors(results, wrap)
 
 
 def follow_shape(tensor: CudaTensor) -> None:
-    """Give a wrapper the shape of the tensor inside, which an operator may have changed in place."""
+    """Give a wrapper the shape of the tensor inside, which an operator such as resize_ may have changed in place."""
     if (tensor.size(), tensor.stride()) != (tensor.inner.size(), tensor.inner.stride()):
         with torch.utils._mode_utils.no_dispatch():  # only .data can change a wrapper's shape
             tensor.data = CudaTensor(tensor.inner, tensor.index)
@@ -190,7 +207,11 @@ def follow_shape(tensor: CudaTensor) -> None:
 def rebuild(
     inner: torch.Tensor, index: int | None, requires_grad: bool = False, parameter: bool = False
 ) -> torch.Tensor:
-    """Copy or unpickle a CUDA tensor, to the GPU that it was on, or to the ``map_location`` of torch.load."""
+    """Make a pretended tensor of what ``CudaTensor.state`` has taken of one: copy.deepcopy and pickles call this.
+
+    ``inner`` has the values. The tensor comes to GPU ``index``, or to the host for None. But if a torch.load runs which
+    names a device, it comes to that one.
+    """
     device: Device = "cpu"
     if index is not None:
         device = index
@@ -210,30 +231,43 @@ torch.serialization.add_safe_globals([CudaTensor, rebuild])
 def set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """``tensor.data = values`` where one of the two is on a pretended GPU and the other is on the CPU.
 
-    torch's own setter cannot change a tensor's class, which is another one on a pretended GPU. swap_tensors can: it
-    exchanges all that two tensors are and have, so whoever refers to ``tensor`` then has the replacement. But it fails
-    while torch's C++ refers to the tensor too, as DDP's does. Then a pretended tensor stays one, without a GPU.
+    Module.to moves a parameter like this, and whoever refers to the parameter, such as an optimizer, must find it
+    moved. A tensor on a pretended GPU has another class, to which ``turn_into`` changes it. That fails while torch's
+    C++ refers to the tensor, as DDP's does. Then a pretended tensor stays one, without a GPU.
     """
     grad = tensor.grad
-    tensor.grad = None  # the swap would give the gradient away; it comes back below, on the new device
+    tensor.grad = None  # it comes back below, on the new device
     if isinstance(tensor, CudaTensor) and has_references_in_cpp(tensor):
         set_inner(tensor, values)
     else:
-        replacement = values.detach()
-        if isinstance(tensor, torch.nn.Parameter):
-            # Without this the swap would leave no parameter.
-            replacement = torch.nn.Parameter(replacement, requires_grad=False)
-        replacement.requires_grad_(tensor.requires_grad)
-        torch.utils.swap_tensors(tensor, replacement)
+        turn_into(tensor, values)
     if grad is not None:
         tensor.grad = on_gpu_or_host(cpu_tensor(grad), index_of(values))
 
 
+def turn_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a tensor the values of another one and its class, so that whoever refers to the tensor finds it changed.
+
+    torch's own setter of ``data`` cannot change a class. swap_tensors can: it exchanges all that two tensors are and
+    have. So the replacement must have the new values, but be a parameter and require a gradient as the tensor does.
+    """
+    replacement = values.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        replacement = torch.nn.Parameter(replacement, requires_grad=False)
+    replacement.requires_grad_(tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, replacement)
+
+
 def has_references_in_cpp(tensor: torch.Tensor) -> bool:
-    """Whether torch's C++ refers to a tensor, apart from the node of its graph that takes the gradient."""
+    """Whether torch's C++ refers to a tensor, so that swap_tensors would refuse it.
+
+    Python's own reference is one. The node of autograd's graph that takes the tensor's gradient, of which swap_tensors
+    knows, does not count either.
+    """
     references = tensor._use_count()  # type: ignore[attr-defined, unused-ignore]
     if references == 2 and tensor.is_leaf and tensor.requires_grad:
-        # If that node is one of the two, it is returned here. Otherwise it is made now, and is a third one.
+        # get_gradient_edge returns that node. If it was one of the two references, there are two still. If not, it was
+        # made just now, and there are three. Without it there remain one or two.
         edge = torch.autograd.graph.get_gradient_edge(tensor)
         references = tensor._use_count() - 1  # type: ignore[attr-defined, unused-ignore]
         del edge
@@ -243,7 +277,7 @@ def has_references_in_cpp(tensor: torch.Tensor) -> bool:
 def set_inner(tensor: CudaTensor, values: torch.Tensor) -> None:
     """Give a wrapper other values, with their shape and type, on the GPU that they are on, or on the host."""
     wrapper = CudaTensor(cpu_tensor(values), index_of(values))
-    SET_DATA(tensor, wrapper)
+    SET_DATA(tensor, wrapper)  # this takes over shape and type for C++, but no attributes of Python
     tensor.inner = wrapper.inner
     tensor.index = wrapper.index
 
@@ -256,16 +290,16 @@ def index_of(tensor: torch.Tensor) -> int | None:
 
 
 def on_gpu_or_host(inner: torch.Tensor, index: int | None) -> torch.Tensor:
-    """A CPU tensor as one of GPU ``index``; for None as it is."""
+    """A CPU tensor as one on the pretended GPU ``index``, or as it is for None, which stands for the host."""
     if index is None:
         return inner
     return CudaTensor(inner, index)
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among an operator's arguments, also those in lists and tuples."""
+    """The tensors among an operator's arguments, also those in lists, tuples and dicts."""
     tensors: list[Any] = []
-    map_tensors([*values], tensors.append)
+    map_tensors([*values], tensors.append)  # for its walk alone: what it returns is not used
     return tensors
 
 
@@ -307,35 +341,39 @@ def called_by_torch_itself() -> bool:
     C++ has no frames in Python. So it is the caller if the innermost Python function, apart from this file's, is the
     one that starts the engine or one of DDP. An operator in a hook has the hook's function.
     """
-    frame = frame_outside(__file__)
-    if frame is None:
+    caller = frame_outside(__file__)
+    if caller is None:
         return False
-    starts_engine = frame.f_code.co_name == "_engine_run_backward"
-    is_of_ddp = frame.f_code.co_filename.endswith(("nn/parallel/distributed.py", "torch/distributed/utils.py"))
+    starts_engine = caller.f_code.co_name == "_engine_run_backward"
+    is_of_ddp = caller.f_code.co_filename.endswith(("nn/parallel/distributed.py", "torch/distributed/utils.py"))
     return starts_engine or is_of_ddp
 
 
 def check_process() -> None:
     """Raise CUDA's error in a process that was forked from one that had used a GPU, such as a DataLoader's worker."""
     if Node.in_bad_fork:
-        raise COUNTS.refuse("CUDA error: initialization error (a forked process uses the GPU of its parent)")
+        raise gpu_error("CUDA error: initialization error (a forked process uses the GPU of its parent)")
 
 
 def check_generator(generator: Any) -> None:
-    """Raise torch's RuntimeError where a tensor on a GPU would get its random numbers from a CPU generator."""
+    """Raise torch's RuntimeError where a tensor on a GPU would get its random numbers from a CPU generator.
+
+    ``generator`` is the operator's argument of this name, or None. Its address in C++ says which one it is.
+    """
     if generator is not None and generator._cdata not in Generator.on_gpus:
-        raise COUNTS.refuse("Expected a 'cuda' device type for generator but found 'cpu'")
+        raise gpu_error("Expected a 'cuda' device type for generator but found 'cpu'")
 
 
 def check_devices(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
     """Raise torch's RuntimeError where an operator gets ``tensors`` that are on different devices.
 
-    Indices on the CPU are allowed. torch uploads them, and the upload is counted.
+    ``tensors`` are all tensors among the arguments of the operator ``func``, ``args`` its arguments without keywords.
+    Indices on the CPU are allowed, as in x[rows]. torch uploads them, and the upload is counted.
     """
     if func in COPIES or func.namespace in COLLECTIVES:
-        return
+        return  # a copy may go from one device to another, and ``nccl`` checks the tensors of collectives
     if func in INDEXING and index_of(args[0]) is not None:
-        _, indices, *other_args = args
+        _, indices, *other_args = args  # x[indices], or x[indices] = values
         if on_host([indices]):
             COUNTS.count(UPLOAD, "index")
         cpu_tensors = on_host(other_args)
@@ -350,39 +388,51 @@ def check_devices(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
             devices.add(str(tensor.device))
     if len(devices) > 1 and not called_by_torch_itself():
         message = "Expected all tensors to be on the same device, but found at least two devices"
-        raise COUNTS.refuse(f"{message}, {' and '.join(sorted(devices))}! (when checking arguments of {func})")
+        raise gpu_error(f"{message}, {' and '.join(sorted(devices))}! (when checking arguments of {func})")
 
 
 def count_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Count the operator if the host waits for the GPU at it, or if it copies between the two."""
-    if func is aten.copy_.default:
-        target, source = args[:2]
+    """Count an operator at which the host waits for the GPU, or which copies between the two.
+
+    ``func`` is the operator, ``args`` and ``kwargs`` are its arguments.
+    """
+    if func is aten.copy_.default:  # target.copy_(source, non_blocking)
+        target, source, *flags = args
         to_gpu = index_of(target) is not None
         from_gpu = index_of(source) is not None
-        if to_gpu != from_gpu and not called_by_torch_itself():
+        between_host_and_gpu = to_gpu != from_gpu
+        if between_host_and_gpu and not called_by_torch_itself():
             non_blocking = kwargs.get("non_blocking", False)
-            if len(args) > 2:
-                non_blocking = args[2]
+            if flags:
+                non_blocking = flags[0]
             count_copy(source, upload=to_gpu, non_blocking=non_blocking)
     elif needs_values(func, args, kwargs):
-        name = func.__name__.partition(".")[0]
+        name = func.__name__.partition(".")[0]  # "nonzero" for nonzero.default
         COUNTS.count(WAIT, REPORTED_NAMES.get(name, name))
 
 
 def needs_values(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the host needs values of the GPU to know the shape of an operator's result, or the result itself."""
+    """Whether the host needs values of the GPU to know the shape of an operator's result, or the result itself.
+
+    ``func`` is the operator, such as aten.nonzero.default. Its tags say whether values decide about its result.
+    """
     if VALUES_DECIDE.isdisjoint(func.tags) or func.namespace != "aten":
         return False
     if func is aten.index.Tensor:
         # A mask selects as many elements as it has True. Indices that are numbers select as many as there are numbers.
-        return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
+        _, indices = args
+        return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(indices))
     if func is aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None  # the caller can say the size
     return True
 
 
 def count_copy(source: torch.Tensor, upload: bool, non_blocking: bool) -> None:
-    """Count a copy between host and GPU. Without pinned memory the host waits for a copy to the GPU."""
+    """Count a copy between host and GPU: as WAIT or UPLOAD if the host waits until it is done, or else as COPY.
+
+    ``upload`` says that it goes to the GPU. The host does not wait for a copy that is ``non_blocking``, but for one to
+    the GPU only if the memory of ``source`` is pinned as well.
+    """
     size = bytes_of(source)
     if upload and not non_blocking:
         COUNTS.count(UPLOAD, "to the GPU", size)

@@ -21,6 +21,7 @@ from helpers.rehearsal import events, nccl
 from helpers.rehearsal.devices import Node, is_gpu, refusing, replace
 from helpers.rehearsal.tensor import CudaTensor, map_tensors
 
+# What a script reads when it calls torch.multiprocessing.spawn, which would start ranks inside a rank.
 NUMBERS = 'int(os.environ["LOCAL_RANK"]) as its rank and int(os.environ["WORLD_SIZE"]) as the number of ranks'
 SPAWN = f"mp.spawn starts ranks, and they run already, as with torchrun: call the function itself, with {NUMBERS}"
 
@@ -40,16 +41,22 @@ BUCKETS: dict[nn.Module, Buckets] = {}  # of each DDP model, for the report
 
 
 def patch() -> None:
+    """Replace those functions around DDP, DTensor and modules that lead into torch's C++."""
     patch_ddp()
     patch_dtensor()
     replace(nn.Module, _apply=apply)
     replace(torch._C, _group_tensors_by_device_and_dtype=group_tensors)
+    # The module torch.multiprocessing.spawn is hidden by the function of this name, so it is taken from sys.modules.
     for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
         replace(owner, spawn=refusing(SPAWN), start_processes=refusing(SPAWN))
 
 
 def patch_ddp() -> None:
-    """Let DDP work with pretended tensors, count its all-reduces, and say who did not come to them."""
+    """Let DDP work with pretended tensors, count its all-reduces, and say who did not come to them.
+
+    DDP averages gradients in C++, during the backward pass. So its constructor, its forward pass and the function that
+    starts every backward pass are wrapped.
+    """
     original_init = DistributedDataParallel.__init__
     original_forward = DistributedDataParallel.forward
     original_backward: Any = torch.autograd._engine_run_backward
@@ -58,43 +65,47 @@ def patch_ddp() -> None:
         # DDP's C++ makes buckets on the CPU. Gradients that are views of the buckets would be CPU tensors.
         kwargs["gradient_as_bucket_view"] = False
         original_init(self, module, *args, **kwargs)
-        group = nccl.nccl_of(self.process_group)
-        if group is not None and group not in DDP_GROUPS:
-            DDP_GROUPS.append(group)
+        pretended_nccl = nccl.nccl_of(self.process_group)
+        if pretended_nccl is not None and pretended_nccl not in DDP_GROUPS:
+            DDP_GROUPS.append(pretended_nccl)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        group = nccl.nccl_of(self.process_group)
-        if group is None:
+        """DDP's forward pass, at which the ranks compare what DDP will do in C++."""
+        pretended_nccl = nccl.nccl_of(self.process_group)
+        if pretended_nccl is None:  # DDP over gloo alone: nothing is pretended
             return original_forward(self, *args, **kwargs)
+        # In DDP's join a rank without inputs takes part as well, in C++, where it cannot announce its calls.
         if self.will_sync_module_buffers() and not self._join_config.enable:
-            group.announce("DDP's broadcast of buffers")
-        with explained([group]):
-            out = original_forward(self, *args, **kwargs)
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            count_reduction(self, group, out)
-        return out
+            pretended_nccl.announce("DDP's broadcast of buffers")
+        with explained([pretended_nccl]):
+            output = original_forward(self, *args, **kwargs)
+        averages_gradients = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if averages_gradients:
+            count_reduction(self, pretended_nccl, output)
+        return output
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
+        # A backward pass does not say which models it comes through, so all groups of DDP are asked.
         with explained(DDP_GROUPS):
             return original_backward(*args, **kwargs)
 
     replace(DistributedDataParallel, __init__=init, forward=forward)
     replace(torch.autograd, _engine_run_backward=run_backward)
-    for name in ("buffer", "gradients"):  # what a comm hook takes from a bucket
+    for name in ("buffer", "gradients"):  # methods by which a comm hook gets a bucket's tensors
         replace(dist.GradBucket, **{name: of_this_gpu(getattr(dist.GradBucket, name))})
 
 
 @contextlib.contextmanager
 def explained(groups: list[Any]) -> Iterator[None]:
-    """Where DDP's C++ loses a peer in this block, raise an error that says which ranks of a group did not come.
+    """A context for calls of DDP: if its C++ loses a peer there, it raises which ranks of a group did not come.
 
-    ``groups`` are the pretended NCCLs that may have lost it. Other errors pass.
+    ``groups`` are the pretended NCCLs that may have lost the peer. Other errors pass.
     """
     try:
         yield
     except RuntimeError as error:
         for group in groups:
-            explanation = group.explain(error)
+            explanation = group.explain(error)  # the error itself, if the group has none
             if explanation is not error:
                 raise explanation from None
         raise
@@ -102,27 +113,29 @@ def explained(groups: list[Any]) -> Iterator[None]:
 
 def patch_dtensor() -> None:
     """Make a DTensor a CPU tensor for torch's C++, as its local part is, while Python sees the local part's device."""
-    wrap: Any = torch.Tensor._make_wrapper_subclass
+    original_make_wrapper: Any = torch.Tensor._make_wrapper_subclass  # with this function torch makes a DTensor
 
-    def on_cpu(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    def make_wrapper_on_cpu(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if is_gpu(device):
             device = "cpu"
-        return wrap(*args, device=device, **kwargs)
+        return original_make_wrapper(*args, device=device, **kwargs)
 
-    replace(torch.Tensor, _make_wrapper_subclass=staticmethod(on_cpu))
+    replace(torch.Tensor, _make_wrapper_subclass=staticmethod(make_wrapper_on_cpu))
     replace(DTensor, device=property(lambda self: self._local_tensor.device))
     replace(DTensor, is_cuda=property(lambda self: self._local_tensor.is_cuda))
     replace(OffsetBasedRNGTracker, _distribute_region=own_random_numbers)
     replace(sys.modules["torch.distributed.tensor._op_schema"], _rebuild_tensor_from_dtensor_meta=fake_tensor)
+    # The operators that run on the CPU where a GPU would run its own fused attention, forward and backward.
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     allow_sharding(getattr(torch.ops.aten, attention), results=2, tensors=3)
     allow_sharding(getattr(torch.ops.aten, f"{attention}_backward"), results=3, tensors=6)
 
 
 def fake_tensor(spec: Any) -> torch.Tensor:
-    """A tensor with which torch finds the shape of an operator's result, in its mode for tensors without values.
+    """A tensor of a DTensor's shape and type, without values, with which torch finds the shape of an operator's result.
 
-    torch makes it on the mesh's device, where in-place random numbers ask a build for CPUs for CUDA.
+    ``spec`` is the DTensor's. torch's own function makes the tensor on the mesh's device, where in-place random numbers
+    ask a build for CPUs for CUDA. So it is on the CPU here.
     """
     meta = spec.tensor_meta
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
@@ -131,55 +144,68 @@ def fake_tensor(spec: Any) -> torch.Tensor:
 def allow_sharding(operator: Any, results: int, tensors: int) -> None:
     """Tell DTensor that the CPU's fused attention can be split by sequences or by heads, as it knows of the GPU's.
 
-    ``results`` and ``tensors`` are the numbers of its results and of the tensors among its arguments.
+    ``results`` and ``tensors`` are the numbers of its results and of the tensors among its arguments. Their dimension 0
+    is that of the sequences, and 1 that of the heads. Results and arguments are all split in the same way.
     """
+    other_arguments = [None, None]  # dropout's probability, and whether the attention is causal
     shardings = []
     for placement in (Replicate(), Shard(0), Shard(1)):
-        other_arguments = [None, None]  # dropout's probability, and whether the attention is causal
-        shardings.append(([placement] * results, [placement] * tensors + other_arguments))
+        placements_of_results = [placement] * results
+        placements_of_tensors = [placement] * tensors
+        shardings.append((placements_of_results, placements_of_tensors + other_arguments))
     register_sharding(operator.default)(lambda *args, **kwargs: shardings)
 
 
 def of_this_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method that returns CPU tensors of DDP's C++, so that it returns pretended tensors that share them."""
-    return lambda self: map_tensors(original(self), lambda tensor: CudaTensor(tensor, Node.current))
+
+    def call(self: Any) -> Any:
+        return map_tensors(original(self), lambda tensor: CudaTensor(tensor, Node.current))
+
+    return call
 
 
-def count_reduction(model: Any, group: Any, out: Any) -> None:
+def count_reduction(model: Any, group: Any, output: Any) -> None:
     """Count the all-reduces of a DDP model's gradients, and let the ranks compare whether all of them start these.
 
     DDP's C++ starts the all-reduces in backward, where Python does not see them. So they are counted here, at the line
-    of the script that runs the model, which returned ``out``. A hook announces them to the ``group`` during backward.
+    of the script that runs the model, which has just returned ``output``. During backward a hook announces them to the
+    other ranks of the ``group``, the model's pretended NCCL.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     events.collective("allreduce by DDP, in backward", parameters)
     note_buckets(model)
-    outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
     # In DDP's join a rank without inputs takes part as well, in C++, where it cannot announce its call.
     if outputs and not model._join_config.enable:
         gradients = sum(parameter.numel() for parameter in parameters)
         # One output is enough to notice that backward has come to the model. Autograd comes to the newest one first.
-        outputs[-1].register_hook(lambda grad: group.announce(f"DDP's all_reduce of {gradients} gradients"))
+        newest_output = outputs[-1]
+        newest_output.register_hook(lambda grad: group.announce(f"DDP's all_reduce of {gradients} gradients"))
 
 
 def note_buckets(model: Any) -> None:
     """Note the sizes of a DDP model's buckets for the report, with the line at which the model ran first.
 
-    They are noted at each run, because DDP forms its buckets anew after the first backward pass.
+    A bucket has the gradients that one all-reduce averages. The sizes are noted at each run, because DDP forms its
+    buckets anew after the first backward pass.
     """
     data = model._get_ddp_logging_data()
-    sizes = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "")  # such as "1024, 2048", in bytes
+    # Both are text such as "1024, 2048", in bytes. It is empty, or not there, where DDP has no such buckets.
+    sizes = data.get("rebuilt_bucket_sizes")
+    if not sizes:
+        sizes = data.get("bucket_sizes", "")
     line = script_line()
     if model in BUCKETS:
         line = BUCKETS[model].line
-    BUCKETS[model] = Buckets(line, [int(size) for size in sizes.split(",") if size.strip()])
+    BUCKETS[model] = Buckets(line, [int(size) for size in str(sizes).split(",") if size.strip()])
 
 
 def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Module._apply, with which a module moves to a device. It first cuts computed attributes off their graphs.
 
-    A parameter moves by ``set_values``, whose swap fails while anything else refers to the parameter. weight_norm keeps
-    the weight that it has computed as an attribute, and the weight's graph refers to the parameters.
+    A parameter moves by ``set_values``, whose swap fails while anything else refers to the parameter. torch's older
+    weight_norm keeps the weight that it has computed as an attribute, and the weight's graph refers to the parameters.
     """
     # The list holds names, because a variable that held a tensor would refer to it as well.
     computed = [name for name, value in vars(self).items() if isinstance(value, torch.Tensor) and value.grad_fn]
@@ -189,13 +215,16 @@ def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def group_tensors(tensors: Any, with_indices: bool) -> dict[Any, Any]:
-    """{(device, dtype): tensors}, as gradient clipping and optimizers ask torch's C++ for it.
+    """Group tensors by device and dtype, as gradient clipping and optimizers ask torch's C++ for it.
 
-    C++ takes every pretended tensor for one on the CPU, so the device in the key is replaced by the tensors' own.
+    ``tensors`` are lists of the same length: parameters, their gradients and so on. The result is {(device, dtype):
+    (the part of each list that is there, the places of the part's items in the whole lists)}. C++ takes every pretended
+    tensor for one on the CPU, so the device in the key is replaced by the tensors' own.
     """
     groups = {}
     for (device_in_cpp, dtype), (lists, indices) in ORIGINAL_GROUPING(tensors, with_indices).items():
-        present = [tensor for tensor in lists[0] if tensor is not None]
+        first_list = lists[0]  # torch groups by the tensors of the first list. A gradient there may be None.
+        present = [tensor for tensor in first_list if tensor is not None]
         device = device_in_cpp
         if present:
             device = present[0].device
@@ -217,10 +246,11 @@ def own_random_numbers(self: Any, spec: Any, generator: torch.Generator | None =
     # torch 2.11 has no functions that return these offsets, only methods that add them to a state.
     state = SimpleNamespace(offset=0)
     self._set_pre_op_offset(state, spec)
-    offset_of_shard = state.offset
+    offset_of_shard = state.offset  # where this rank's numbers begin
     self._set_post_op_offset(state, spec, 0)
-    numbers_drawn = state.offset
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(hash((Node.random_seed, Node.random_offset + offset_of_shard)) % 2**63)
+    numbers_drawn = state.offset  # how many the ranks draw together
+    seed_of_shard = hash((Node.random_seed, Node.random_offset + offset_of_shard)) % 2**63
+    with torch.random.fork_rng(devices=[]):  # afterwards the CPU's generator is as before
+        torch.default_generator.manual_seed(seed_of_shard)
         yield
     Node.random_offset += numbers_drawn
