@@ -270,18 +270,19 @@ def of_context_parallelism(model: Model, layout: Layout, stage: int) -> list[Col
     A rank begins with the keys and values of its own tokens, so those of the cp ranks meet all queries after cp - 1
     sends.
     """
-    sends_to_all_others = layout.cp - 1
+    layers = layout.stage_layers(model)[stage]
+    to_all_others = layout.cp - 1  # sends in each layer
     result = []
     for phase in [*forward_phases(layout), "backward"]:
-        result.append(ring_sends(model, layout, stage, phase, "keys and values", sends_to_all_others))
+        result.append(ring_sends(model, layout, phase, "keys and values", times=to_all_others * layers))
     # A gradient goes one step further than its keys and values, back to the rank that they came from.
-    result.append(ring_sends(model, layout, stage, "backward", "their gradients", sends_to_all_others + 1))
+    back_to_the_first = layout.cp
+    result.append(ring_sends(model, layout, "backward", "their gradients", times=back_to_the_first * layers))
     return result
 
 
-def ring_sends(model: Model, layout: Layout, stage: int, phase: str, what: str, times: int) -> Collective:
-    """Sends of the keys and values of a rank's tokens to the next rank of a ring; ``times`` in each layer's pass."""
-    layers = layout.stage_layers(model)[stage]
+def ring_sends(model: Model, layout: Layout, phase: str, what: str, times: int) -> Collective:
+    """Sends of the keys and values of a rank's tokens to the next rank of a ring; ``times`` for each micro-batch."""
     kv_heads = max(model.kv_heads // layout.tp, 1)  # Tensor-parallel ranks that outnumber them have copies.
     key_or_value = layout.tokens(model) * model.head_width * kv_heads * layout.element_bytes  # bytes
     return Collective(
@@ -291,7 +292,7 @@ def ring_sends(model: Model, layout: Layout, stage: int, phase: str, what: str, 
         what=what,
         ranks=layout.cp,
         stride=layout.tp,
-        count=times * layers * layout.micro_batches,
+        count=times * layout.micro_batches,
         size=2 * key_or_value,
     )
 

@@ -323,8 +323,10 @@ def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: 
 def bytes_of_states(model: Model, layout: Layout, conventions: Conventions, stage: int) -> dict[str, float]:
     """{kind: bytes} of parameters, gradients and optimizer state on the first rank of a pipeline stage, on the GPU."""
     parameters = stage_parameters(model, layout, stage)
-    # ZeRO-3 is planned as fully_shard, which cuts each tensor between its rows; ZeRO-1 and 2 cut one flat tensor.
-    shard = shared_parameters(model, layout, stage, "rows" if layout.zero == 3 else "even")
+    cut = "even"  # ZeRO-1 and 2 cut one flat tensor.
+    if layout.zero == 3:
+        cut = "rows"  # ZeRO-3 is planned as fully_shard, which cuts each tensor between its rows.
+    shard = shared_parameters(model, layout, stage, cut)
     kinds = states_per_rank(parameters, shard, layout.zero, conventions.state_bytes)
     if layout.offload:
         kinds["gradients"] = 0
@@ -343,8 +345,8 @@ def logits_bytes(model: Model, layout: Layout, conventions: Conventions) -> floa
         copies = 1
     elif conventions.logits == "freed" and layout.tp == 1:
         copies = 3
-    logit_bytes = 2 if conventions.loss == "bfloat16" else 4
-    return logit_bytes * copies * layout.tokens(model) * model.vocab / layout.tp
+    bytes_of_logit = 2 if conventions.loss == "bfloat16" else 4
+    return bytes_of_logit * copies * layout.tokens(model) * model.vocab / layout.tp
 
 
 @dataclass(frozen=True)

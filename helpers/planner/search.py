@@ -140,7 +140,8 @@ class Search:
     def choice(self) -> str:
         """The fastest layout, its seconds and its memory."""
         best = self.best
-        time = f"{best.seconds:.2f} s a step ({best.step.low:.2f} to {best.step.high:.2f})"
+        interval = f"{best.step.low:.2f} to {best.step.high:.2f}"
+        time = f"{best.seconds:.2f} s a step ({interval})"
         memory = f"{best.bytes / GIB:.1f} of {self.cluster.memory / GIB:.1f} GiB"
         return f"Fastest: {best.layout.summary}: {time}, {memory}."
 

@@ -159,6 +159,9 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
     busiest_stage = stage_layers.index(layers)
     speed = memory_speed(layout, cluster)
     logits = layout.tokens(model) * model.vocab / layout.tp
+    attention_share = 0.0
+    if layout.attention == "flash":
+        attention_share = cluster.attention_reaches
     updated_parameters = 0.0  # with offload the host updates them
     if not layout.offload:
         updated_parameters = stage_parameters(model, layout, busiest_stage) / layout.sharers
@@ -194,7 +197,7 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
         layers=layers,
         layers_of_last=stage_layers[-1],
         layer=layer_work(model, layout, cluster, conventions),
-        attention_share=cluster.attention_reaches if layout.attention == "flash" else 0,
+        attention_share=attention_share,
         # 2 FLOPs for each weight and token in the forward, and twice as many in the backward.
         head=6 * logits * model.width / cluster.limited_peak(layout.attention_dtype),
         # PER_LOGIT_BYTES are counted for logits of 2 bytes.
@@ -260,9 +263,12 @@ def attention_flops(model: Model, layout: Layout, conventions: Conventions) -> f
     FlashAttention's backward takes 2.5 forwards, because it computes the scores again (Dao et al. 2022).
     """
     forward = layout.tokens(model) * model.seq * model.flops_per_pair / layout.tp
-    forwards_in_backward = 2 if layout.attention == "scores" else 2.5
-    recomputed_forwards = 1 if recomputes_attention(layout) else 0
-    flops = forward * (1 + forwards_in_backward + recomputed_forwards)
+    forwards = 1 + 2.5  # the forward, and FlashAttention's backward
+    if layout.attention == "scores":
+        forwards = 1 + 2
+    if recomputes_attention(layout):
+        forwards += 1
+    flops = forward * forwards
     if conventions.causal == "half":
         flops *= 0.5  # The kernel skips the half of the pairs in which a token would see a later one.
     return flops
