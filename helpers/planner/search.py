@@ -77,7 +77,7 @@ class Search:
         if self.cluster.gpus % ranks != 0:
             self.refusals["tp x pp x cp does not divide the GPUs"] += len(possible)
             return
-        sizes = {**mesh, "dp": self.cluster.gpus // ranks, "sequence_parallel": mesh["tp"] > 1}
+        sizes: dict[str, Any] = {**mesh, "dp": self.cluster.gpus // ranks, "sequence_parallel": mesh["tp"] > 1}
         # A shard among all data-parallel ranks is what 0 stands for, so it is not tried twice.
         possible = [setting for setting in possible if setting["shard"] < sizes["dp"] * sizes["cp"]]
         may_be_uneven = any(setting.get("uneven_stages", False) for setting in settings)
