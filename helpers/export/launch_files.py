@@ -18,6 +18,8 @@ STOP_BEFORE = 180
 # the store for 60 seconds (read_timeout) before it gives up.
 LATE = 900
 CPUS_PER_GPU = 4  # for a rank and the processes that load its data
+# Characters of a name in Kubernetes. A name may have 63, and Kubernetes adds to the name of a job to name its pods.
+LONGEST_NAME = 40
 
 TEMPLATES = Path(__file__).parent / "templates"
 # {how the name of a launch file ends, behind the script's name: its template}
@@ -51,8 +53,10 @@ def launch_files(name: str, script: str, allocation: Allocation, preflight: str)
     if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
         raise ExportError(f"{name!r} has characters that a shell reads in its own way.\nRename it for --slurm.")
     abilities = abilities_of(script)
-    # With this flag a node without its GPUs fails at once. A later flag wins, so the reader can add --backend gloo.
-    backend = " --backend nccl" if abilities.chooses_backend else ""
+    backend = ""  # what the lines add to the script's arguments
+    if abilities.chooses_backend:
+        # With this flag a node without its GPUs fails at once. A later flag wins, so the reader can add --backend gloo.
+        backend = " --backend nccl"
     values = {
         **asdict(allocation),
         # Files, and how a shell takes their names.
@@ -101,7 +105,11 @@ def abilities_of(script: str) -> Abilities:
 
 
 def kubernetes_name(name: str) -> str:
-    """Make of a name one that DNS, and so Kubernetes, allows: lower-case letters, digits and dashes, a letter first."""
-    words = re.sub(r"[^a-z0-9]+", "-", name.lower())
-    # Kubernetes adds to the name of a job to name its pods, and a name may have 63 characters.
-    return words.lstrip("0123456789-")[:40].strip("-") or "training"
+    """Make of a name one that DNS, and so Kubernetes, allows: lower-case letters, digits and dashes, a letter first.
+
+    A name without any letter becomes "training".
+    """
+    with_dashes = re.sub(r"[^a-z0-9]+", "-", name.lower())
+    from_first_letter = with_dashes.lstrip("0123456789-")
+    allowed = from_first_letter[:LONGEST_NAME].strip("-")
+    return allowed or "training"

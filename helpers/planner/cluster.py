@@ -41,13 +41,14 @@ class Cluster(Record):
     POSITIVE: ClassVar[tuple[str, ...]] = ("gpus_per_node", "nodes", "memory", "reaches")
 
     def __post_init__(self) -> None:
+        """Refuse, by a PlanError, a cluster without a peak, or without the speed of a link that it must have."""
         super().__post_init__()
         if not self.peaks:
             refuse(f"{self.gpu}: no peaks", "FLOP/s of each type, such as peaks = {bfloat16 = 312e12}")
-        if self.gpus_per_node > 1 and not self.link_in_node:
+        if self.gpus_per_node > 1 and self.link_in_node == 0:
             problem = f"{self.gpu}: there are {self.gpus_per_node} GPUs in a node, and link_in_node is not known"
             refuse(problem, "link_in_node, in bytes a second")
-        if self.nodes > 1 and not self.link_between:
+        if self.nodes > 1 and self.link_between == 0:
             problem = f"{self.gpu}: there are {self.nodes} nodes, and link_between is not known"
             refuse(problem, "link_between, in bytes a second")
 
@@ -63,12 +64,14 @@ class Cluster(Record):
         """FLOP/s of one GPU at the clock that the limit of power leaves it.
 
         A chip draws A·C·V²·f watts at the clock f, and its voltage V grows with the clock (Mudge 2001, equations 1 and
-        2). So the power grows with the cube of the clock. The memory has a clock of its own, which stays.
+        2). So the power grows with the cube of the clock, and FLOP/s grow with the clock. The memory has a clock of its
+        own, which stays.
         """
         if not self.power_limit:
             return self.peak(dtype)
-        share = min(self.power_limit / self.power, 1)
-        return self.peak(dtype) * share ** (1 / 3)
+        share_of_power = min(self.power_limit / self.power, 1)
+        share_of_clock = share_of_power ** (1 / 3)
+        return self.peak(dtype) * share_of_clock
 
 
 # Peaks and watts: NVIDIA's data sheets for A100 and H100 SXM (dense), Google's for TPU v4. Links: 300 and 450 GB/s of
@@ -104,12 +107,14 @@ HOPPER = ("h100", "h200")  # GPUs of this architecture, as Cluster.gpu has them
 def cluster_of(cluster: str | dict[str, Any] | Cluster, gpus: int = 0) -> Cluster:
     """A Cluster from a preset's name or a table of fields, which may name a preset under "preset".
 
-    gpus: how many GPUs it shall have, in full nodes; 0 for as many as its fields say.
+    gpus: how many GPUs it shall have, in full nodes or in a part of one node; 0 for as many as its fields say. Raises
+    PlanError for a wrong field, or for GPUs that do not fill their nodes.
     """
     cluster = Cluster.of(with_preset(cluster, PRESETS, "cluster"))
     if gpus == 0:
         return cluster
-    per_node = min(cluster.gpus_per_node, gpus)
-    if gpus % per_node != 0:
-        refuse(f"{gpus} GPUs are not full nodes of {per_node}", f"a multiple of {per_node}, or another gpus_per_node")
-    return cluster.with_(nodes=gpus // per_node, gpus_per_node=per_node)
+    gpus_per_node = min(cluster.gpus_per_node, gpus)
+    if gpus % gpus_per_node != 0:
+        hint = f"a multiple of {gpus_per_node}, or another gpus_per_node"
+        refuse(f"{gpus} GPUs are not full nodes of {gpus_per_node}", hint)
+    return cluster.with_(nodes=gpus // gpus_per_node, gpus_per_node=gpus_per_node)

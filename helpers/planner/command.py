@@ -19,19 +19,20 @@ from helpers.planner.report import lines, search_tables, tables
 from helpers.planner.search import search
 
 RECORDS: dict[str, type[Record]] = {"layout": Layout, "job": Job, "conventions": Conventions}
-TABLES = ("model", "cluster", *RECORDS)
-SIZES_OF_MESH = ("dp", "tp", "pp", "cp")  # fields of a layout
+TABLES = ("model", "cluster", *RECORDS)  # of a file
+# Fields of a layout. If one of them is given, the layout is chosen and the command makes a plan; otherwise it searches.
+SIZES_OF_MESH = ("dp", "tp", "pp", "cp")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan`` to its parser."""
-    parser.add_argument("model", metavar="MODEL|FILE", help=f"a TOML file with {', '.join(TABLES)}; or a model's name")
+    model_help = f"a TOML file with {', '.join(TABLES)}; or a model's name"
+    parser.add_argument("model", metavar="MODEL|FILE", help=model_help)
     presets = ", ".join(clusters.PRESETS)
     cluster_help = f"one of {presets}; or a TOML file: {clusters.Cluster.described()}"
     parser.add_argument("cluster", nargs="?", metavar="CLUSTER", help=cluster_help)
-    parser.add_argument(
-        "--gpus", type=positive_int, default=0, metavar="N", help="how many GPUs: of a named cluster, or to search for"
-    )
+    gpus_help = "how many GPUs: of a named cluster, or to search for"
+    parser.add_argument("--gpus", type=positive_int, default=0, metavar="N", help=gpus_help)
     sizes_help = f"fields of the model that win over the preset's: {models.Model.described()}"
     parser.add_argument("--sizes", default="", metavar="A=1,B=2", help=sizes_help)
     for name, record in RECORDS.items():
@@ -44,7 +45,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Print a plan or a search; return the exit status: 1 for what is not possible, with two lines on stderr."""
     try:
         request = read_request(arguments)
-        if any(name in request["layout"] for name in SIZES_OF_MESH):
+        is_layout_chosen = any(name in request["layout"] for name in SIZES_OF_MESH)
+        if is_layout_chosen:
             show_plan(request, arguments)
         else:
             show_search(request, arguments)
@@ -57,9 +59,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def show_plan(request: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Print the plan of one layout, as words or as JSON. request: {table of TABLES: its fields}."""
     gpus = arguments.gpus
     if isinstance(request["cluster"], str) and gpus == 0:
-        gpus = Layout.of(request["layout"]).gpus
+        gpus = Layout.of(request["layout"]).gpus  # A preset has no number of GPUs of its own.
     cluster = clusters.cluster_of(request["cluster"], gpus)
     result = plan(request["model"], cluster, request["layout"], request["conventions"], request["job"])
     if arguments.json:
@@ -69,7 +72,10 @@ def show_plan(request: dict[str, Any], arguments: argparse.Namespace) -> None:
 
 
 def show_search(request: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Rank and print the layouts of a model on a cluster; fields that are given stay. PlanError where none fits."""
+    """Rank the layouts of a model on a cluster, and print the search, as words or as JSON. PlanError if none fits.
+
+    request: {table of TABLES: its fields}. The layout's fields that it has stay; values of the others are tried.
+    """
     cluster = clusters.cluster_of(request["cluster"], arguments.gpus)
     constraints = dict(request["layout"])
     batch = constraints.pop("batch", 0)
@@ -115,7 +121,11 @@ def read_request(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def read(text: str, what: str, presets: Iterable[str]) -> dict[str, Any]:
-    """The tables of a TOML file, or {what: name} for the name of a preset, which is never taken for a file."""
+    """The tables of a TOML file, or {what: name} for the name of a preset, which is never taken for a file.
+
+    text: an argument of the command line. what: what the argument should be, "model" or "cluster". Raises PlanError for
+    a name that is neither, for a file that is not TOML, or for a table that the planner does not know.
+    """
     if text in presets:
         return {what: text}
     path = Path(text)
@@ -132,9 +142,15 @@ def read(text: str, what: str, presets: Iterable[str]) -> dict[str, Any]:
 
 
 def fields_of(text: str) -> dict[str, Any]:
-    """{name: value} from "a=1,b=2": each a number, true, false or a word."""
+    """{name: value} from an argument such as "a=1,b=true,c=word". PlanError for a part without a value.
+
+    Numbers, true and false are read as JSON has them, and anything else is a word. Nothing between two commas is
+    nothing, so an empty text gives no fields.
+    """
     fields: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
+    for part in text.split(","):
+        if not part:
+            continue
         name, equals, value = part.partition("=")
         if not equals:
             raise PlanError(f"{part!r} has no value.\nWrite name=value, with commas between.")

@@ -50,8 +50,9 @@ class Collective:
     stride: int  # the difference between the numbers of two neighbours in the group
     count: int  # in a step
     size: int  # bytes of the whole tensor of one of them
-    # Of an all-to-all that sends a token to each node only once: how many copies of a token it makes, and for how many
-    # of its experts the node is drawn. 0 for a usual all-to-all, which sends each copy from rank to rank.
+    # Of an all-to-all that sends a token to each node only once: on how many ranks a token is needed, and for how many
+    # of its experts a node is drawn at random (see dispatch_time). draws is 0 for a usual all-to-all, which sends each
+    # copy from rank to rank.
     copies: int = 0
     draws: int = 0
     time: LinkTime = LinkTime()  # of one of them; 0 without a cluster
@@ -141,67 +142,116 @@ def of_tensor_parallelism(
 ) -> list[Collective]:
     """The collectives by which tensor-parallel ranks put their parts of activations and gradients together.
 
-    A layer has two all-reduces in the forward and two in the backward (Shoeybi et al. 2019, section 3). With sequence
-    parallelism each becomes an all-gather and a reduce-scatter (Korthikanti et al. 2022, section 4.2.2).
+    The parameters are those of ``activations``.
     """
-    result: list[Collective] = []
-    layers = layout.stage_layers(model)[stage]
-    is_first = stage == 0
-    is_last = stage == layout.pp - 1
-    tokens = layout.tokens(model)
-    element_bytes = layout.element_bytes
-    hidden = hidden_bytes(model, layout)
-
-    def add(kind: str, phase: str, what: str, count: int, size: int = hidden) -> None:
-        result.append(tensor_collective(layout, kind, phase, what, count, size))
-
-    def gather(phase: str, what: str, count: int) -> None:
-        if layout.sequence_parallel:
-            add("all_gather", phase, what, count)
-
-    def reduce(phase: str, what: str, count: int) -> None:
-        kind = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
-        add(kind, phase, what, count)
-
-    # A layer gathers the MLP's input, and attention's: once, or for query, key and value each.
-    inputs = 2 if shared_input else 4
-    # A layer sums attention's output and the MLP's. The MLP's is the last one, which recomputation may leave out.
-    outputs = {"forward": 2, "recompute": 1 if early_stop else 2}
-    if layout.recompute == "sac" and layout.sequence_parallel:
-        outputs["recompute"] = 0  # The output of a reduce-scatter is kept, so that it is not sent again.
-    for phase in forward_phases(layout):
-        gather(phase, "inputs of attention and MLP", inputs * layers)
-        reduce(phase, "outputs of attention and MLP", outputs[phase] * layers)
-    gather("backward", "gradients of outputs", 2 * layers)
-    reduce("backward", "gradients of inputs", inputs * layers)
-
-    if is_first:
+    result = of_tensor_parallel_layers(model, layout, stage, shared_input, early_stop)
+    if stage == 0:
         if "embedding" in sharded:
-            reduce("forward", "embedding", 1)
-        gather("backward", "embedding's gradient", 1)
+            result.append(sum_hidden(model, layout, "forward", "embedding", times=1))
+        result += gather_hidden(model, layout, "backward", "embedding's gradient", times=1)
+
+    is_last = stage == layout.pp - 1
     if is_last:
-        gather("forward", "input of the head", 1)
+        result += gather_hidden(model, layout, "forward", "input of the head", times=1)
         if "head" in sharded:
-            reduce("backward", "gradient of the head's input", 1)
-    if layout.sequence_parallel and layout.sharers > 1 and layout.zero == 3:
-        # A norm saw only its rank's tokens, so its gradient is summed before fully_shard reduces it.
-        norms = model.norms * layers
-        if is_last:
-            norms += 1
-        tensors_of_norm = 2 if model.norm_biases else 1
-        add("all_reduce", "backward", "gradients of norms", norms * tensors_of_norm, model.width * element_bytes)
+            result.append(sum_hidden(model, layout, "backward", "gradient of the head's input", times=1))
+    result += of_norms(model, layout, stage)
     if is_last and "head" in sharded:
-        if loss_parallel:
-            numbers = 3  # for each token the largest logit, the sum of exponentials, and the logit of the label
-            add("all_reduce", "forward", "loss", numbers, tokens * FLOAT32_BYTES)
-        else:
-            padded_vocab = math.ceil(model.vocab / layout.tp) * layout.tp
-            add("all_gather", "forward", "logits", 1, tokens * padded_vocab * element_bytes)
+        result.append(of_loss(model, layout, loss_parallel))
     return result
 
 
-def tensor_collective(layout: Layout, kind: str, phase: str, what: str, count: int, size: int) -> Collective:
-    """A collective among tensor-parallel ranks, ``count`` times for each micro-batch."""
+def of_tensor_parallel_layers(
+    model: Model, layout: Layout, stage: int, shared_input: bool, early_stop: bool
+) -> list[Collective]:
+    """The collectives of tensor-parallel ranks in the layers of a stage, on hidden states and their gradients.
+
+    A layer has two all-reduces in the forward and two in the backward (Shoeybi et al. 2019, section 3). With sequence
+    parallelism each becomes an all-gather and a reduce-scatter (Korthikanti et al. 2022, section 4.2.2).
+
+    shared_input: query, key and value gather their input once, not each on its own. early_stop: recomputation ends
+    before a layer's last output.
+    """
+    layers = layout.stage_layers(model)[stage]
+    # The input of the MLP, and that of attention: once, or for query, key and value each.
+    inputs = 2 if shared_input else 4
+    result = []
+    for phase in forward_phases(layout):
+        outputs = 2  # attention's and the MLP's
+        if phase == "recompute":
+            outputs = recomputed_outputs(layout, early_stop)
+        result += gather_hidden(model, layout, phase, "inputs of attention and MLP", times=inputs * layers)
+        result.append(sum_hidden(model, layout, phase, "outputs of attention and MLP", times=outputs * layers))
+    result += gather_hidden(model, layout, "backward", "gradients of outputs", times=2 * layers)
+    result.append(sum_hidden(model, layout, "backward", "gradients of inputs", times=inputs * layers))
+    return result
+
+
+def recomputed_outputs(layout: Layout, early_stop: bool) -> int:
+    """How many of a layer's two outputs, attention's and the MLP's, tensor-parallel ranks sum again in a recomputation.
+
+    The MLP's output is the layer's result, which the backward does not need. With early_stop, as in PyTorch's
+    checkpoint, recomputation ends before it.
+    """
+    if layout.recompute == "sac" and layout.sequence_parallel:
+        return 0  # Checkpointing of operations keeps the output of each reduce-scatter.
+    return 1 if early_stop else 2
+
+
+def of_norms(model: Model, layout: Layout, stage: int) -> list[Collective]:
+    """The all-reduces of the norms' gradients among tensor-parallel ranks, under fully_shard with sequence parallelism.
+
+    A norm saw only the tokens of its rank, so its gradient is summed before fully_shard reduces it.
+    """
+    is_divided = layout.zero == 3 and layout.sharers > 1
+    if not layout.sequence_parallel or not is_divided:
+        return []
+    norms = model.norms * layout.stage_layers(model)[stage]
+    if stage == layout.pp - 1:
+        norms += 1  # the norm behind the last layer
+    tensors_of_norm = 2 if model.norm_biases else 1
+    size = model.width * layout.element_bytes
+    return [tensor_collective(layout, "all_reduce", "backward", "gradients of norms", norms * tensors_of_norm, size)]
+
+
+def of_loss(model: Model, layout: Layout, loss_parallel: bool) -> Collective:
+    """What tensor-parallel ranks exchange for the loss, since each has the logits of a part of the vocabulary.
+
+    With loss_parallel the logits stay divided. Three numbers of each token are summed, or their largest found: the
+    largest logit, the sum of exponentials, and the logit of the label. Otherwise each rank gathers all logits.
+    """
+    tokens = layout.tokens(model)
+    if loss_parallel:
+        numbers = 3
+        return tensor_collective(layout, "all_reduce", "forward", "loss", numbers, size=tokens * FLOAT32_BYTES)
+    padded_vocab = math.ceil(model.vocab / layout.tp) * layout.tp
+    size = tokens * padded_vocab * layout.element_bytes
+    return tensor_collective(layout, "all_gather", "forward", "logits", times=1, size=size)
+
+
+def gather_hidden(model: Model, layout: Layout, phase: str, what: str, times: int) -> list[Collective]:
+    """All-gathers of hidden states, or of their gradients, among tensor-parallel ranks; ``times`` a micro-batch.
+
+    Only with sequence parallelism does a rank have a part of the tokens alone. Otherwise it has all, and the list is
+    empty.
+    """
+    if not layout.sequence_parallel:
+        return []
+    return [tensor_collective(layout, "all_gather", phase, what, times, size=hidden_bytes(model, layout))]
+
+
+def sum_hidden(model: Model, layout: Layout, phase: str, what: str, times: int) -> Collective:
+    """Sums of hidden states, or of their gradients, over tensor-parallel ranks; ``times`` a micro-batch.
+
+    An all-reduce gives each rank the sum of all tokens. With sequence parallelism a reduce-scatter gives it that of its
+    own tokens.
+    """
+    kind = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
+    return tensor_collective(layout, kind, phase, what, times, size=hidden_bytes(model, layout))
+
+
+def tensor_collective(layout: Layout, kind: str, phase: str, what: str, times: int, size: int) -> Collective:
+    """Equal collectives of ``size`` bytes among tensor-parallel ranks, ``times`` for each micro-batch."""
     return Collective(
         dimension="tp",
         kind=kind,
@@ -209,83 +259,108 @@ def tensor_collective(layout: Layout, kind: str, phase: str, what: str, count: i
         what=what,
         ranks=layout.tp,
         stride=1,
-        count=count * layout.micro_batches,
+        count=times * layout.micro_batches,
         size=size,
     )
 
 
 def of_context_parallelism(model: Model, layout: Layout, stage: int) -> list[Collective]:
-    """The sends of ring attention (Liu et al. 2024): keys and values go round, in backward with their gradients."""
+    """The sends of ring attention (Liu et al. 2024): keys and values go round, in backward with their gradients.
+
+    A rank begins with the keys and values of its own tokens, so those of the cp ranks meet all queries after cp - 1
+    sends.
+    """
     layers = layout.stage_layers(model)[stage]
-    kv_heads = max(model.kv_heads // layout.tp, 1)
-    key_and_value = 2 * layout.tokens(model) * model.head_width * kv_heads * layout.element_bytes  # bytes
-
-    def send(phase: str, what: str, times: int) -> Collective:
-        return Collective(
-            dimension="cp",
-            kind="send",
-            phase=phase,
-            what=what,
-            ranks=layout.cp,
-            stride=layout.tp,
-            count=times * layers * layout.micro_batches,
-            size=key_and_value,
-        )
-
-    phases = [*forward_phases(layout), "backward"]
-    result = [send(phase, "keys and values", layout.cp - 1) for phase in phases]
+    to_all_others = layout.cp - 1  # sends in each layer
+    result = []
+    for phase in [*forward_phases(layout), "backward"]:
+        result.append(ring_sends(model, layout, phase, "keys and values", times=to_all_others * layers))
     # A gradient goes one step further than its keys and values, back to the rank that they came from.
-    result.append(send("backward", "their gradients", layout.cp))
+    back_to_the_first = layout.cp
+    result.append(ring_sends(model, layout, "backward", "their gradients", times=back_to_the_first * layers))
     return result
 
 
+def ring_sends(model: Model, layout: Layout, phase: str, what: str, times: int) -> Collective:
+    """Sends of the keys and values of a rank's tokens to the next rank of a ring; ``times`` for each micro-batch."""
+    kv_heads = max(model.kv_heads // layout.tp, 1)  # Tensor-parallel ranks that outnumber them have copies.
+    key_or_value = layout.tokens(model) * model.head_width * kv_heads * layout.element_bytes  # bytes
+    return Collective(
+        dimension="cp",
+        kind="send",
+        phase=phase,
+        what=what,
+        ranks=layout.cp,
+        stride=layout.tp,
+        count=times * layout.micro_batches,
+        size=2 * key_or_value,
+    )
+
+
 def of_expert_parallelism(model: Model, layout: Layout, stage: int, dispatch: str) -> list[Collective]:
-    """The all-to-alls that bring tokens to their experts and back, and the gradients (Lepikhin et al. 2021)."""
-    copies = model.active_experts
+    """The all-to-alls that bring tokens to their experts and back, and the gradients (Lepikhin et al. 2021).
+
+    dispatch: "rank" sends a copy of a token to each of its experts. "node" sends one to each node that has some of
+    them, and copies it there. "neighbours" does that, too, but a token's experts are side by side, on few ranks.
+    """
+    copies = model.active_experts  # of each token
     draws = 0
     if dispatch == "node":
-        draws = model.active_experts
+        draws = model.active_experts  # Each expert may be on any node.
     elif dispatch == "neighbours":
         experts_of_rank = model.experts // layout.ep
         copies = math.ceil(model.active_experts / experts_of_rank)
-        draws = 1
-    expert_layers = sum(model.has_experts(layer) for layer in layout.layers_of(model, stage))
+        draws = 1  # All of a token's experts are where the first one is.
     phases = [*forward_phases(layout), "backward"]
     if layout.recompute == "sac":
         phases.remove("recompute")  # The output of an all-to-all is kept, so that it is not sent again.
-    return [
-        Collective(
-            dimension="ep",
-            kind="all_to_all",
-            phase=phase,
-            what="tokens to experts and back",
-            ranks=layout.ep,
-            stride=layout.tp,
-            count=2 * layout.micro_batches * expert_layers,  # to the experts, and back
-            size=hidden_bytes(model, layout) * copies,
-            copies=copies,
-            draws=draws,
+
+    expert_layers = sum(model.has_experts(layer) for layer in layout.layers_of(model, stage))
+    there_and_back = 2
+    result = []
+    for phase in phases:
+        result.append(
+            Collective(
+                dimension="ep",
+                kind="all_to_all",
+                phase=phase,
+                what="tokens to experts and back",
+                ranks=layout.ep,
+                stride=layout.tp,
+                count=there_and_back * layout.micro_batches * expert_layers,
+                size=hidden_bytes(model, layout) * copies,
+                copies=copies,
+                draws=draws,
+            )
         )
-        for phase in phases
-    ]
+    return result
 
 
 def of_pipeline(model: Model, layout: Layout, stage: int, split_sends: bool) -> list[Collective]:
     """The sends of activations and gradients between stages, and the gathers of what arrives in parts.
 
-    A stage has ``interleave`` parts of the model, so a micro-batch comes to it as often, and leaves it as often.
+    A stage has ``interleave`` parts of the model, so a micro-batch comes to it as often, and leaves it as often. Only
+    the model's first part receives nothing, because it reads the data, and its last part sends nothing, because it
+    computes the loss. split_sends: each tensor-parallel rank sends a part of the hidden states, not all of them.
     """
-    result: list[Collective] = []
+    arrivals = layout.interleave  # of activations, for each micro-batch
+    departures = layout.interleave
+    if stage == 0:
+        arrivals -= 1
+    if stage == layout.pp - 1:
+        departures -= 1
     hidden = hidden_bytes(model, layout)
-    # Each tensor-parallel rank sends its own part of the hidden states, or each sends all of them.
-    parts = 1
-    if split_sends or layout.sequence_parallel:
-        parts = layout.tp
-    # With sequence parallelism the next stage goes on with the parts. Otherwise it gathers them.
-    gathers = parts > 1 and not layout.sequence_parallel
+    # With sequence parallelism a rank has only its part of the hidden states, and the next stage goes on with parts.
+    is_split = split_sends or layout.sequence_parallel
+    is_gathered = split_sends and not layout.sequence_parallel and layout.tp > 1
+    sent_bytes = hidden // layout.tp if is_split else hidden
 
-    def add(phase: str, what: str, sends: int, receives: int) -> None:
-        """Add the sends of each micro-batch to another stage, and the gathers of what it receives."""
+    # A gradient goes back the way that its activation came, so what arrived now departs.
+    result = []
+    for phase, what, sends, receives in (
+        ("forward", "activations", departures, arrivals),
+        ("backward", "their gradients", arrivals, departures),
+    ):
         result.append(
             Collective(
                 dimension="pp",
@@ -295,21 +370,11 @@ def of_pipeline(model: Model, layout: Layout, stage: int, split_sends: bool) -> 
                 ranks=layout.pp,
                 stride=layout.tp * layout.data_ranks,
                 count=sends * layout.micro_batches,
-                size=hidden // parts,
+                size=sent_bytes,
             )
         )
-        if gathers:
-            result.append(tensor_collective(layout, "all_gather", phase, RECEIVED, receives, hidden))
-
-    arrivals = layout.interleave
-    departures = layout.interleave
-    if stage == 0:
-        arrivals -= 1  # nothing is received for the model's first part, which reads the data
-    if stage == layout.pp - 1:
-        departures -= 1  # nothing is sent from the model's last part, which computes the loss
-    add("forward", "activations", sends=departures, receives=arrivals)
-    # A gradient goes back the way that its activation came.
-    add("backward", "their gradients", sends=arrivals, receives=departures)
+        if is_gathered:
+            result.append(tensor_collective(layout, "all_gather", phase, RECEIVED, times=receives, size=hidden))
     return result
 
 
@@ -333,61 +398,79 @@ def data_parallel(
 
 
 def unit_collectives(unit: Unit, layout: Layout, conventions: Conventions) -> list[Collective]:
-    """The collectives that the parameters and gradients of equal units need in a step."""
-    result: list[Collective] = []
-    ranks = layout.data_ranks // unit.expert_ranks  # that hold the same parameters
-    stride = layout.tp * unit.expert_ranks  # between two of these ranks
-    sharers = min(layout.sharers, ranks)
+    """The collectives that the parameters and gradients of equal units need in a step.
+
+    A Unit stands for the layers of a stage, for their experts, or for what is outside the layers.
+    """
     gathers_each = not conventions.gathers_once(layout.pp)
-    repetitions = 1
+    repetitions = 1  # in a step
     if layout.zero >= 2 and gathers_each:
         repetitions = layout.micro_batches
-    padded = padded_numbers(unit, parts=sharers if layout.zero == 3 else 1)
+    parts = sharers_of(unit, layout) if layout.zero == 3 else 1
+    padded = padded_numbers(unit, parts)
     weight_bytes = padded * layout.element_bytes
     gradient_bytes = padded * reduced_bytes(conventions)
 
-    def among_sharers(kind: str, phase: str, count: int, size: int) -> None:
-        result.append(
-            Collective(
-                dimension="dp",
-                kind=kind,
-                phase=phase,
-                what=unit.what,
-                ranks=sharers,
-                stride=stride,
-                count=unit.times * count,
-                size=size,
-            )
-        )
-
+    result = []
     if layout.zero == 3:
-        among_sharers("all_gather", "forward", repetitions, weight_bytes)
+        result.append(among_sharers(unit, layout, "all_gather", "forward", repetitions, weight_bytes))
         # The root module, which holds what is outside the layers, keeps its parameters until its backward has ended.
         if unit.what != OUTSIDE and gathers_each:
-            among_sharers("all_gather", "backward", repetitions, weight_bytes)
+            result.append(among_sharers(unit, layout, "all_gather", "backward", repetitions, weight_bytes))
     if layout.zero >= 1:
-        among_sharers("reduce_scatter", "backward", repetitions, gradient_bytes)
+        result.append(among_sharers(unit, layout, "reduce_scatter", "backward", repetitions, gradient_bytes))
     if layout.zero in (1, 2):
-        among_sharers("all_gather", "step", 1, weight_bytes)
-
-    # DDP sums all gradients over all ranks. HSDP sums each shard over the groups of sharers, which lie side by side.
-    result.append(
-        Collective(
-            dimension="dp" if layout.zero == 0 else "replicate",
-            kind="all_reduce",
-            phase="backward",
-            what=unit.what,
-            ranks=ranks // sharers,
-            stride=stride * sharers,
-            count=unit.times * repetitions,
-            size=gradient_bytes // sharers,
-        )
-    )
+        result.append(among_sharers(unit, layout, "all_gather", "step", 1, weight_bytes))
+    result.append(among_copies(unit, layout, repetitions, gradient_bytes))
     return result
 
 
+def holders_of(unit: Unit, layout: Layout) -> int:
+    """How many data-parallel ranks compute with the same parameters of a unit: of divided experts, not all ranks."""
+    return layout.data_ranks // unit.expert_ranks
+
+
+def sharers_of(unit: Unit, layout: Layout) -> int:
+    """Among how many of these ranks ZeRO divides the unit; 1 if it divides nothing."""
+    return min(layout.sharers, holders_of(unit, layout))
+
+
+def among_sharers(unit: Unit, layout: Layout, kind: str, phase: str, repetitions: int, size: int) -> Collective:
+    """Collectives of ``size`` bytes among the ranks that ZeRO divides a unit among; so many for each unit and step."""
+    return Collective(
+        dimension="dp",
+        kind=kind,
+        phase=phase,
+        what=unit.what,
+        ranks=sharers_of(unit, layout),
+        stride=layout.tp * unit.expert_ranks,
+        count=unit.times * repetitions,
+        size=size,
+    )
+
+
+def among_copies(unit: Unit, layout: Layout, repetitions: int, gradient_bytes: int) -> Collective:
+    """All-reduces of a unit's gradients among ranks that hold the same shard of it; so many for each unit and step.
+
+    Under DDP the shard is the whole unit, and all ranks hold it. Under HSDP one rank of each group of sharers holds it.
+    The ranks of such a group have numbers side by side, so those with the same shard are a group apart.
+    """
+    sharers = sharers_of(unit, layout)
+    stride_of_sharers = layout.tp * unit.expert_ranks
+    return Collective(
+        dimension="dp" if layout.zero == 0 else "replicate",
+        kind="all_reduce",
+        phase="backward",
+        what=unit.what,
+        ranks=holders_of(unit, layout) // sharers,
+        stride=stride_of_sharers * sharers,
+        count=unit.times * repetitions,
+        size=gradient_bytes // sharers,
+    )
+
+
 def padded_numbers(unit: Unit, parts: int) -> int:
-    """Numbers of a unit with each tensor's rows padded, as fully_shard does, so that they divide into equal parts."""
+    """How many numbers a unit has if each tensor's rows are padded, as by fully_shard, to divide into equal parts."""
     numbers = 0
     for tensor in unit.tensors:
         padded_rows = math.ceil(tensor.rows / parts) * parts
@@ -407,8 +490,10 @@ def with_seconds(candidates: Iterable[Collective], cluster: Cluster | None) -> l
     for group in sending:
         in_node = ranks_in_node(group.ranks, group.stride, cluster)
         nodes = group.ranks // in_node
-        if group.draws > 0:
-            time = dispatch_time(group.size / group.copies, group.copies, group.draws, in_node, nodes, cluster)
+        sends_once_to_each_node = group.draws > 0
+        if sends_once_to_each_node:
+            size_of_copy = group.size / group.copies
+            time = dispatch_time(size_of_copy, group.copies, group.draws, in_node, nodes, cluster)
         else:
             time = link_time(group.kind, group.size, in_node, nodes, cluster)
         timed.append(replace(group, time=time))
@@ -439,11 +524,12 @@ def dispatch_time(size: float, copies: int, draws: int, in_node: int, nodes: int
 
 
 def ranks_in_node(ranks: int, stride: int, cluster: Cluster) -> int:
-    """How many ranks of a group share a node: a divisor of the group, so that all nodes have equally many.
+    """How many ranks of a group share a node: a divisor of the group's size, so that all nodes have equally many.
 
-    Each rank of the group is ``stride`` ranks away from the one before.
+    Each rank of the group is ``stride`` ranks away from the one before, so only every stride-th GPU of a node is in it.
     """
-    most = min(ranks, max(cluster.gpus_per_node // stride, 1))
+    places_in_node = max(cluster.gpus_per_node // stride, 1)
+    most = min(ranks, places_in_node)
     return max(size for size in range(1, most + 1) if ranks % size == 0)
 
 

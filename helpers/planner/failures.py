@@ -27,6 +27,8 @@ def checkpoint_interval(save_seconds: float, nodes: int, failures_per_node_day: 
     """Seconds between checkpoints that lose least: √(2δM), for a mean time M between failures much larger than δ.
 
     Young 1974, equation 6; dt* = √(2w/(N·r)) from a rate for each node (Kokolis et al. 2025, section II-D).
+
+    save_seconds: how long training stops for a checkpoint, δ or w.
     """
     return math.sqrt(2 * save_seconds * 3600 * mttf_hours(nodes, failures_per_node_day))
 

@@ -25,16 +25,17 @@ from helpers.planner.search import search
 class Input:
     """A field of a record, with what it may be. Without choices it is a whole number."""
 
-    name: str
-    label: str
+    name: str  # of the record's field
+    label: str  # as the form shows it
     value: str = ""  # at first; empty: as in the preset
     choices: tuple[str, ...] = ()
     smallest: int = 1
 
 
 def choices_of(name: str) -> tuple[str, ...]:
-    """The values that a field of Layout may have."""
-    return tuple(str(value) for value in get_args(Layout.__annotations__[name]))
+    """The values that a field of Layout may have, as text. The field's type has to be a Literal, which lists them."""
+    values = get_args(Layout.__annotations__[name])
+    return tuple(str(value) for value in values)
 
 
 GROUPS: dict[str, tuple[Input, ...]] = {
@@ -74,6 +75,7 @@ DEFAULTS = {name: entry.value for name, entry in INPUTS.items()}
 MODEL_SIZES = [entry.name for entry in GROUPS["Model"] if entry.name != "model"]
 OF_STEP = ["batch", "dtype"]  # fields of a layout that a search keeps
 OF_LAYOUT = [entry.name for entry in GROUPS["Layout"]]
+SEARCHES_KEPT = 8  # answers of a search, each of some kilobytes
 
 
 @dataclass(frozen=True)
@@ -107,33 +109,47 @@ def answer(values: Mapping[str, str]) -> Answer:
 
 def best(values: Mapping[str, str]) -> Answer:
     """The fastest layouts for a model, its GPUs and its batch, whatever the layout's inputs are."""
+    usual_layout = {name: DEFAULTS[name] for name in OF_LAYOUT}
     try:
-        question = ask({**values, **{name: DEFAULTS[name] for name in OF_LAYOUT}})
-        layout = question.layout
-        return Answer(ranked(question.model, question.cluster, layout["batch"], layout["dtype"]))
+        question = ask({**values, **usual_layout})
+        batch = question.layout["batch"]
+        dtype = question.layout["dtype"]
+        return Answer(ranked(question.model, question.cluster, batch, dtype))
     except (PlanError, ArithmeticError) as error:
         return Answer(error_html(error))
 
 
-@lru_cache(8)  # The page asks again after each change, also of the layout, which changes nothing here.
+@lru_cache(SEARCHES_KEPT)  # The page asks again after each change, also of the layout, which changes nothing here.
 def ranked(model: Model, cluster: Cluster, batch: int, dtype: str) -> str:
+    """The fastest layouts as HTML, which takes a search."""
     return search_html(search(model, cluster, batch, dtype=dtype))
 
 
 def ask(given: Mapping[str, str]) -> Question:
-    """The question of some inputs. PlanError for a wrong one."""
+    """Turn the text of some inputs into the question that they ask; inputs that are not given have their defaults.
+
+    given: {name of an Input: its text}; names that are no inputs are ignored. Raises PlanError for a wrong text, or if
+    the layout does not divide the GPUs: those that tp, pp and cp leave over become data-parallel ranks.
+    """
     values = dict(DEFAULTS)
     for name, text in given.items():
         if name in INPUTS:
             values[name] = text.strip()
-    sizes = {name: whole_number(INPUTS[name], values[name]) for name in MODEL_SIZES if values[name]}
-    layout = {name: parsed(INPUTS[name], values[name]) for name in (*OF_LAYOUT, *OF_STEP)}
+
+    sizes = {}  # of the model, where they differ from the preset's
+    for name in MODEL_SIZES:
+        if values[name]:
+            sizes[name] = whole_number(INPUTS[name], values[name])
+    fields_of_layout = {}
+    for name in (*OF_LAYOUT, *OF_STEP):
+        fields_of_layout[name] = parsed(INPUTS[name], values[name])
+
     gpus = whole_number(INPUTS["gpus"], values["gpus"])
-    ranks = layout["tp"] * layout["pp"] * layout["cp"]
+    ranks = fields_of_layout["tp"] * fields_of_layout["pp"] * fields_of_layout["cp"]
     if gpus % ranks != 0:
         hint = f"a multiple of {ranks} as GPUs, or less of one"
         refuse(f"{gpus} GPUs do not divide by tp x pp x cp = {ranks}", hint)
-    layout = {"dp": gpus // ranks, **layout}
+    layout = {"dp": gpus // ranks, **fields_of_layout}
     return Question(
         model=models.model_of({"preset": values["model"], **sizes}),
         cluster=clusters.cluster_of(values["cluster"], gpus),
@@ -143,10 +159,17 @@ def ask(given: Mapping[str, str]) -> Question:
 
 
 def command_of(values: Mapping[str, str], sizes: dict[str, int], layout: dict[str, Any]) -> str:
-    """The line for a terminal that prints the same plan. Fields of the layout that have their defaults are left out."""
-    usual = vars(Layout())
-    changed = {name: value for name, value in layout.items() if name == "dp" or value != usual[name]}
-    command = ["python", "-m", "helpers", "plan", values["model"], values["cluster"], f"--gpus={values['gpus']}"]
+    """The line for a terminal that prints the same plan. Fields of the layout that have their defaults are left out.
+
+    Only dp is always in it, because the command makes a search of a layout without any size of the mesh.
+    """
+    defaults = vars(Layout())
+    changed = {}
+    for name, value in layout.items():
+        if name == "dp" or value != defaults[name]:
+            changed[name] = value
+    command = ["python", "-m", "helpers", "plan", values["model"], values["cluster"]]
+    command.append(f"--gpus={values['gpus']}")
     if sizes:
         command.append(f"--sizes={as_argument(sizes)}")
     command.append(f"--layout={as_argument(changed)}")
@@ -154,7 +177,7 @@ def command_of(values: Mapping[str, str], sizes: dict[str, int], layout: dict[st
 
 
 def parsed(entry: Input, text: str) -> Any:
-    """The value of an input as Layout has it: a number, true, false or a word."""
+    """The value of an input as Layout has it: a number, True, False or a word."""
     if not entry.choices:
         return whole_number(entry, text)
     if text in ("true", "false") or text.isdecimal():
@@ -163,6 +186,7 @@ def parsed(entry: Input, text: str) -> Any:
 
 
 def whole_number(entry: Input, text: str) -> int:
+    """The number that an input's text is. PlanError for other text, or for a number below the smallest."""
     if not text.isdecimal() or int(text) < entry.smallest:
         refuse(f"{entry.label}: {text!r}", f"a whole number from {entry.smallest} on")
     return int(text)

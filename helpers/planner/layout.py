@@ -38,23 +38,31 @@ class Layout(Record):
     POSITIVE: ClassVar[tuple[str, ...]] = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave")
 
     def __post_init__(self) -> None:
+        """Refuse, by a PlanError, sizes that do not divide by each other, whatever the model and the cluster are.
+
+        A batch of 0 becomes one micro-batch on each data-parallel rank.
+        """
         super().__post_init__()
-        samples = self.dp * self.micro_batch
+        samples = self.dp * self.micro_batch  # of one micro-batch on all data-parallel ranks
         if self.batch == 0:
-            object.__setattr__(self, "batch", samples)
+            object.__setattr__(self, "batch", samples)  # as a frozen dataclass sets its own fields
         if self.batch % samples != 0:
             refuse(
                 f"a batch of {self.batch} does not divide into {self.dp} x {self.micro_batch} (dp x micro_batch)",
                 f"a multiple of {samples} as batch",
             )
+
         ranks = self.data_ranks
         if self.shard and ranks % self.shard != 0:
             refuse(f"shard = {self.shard} does not divide dp x cp = {ranks}", f"a divisor of {ranks}, or 0 for all")
         if self.shard and self.zero == 0:
             refuse(f"shard = {self.shard} shares nothing with zero = 0", "zero = 3 for HSDP, or no shard")
+
         if ranks % self.ep != 0:
             problem = f"ep = {self.ep} does not divide dp x cp = {ranks}: experts are shared among these"
             refuse(problem, f"a divisor of {ranks} as ep")
+
+        # An interleaved schedule takes the micro-batches in groups of pp (Narayanan et al. 2021, section 2.2).
         if self.interleave > 1 and (self.pp == 1 or self.micro_batches % self.pp != 0):
             refuse(
                 f"interleave = {self.interleave} needs stages, and micro-batches ({self.micro_batches}) "
@@ -105,26 +113,42 @@ class Layout(Record):
 
     @property
     def summary(self) -> str:
-        """In one line the sizes that differ from those of one GPU, the micro-batch, and what is recomputed."""
-        sizes = []
+        """In one line the sizes that differ from those of one GPU, the micro-batch, and what is recomputed.
+
+        For example "dp 8, tp 2, zero 3, micro-batch 1, recompute full".
+        """
+        words = []
         for name in ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "interleave"):
             size = getattr(self, name)
-            usual = 0 if name in ("zero", "shard") else 1
-            if size > usual:
-                sizes.append(f"{name} {size}")
-        sizes.append(f"micro-batch {self.micro_batch}")
+            size_on_one_gpu = 0 if name in ("zero", "shard") else 1
+            if size > size_on_one_gpu:
+                words.append(f"{name} {size}")
+        words.append(f"micro-batch {self.micro_batch}")
         if self.recompute != "none":
-            sizes.append(f"recompute {self.recompute}")
-        return ", ".join(sizes)
+            words.append(f"recompute {self.recompute}")
+        return ", ".join(words)
 
     def tokens(self, model: Model) -> int:
         """Tokens in one forward of one rank."""
         return self.micro_batch * model.seq // self.cp
 
+    @property
+    def typical_stages(self) -> list[int]:
+        """The numbers of the first, the second and the last pipeline stage; fewer if the pipeline has fewer.
+
+        Only the first stage has the embedding, and only the last has the head. The second stands for all stages between
+        them, which are alike unless their numbers of layers differ (``uneven_stages``).
+        """
+        last = self.pp - 1
+        second = min(1, last)
+        return sorted({0, second, last})
+
     def stage_layers(self, model: Model) -> list[int]:
         """How many layers each pipeline stage has, all of its parts of the model together."""
-        parts = self.part_layers(model)
-        return [sum(parts[stage :: self.pp]) for stage in range(self.pp)]
+        layers = [0] * self.pp
+        for part, size in enumerate(self.part_layers(model)):
+            layers[part % self.pp] += size
+        return layers
 
     def part_layers(self, model: Model) -> list[int]:
         """How many layers each of the pp · interleave parts of the model has, in the model's order.
@@ -155,13 +179,16 @@ class Layout(Record):
         return model.layers
 
     def layers_of(self, model: Model, stage: int) -> list[int]:
-        """The numbers of the layers that a stage has, in all of its parts of the model."""
+        """The numbers of the layers that a stage has, in all of its parts of the model. Layers count from 0.
+
+        The parts go round the stages: stage 1 of 4 has the parts 1, 5, 9 and so on (see ``part_layers``).
+        """
         layers: list[int] = []
-        first = 0
+        first_of_part = 0
         for part, size in enumerate(self.part_layers(model)):
             if part % self.pp == stage:
-                layers += range(first, first + size)
-            first += size
+                layers += range(first_of_part, first_of_part + size)
+            first_of_part += size
         return layers
 
     def check(self, model: Model, cluster: Cluster | None = None) -> Self:
@@ -179,10 +206,16 @@ class Layout(Record):
         return self
 
     def check_tensors(self, model: Model) -> None:
+        """Raise a PlanError if tensor parallelism cannot divide the heads or the MLP evenly.
+
+        Fewer heads of keys and values than ranks are copied, so that each serves equally many ranks.
+        """
         tp = self.tp
         if model.heads % tp != 0:
             refuse(f"{model.heads} heads do not divide by tp = {tp}", f"one of {divisors(model.heads)} as tp")
-        if model.kv_heads % tp != 0 and tp % model.kv_heads != 0:
+        can_be_divided = model.kv_heads % tp == 0
+        can_be_copied = tp % model.kv_heads == 0
+        if not can_be_divided and not can_be_copied:
             problem = f"{model.kv_heads} kv_heads neither divide by tp = {tp} nor divide it"
             refuse(problem, f"one of {divisors(model.kv_heads)} as tp")
         if model.ffn % tp != 0:
@@ -198,18 +231,21 @@ class Layout(Record):
         if layers % stages == 0 or self.uneven_stages:
             return
         option = "uneven_stages = true"
-        if (model.layers + OUTER_LAYERS) % stages == 0:
+        layers_with_outer_ones = model.layers + OUTER_LAYERS
+        if layers_with_outer_ones % stages == 0:
             option = "outer_layers = true"
         problem = f"{layers} layers do not divide into {stages} stages (pp x interleave)"
         refuse(problem, f"a divisor of {layers}, or {option}")
 
     def check_sequence(self, model: Model) -> None:
+        """Raise a PlanError if context and sequence parallelism cannot divide a sample's tokens evenly."""
         parts = self.cp * self.norm_sharers
         if model.seq % parts != 0:
             hint = f"a divisor of {model.seq} as cp, or a multiple of {parts} as the model's seq"
             refuse(f"{model.seq} tokens do not divide into {parts} parts", hint)
 
     def check_experts(self, model: Model) -> None:
+        """Raise a PlanError if expert parallelism has no experts to divide, or cannot divide them evenly."""
         ep = self.ep
         if ep > 1 and model.experts == 0:
             refuse(f"{model.name} has no experts to divide by ep = {ep}", "ep = 1")
@@ -218,5 +254,5 @@ class Layout(Record):
 
 
 def divisors(number: int) -> str:
-    """The divisors as text, the largest last."""
+    """The divisors of a number as the text of an error, the largest last: "1, 2, 4" for 4."""
     return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)

@@ -9,7 +9,7 @@ from helpers.planner.records import Record, refuse, with_preset
 
 
 class Tensor(NamedTuple):
-    """Equal parameters of [rows, columns]."""
+    """The shape of a parameter, [rows, columns], or of several equal ones. A vector, such as a bias, has one column."""
 
     name: str
     rows: int
@@ -60,6 +60,7 @@ class Model(Record):
     POSITIVE: ClassVar[tuple[str, ...]] = ("layers", "width", "heads", "vocab", "seq")
 
     def __post_init__(self) -> None:
+        """Fill in the sizes that follow from others, and refuse, by a PlanError, those that contradict each other."""
         super().__post_init__()
         if self.head_width == 0 and self.width % self.heads != 0:
             refuse(
@@ -69,7 +70,8 @@ class Model(Record):
         defaults = {"kv_heads": self.heads, "head_width": self.width // self.heads, "ffn": 4 * self.width}
         for field, default in defaults.items():
             if getattr(self, field) == 0:
-                object.__setattr__(self, field, default)
+                object.__setattr__(self, field, default)  # as a frozen dataclass sets its own fields
+
         if self.heads % self.kv_heads != 0:
             refuse(
                 f"{self.name}: {self.heads} heads cannot share {self.kv_heads} kv_heads",
@@ -80,7 +82,9 @@ class Model(Record):
                 f"{self.name}: {self.active_experts} of {self.experts} experts cannot be active",
                 "1 to experts as active_experts",
             )
-        if (self.query_rank > 0) != (self.kv_rank > 0):
+        has_query_rank = self.query_rank > 0
+        has_kv_rank = self.kv_rank > 0
+        if has_query_rank != has_kv_rank:
             problem = f"{self.name}: query_rank is {self.query_rank}, and kv_rank is {self.kv_rank}"
             refuse(problem, "both for latent attention, or neither")
 
@@ -105,9 +109,11 @@ class Model(Record):
 
     @property
     def ffn_of_dense_layers(self) -> int:
+        """The inner width of an MLP in a layer without experts."""
         return self.dense_ffn or self.ffn
 
     def has_experts(self, layer: int) -> bool:
+        """Whether the layer of this number, from 0 on, has experts instead of one MLP."""
         return self.experts > 0 and layer >= self.dense_layers
 
     @property
@@ -151,12 +157,17 @@ class Model(Record):
         return self.kinds_of_layers[True] * self.active_experts * one_expert
 
     def recomputed_share(self, recompute: str) -> float:
-        """The share of the layers' matrix products that the backward computes again; "sac": every second one."""
+        """The share of the layers' matrix products that the backward computes again, by FLOPs, in 0..1.
+
+        "full" computes all of them again. "sac", checkpointing of operations, keeps the output of the first matrix, the
+        third and so on, and computes the others again. "selective" recomputes attention alone.
+        """
         if recompute == "full":
             return 1.0
         if recompute == "sac":
             sizes = [matrix.numbers for matrix in matrices_of(self, has_experts=self.experts > 0)]
-            return sum(sizes[1::2]) / sum(sizes)
+            recomputed = sizes[1::2]
+            return sum(recomputed) / sum(sizes)
         return 0.0
 
     def flops_per_token(self, count: str = "6N+A", recompute: str = "none") -> float:
@@ -175,7 +186,7 @@ class Model(Record):
         # A multiplication and an addition for each weight in the forward, and twice as many in the backward.
         flops_per_weight = 6
         embedding = self.vocab * self.width
-        # A forward, and a backward that takes twice as much.
+        # A forward, and a backward that takes twice as much. A token is in a pair with each token of its sample.
         attention = 3.0 * self.layers * self.seq * self.flops_per_pair
         matrices = flops_per_weight * self.layer_parameters(active=True)
         outer = flops_per_weight * self.outer_parameters()
@@ -192,7 +203,7 @@ class Model(Record):
         elif count != "6N+A":
             refuse(f"{count!r} is not a count of FLOPs that the planner knows", f"one of {', '.join(FLOPS)}")
 
-        # A forward is a third of forward and backward.
+        # A forward is a third of forward and backward. So repeating all of it makes four thirds.
         if recompute == "full":
             return (matrices + attention) * 4 / 3 + outer
         if recompute == "selective":
@@ -206,7 +217,10 @@ MLP = ("gate", "gate bias", "up", "up bias", "down", "down bias")
 
 @functools.cache
 def outer_tensors(model: Model) -> tuple[Tensor, ...]:
-    """Every parameter outside the layers, as PyTorch's modules hold it."""
+    """Every parameter outside the layers, as PyTorch's modules hold it: embeddings, the last norm, and the head.
+
+    Tensor parallelism divides the embedding and the head between their rows, which are the tokens of the vocabulary.
+    """
     tensors = [Tensor("embedding", model.vocab, model.width, "rows")]
     if model.learned_positions:
         tensors.append(Tensor("positions", model.seq, model.width))
@@ -230,6 +244,8 @@ def layer_tensors(model: Model, has_experts: bool, active: bool = False) -> tupl
     else:
         tensors += queries_keys_and_values(model)
     tensors += linear("output", width, model.attention_width, "columns", model.biases)
+
+    # The MLP: one, or as many equal ones as there are experts.
     ffn = model.ffn_of_dense_layers
     copies = 1
     if has_experts:
@@ -237,8 +253,8 @@ def layer_tensors(model: Model, has_experts: bool, active: bool = False) -> tupl
         if model.biases:
             tensors.append(Tensor("router bias", model.experts))
         ffn = model.ffn
-        copies = model.shared_experts
-        copies += model.active_experts if active else model.experts
+        routed_experts = model.active_experts if active else model.experts
+        copies = model.shared_experts + routed_experts
     if model.gated:
         tensors += linear("gate", ffn, width, "rows", model.biases, copies)
     tensors += linear("up", ffn, width, "rows", model.biases, copies)
@@ -247,17 +263,20 @@ def layer_tensors(model: Model, has_experts: bool, active: bool = False) -> tupl
 
 
 def queries_keys_and_values(model: Model) -> list[Tensor]:
+    """The matrices, with biases if the model has them, that make queries, keys and values. Their rows are the heads."""
     kv_width = model.head_width * model.kv_heads
-    biases = model.biases or model.qkv_biases
-    return [
-        *linear("query", model.attention_width, model.width, "rows", biases),
-        *linear("key", kv_width, model.width, "rows", biases),
-        *linear("value", kv_width, model.width, "rows", biases),
-    ]
+    has_biases = model.biases or model.qkv_biases
+    query = linear("query", rows=model.attention_width, columns=model.width, split="rows", bias=has_biases)
+    key = linear("key", rows=kv_width, columns=model.width, split="rows", bias=has_biases)
+    value = linear("value", rows=kv_width, columns=model.width, split="rows", bias=has_biases)
+    return [*query, *key, *value]
 
 
 def latent_queries_keys_and_values(model: Model) -> list[Tensor]:
-    """Tensors of multi-head latent attention, without biases (DeepSeek-AI 2024, section 2.1)."""
+    """Tensors of multi-head latent attention, without biases (DeepSeek-AI 2024, section 2.1).
+
+    A "down" matrix makes few numbers of a token, and the queries, keys and values are made of these.
+    """
     query_width = model.heads * (model.head_width + model.position_width)
     kv_width = model.heads * model.head_width
     return [
@@ -272,6 +291,7 @@ def latent_queries_keys_and_values(model: Model) -> list[Tensor]:
 
 
 def norms(model: Model, copies: int = 1) -> list[Tensor]:
+    """The weights, and biases if the model has them, of so many norms."""
     tensors = [Tensor("norm", model.width, copies=copies)]
     if model.norm_biases:
         tensors.append(Tensor("norm bias", model.width, copies=copies))
@@ -279,21 +299,36 @@ def norms(model: Model, copies: int = 1) -> list[Tensor]:
 
 
 def linear(name: str, rows: int, columns: int, split: str, bias: bool, copies: int = 1) -> list[Tensor]:
-    """A linear layer's weight, and its bias, which is divided as the rows are."""
+    """A linear module's weight, and its bias, if it has one; or those of several equal modules.
+
+    split: whether tensor parallelism divides "rows" or "columns". A bias has a number for each row. So if the columns
+    are divided, it is not.
+    """
     tensors = [Tensor(name, rows, columns, split, copies)]
     if bias:
-        tensors.append(Tensor(f"{name} bias", rows, 1, "rows" if split == "rows" else "", copies))
+        split_of_bias = "rows" if split == "rows" else ""
+        tensors.append(Tensor(f"{name} bias", rows, 1, split_of_bias, copies))
     return tensors
 
 
 @functools.cache
 def matrices_of(model: Model, has_experts: bool) -> tuple[Tensor, ...]:
-    """The matrices that multiply a token in a layer, in their order; each active expert's on its own."""
-    matrices = [tensor for tensor in layer_tensors(model, has_experts, active=True) if tensor.columns > 1]
-    before = [matrix for matrix in matrices if matrix.name not in MLP]
-    mlp = [matrix for matrix in matrices if matrix.name in MLP]
-    one_expert = [matrix._replace(copies=1) for matrix in mlp]
-    return (*before, *one_expert * mlp[0].copies)
+    """The matrices that multiply a token in a layer, in their order; each active expert's on its own.
+
+    layer_tensors has all experts' first matrices as one Tensor, then all experts' second ones. Here the matrices of the
+    first expert come first, then those of the second, as they are computed.
+    """
+    before_mlp = []
+    of_one_expert = []
+    experts = 1
+    for tensor in layer_tensors(model, has_experts, active=True):
+        is_matrix = tensor.columns > 1
+        if is_matrix and tensor.name in MLP:
+            experts = tensor.copies
+            of_one_expert.append(tensor._replace(copies=1))
+        elif is_matrix:
+            before_mlp.append(tensor)
+    return (*before_mlp, *of_one_expert * experts)
 
 
 Fields = dict[str, Any]
@@ -303,11 +338,15 @@ QWEN: Fields = {"gated": True, "head_norms": True, "head_width": 128}
 
 
 def family(common: Fields, seq: int, vocab: int, *rows: tuple[str, int, int, int, Fields]) -> dict[str, Fields]:
-    """{name: fields} of models that differ in size only; a row is name, layers, width, heads, and more fields."""
+    """{name: fields} of models that differ in size only, for the table of presets below.
+
+    common, seq and vocab are of all models of the family. A row is a model's name, layers, width, heads, and further
+    fields, which win over the common ones.
+    """
     presets = {}
-    for name, layers, width, heads, more in rows:
+    for name, layers, width, heads, further_fields in rows:
         sizes = {"name": name, "layers": layers, "width": width, "heads": heads, "seq": seq, "vocab": vocab}
-        presets[name] = {**common, **sizes, **more}
+        presets[name] = {**common, **sizes, **further_fields}
     return presets
 
 

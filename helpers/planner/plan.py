@@ -88,7 +88,9 @@ class Plan:
     @property
     def kinds(self) -> dict[str, float]:
         """{kind: bytes} of a rank of the fullest stage, without the total."""
-        return {kind: size for kind, size in self.stages[self.fullest].items() if kind != "total"}
+        kinds = dict(self.stages[self.fullest])
+        del kinds["total"]
+        return kinds
 
     @property
     def bytes(self) -> float:
@@ -97,6 +99,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Whether a rank of the fullest stage needs no more memory than its GPU has."""
         return self.bytes <= self.cluster.memory
 
     @cached_property
@@ -116,25 +119,34 @@ class Plan:
 
     @property
     def bubble(self) -> float:
+        """The pipeline's idle time as a share in 0..1 of the time that the convention says."""
         layout = self.layout
         return rates.bubble(layout.pp, layout.micro_batches, layout.interleave, self.conventions.bubble)
 
     @property
     def bottleneck(self) -> Bottleneck:
+        """What limits the job, and what is most of it; parameters, gradients and optimizer state are "states" then."""
         if self.fits:
             return Bottleneck("time", largest(self.step.parts))
-        kinds = self.kinds
-        kinds["states"] = sum(kinds.pop(state) for state in STATES)
-        return Bottleneck("memory", largest(kinds))
+        states: float = 0
+        others = {}
+        for kind, size in self.kinds.items():
+            if kind in STATES:
+                states += size
+            else:
+                others[kind] = size
+        return Bottleneck("memory", largest({**others, "states": states}))
 
     @property
     def utilization(self) -> Utilization:
         """MFU and HFU of the predicted step."""
         tokens_per_second = self.tokens / self.step.seconds
-        flops = self.conventions.flops
-        model = rates.achieved(self.model, tokens_per_second, self.layout.gpus, flops)
-        hardware = rates.achieved(self.model, tokens_per_second, self.layout.gpus, flops, self.layout.recompute)
-        return Utilization(mfu=model / self.peak, hfu=hardware / self.peak)
+        gpus = self.layout.gpus
+        count = self.conventions.flops
+        # FLOP/s of each GPU, without and with what the backward computes again.
+        model_flops = rates.achieved(self.model, tokens_per_second, gpus, count)
+        hardware_flops = rates.achieved(self.model, tokens_per_second, gpus, count, self.layout.recompute)
+        return Utilization(mfu=model_flops / self.peak, hfu=hardware_flops / self.peak)
 
     @cached_property
     def run(self) -> Run:
@@ -159,7 +171,7 @@ class Plan:
         if run.goodput == 0:
             return run  # Failures leave no progress, so the run never ends and has no price.
         paid_days = days
-        if run.goodput and run.mttf_hours:
+        if run.goodput and run.mttf_hours:  # They are None where the rate of failures is not known.
             paid_days = days / run.goodput
             run = replace(run, days_with_failures=paid_days, failures=paid_days * 24 / run.mttf_hours)
         if self.cluster.price_per_gpu_hour:
@@ -174,15 +186,27 @@ def plan(
     conventions: dict[str, Any] | Conventions | None = None,
     job: dict[str, Any] | Job | None = None,
 ) -> Plan:
-    """The Plan of one job. A cluster that is a preset's name gets as many GPUs as the layout has."""
+    """The Plan of one job. A cluster that is a preset's name gets as many GPUs as the layout has.
+
+    Each argument is the planner's record itself or a dict of its fields. A model and a cluster may also be the name of
+    a preset. Raises PlanError if a field is wrong, or if the layout cannot divide the model or the cluster.
+    """
     model = model_of(model)
     layout = Layout.of(layout)
-    gpus = layout.gpus if isinstance(cluster, str) else 0
+    gpus = 0  # as many as the cluster's fields say
+    if isinstance(cluster, str):
+        gpus = layout.gpus
     cluster = cluster_of(cluster, gpus)
     layout.check(model, cluster)
-    return Plan(model, cluster, layout, Conventions.of(conventions or {}), Job.of(job or {}))
+    return Plan(
+        model=model,
+        cluster=cluster,
+        layout=layout,
+        conventions=Conventions.of(conventions or {}),
+        job=Job.of(job or {}),
+    )
 
 
 def largest(sizes: dict[str, float]) -> str:
-    """The name of the largest."""
+    """The name whose size is largest, of {name: size}."""
     return max(sizes, key=lambda name: sizes[name])

@@ -33,7 +33,8 @@ def look_up(table: Mapping[str, Value], name: object, what: str) -> Value:
 def with_preset(table: Any, presets: Mapping[str, dict[str, Any]], what: str) -> Any:
     """Add to a table of fields those of the preset that it names under "preset"; its own fields win.
 
-    The name of a preset alone stands for all of its fields.
+    The name of a preset alone stands for all of its fields. What names no preset is returned as it is; Record.of checks
+    it. what: "model" or "cluster", for the PlanError about a name that is not in ``presets``.
     """
     if isinstance(table, str):
         table = {"preset": table}
@@ -46,9 +47,9 @@ def with_preset(table: Any, presets: Mapping[str, dict[str, Any]], what: str) ->
 
 @dataclass(frozen=True)
 class Record:
-    """Fields that are checked: each has its type, and no number is below 0.
+    """What a model, a cluster or a layout is derived from: a dataclass whose fields are checked when it is made.
 
-    POSITIVE names the numbers that may not be 0.
+    Each value must have its field's type, and no number may be below 0. POSITIVE names those that may not be 0 either.
     """
 
     POSITIVE: ClassVar[tuple[str, ...]] = ()
@@ -68,13 +69,17 @@ class Record:
 
     @classmethod
     def check_fields(cls, values: Mapping[str, Any]) -> None:
-        """Raise a PlanError for a field that the record does not have, or for a value that a field cannot have."""
+        """Raise a PlanError for a field that the record does not have, or for a value that a field cannot have.
+
+        values: {field: value}, of some of the fields or of all.
+        """
         record = f"the {cls.__name__.lower()}"
         types = {field.name: field.type for field in fields(cls)}
         for name, value in values.items():
             if name not in types:
                 raise PlanError(f"{record} has no field {name!r}.\nIts fields: {cls.described()}.")
-            hint = correction(value, types[name], positive=name in cls.POSITIVE)
+            must_be_positive = name in cls.POSITIVE
+            hint = correction(value, types[name], must_be_positive)
             if hint:
                 refuse(f"{record}: {name} is {value!r}", hint)
 

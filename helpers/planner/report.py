@@ -32,6 +32,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
+    """A title, and the rows below it."""
+
     title: str
     rows: list[Row]
 
@@ -55,18 +57,15 @@ def describe(plan: Plan) -> list[Section]:
 
 def answer(plan: Plan) -> Section:
     """Whether the job fits, how long a step takes, and what limits it."""
-    unit = plan.conventions.memory
-    giga = GIGA[unit]
-    verdict = "fits" if plan.fits else "does not fit"
-    memory = f"of {plan.cluster.memory / giga:.1f} {unit} of a GPU, most of it {largest(plan.kinds)}"
     step = plan.step
     coverage = f"which covers {COVERAGE:.0%} of measured steps"
     if step.extrapolated:
         coverage = f"which covers {COVERAGE:.0%} of published steps of other programs"
+    tokens_per_second = plan.tokens / step.seconds
     rows = [
-        Row(verdict, f"{plan.bytes / giga:.1f}", unit, memory),
+        memory_row(plan),
         time_row("a step", step.seconds, f"{of_time(step.low)} to {of_time(step.high)}, {coverage}"),
-        Row("speed", f"{plan.tokens / step.seconds:,.0f}", "tokens/s"),
+        Row("speed", f"{tokens_per_second:,.0f}", "tokens/s"),
         percent_row("MFU", plan.utilization.mfu, f"FLOPs counted by {plan.conventions.flops}"),
         percent_row("HFU", plan.utilization.hfu, "with what is recomputed"),
         Row("what binds", reason=f"{plan.bottleneck.limit}, most of it {plan.bottleneck.largest}"),
@@ -74,19 +73,34 @@ def answer(plan: Plan) -> Section:
     return Section(f"{plan.model.name} on {plan.cluster.gpus} x {plan.cluster.gpu}", rows)
 
 
+def memory_row(plan: Plan) -> Row:
+    """Whether the fullest rank fits into its GPU's memory, how much it needs, and what takes most of it."""
+    unit = plan.conventions.memory
+    bytes_of_unit = GIGA[unit]
+    available = f"{plan.cluster.memory / bytes_of_unit:.1f} {unit}"
+    return Row(
+        label="fits" if plan.fits else "does not fit",
+        value=f"{plan.bytes / bytes_of_unit:.1f}",
+        unit=unit,
+        reason=f"of {available} of a GPU, most of it {largest(plan.kinds)}",
+    )
+
+
 def assumptions(plan: Plan) -> Section:
     """What the plan was asked, and by which conventions it answers."""
     model = plan.model
     cluster = plan.cluster
-    flops = plan.conventions.flops
-    rows = [Row("parameters", f"{model.parameters():,}")]
+    parameters = model.parameters()
     active = model.parameters(active=True)
-    if active != model.parameters():
+    rows = [Row("parameters", f"{parameters:,}")]
+    if active != parameters:
         rows.append(Row("active parameters", f"{active:,}", reason="of one token"))
+
+    flops = plan.conventions.flops
     limit = ""
     if cluster.power_limit:
-        limited = cluster.limited_peak(plan.layout.dtype)
-        limit = f"{limited / 1e12:.4g} at {cluster.power_limit:g} W"
+        limited_peak = cluster.limited_peak(plan.layout.dtype)
+        limit = f"{limited_peak / 1e12:.4g} at {cluster.power_limit:g} W"
     rows += [
         Row("FLOPs a token", f"{model.flops_per_token(flops):.4g}", reason=f"by {flops}"),
         Row("nodes", f"{cluster.nodes}", reason=f"of {cluster.gpus_per_node} GPUs"),
@@ -99,14 +113,17 @@ def assumptions(plan: Plan) -> Section:
 
 
 def memory_of_stage(plan: Plan, stage: int) -> Section:
-    """Bytes of a rank by kind."""
+    """Bytes that a rank of a pipeline stage needs, by kind, with their sum."""
     unit = plan.conventions.memory
+    bytes_of_unit = GIGA[unit]
     kinds = plan.stages[stage]
-    digits = 2 if kinds["total"] >= GIGA[unit] else 6
+    # Of a model so small that a rank needs less than one unit, two digits would say nothing.
+    digits = 2 if kinds["total"] >= bytes_of_unit else 6
     rows = []
     for kind, size in kinds.items():
         if size:
-            rows.append(Row(kind, f"{size / GIGA[unit]:.{digits}f}", unit))
+            rows.append(Row(kind, f"{size / bytes_of_unit:.{digits}f}", unit))
+
     title = "memory of a rank"
     if plan.layout.pp > 1:
         title += f" of stage {stage}"
@@ -116,19 +133,21 @@ def memory_of_stage(plan: Plan, stage: int) -> Section:
 
 
 def messages(plan: Plan) -> Section:
-    """The collectives of a step."""
+    """The collectives of a step on a rank of the fullest stage: how many, how large, and how long they take."""
     rows = []
     for group in plan.collectives:
         label = f"{group.dimension} {group.kind}, {group.phase}: {group.what}"
-        size = f"{group.count} of {of_bytes(group.size)} among {group.ranks} ranks"
-        rows.append(time_row(label, group.seconds(), f"{size}; {of_bytes(group.sent)} sent in all"))
+        count_and_size = f"{group.count} of {of_bytes(group.size)} among {group.ranks} ranks"
+        sent = f"{of_bytes(group.sent)} sent in all"
+        rows.append(time_row(label, group.seconds(), f"{count_and_size}; {sent}"))
     return Section(f"collectives of a step on a rank of stage {plan.fullest}, at the links' full speed", rows)
 
 
 def parts_of_step(plan: Plan) -> Section:
-    """Seconds of a step by what takes them, the longest first."""
-    parts = sorted(plan.step.parts.items(), key=lambda part: -part[1])
-    rows = [time_row(name, seconds) for name, seconds in parts if seconds]
+    """Seconds of a step by what takes them, the longest first, and the pipeline's bubble."""
+    seconds_of_part = plan.step.parts
+    longest_first = sorted(seconds_of_part, key=lambda part: seconds_of_part[part], reverse=True)
+    rows = [time_row(part, seconds_of_part[part]) for part in longest_first if seconds_of_part[part]]
     if plan.step.extrapolated:
         rows.append(Row("not fitted", reason=plan.step.extrapolated))
     rows.append(percent_row("bubble", plan.bubble, f"of the {plan.conventions.bubble} time"))
@@ -136,16 +155,17 @@ def parts_of_step(plan: Plan) -> Section:
 
 
 def whole_run(plan: Plan) -> Section:
-    """Days, failures, checkpoints and cost, where they are known."""
+    """Days, failures, checkpoints and cost of the whole run. What is not known, and so None in a Run, has no row."""
     run = plan.run
     rows = []
     if run.days is not None:
         rows.append(Row("tokens", f"{run.tokens:.4g}", reason=f"in {run.steps:,.0f} steps"))
         rows.append(Row("without failures", f"{run.days:,.1f}", "days"))
     if run.mttf_hours is not None and run.checkpoint_every_seconds is not None and run.goodput is not None:
-        costs = f"a save takes {of_time(plan.job.save_seconds)}, a restart {of_time(plan.job.restart_seconds)}"
+        save = of_time(plan.job.save_seconds)
+        restart = of_time(plan.job.restart_seconds)
         rows.append(time_row("a failure in", run.mttf_hours * 3600))
-        rows.append(time_row("save every", run.checkpoint_every_seconds, costs))
+        rows.append(time_row("save every", run.checkpoint_every_seconds, f"a save takes {save}, a restart {restart}"))
         rows.append(percent_row("goodput", run.goodput))
     if run.days_with_failures is not None:
         failures = f"with about {run.failures:.0f} failures"
@@ -200,20 +220,18 @@ def search_tables(search: Search) -> dict[str, Any]:
 
 
 def plan_html(plan: Plan, command: str) -> str:
-    """The answer, memory by kind, and the command that prints all of the plan."""
+    """A plan for the book's page: the answer, memory by kind, and the command that prints all of the plan."""
+    items = "".join(f"<li>{row_html(row)}</li>" for row in answer(plan).rows)
     css_class = "fits" if plan.fits else "too-large"
-    items = ""
-    for row in answer(plan).rows:
-        items += f"<li>{row_html(row)}</li>"
     memory = memory_of_stage(plan, plan.fullest)
     rows = []
     for number, row in enumerate(memory.rows):
-        color = "" if row.label == "total" else f'<i class="kind-{number}"></i>'
-        rows.append([color + escape(row.label), row.value])
-    return (
-        f'{bar_html(plan)}<ul class="{css_class}">{items}</ul>'
-        f"{table_html([memory.title, plan.conventions.memory], rows)}<pre><code>{escape(command)}</code></pre>"
-    )
+        label = escape(row.label)
+        if row.label != "total":
+            label = f'<i class="kind-{number}"></i>{label}'  # a spot in the colour that the bar has for this kind
+        rows.append([label, row.value])
+    table = table_html([memory.title, plan.conventions.memory], rows)
+    return f'{bar_html(plan)}<ul class="{css_class}">{items}</ul>{table}<pre><code>{escape(command)}</code></pre>'
 
 
 def search_html(search: Search) -> str:
@@ -222,17 +240,27 @@ def search_html(search: Search) -> str:
         return error_html(search.error())
     rows = []
     for fit in search.fits[:10]:
-        times = [of_time(seconds) for seconds in (fit.seconds, fit.step.low, fit.step.high)]
         # The page fills its inputs with these fields, and ignores those for which it has none.
-        button = f'<button type="button" data-layout="{escape(as_argument(asdict(fit.layout)))}">use</button>'
-        rows.append([escape(fit.layout.summary), *times, f"{fit.bytes / GIB:.1f}", button])
+        fields_of_layout = escape(as_argument(asdict(fit.layout)))
+        rows.append(
+            [
+                escape(fit.layout.summary),
+                of_time(fit.seconds),
+                of_time(fit.step.low),
+                of_time(fit.step.high),
+                f"{fit.bytes / GIB:.1f}",
+                f'<button type="button" data-layout="{fields_of_layout}">use</button>',
+            ]
+        )
     table = table_html(["layout", "a step", "from", "to", "GiB", "take over"], rows)
-    items = "".join(f"<li>{escape(line)}</li>" for line in (*search.reasons(), search.margin))
+    items = ""
+    for line in [*search.reasons(), search.margin]:
+        items += f"<li>{escape(line)}</li>"
     return f"<p>{escape(search.counts)}</p>{table}<ul>{items}</ul>"
 
 
 def error_html(error: Exception) -> str:
-    """What is wrong, and the next step."""
+    """What is wrong with the inputs, and the next step: the two lines of a PlanError, or of an arithmetic error."""
     message = "A number is too large or too small.\nGive a real job's."
     if isinstance(error, PlanError):
         message = str(error)
@@ -241,14 +269,19 @@ def error_html(error: Exception) -> str:
 
 
 def row_html(row: Row) -> str:
+    """A row as the inside of a list's item. A row without a value has only its label and its reason."""
+    label = escape(row.label)
+    reason = escape(row.reason)
     if not row.value:
-        return f"<strong>{escape(row.label)}:</strong> {escape(row.reason)}"
-    return f"<strong>{escape(row.label)}: {escape(row.value)} {escape(row.unit)}</strong> {escape(row.reason)}"
+        return f"<strong>{label}:</strong> {reason}"
+    return f"<strong>{label}: {escape(row.value)} {escape(row.unit)}</strong> {reason}"
 
 
 def table_html(head: list[str], rows: list[list[str]]) -> str:
-    """A table. The cells of its rows are HTML; all columns but the first are numbers."""
-    header = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    """A table. The cells of its head are text, and those of its rows are HTML already."""
+    header = ""
+    for title in head:
+        header += f"<th>{escape(title)}</th>"
     body = ""
     for row in rows:
         cells = "".join(f"<td>{cell}</td>" for cell in row)
@@ -259,32 +292,39 @@ def table_html(head: list[str], rows: list[list[str]]) -> str:
 def bar_html(plan: Plan) -> str:
     """Memory by kind, drawn against the GPU's limit: a strip for each kind, and a mark where the memory ends."""
     kinds = {kind: size for kind, size in plan.kinds.items() if size}
-    percent = 100 / max(plan.bytes, plan.cluster.memory)
+    full_width = max(plan.bytes, plan.cluster.memory)
+    percent_of_byte = 100 / full_width
     strips = ""
     for number, (kind, size) in enumerate(kinds.items()):
-        strips += f'<i class="kind-{number}" style="width:{size * percent:.3f}%" title="{escape(kind)}"></i>'
-    mark = f'<b style="left:{plan.cluster.memory * percent:.3f}%"></b>'
-    return f'<div class="planner-bar" aria-hidden="true">{strips}{mark}</div>'
+        width = f"{size * percent_of_byte:.3f}%"
+        strips += f'<i class="kind-{number}" style="width:{width}" title="{escape(kind)}"></i>'
+    limit = f"{plan.cluster.memory * percent_of_byte:.3f}%"
+    return f'<div class="planner-bar" aria-hidden="true">{strips}<b style="left:{limit}"></b></div>'
 
 
 # --- Numbers and settings as text -------------------------------------------------------------------------------------
 
 
 def time_row(label: str, seconds: float, reason: str = "") -> Row:
+    """A row whose value is a time, in a unit in which it is easy to read."""
     value, unit = of_time(seconds).split(" ")
     return Row(label, value, unit, reason)
 
 
 def percent_row(label: str, share: float, reason: str = "") -> Row:
+    """A row whose value is a share in 0..1, in percent."""
     return Row(label, f"{100 * share:.1f}", "%", reason)
 
 
 def of_time(seconds: float) -> str:
-    """Seconds as a number and a unit in which it is easy to read."""
-    units = (("days", 86400), ("h", 3600), ("min", 60))
-    for name, size in units:
+    """Seconds as a number and a unit in which it is easy to read: "90 s", "3.5 h", "12 ms".
+
+    From two of a unit on, the larger unit is taken.
+    """
+    seconds_of_unit = {"days": 86400, "h": 3600, "min": 60}  # the largest first
+    for unit, size in seconds_of_unit.items():
         if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {name}"
+            return f"{seconds / size:.3g} {unit}"
     if seconds >= 1:
         return f"{seconds:.3g} s"
     if seconds >= 1e-3:
@@ -303,14 +343,17 @@ def settings(layout: Layout) -> dict[str, Any]:
 
 
 def in_words(values: dict[str, Any]) -> str:
+    """The values as text for a reader: "a 1, b true"."""
     return ", ".join(f"{name} {setting(value)}" for name, value in values.items())
 
 
 def as_argument(values: dict[str, Any]) -> str:
-    """The values as text for a command's argument or a button of the page: a=1,b=true."""
+    """The values as text for a command's argument or a button of the page: "a=1,b=true"."""
     return ",".join(f"{name}={setting(value)}" for name, value in values.items())
 
 
 def setting(value: object) -> str:
-    """A value as TOML and JSON write it, without quotation marks."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """A value as TOML and JSON write it, without quotation marks: so True is "true"."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

@@ -159,6 +159,9 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
     busiest_stage = stage_layers.index(layers)
     speed = memory_speed(layout, cluster)
     logits = layout.tokens(model) * model.vocab / layout.tp
+    attention_share = 0.0
+    if layout.attention == "flash":
+        attention_share = cluster.attention_reaches
     updated_parameters = 0.0  # with offload the host updates them
     if not layout.offload:
         updated_parameters = stage_parameters(model, layout, busiest_stage) / layout.sharers
@@ -167,9 +170,13 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
     # because Megatron-LM, which was measured, computes it, too.
     middle_stage = 1 if layout.pp > 2 else 0
     sent = activations(model, layout, stage=middle_stage, early_stop=False, dispatch=conventions.dispatch)
-    of_activations = with_seconds(sent, cluster)
-    between_stages = [group for group in of_activations if group.dimension == "pp" or group.what == RECEIVED]
-    in_layers = [group for group in of_activations if group not in between_stages]
+    between_stages = []
+    in_layers = []
+    for group in with_seconds(sent, cluster):
+        if group.dimension == "pp" or group.what == RECEIVED:
+            between_stages.append(group)
+        else:
+            in_layers.append(group)
 
     overlaps = conventions.overlap == "backward" and layout.zero < 3
     overlapped = []
@@ -179,9 +186,10 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
             overlapped.append(group)
         else:
             exposed.append(group)
-    overlapping_micro_batches = 1  # Gradients are reduced in the backward of the last micro-batch only,
+    # DDP and ZeRO-1 reduce gradients in the backward of the last micro-batch only, and ZeRO-2 may in that of each.
+    overlapping_micro_batches = 1
     if layout.zero == 2 and not conventions.gathers_once(layout.pp):
-        overlapping_micro_batches = layout.micro_batches  # or, as ZeRO-2 may, in that of each.
+        overlapping_micro_batches = layout.micro_batches
 
     return StepWork(
         layout=layout,
@@ -189,7 +197,7 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
         layers=layers,
         layers_of_last=stage_layers[-1],
         layer=layer_work(model, layout, cluster, conventions),
-        attention_share=cluster.attention_reaches if layout.attention == "flash" else 0,
+        attention_share=attention_share,
         # 2 FLOPs for each weight and token in the forward, and twice as many in the backward.
         head=6 * logits * model.width / cluster.limited_peak(layout.attention_dtype),
         # PER_LOGIT_BYTES are counted for logits of 2 bytes.
@@ -220,10 +228,11 @@ def layer_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
 
 def passes_over_layer(layout: Layout) -> int:
     """How many forwards a step's passes are worth: the forward, the backward, which is two, and a recomputed one."""
-    passes = 1 + 2
+    forward = 1
+    backward = 2
     if layout.recomputes_layers:
-        passes += 1
-    return passes
+        return forward + backward + forward
+    return forward + backward
 
 
 def recomputes_attention(layout: Layout) -> bool:
@@ -254,9 +263,12 @@ def attention_flops(model: Model, layout: Layout, conventions: Conventions) -> f
     FlashAttention's backward takes 2.5 forwards, because it computes the scores again (Dao et al. 2022).
     """
     forward = layout.tokens(model) * model.seq * model.flops_per_pair / layout.tp
-    forwards_in_backward = 2 if layout.attention == "scores" else 2.5
-    recomputed_forwards = 1 if recomputes_attention(layout) else 0
-    flops = forward * (1 + forwards_in_backward + recomputed_forwards)
+    forwards = 1 + 2.5  # the forward, and FlashAttention's backward
+    if layout.attention == "scores":
+        forwards = 1 + 2
+    if recomputes_attention(layout):
+        forwards += 1
+    flops = forward * forwards
     if conventions.causal == "half":
         flops *= 0.5  # The kernel skips the half of the pairs in which a token would see a later one.
     return flops
@@ -330,13 +342,14 @@ class LayerSeconds:
 
 
 def seconds_of_layer(work: StepWork, constants: Constants, corrections: Corrections) -> LayerSeconds:
-    """Turn the counted work of a layer into seconds."""
+    """Turn the counted work of a layer, which is in seconds at full speed, into seconds at the speed that is reached.
+
+    constants: the shares that large products, memory and links reach. corrections: by which factors they differ for
+    programs and GPUs other than those that the constants were fitted on.
+    """
     layout = work.layout
     conventions = work.conventions
     visits = work.layers * layout.micro_batches  # how often a micro-batch passes a layer of this stage
-
-    def seconds_of_visit(groups: Iterable[Collective]) -> float:
-        return seconds_of(groups, constants) / visits
 
     products = work.layer.products + work.layer.expert_products / corrections.experts
     if layout.dtype == "float8":
@@ -347,7 +360,7 @@ def seconds_of_layer(work: StepWork, constants: Constants, corrections: Correcti
 
     attention_rate = work.attention_share or constants.matmul
     attention = work.layer.attention / attention_rate
-    context = seconds_of_visit(work.context_parallel)
+    context = seconds_of(work.context_parallel, constants) / visits
     if conventions.context == "overlapped":
         context = max(context - attention, 0)  # Ring attention hides it behind computing.
     elif layout.cp > 1:
@@ -356,7 +369,7 @@ def seconds_of_layer(work: StepWork, constants: Constants, corrections: Correcti
     elementwise = work.layer.elementwise / constants.memory
     if conventions.kernels == "eager":
         elementwise *= corrections.eager
-    tensor = seconds_of_visit(work.tensor_parallel)
+    tensor = seconds_of(work.tensor_parallel, constants) / visits
     if conventions.tensor == "overlapped":
         tensor *= corrections.exposed
 
@@ -364,7 +377,7 @@ def seconds_of_layer(work: StepWork, constants: Constants, corrections: Correcti
         products=products + attention,
         elementwise=elementwise,
         tensor=tensor,
-        expert=seconds_of_visit(work.expert_parallel),
+        expert=seconds_of(work.expert_parallel, constants) / visits,
         context=context,
         launch=0,
     )
@@ -377,7 +390,7 @@ def seconds_of_layer(work: StepWork, constants: Constants, corrections: Correcti
 
 
 def seconds_of(groups: Iterable[Collective], constants: Constants) -> float:
-    """Seconds of all these collectives of a step."""
+    """Seconds of all these collectives of a step, with the shares of the links' speed that the constants say."""
     return sum(group.seconds(constants.in_node, constants.between) for group in groups)
 
 
@@ -401,15 +414,15 @@ def seconds_of_parts(work: StepWork, constants: Constants, corrections: Correcti
     layers_less_on_last_stage = layers - work.layers_of_last
     head_delay = max(head - layers_less_on_last_stage * layer.total, 0)
 
-    # Seconds of the step. What hides behind computing costs the share of one layer, which has nothing to hide behind,
-    # and what of the rest takes longer than the computing. fully_shard's collectives hide behind all passes.
+    # Seconds of the step. fully_shard's collectives hide behind all passes, other collectives of gradients behind the
+    # backward, if the convention says so, and the rest behind nothing.
     data = seconds_of(work.data_parallel, constants)
     if layout.zero == 3:
-        data = data / visits + max(data * (1 - 1 / visits) - visits * layer.total, 0)
-    gradients = seconds_of(work.overlapped, constants)
-    share_of_backward = (work.layer.passes - 1) / work.layer.passes
+        data = exposed_seconds(data, pieces=visits, computing=visits * layer.total)
+    passes_of_backward = work.layer.passes - 1  # all but the forward
+    share_of_backward = passes_of_backward / work.layer.passes
     backward = work.overlapping_micro_batches * layers * layer.total * share_of_backward
-    exposed_gradients = gradients / layers + max(gradients * (1 - 1 / layers) - backward, 0)
+    gradients = exposed_seconds(seconds_of(work.overlapped, constants), pieces=layers, computing=backward)
     return {
         "matrix products": visits * layer.products,
         "element by element": visits * layer.elementwise,
@@ -420,6 +433,17 @@ def seconds_of_parts(work: StepWork, constants: Constants, corrections: Correcti
         "sending to stages": micro_batches * send,
         "waiting for stages": (layout.pp - 1) * (layers * layer.total + send) / layout.interleave,
         "output layer": micro_batches * head_delay,
-        "data parallel": data + exposed_gradients,
+        "data parallel": data + gradients,
         "optimizer": work.optimizer / constants.memory,
     }
+
+
+def exposed_seconds(communication: float, pieces: int, computing: float) -> float:
+    """How many seconds of communication are left over if it runs during computing, piece by piece.
+
+    A piece is the collectives of one layer. The first or the last of them has nothing to run beside, so its seconds
+    are left, and so is what the other ones take longer than the computing.
+    """
+    one_piece = communication / pieces
+    other_pieces = communication * (1 - 1 / pieces)
+    return one_piece + max(other_pieces - computing, 0)

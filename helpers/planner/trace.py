@@ -20,7 +20,18 @@ from helpers.planner.model import Model, Tensor, layer_tensors
 from helpers.planner.records import refuse
 from helpers.ranks.launch import launch
 
-LAYERS_BUILT = 2  # of each kind; the second one stands for all that are not built
+# How many layers with experts, and how many without, are built of a stage. The last one of each kind stands for all
+# that are not built.
+LAYERS_BUILT = 2
+LONGEST_TRACE = 600  # seconds: far more than the few that a world of 16,384 ranks takes
+
+
+@dataclass(frozen=True)
+class TracedRank:
+    """A rank to trace, by its number in the world, and the pipeline stage that it belongs to."""
+
+    rank: int
+    stage: int
 
 
 @dataclass(frozen=True)
@@ -49,29 +60,46 @@ class Trace:
 
     @property
     def excess(self) -> float:
-        """What the fullest rank holds beyond ``divided``, as a share."""
+        """By which share the fullest rank holds more than ``divided``: 0.01 is 1 % more."""
         return max(rank.numbers for rank in self.ranks) / self.divided - 1
 
 
 def trace(model: Model, layout: Layout) -> Trace:
-    """The Trace of a model under fully_shard, HSDP (layout.shard) and tensor parallelism; layout.zero must be 3.
+    """Let PyTorch shard a model, and count the parameters that the first and the last rank of pipeline stages hold.
 
-    It runs in a process of its own, so that the caller's process group stays.
+    The layout is one of fully_shard or of HSDP (``zero`` is 3), with or without tensor parallelism and stages. For any
+    other a PlanError is raised. The ranks are pretended ones, in a process of their own, so that the process group of
+    the caller stays as it is.
     """
     layout.check(model)
-    if layout.zero != 3 or layout.ep > 1 or model.kv_heads % layout.tp != 0:
+    # Ranks that outnumber the heads of keys and values have copies of these, which DTensor's Shard cannot express.
+    copies_kv_heads = model.kv_heads % layout.tp != 0
+    if layout.zero != 3 or layout.ep > 1 or copies_kv_heads:
         problem = "only FSDP and tensor parallelism are traced, without expert parallelism and without copied kv_heads"
         refuse(problem, f"zero = 3, ep = 1, and a divisor of {model.kv_heads} as tp")
+
+    # One process is enough, because it counts as one rank after the other.
+    results = launch(count_as_each, model, layout, ranks_to_trace(layout), nproc=1, timeout=LONGEST_TRACE)
+    ranks_of_copy = layout.gpus // copies_of_model(layout)
+    return Trace(ranks=tuple(results[0]), divided=model.parameters() / ranks_of_copy)
+
+
+def ranks_to_trace(layout: Layout) -> list[TracedRank]:
+    """The ranks that hold the most and the least: the first and the last one of each stage that differs from others.
+
+    fully_shard cuts each tensor into parts of equally many rows, rounded up, and gives them to the ranks in order. So
+    the first rank of a stage always has a full part, and what is missing at the end is missing on the last.
+    """
+    # The stage is the outermost dimension of the mesh, so the ranks of a stage have consecutive numbers.
     ranks_per_stage = layout.gpus // layout.pp
     traced = []
-    for stage in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
+    for stage in layout.typical_stages:
         first = stage * ranks_per_stage
         last = first + ranks_per_stage - 1
-        for rank in sorted({first, last}):
-            traced.append((stage, rank))
-    [ranks] = launch(pretend, model, layout, traced, nproc=1, timeout=600)
-    ranks_of_copy = layout.gpus // copies_of_model(layout)
-    return Trace(tuple(ranks), divided=model.parameters() / ranks_of_copy)
+        traced.append(TracedRank(first, stage))
+        if last != first:
+            traced.append(TracedRank(last, stage))
+    return traced
 
 
 def copies_of_model(layout: Layout) -> int:
@@ -79,18 +107,26 @@ def copies_of_model(layout: Layout) -> int:
     return layout.data_ranks // layout.sharers
 
 
-def pretend(model: Model, layout: Layout, traced: list[tuple[int, int]]) -> list[Rank]:
-    """A Rank for each (stage, rank): in this process, as each of these ranks in turn. Ends the process group."""
+def count_as_each(model: Model, layout: Layout, traced: Iterable[TracedRank]) -> list[Rank]:
+    """In this one process, become each of these ranks in turn, and count the parameters that it holds.
+
+    A group of the backend "fake" takes any rank and any world size, and its collectives return at once, so no other
+    process is needed. The process must have a process group; it is replaced by a pretended one for each rank.
+    """
     ranks = []
-    for stage, rank in traced:
+    for member in traced:
         dist.destroy_process_group()
-        dist.init_process_group("fake", rank=rank, world_size=layout.gpus)
-        ranks.append(count_rank(model, layout, rank, stage))
+        dist.init_process_group("fake", rank=member.rank, world_size=layout.gpus)
+        ranks.append(count_rank(model, layout, member.rank, member.stage))
     return ranks
 
 
 def count_rank(model: Model, layout: Layout, rank: int, stage: int, device: str = "meta") -> Rank:
-    """The Rank of this process, on whatever group it is in: it builds the stage, shards it and counts."""
+    """Build a stage of the model on this process, shard it, and count the parameters that are left on this rank.
+
+    The process must be ``rank`` of a process group with as many ranks as the layout. Of the stage's layers only a few
+    of each kind are built, with experts and without, because all layers of a kind are equal.
+    """
     layers = layout.layers_of(model, stage)
     built = []
     for has_experts in (False, True):
@@ -98,18 +134,18 @@ def count_rank(model: Model, layout: Layout, rank: int, stage: int, device: str 
         built += of_this_kind[:LAYERS_BUILT]
     root = sharded_stage(model, layout, stage, built, device)
 
-    numbers_of_kind = {}
     total = local_numbers(root)
+    numbers_of_kind = {}  # {whether a layer has experts: parameters of one such layer on this rank}
     for layer in built:
         numbers_of_kind[model.has_experts(layer)] = local_numbers(root.get_submodule(f"layers.{layer}"))
     for layer in layers:
         if layer not in built:
             total += numbers_of_kind[model.has_experts(layer)]
-    return Rank(rank, stage, total)
+    return Rank(rank=rank, stage=stage, numbers=total)
 
 
 def local_numbers(module: nn.Module) -> int:
-    """Numbers of a module's parameters that this rank holds."""
+    """Count the numbers of a module's parameters that this rank holds: of a divided parameter, only its own part."""
     total = 0
     for parameter in module.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -118,37 +154,67 @@ def local_numbers(module: nn.Module) -> int:
 
 
 def sharded_stage(model: Model, layout: Layout, stage: int, layers: Iterable[int], device: str) -> nn.Module:
-    """A stage with these layers only, as a module on this rank. It has the model's parameters and computes nothing."""
-    copies = copies_of_model(layout)
-    sizes = {"pp": layout.pp, "replicate": copies, "shard": layout.sharers, "tp": layout.tp}
-    # A dimension of one rank would cost a group for every rank of the world.
-    sizes = {name: size for name, size in sizes.items() if size > 1}
-    if not sizes:
-        sizes = {"tp": 1}
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    tp = None
-    if "tp" in sizes:
-        tp = mesh["tp"]
-    root = module_of(outer_tensors_of(model, layout, stage), tp, device)
+    """Build a pipeline stage with these layers only, and divide its parameters among ranks as a training would.
+
+    Tensor parallelism divides each tensor first, then fully_shard divides what is left, layer by layer. The module has
+    the parameters of the model and no forward. ``device`` is where they are; "meta" keeps their shapes alone.
+    """
+    meshes = meshes_of(layout)
+    root = module_of(outer_tensors_of(model, layout, stage), meshes.tensor, device)
     root.layers = nn.ModuleDict()
     for layer in layers:
-        root.layers[str(layer)] = module_of(layer_tensors(model, model.has_experts(layer)), tp, device)
-    if layout.sharers > 1:
-        data = mesh["replicate", "shard"] if copies > 1 else mesh["shard"]
+        tensors = layer_tensors(model, model.has_experts(layer))
+        root.layers[str(layer)] = module_of(tensors, meshes.tensor, device)
+    if meshes.data is not None:
+        # fully_shard leaves out parameters that it has divided before. So the root, which is last, gets only those
+        # outside the layers.
         for module in [*root.layers.values(), root]:
-            fully_shard(module, mesh=data)
+            fully_shard(module, mesh=meshes.data)
     return root
 
 
-def module_of(tensors: Iterable[Tensor], tp: DeviceMesh | None, device: str) -> nn.Module:
-    """A module with these parameters, each already divided among the tensor-parallel ranks."""
+@dataclass(frozen=True)
+class Meshes:
+    """This rank's parts of the device mesh. None stands for a single rank, which divides nothing."""
+
+    tensor: DeviceMesh | None  # the ranks of tensor parallelism
+    data: DeviceMesh | None  # the ranks of fully_shard; in two dimensions, copies and shards, for HSDP
+
+
+def meshes_of(layout: Layout) -> Meshes:
+    """Arrange all ranks of the process group in a mesh, and return the parts along which parameters are divided."""
+    copies = copies_of_model(layout)
+    # From the outermost dimension, whose neighbours are farthest from each other, to the innermost.
+    sizes = {"pp": layout.pp, "replicate": copies, "shard": layout.sharers, "tp": layout.tp}
+    # init_device_mesh makes a process group for each line of ranks along each dimension. A dimension of one rank would
+    # cost a group for every rank of the world.
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    tensor = None
+    data = None
+    if sizes:
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if layout.tp > 1:
+            tensor = mesh["tp"]
+        if layout.sharers > 1:
+            data = mesh["replicate", "shard"] if copies > 1 else mesh["shard"]
+    return Meshes(tensor=tensor, data=data)
+
+
+def module_of(tensors: Iterable[Tensor], mesh: DeviceMesh | None, device: str) -> nn.Module:
+    """Make a module with parameters of these shapes, each divided among the tensor-parallel ranks of a mesh, if any.
+
+    A Tensor says whether tensor parallelism divides its rows, its columns or nothing, and how many equal copies the
+    model has, such as one for each expert.
+    """
     module = nn.Module()
     for number, tensor in enumerate(tensors):
-        shape = [tensor.rows, tensor.columns] if tensor.columns > 1 else [tensor.rows]
+        shape = [tensor.rows]
+        if tensor.columns > 1:
+            shape.append(tensor.columns)
         for copy in range(tensor.copies):
             value = torch.empty(shape, device=device)
-            if tensor.split and tp:
+            if tensor.split and mesh is not None:
                 dimension = 0 if tensor.split == "rows" else 1
-                value = distribute_tensor(value, tp, [Shard(dimension)])
+                value = distribute_tensor(value, mesh, [Shard(dimension)])
             module.register_parameter(f"{number}_{copy}", nn.Parameter(value))
     return module

@@ -27,12 +27,17 @@ def fit_factors(
     log_width = np.array(astuple(width))
 
     def residuals(logs: np.ndarray) -> np.ndarray:
-        errors = np.array(log_errors(kind(*np.exp(logs)))) / noise
+        """What least_squares makes small: the error of each step, then each factor's distance from ``prior``."""
+        factors = kind(*np.exp(logs))
+        errors = np.array(log_errors(factors)) / noise
         # The pseudo-Huber loss: beyond the noise an error counts by its size and no longer by its square, so that a few
         # outliers do not lead. least_squares takes the square of what is returned, so this is the loss's root.
-        robust_errors = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
-        return np.concatenate([robust_errors, (logs - log_prior) / log_width])
+        loss = 2 * (np.sqrt(1 + errors**2) - 1)
+        robust_errors = np.sign(errors) * np.sqrt(loss)
+        distances_from_prior = (logs - log_prior) / log_width
+        return np.concatenate([robust_errors, distances_from_prior])
 
+    # The tolerances are so small that the result depends on the steps alone, and not on where the search gives up.
     logs = least_squares(residuals, log_prior, xtol=1e-12, ftol=1e-14).x
     return kind(*np.exp(logs).tolist())
 

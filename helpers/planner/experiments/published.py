@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from helpers.planner.communication import SENT
 from helpers.planner.conventions import GIGA, STATES, Conventions, States
@@ -23,19 +23,28 @@ from helpers.planner.model import Model, model_of
 from helpers.planner.rates import achieved, bubble
 from helpers.planner.records import PlanError, look_up
 
-ROWS = Path(__file__).parents[3] / "book" / "recorded" / "published.csv"
-TARGETS = {"exact": 0.0, "formula": 0.01, "memory": 0.08}
+ROOT = Path(__file__).parents[3]  # of the repository
+ROWS = ROOT / "book" / "recorded" / "published.csv"
+TARGETS = {"exact": 0.0, "formula": 0.01, "memory": 0.08}  # {target of a row: the largest relative error}
+# {unit of a row: its size in base units}. A speed in TF is FLOP/s, and sbh has no unit here (activations_in_sbh).
 UNITS = {**GIGA, "": 1, "%": 0.01, "TF": 1e12, "GB/s": 1e9, "ms": 1e-3, "days": 1, "h": 1, "sbh": 1}
 
 
 def states(parameters: float, ranks: int, zero: int, convention: States = "zero") -> float:
-    """Bytes on a rank of parameters, gradients and optimizer state."""
-    return sum(states_per_rank(parameters, parameters / ranks, zero, STATES[convention]).values())
+    """Bytes on a rank of parameters, gradients and optimizer state, if so many ranks divide them evenly.
+
+    zero: the stage of ZeRO. convention: how many bytes of each there are for a parameter (see conventions.STATES).
+    """
+    shard = parameters / ranks
+    kinds = states_per_rank(parameters, shard, zero, STATES[convention])
+    return sum(kinds.values())
 
 
 def states_difference(parameters: float, ranks: int, ranks_after: int) -> float:
     """Bytes that a rank saves when more ranks share the float32 states of FSDP."""
-    return states(parameters, ranks, 3, "float32") - states(parameters, ranks_after, 3, "float32")
+    before = states(parameters, ranks, zero=3, convention="float32")
+    after = states(parameters, ranks_after, zero=3, convention="float32")
+    return before - after
 
 
 def deepspeed(parameters: float, ranks: int, offload: str = "") -> float:
@@ -51,7 +60,7 @@ def deepspeed(parameters: float, ranks: int, offload: str = "") -> float:
 
 def activations(model: Model, layout: Layout) -> float:
     """Bytes of activations on the first stage, with the embedding's dropout."""
-    kinds = stage_memory(model, layout, Conventions(), 0)
+    kinds = stage_memory(model, layout, Conventions(), stage=0)
     return kinds["activations"] + kinds.get("embedding's dropout", 0)
 
 
@@ -85,8 +94,12 @@ def days(
 
 
 def busbw(collective: str, ranks: int, bytes: float, seconds: float) -> float:
-    """Bytes a second on the busiest link, as nccl-tests print it (doc/PERFORMANCE.md)."""
-    return bytes / seconds * look_up(SENT, collective.replace("-", "_"), "collective")(ranks)
+    """Bytes a second on the busiest link, as nccl-tests print it (doc/PERFORMANCE.md).
+
+    collective: its name in the row, such as "all-reduce". bytes: the size of the whole tensor.
+    """
+    share_sent = look_up(SENT, collective.replace("-", "_"), "collective")
+    return bytes / seconds * share_sent(ranks)
 
 
 QUANTITIES: dict[str, Callable[..., float]] = {
@@ -123,12 +136,16 @@ class Relation:
 
     @property
     def columns(self) -> list[str]:
+        """The names of all columns that it is about."""
         return [column for column in (*self.factors, self.divisor, self.result) if column]
 
     @property
     def words(self) -> str:
+        """The left side of the equation, as an error shows it: "batch x seq / seconds"."""
         product = " x ".join(self.factors)
-        return f"{product} / {self.divisor}" if self.divisor else product
+        if self.divisor:
+            return f"{product} / {self.divisor}"
+        return product
 
     def tolerance(self, row: Mapping[str, Any]) -> Decimal:
         """The relative difference that a row may have: 1 %, and half of the last published digit of each number."""
@@ -160,27 +177,34 @@ def contradictions(row: dict[str, Any]) -> list[str]:
 
     row: {column: number}; those with a decimal point as Decimal, because their last digit may be rounded.
     """
-    row = {"cp": 1, **row}
+    row = {"cp": 1, **row}  # Most rows have no context parallelism, and so no such column.
     if "model" in row:
         row[SHAPE] = model_of(row["model"]).parameters()
     wrong = []
     for relation in RELATIONS:
-        if not all(row.get(column) for column in relation.columns):
+        has_all_columns = all(row.get(column) for column in relation.columns)
+        if not has_all_columns:
             continue
         left = math.prod(Decimal(row[column]) for column in relation.factors)
         if relation.divisor:
             left /= Decimal(row[relation.divisor])
         right = Decimal(row[relation.result])
-        if abs(left / right - 1) > relation.tolerance(row):
+        relative_difference = abs(left / right - 1)
+        if relative_difference > relation.tolerance(row):
             wrong.append(f"{relation.words} and {relation.result} are {float(left):.6g} and {float(right):.6g}")
     return wrong
 
 
 def half_unit(number: str | Decimal) -> Decimal:
-    """Half of the last digit that a number was published with: 0.05 for 31.4, 5 for 400."""
+    """Half of one in the last digit that a number was published with: 0.05 for 31.4, 0.5 for 144, 5 for 400.
+
+    So much may have been lost by rounding. Of a whole number that ends with a zero, the zero may be a rounded digit,
+    so this is half of ten.
+    """
     number = Decimal(number)
-    exponent = int(number.as_tuple().exponent)
-    if exponent < 0 or number % 10 != 0:
+    exponent = int(number.as_tuple().exponent)  # -1 for 31.4, 0 for 144
+    last_digit_may_be_rounded = exponent >= 0 and number % 10 == 0
+    if not last_digit_may_be_rounded:
         exponent -= 1
     return Decimal(5).scaleb(exponent)
 
@@ -188,10 +212,18 @@ def half_unit(number: str | Decimal) -> Decimal:
 # --- Reproducing a row ------------------------------------------------------------------------------------------------
 
 
-def reproduce(row: dict[str, str]) -> tuple[float, float]:
-    """(computed, relative error) of a published row, in the row's unit; PlanError for one that contradicts itself.
+class Reproduced(NamedTuple):
+    """What the planner says of a published row."""
+
+    value: float  # in the row's unit
+    error: float  # relative to the published value
+
+
+def reproduce(row: dict[str, str]) -> Reproduced:
+    """Compute what a row of published.csv was published for, and how far it is from that.
 
     The error is to the nearest value that would be rounded to the published digits; for an exact count, to the count.
+    Raises PlanError for a row that contradicts itself.
     """
     text = f"row = {{{row['inputs']}}}"
     wrong = contradictions(tomllib.loads(text, parse_float=Decimal)["row"])
@@ -207,12 +239,16 @@ def reproduce(row: dict[str, str]) -> tuple[float, float]:
     distance = abs(value - published)
     is_exact_count = row["target"] == "exact" and published.is_integer()
     if not is_exact_count:
-        distance = max(distance - float(half_unit(row["published"])), 0)
-    return value, distance / abs(published)
+        lost_by_rounding = float(half_unit(row["published"]))
+        distance = max(distance - lost_by_rounding, 0)
+    return Reproduced(value, error=distance / abs(published))
 
 
 def prepared(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs with a Model, a Layout, and the tokens a second of all GPUs, however the speed was published."""
+    """The inputs of a row as its quantity takes them: with a Model, a Layout, and the tokens a second of all GPUs.
+
+    A row may give its speed for all GPUs, for each GPU, or as the seconds of a step with so many samples as ``batch``.
+    """
     inputs = {"gpus": 1, **inputs}
     if "layout" in inputs:
         inputs["layout"] = Layout.of(inputs["layout"])

@@ -21,8 +21,9 @@ from helpers.planner.experiments.published import rows_of
 from helpers.planner.plan import Plan, plan
 from helpers.planner.step_time import FITTED, StepWork, count_work, seconds_of_parts
 
-ROWS = Path(__file__).parents[3] / "book" / "recorded" / "steps.csv"
-TABLES = ("model", "cluster", "layout", "conventions")
+ROOT = Path(__file__).parents[3]  # of the repository
+ROWS = ROOT / "book" / "recorded" / "steps.csv"
+TABLES = ("model", "cluster", "layout", "conventions")  # the columns with what ``plan`` takes
 # Where the fit starts, and near to which it stays. Most differences are expected to be small. An RMSNorm and a gated
 # activation read and write about three times as much in PyTorch's own kernels, one for each operation, as fused.
 PRIOR = Corrections(h100=0.8, engine=1.0, float8=1.0, experts=1.0, eager=3.0, parts=1.0, exposed=0.5)
@@ -46,6 +47,7 @@ class PublishedStep:
 
     @property
     def planned(self) -> float:
+        """Tokens a second and GPU of the plan."""
         return self.plan.tokens / self.plan.step.seconds / self.plan.layout.gpus
 
     @property
@@ -59,7 +61,7 @@ class PublishedStep:
 
     @property
     def seconds(self) -> float:
-        """Of the published step."""
+        """Seconds of the published step."""
         return self.plan.tokens / self.published / self.plan.layout.gpus
 
     @property
@@ -69,12 +71,15 @@ class PublishedStep:
 
     @property
     def planned_gib(self) -> float:
+        """GiB of the fullest rank of the plan."""
         return self.plan.bytes / 2**30
 
     @property
     def memory(self) -> float:
-        """Planned GiB beside the published ones, or 0."""
-        return self.planned_gib / self.gib if self.gib else 0
+        """Planned GiB beside the published ones: above 1 where the plan needs more. 0 if none were published."""
+        if self.gib == 0:
+            return 0
+        return self.planned_gib / self.gib
 
     @functools.cached_property
     def work(self) -> StepWork:
@@ -95,11 +100,14 @@ def published_steps() -> list[PublishedStep]:
     steps = []
     rows = sorted(rows_of(ROWS), key=lambda row: row["what"])
     for number, row in enumerate(rows):
-        tables = [tomllib.loads(f"table = {{{row[name]}}}")["table"] for name in TABLES]
+        tables = {}
+        for name in TABLES:
+            inside_of_table = row[name]
+            tables[name] = tomllib.loads(f"table = {{{inside_of_table}}}")["table"]
         steps.append(
             PublishedStep(
                 what=row["what"],
-                plan=plan(*tables),
+                plan=plan(**tables),
                 published=float(row["tokens"]),
                 gib=float(row["gib"]) if row["gib"] else 0.0,
                 source=row["source"],

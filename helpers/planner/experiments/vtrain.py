@@ -19,7 +19,8 @@ from helpers.planner.layout import Layout
 from helpers.planner.model import Model, model_of
 from helpers.planner.step_time import Constants, StepWork, count_work, seconds_of_parts
 
-MEASURED = Path(__file__).parents[3] / "book" / "recorded" / "vtrain.csv"
+ROOT = Path(__file__).parents[3]  # of the repository
+MEASURED = ROOT / "book" / "recorded" / "vtrain.csv"
 MEGATRON = Conventions(states="zero")  # gradients are summed in 16 bits
 # Where the fit starts, and near to which it stays. in_node was measured: an all-reduce of 16 GiB on 8 A100s reached
 # 234.89 of 300 GB/s.
@@ -27,6 +28,8 @@ PRIOR = Constants(matmul=0.75, memory=0.8, in_node=0.78, between=0.75, launch=0.
 # How near: the standard deviation of each constant's logarithm. Only in_node's is narrow.
 WIDTH = Constants(matmul=0.15, memory=0.15, in_node=0.05, between=0.25, launch=1.0)
 NOISE = 0.08  # the standard deviation of log(predicted / measured): a step is usually off by some 8 %
+GPUS_PER_NODE = 8
+ASSUMED_LINK = 12.5e9  # bytes a second: the network is not in the file, so a share of 100 Gb/s for each GPU is assumed
 
 
 @dataclass(frozen=True)
@@ -44,23 +47,21 @@ class Step:
         return count_work(self.model, self.layout, self.cluster, MEGATRON)
 
     def log_error(self, constants: Constants) -> float:
-        """log(predicted / measured)."""
-        # None of the corrections applies to these steps.
+        """log(predicted / measured) of the step's seconds, if these constants are the planner's."""
+        # None of the corrections applies to these steps, so that it does not matter which are given.
         predicted = sum(seconds_of_parts(self.work, constants, CORRECTIONS).values())
         return float(np.log(predicted / self.seconds))
 
 
 @functools.cache
 def measured() -> tuple[Step, ...]:
-    """vTrain's file: GPTs of Megatron-LM in float16, with full recomputation, on nodes of 8 A100s with NVLink.
-
-    The network is not in the file: a 100 Gb/s share for each GPU is assumed.
-    """
+    """vTrain's file: GPTs of Megatron-LM in float16, with full recomputation, on nodes of 8 A100s with NVLink."""
     lines = [line for line in MEASURED.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     return tuple(step_of(row) for row in csv.DictReader(lines))
 
 
 def step_of(row: dict[str, str]) -> Step:
+    """The Step of a row of vTrain's file."""
     shape = {
         "layers": int(row["# layers"]),
         "width": int(row["hidden size"]),
@@ -78,8 +79,10 @@ def step_of(row: dict[str, str]) -> Step:
         attention="scores",
         dtype="float16",
     )
-    cluster = Cluster(**{**PRESETS["a100"], "nodes": int(row["# GPUs"]) // 8, "link_between": 12.5e9})
-    return Step(model, layout.check(model), cluster, float(row["iteration time (ms)"]) / 1000)
+    nodes = int(row["# GPUs"]) // GPUS_PER_NODE
+    cluster = Cluster(**{**PRESETS["a100"], "nodes": nodes, "link_between": ASSUMED_LINK})
+    seconds = float(row["iteration time (ms)"]) / 1000
+    return Step(model, layout.check(model), cluster, seconds)
 
 
 def fit(steps: Sequence[Step]) -> Constants:
@@ -107,19 +110,26 @@ def left_out(steps: Sequence[Step] = ()) -> list[LeftOut]:
     In vTrain's file each size has one number of GPUs, so a number of GPUs is left out with its size.
     """
     steps = steps or measured()
+    sizes = []
+    for step in steps:
+        if step.model.name not in sizes:
+            sizes.append(step.model.name)
+
     results = []
-    for size in dict.fromkeys(step.model.name for step in steps):
-        left = [step for step in steps if step.model.name == size]
-        constants = fit([step for step in steps if step.model.name != size])
-        log_errors = np.array([step.log_error(constants) for step in left])
-        seconds = np.array([step.seconds for step in left])
+    for size in sizes:
+        steps_of_size = [step for step in steps if step.model.name == size]
+        other_steps = [step for step in steps if step.model.name != size]
+        constants = fit(other_steps)
+        log_errors = np.array([step.log_error(constants) for step in steps_of_size])
+        seconds = np.array([step.seconds for step in steps_of_size])
         predicted = np.exp(log_errors) * seconds
+        relative_errors = np.expm1(log_errors)  # predicted / measured - 1
         results.append(
             LeftOut(
                 size=size,
-                gpus=left[0].layout.gpus,
-                steps=len(left),
-                error=float(np.abs(np.expm1(log_errors)).mean()),
+                gpus=steps_of_size[0].layout.gpus,
+                steps=len(steps_of_size),
+                error=float(np.abs(relative_errors).mean()),
                 picked=float(seconds[predicted.argmin()] / seconds.min()),
                 logs=log_errors.tolist(),
             )
@@ -134,7 +144,10 @@ def mean_error(sizes: Sequence[LeftOut]) -> float:
 
 def interval_factor(sizes: Sequence[LeftOut]) -> float:
     """The factor by which at most COVERAGE of the left-out predictions are off: INTERVAL_FACTOR of step_time.py."""
-    return factor_of_most(np.concatenate([size.logs for size in sizes]).tolist())
+    logs: list[float] = []
+    for size in sizes:
+        logs += size.logs
+    return factor_of_most(logs)
 
 
 def coverage() -> float:
@@ -147,5 +160,7 @@ def coverage() -> float:
     for size in left_out():
         other_steps = [step for step in measured() if step.model.name != size.size]
         log_factor = np.log(interval_factor(left_out(other_steps)))
-        inside += sum(abs(log) <= log_factor for log in size.logs)
+        for log in size.logs:
+            if abs(log) <= log_factor:
+                inside += 1
     return inside / len(measured())
