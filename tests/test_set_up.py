@@ -123,6 +123,20 @@ def test_an_unfinished_environment_or_one_of_another_python_is_made_anew(tmp_pat
     assert not (environment.folder / "left").exists()
 
 
+@pytest.mark.parametrize("answer", ["True", "False"])
+def test_a_gpu_that_pytorch_cannot_use_is_said(answer, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / ".venv"
+    build = set_up.Build("torch===2.15.0", index_options=(), description="PyTorch 2.15.0, with CUDA")
+    monkeypatch.setattr(set_up.Environment, "create", lambda environment: environment.unfinished.touch())
+    monkeypatch.setattr(set_up.Environment, "install", lambda environment, *arguments: None)
+    monkeypatch.setattr(set_up, "chosen_build", lambda environment, wanted: build)
+    monkeypatch.setattr(set_up, "gpu_is_here", lambda: True)
+    write_python(folder, f"echo {answer}")
+    set_up.set_up(folder, None)
+    assert (set_up.NO_GPU_FOR_TORCH in capsys.readouterr().out) == (answer == "False")
+    assert (folder / "ready").exists()
+
+
 def test_an_old_python_is_refused_in_two_lines(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["set_up.py", str(tmp_path / ".venv")])
     monkeypatch.setattr(sys, "version_info", (3, 10, 13))

@@ -23,6 +23,10 @@ PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 SECONDS_BETWEEN_LINES = 10  # while pip works
 LONGEST_LINE = 100  # characters
 STARTED = time.monotonic()
+NO_GPU_FOR_TORCH = (
+    "nvidia-smi shows a GPU, but this PyTorch cannot use it. Its driver may be too old: book/how_to_run.md, What is "
+    "installed."
+)
 
 
 class SetUpError(Exception):
@@ -187,6 +191,12 @@ class Environment:
             return []
         return match[1].split(", ")
 
+    def torch_sees_a_gpu(self) -> bool:
+        """Whether the installed PyTorch can use a GPU. It cannot if the driver is too old for the build's CUDA."""
+        command = [str(self.python), "-c", "import torch; print(torch.cuda.is_available())"]
+        answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        return answer.stdout.strip() == "True"
+
     def install(self, *arguments: str) -> None:
         """Run pip install, and say every few seconds what it does. Whatever pip writes goes to the log."""
         command = self.pip("install", "--progress-bar", "off", *arguments)
@@ -266,6 +276,8 @@ def set_up(folder: Path, torch: str | None) -> None:
     environment.install("--no-deps", "--editable", ".")
     environment.finish()
     print(f"{folder} is ready after {time.monotonic() - STARTED:.0f} s.", flush=True)
+    if gpu_is_here() and not environment.torch_sees_a_gpu():
+        print(NO_GPU_FOR_TORCH, flush=True)
 
 
 def main() -> int:
