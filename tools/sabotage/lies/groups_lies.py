@@ -313,8 +313,8 @@ def barrier_waits_for_nobody(c10d: Any) -> None:
 def a_gather_has_only_its_own_gradient(module: Any) -> None:
     """The functional all-gather passes no gradient to the other ranks."""
 
-    @instead_of(module, "all_gather_single_autograd")
-    def all_gather_single_autograd(original: Any, tensor: Any, gather_dim: int, group: Any, tag: str = "") -> Any:
+    @instead_of(module, "all_gather_single")
+    def all_gather_single(original: Any, tensor: Any, gather_dim: int, group: Any, tag: str = "") -> Any:
         import torch
 
         parts = list(original(tensor.detach(), gather_dim, group, tag).chunk(group.size(), gather_dim))
