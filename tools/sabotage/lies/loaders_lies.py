@@ -104,12 +104,6 @@ def ranks_gather_only_their_own_objects(c10d: Any) -> None:
     replace(c10d, "all_gather_object", all_gather_object)
 
 
-@lie("03b", "every `world_size`-th", notebook=True)
-def examples_are_not_divided(text: str) -> str:
-    """Where a stream is divided by samples, each rank keeps all samples."""
-    return swap(text, "kept[strategy] = parsed[rank::world_size]", "kept[strategy] = parsed")
-
-
 @lie("03b", "resume", notebook=True)
 def position_counts_from_the_resume(text: str) -> str:
     """The state of a stream counts only what was used since the last resume."""
