@@ -119,8 +119,9 @@ def test_show_refuses_what_is_no_figure_and_an_empty_alt_text():
 
 
 def test_all_reduces_wait_for_their_gradients_and_for_the_network():
-    # Of two buckets each takes 1 ms + 2 * 3/4 * 50 MB / (10 GB/s) = 8.5 ms. The first is ready after half of backward.
-    assert overlap_schedule(4, 2) == [
+    # Of two buckets each takes a latency of 1 ms + 2 * 3/4 * 50 MB / (10 GB/s) = 8.5 ms. The first is ready after half
+    # of backward.
+    assert overlap_schedule(4, 2, milliseconds_of_latency=1) == [
         ("compute", 0, 10, "forward"),
         ("compute", 10, 20, "backward"),
         ("network", 20, 28.5, "all-reduce"),
@@ -130,7 +131,9 @@ def test_all_reduces_wait_for_their_gradients_and_for_the_network():
         ("compute", 38.5, 41.5, "step"),
     ]
     # Many buckets queue for the network, and each pays the latency.
-    waits = {count: exposed(overlap_schedule(4, count)) for count in (1, 2, 4, 8, 16)}
+    waits = {}
+    for count in (1, 2, 4, 8, 16):
+        waits[count] = exposed(overlap_schedule(4, count, milliseconds_of_latency=1))
     assert waits == pytest.approx({1: 16, 2: 8.5, 4: 4.75, 8: 5.5, 16: 12.25})
 
 

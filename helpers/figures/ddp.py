@@ -15,24 +15,26 @@ from helpers.figures.drawing import INK, Span, boxes, canvas, rank_color, style
 FORWARD = 10  # milliseconds, as are the other times
 BACKWARD = 20
 OPTIMIZER_STEP = 3
-LATENCY = 1  # of each all-reduce
 MEGABYTES = 100  # of gradients
 
 
-def overlap_schedule(world_size: int, buckets: int, gigabytes_per_second: float = 10) -> list[Span]:
+def overlap_schedule(
+    world_size: int, buckets: int, gigabytes_per_second: float = 10, milliseconds_of_latency: float = 0.05
+) -> list[Span]:
     """When each part of one DDP training step runs on a rank; all ranks do the same at the same time.
 
     A model, not a measurement. It assumes that the gradients are divided into equal buckets, that backward takes as
     long for each of them, the last layers' bucket first, and that there is one all-reduce at a time, in the buckets'
     order, which does not slow the computation down. An all-reduce of n bytes on N ranks takes
-    ``LATENCY + 2 (N - 1) / N * n / bandwidth``, which is a ring's cost (Patarasu and Yuan, "Bandwidth optimal
+    ``latency + 2 (N - 1) / N * n / bandwidth``, which is a ring's cost (Patarasu and Yuan, "Bandwidth optimal
     all-reduce algorithms for clusters of workstations", 2009).
 
     Returns spans in milliseconds. Their lane is "compute" or "network", their label "forward", "backward",
     "all-reduce", "wait" (the communication that nothing hides) or "step".
     """
     sent_share = 2 * (world_size - 1) / world_size
-    all_reduce = LATENCY + sent_share * (MEGABYTES / buckets) / gigabytes_per_second  # MB / (GB/s) = ms
+    sending = sent_share * (MEGABYTES / buckets) / gigabytes_per_second  # MB / (GB/s) = ms
+    all_reduce = milliseconds_of_latency + sending
     schedule = [Span("compute", 0, FORWARD, "forward")]
     all_reduce_end: float = 0  # of the bucket before
     for bucket in range(buckets):
@@ -75,19 +77,23 @@ PARTS = {  # label of a span: its name in the legend
 
 
 @style()
-def ddp_overlap(world_size: int = 4, buckets: int = 4, gigabytes_per_second: float = 10) -> Figure:
+def ddp_overlap(
+    world_size: int = 4, buckets: int = 4, gigabytes_per_second: float = 10, milliseconds_of_latency: float = 0.05
+) -> Figure:
     """A Figure: a timeline of one DDP step on every rank, and how long it waits with each number of buckets.
 
     The time axis is the same for any ``world_size`` and ``buckets``, so that a reader can compare frames.
     """
     very_many_ranks = 10**6  # the time of an all-reduce grows with the ranks, up to a limit that it has reached here
-    slowest = [overlap_schedule(very_many_ranks, count, gigabytes_per_second) for count in BUCKET_COUNTS]
-    axis_end = max(schedule[-1].end for schedule in slowest)  # milliseconds
+    axis_end: float = 0  # milliseconds
+    for count in BUCKET_COUNTS:
+        slowest = overlap_schedule(very_many_ranks, count, gigabytes_per_second, milliseconds_of_latency)
+        axis_end = max(axis_end, slowest[-1].end)
     pixels_per_ms = (RIGHT - LEFT) / axis_end
-    schedule = overlap_schedule(world_size, buckets, gigabytes_per_second)
+    schedule = overlap_schedule(world_size, buckets, gigabytes_per_second, milliseconds_of_latency)
     waits = {}  # {number of buckets: milliseconds}
     for count in BUCKET_COUNTS:
-        waits[count] = exposed(overlap_schedule(world_size, count, gigabytes_per_second))
+        waits[count] = exposed(overlap_schedule(world_size, count, gigabytes_per_second, milliseconds_of_latency))
 
     height_above_the_bars = BOTTOM + 56
     fig, ax = canvas(660, height_above_the_bars + ROW * len(BUCKET_COUNTS))

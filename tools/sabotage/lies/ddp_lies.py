@@ -180,14 +180,15 @@ def the_average_is_the_latest(module: Any) -> None:
 @lie("04b", "[Gg]ather|contrastive", notebook=True)
 def gathered_features_have_their_own_gradient_only(text: str) -> str:
     """The gradient of gathered features is that of this rank's loss alone."""
-    return swap(text, "dist.all_reduce(gradient)  # what all", "pass  # what all")
+    own = "mine.copy_(gradient.chunk(dist.get_world_size())[dist.get_rank()])"
+    return swap(text, "dist.reduce_scatter_single(mine, gradient.contiguous())", own)
 
 
 @lie("04b", "[Gg]ather|contrastive", module="torch.distributed._functional_collectives")
 def the_library_gathers_without_a_gradient(module: Any) -> None:
-    """`all_gather_single_autograd` gives a rank the gradient of its own loss alone."""
+    """`all_gather_single` gives a rank the gradient of its own loss alone."""
 
-    @instead_of(module, "all_gather_single_autograd")
+    @instead_of(module, "all_gather_single")
     def gather(original: Any, mine: Any, gather_dim: int, group: Any) -> Any:
         import torch
 
