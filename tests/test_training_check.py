@@ -228,7 +228,7 @@ def record_of(rank, data_ranks, batches, weights, device="one kind"):
     record.parameters["DDP Net 1: weight"] = Parameter("DDP Net 1", "weight", "DDP", 64, data_ranks)
     for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), start=1):
         record.forwards.append(Forward("DDP Net 1", place, batch, elements=64))
-        calls = {"DDP Net 1": Calls(number, number, synchronized=True)}
+        calls = {"DDP Net 1": Calls(to_average=number, to_broadcast=0, averaged=number, synchronized=True)}
         step = Step(0, number, place, (0.1,), 0, calls, after={"DDP Net 1: weight": weight})
         if number == 1:
             step.before = {"DDP Net 1: weight": 0}

@@ -121,7 +121,7 @@ def the_sum_of_losses_is_divided_by_the_ranks_own_images(text: str) -> str:
 @lie("04b", "inplace|two forwards", notebook=True)
 def two_batches_are_not_joined(text: str) -> str:
     """Two batches that should be joined go through the DDP model one after the other."""
-    return swap(text, "model(torch.cat([real, fake])).chunk(2)", "model(real), model(fake)")
+    return swap(text, "of_fake = model(torch.cat([real, fake])).chunk(2)", "of_fake = model(real), model(fake)")
 
 
 @lie("04b", "search|unused", module=DDP)
