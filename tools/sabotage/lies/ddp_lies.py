@@ -268,20 +268,70 @@ def autocast_takes_the_other_format(module: Any) -> None:
 def accumulation_is_not_divided(text: str) -> str:
     """The training step adds up micro-batches without dividing by their number."""
     return swap(
-        text, "loss = F.cross_entropy(model(part), targets) * share", "loss = F.cross_entropy(model(part), targets)"
+        text,
+        "loss = F.cross_entropy(model(images), labels) * len(labels) / batch_size",
+        "loss = F.cross_entropy(model(images), labels)",
     )
 
 
 @lie("05", "transformer|saved|memory", notebook=True)
-def the_transformer_is_counted_in_float32(text: str) -> str:
-    """The transformer's saved bytes under autocast are those in float32."""
-    return swap(text, "    for kind in (brain, single)\\n", "    for kind in (single, single)\\n")
+def saved_bytes_are_counted_in_float32(text: str) -> str:
+    """The bytes that two models save under autocast are those in float32."""
+    return swap(
+        text,
+        "amp_bytes = count(9, torch.bfloat16) - count(8, torch.bfloat16)",
+        "amp_bytes = count(9, torch.float32) - count(8, torch.float32)",
+    )
 
 
 @lie("05", "float8|scale", notebook=True)
 def each_block_has_the_scale_of_the_tensor(text: str) -> str:
-    """The blocks of MXFP8 share the scale of the whole tensor."""
-    return swap(text, r"\"32 numbers\": 32}", r"\"32 numbers\": numbers.numel()}")
+    """Blocks of 32 float8 numbers share the scale of the whole tensor."""
+    return swap(text, r"(\"32 numbers\", 32)", r"(\"32 numbers\", x.numel())")
+
+
+@lie("05", "by hand|cop(y|ies)|cast", notebook=True)
+def casting_by_hand_leaves_out_a_layer(text: str) -> str:
+    """Mixed precision by hand multiplies the second layer's weights in float32."""
+    return swap(text, "logits = linear_in_bfloat16(model[2], hidden)", "logits = model[2](hidden.float())")
+
+
+@lie("05", "enabled=False|overrule|autocast off", module="torch.amp.autocast_mode")
+def a_nested_region_is_not_off(module: Any) -> None:
+    """`torch.autocast(enabled=False)` inside a region leaves the region on."""
+
+    @instead_of(module.autocast, "__init__")
+    def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
+        import torch
+
+        is_nested = torch.is_autocast_enabled("cpu")
+        original(self, *inputs, **keywords)
+        if is_nested:
+            self._enabled = True
+
+
+@lie("05", "region", module="torch.amp.autocast_mode")
+def autocast_keeps_no_copies(module: Any) -> None:
+    """`autocast` casts a weight anew each time, and keeps no copy until its region ends."""
+    build_with(module.autocast, cache_enabled=False)
+
+
+@lie("05", "skip|scale", notebook=True)
+def a_skipped_step_halves_every_scale(text: str) -> str:
+    """After a skipped step the training step halves the scale of bfloat16, too."""
+    return swap(text, "scaler.update(1.0)", "scaler.update()")
+
+
+@lie("05", "skip", notebook=True)
+def steps_that_were_taken_count_as_skipped(text: str) -> str:
+    """Chapter 5's script counts the steps that it takes, and says that it skipped them."""
+    return swap(text, "skipped += ~norm.isfinite()", "skipped += norm.isfinite()")
+
+
+@lie("05", "at random|round", notebook=True)
+def random_rounding_always_rounds_down(text: str) -> str:
+    """Rounding to bfloat16 at random always rounds down."""
+    return swap(text, "torch.randint(0, 2**16, x.shape", "torch.randint(0, 1, x.shape")
 
 
 @lie("05 06", "clip|norm", module="torch.nn.utils.clip_grad")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sabotage.lies.telling_lies import C10D, instead_of, lie, replace, swap
+from sabotage.lies.telling_lies import C10D, build_with, instead_of, lie, replace, swap
 
 # --- Profiling and debugging
 
@@ -62,6 +62,12 @@ def replicas_compare_with_themselves(c10d: Any) -> None:
             part.copy_(tensor)
 
     replace(c10d, "all_gather", all_gather)
+
+
+@lie("14", "fused|sync", module="torch.optim.sgd")
+def fused_sgd_is_not_fused(module: Any) -> None:
+    """SGD with `fused=True` updates its tensors one by one."""
+    build_with(module.SGD, fused=False)
 
 
 @lie("14", "merge|lane|rank", notebook=True)
