@@ -151,7 +151,7 @@ TESTS = {  # by which other test a line is run
     "make sabotage": "../.ci/run::part make sabotage",
     "make run CHAPTER=NN NPROC=4": "test_commands.py::make run CHAPTER=04 NPROC=4",
     "python -m helpers run 04 --nproc 4": "../Makefile::python -m helpers run $(or $(CHAPTER),04) --nproc $(NPROC)",
-    "python -m helpers run 00 --nproc 2": r"../notebooks/00_first_run.ipynb::\"run\", \"00\", \"--nproc\", \"2\"",
+    "python -m helpers run 00 --nproc 2": rf"../notebooks/{FIRST}.ipynb::\"run\", \"00\", \"--nproc\", \"2\"",
     "python -m helpers doctor": "test_doctor.py::test_without_a_launcher_it_starts_two_ranks_here",
     "python -m helpers verify": "../Makefile::python -m helpers verify $(ARGS)",
     "python -m helpers export 04 --out jobs": "test_commands.py::python -m helpers export 04 --out DIR",

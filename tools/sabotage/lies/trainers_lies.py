@@ -83,13 +83,6 @@ def the_log_has_the_highest_rate(text: str) -> str:
     return swap(text, old, "training.peak_lrs[0]")
 
 
-@lie("11", "compil", notebook=True)
-def compile_in_place_reaches_no_backend(text: str) -> str:
-    """`--compile-with` calls `model.compile()`, which does not compile an `nn.Sequential`."""
-    old = "model.forward = torch.compile(model.forward, backend=args.compile_with)"
-    return swap(text, old, "model.compile(backend=args.compile_with)")
-
-
 # --- Trainers in real projects
 
 
