@@ -239,6 +239,7 @@ def folders(tmp_path_factory):
     reader = tmp_path_factory.mktemp("reader")
     shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".*", "_build", "__pycache__", "scripts"))
     shutil.rmtree(project / "verify", ignore_errors=True)
+    shutil.copytree(ROOT / ".ci", project / ".ci")  # tests read it
     (project / ".venv").symlink_to(Path(sys.prefix))
     for name in ("requirements.txt", "requirements.lock", "pyproject.toml"):
         os.utime(project / name, (0, 0))  # .venv is ready
