@@ -2696,7 +2696,8 @@ def compare_calls(calls_of_ranks: dict[int, Calls], step: Step) -> Finding | Non
         return None
     counts = {rank: calls.to_average for rank, calls in calls_of_ranks.items()}
     manner = "with gradients"
-    if equal(counts.values()):
+    is_note = equal(counts.values())
+    if is_note:
         counts = {rank: calls.to_broadcast for rank, calls in calls_of_ranks.items()}
         manner = "without gradients"
     if equal(counts.values()):
@@ -2713,7 +2714,7 @@ def compare_calls(calls_of_ranks: dict[int, Calls], step: Step) -> Finding | Non
         f"Before step {step.number}, the wrapped model is called {manner} {counts[most]} times on {listed(ranks)} "
         f"and {counts[fewest]} times elsewhere."
     )
-    return replace(finding("rank_alone", place, ranks, sentence), is_note=manner == "without gradients")
+    return replace(finding("rank_alone", place, ranks, sentence), is_note=is_note)
 
 
 @dataclass(frozen=True)

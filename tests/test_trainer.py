@@ -405,31 +405,33 @@ def test_a_mask_an_extra_state_and_eight_bits_are_saved(script, tmp_path):
     assert second > first >= 20  # the resumed run counts on, and validates once more
 
 
-def save_what_is_not_finite(path, args):
+def save_spoilt(path, args, spoil):
+    """Save a training that the function ``spoil`` has changed."""
     trainer = loaded(path)
     training = trainer.build_training(args, CPU)
+    spoil(training)
+    trainer.Checkpoints(args).save(training)
+
+
+def with_a_weight_that_is_not_finite(training):
     training.model[0].weight.data[0, 0] = torch.nan
-    trainer.Checkpoints(args).save(training)
 
 
-def test_weights_that_are_not_finite_are_never_saved(script, tmp_path):
+def with_a_setting_that_only_pickle_loads(training):
+    training.optimizer.param_groups[0]["owner"] = Path("home")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (with_a_weight_that_is_not_finite, "step_00000000 is not finite, so it was not saved"),
+        (with_a_setting_that_only_pickle_loads, "Weights only load failed"),
+    ],
+)
+def test_a_spoilt_training_is_noticed_at_its_save_and_leaves_no_file(spoil, message, script, tmp_path):
     args = settings(script, f"--checkpoint-dir={tmp_path}")
-    with pytest.raises(Exception, match="step_00000000 is not finite, so it was not saved"):
-        launch(save_what_is_not_finite, str(script), args, nproc=1)
-    assert names_in(tmp_path) == []
-
-
-def save_what_only_pickle_loads(path, args):
-    trainer = loaded(path)
-    training = trainer.build_training(args, CPU)
-    training.optimizer.param_groups[0]["owner"] = trainer.Path("home")
-    trainer.Checkpoints(args).save(training)
-
-
-def test_what_could_not_be_loaded_is_noticed_at_the_first_save(script, tmp_path):
-    args = settings(script, f"--checkpoint-dir={tmp_path}")
-    with pytest.raises(Exception, match="Weights only load failed"):
-        launch(save_what_only_pickle_loads, str(script), args, nproc=1)
+    with pytest.raises(Exception, match=message):
+        launch(save_spoilt, str(script), args, spoil, nproc=1)
     assert names_in(tmp_path) == []
 
 

@@ -118,7 +118,7 @@ def parse_args_text(flags: dict[str, str], adds: bool = False, reads: bool = Fal
     has_groups = any(call.startswith("group = ") for call in calls)
     if adds:
         calls = [call.replace(", action=switch)", ")") for call in calls]
-        if any(call.startswith("group = ") for call in calls):
+        if has_groups:
             calls.append('group = parser.add_argument_group("Your own")')
         calls.append("add_flags(add)")
     has_switch = any("action=switch" in call for call in calls)

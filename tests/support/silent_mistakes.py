@@ -351,6 +351,7 @@ def rank_0_looks_at_an_output(wrong):
 def rank_0_evaluates_the_wrapper(wrong):
     """Its broadcasts of buffers pair up with the other's, except between the first two steps."""
     model = DDP(nn.Sequential(nn.Linear(8, 8, device=DEVICE), nn.BatchNorm1d(8, device=DEVICE)))
+    evaluated = model if wrong else model.module
     optimizer = sgd(model)
     train(model, optimizer, steps=2)
     for _ in range(2):
@@ -358,7 +359,6 @@ def rank_0_evaluates_the_wrapper(wrong):
             model.eval()
             with torch.no_grad():
                 for _ in range(3):
-                    evaluated = model if wrong else model.module
                     evaluated(own_batch()[0])
             model.train()
         train(model, optimizer, steps=1)
