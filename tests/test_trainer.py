@@ -1274,7 +1274,9 @@ def events_of(path, args):
 
     names = ("all_reduce", "broadcast", "broadcast_object_list", "new_group")
     calls = {name: noted(getattr(dist, name)) for name in names}
-    with mock.patch.multiple(dist, **calls), mock.patch.object(trainer, "DDP", noted(trainer.DDP)):
+    wrapper = noted(trainer.DDP)
+    wrapper._set_params_and_buffers_to_ignore_for_model = trainer.DDP._set_params_and_buffers_to_ignore_for_model
+    with mock.patch.multiple(dist, **calls), mock.patch.object(trainer, "DDP", wrapper):
         trainer.train(args, CPU)
     return events
 
