@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from scripting import export, result, stand_alone
 from torch import nn
 
 from helpers.export.chapters import find_notebook
-from helpers.ranks.launch import launch
+from helpers.ranks.launch import RankError, launch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
 
@@ -370,6 +371,120 @@ def test_a_flag_may_be_a_path_and_a_later_flag_locks_no_checkpoint(script, folde
     assert "has s = 0.5, not 0.1: keep 0.5, or add --allow-change s." in error
 
 
+def test_a_flag_of_ones_own_may_have_choices(script, tmp_path):
+    """It is parsed with the type of its default, and a resume compares it."""
+    new = '    add("--width", 256, "neurons in the hidden layer")\n'
+    size = '    add("--size", 3, "a size", choices=[1, 3])\n'
+    with_choices = changed(script, tmp_path / "choices", new, new + size)
+    flags = ["--max-steps=10", f"--checkpoint-dir={tmp_path / 'runs'}", "--resume"]
+    for _ in range(2):
+        args = settings(with_choices, *flags, "--size=3")
+        assert launch(errors_of, str(with_choices), [args], nproc=1) == [["none"]]
+    [[error]] = launch(errors_of, str(with_choices), [settings(with_choices, *flags, "--size=1")], nproc=1)
+    assert "has size = 3, not 1" in error
+
+
+def test_a_resume_with_more_samples_is_refused_unless_told(script, folder):
+    def load_data(args):
+        return [(torch.zeros(64), 0)] * 1441, [(torch.zeros(64), 0)] * 9
+
+    [[error]] = launch(
+        errors_of, str(script), [going_on(script, folder, "--resume")], {"load_data": load_data}, nproc=1
+    )
+    assert "has train_samples = 1440, not 1441: keep 1440, or add --allow-change train_samples." in error
+    args = going_on(script, folder, "--resume", "--allow-change=max_steps,train_samples")
+    assert launch(errors_of, str(script), [args], {"load_data": load_data}, nproc=1) == [["none"]]
+
+
+@pytest.mark.parametrize("kept", ["best.pt", "weights.pt"])
+def test_a_result_without_its_checkpoints_is_not_overwritten(script, tmp_path, kept):
+    (tmp_path / kept).write_text("of an earlier run")
+    ways = [["--no-resume"], ["--resume"]]
+    all_args = [settings(script, "--max-steps=10", "--keep-best", f"--checkpoint-dir={tmp_path}", *w) for w in ways]
+    [errors] = launch(errors_of, str(script), all_args, nproc=1)
+    assert kept in errors[0] and "take another folder" in errors[0]
+    if kept == "weights.pt":  # a job that was killed before its first checkpoint may have a best.pt
+        assert "weights.pt of a run that has ended" in errors[1]
+        assert (tmp_path / kept).read_text() == "of an earlier run"
+
+
+def test_a_job_that_must_resume_does_not_start_anew(script, tmp_path):
+    args = settings(script, "--resume", "--must-resume", f"--checkpoint-dir={tmp_path}")
+    [[error]] = launch(errors_of, str(script), [args], nproc=1)
+    assert error == f"UsageError: --must-resume: {tmp_path} has no checkpoint. Is it mounted?"
+
+
+def errors_on_a_disk_of_its_own(path, args, folder):
+    if dist.get_rank() == 1:
+        os.makedirs(f"{folder}/local", exist_ok=True)
+        os.chdir(f"{folder}/local")  # where ``runs`` is another folder
+    else:
+        os.chdir(folder)
+    return errors_of(path, [args])
+
+
+def test_a_folder_that_only_rank_0_sees_is_refused(script, tmp_path):
+    args = settings(script, "--max-steps=10", "--checkpoint-dir=runs")
+    errors = launch(errors_on_a_disk_of_its_own, str(script), args, str(tmp_path), nproc=2)
+    for [error] in errors:
+        assert error.startswith("UsageError: rank 1: --checkpoint-dir runs: ")
+        assert error.endswith(" does not see rank 0's files there.")
+    assert names_in(tmp_path / "runs") == []
+
+
+def errors_after_a_change_of_shapes(path, args):
+    """The error of a resume whose model has the same number of weights in another shape."""
+    trainer = loaded(path)
+    shapes = [(64, 8), (8, 64)]
+    for shape in shapes:
+        trainer.build_model = lambda args, shape=shape: nn.ParameterDict({"weight": torch.ones(shape)})
+        training = trainer.build_training(args, CPU)
+        checkpoints = trainer.Checkpoints(args)
+        if shape == shapes[0]:
+            checkpoints.save(training)
+            continue
+        try:
+            checkpoints.load(training)
+        except trainer.UsageError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
+def test_a_weight_of_another_shape_is_not_reshaped(script, tmp_path, shard):
+    args = settings(script, shard, "--resume", f"--checkpoint-dir={tmp_path}")
+    for error in launch(errors_after_a_change_of_shapes, str(script), args, nproc=2):
+        assert error.startswith("weight is [64, 8] in the file, and [8, 64] in the model")
+
+
+def test_a_checkpoint_that_the_host_cannot_hold_is_refused_at_the_start(script, tmp_path):
+    args = settings(script, "--shard", f"--checkpoint-dir={tmp_path}")
+    functions = {"available_memory": lambda: 10_000}
+    [[error]] = launch(errors_of, str(script), [args], functions, nproc=1)
+    assert error.startswith("UsageError: A checkpoint takes 0 GiB of rank 0's host")
+    assert names_in(tmp_path) == []
+
+
+def lock_beside_a_worker(path, folder):
+    """A process that was forked from a job, as a loader's worker is, outlives it. Then another job starts."""
+    trainer = loaded(path)
+    with trainer.locked(folder):
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+    try:
+        with trainer.locked(folder):
+            return "locked"
+    except trainer.UsageError as error:
+        return str(error)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_worker_does_not_keep_the_lock(script, tmp_path):
+    assert launch(lock_beside_a_worker, str(script), str(tmp_path), nproc=1) == ["locked"]
+
+
 class Odd(nn.Module):
     """A model with what is not finite on purpose, with a state of its own, and with eight bits."""
 
@@ -509,6 +624,34 @@ def skips(path, args):
     return [values for _, values in records if "norm" in values]
 
 
+def weights_around_a_large_norm(path, args):
+    """(the norm of a gradient whose elements are about 1e22, whether the step left all weights as they were)."""
+    trainer = loaded(path)
+    batch = (torch.ones(96, 64), torch.zeros(96, dtype=torch.int64))
+    sizes = [1.0]
+
+    def loss_sums(model, batch, args, own=trainer.loss_sums):
+        sums = own(model, batch, args)
+        total, number = sums["loss"]
+        sums["loss"] = (total * sizes[0], number)
+        return sums
+
+    trainer.loss_sums = loss_sums
+    training = trainer.build_training(args, CPU)
+    trainer.take_step(training, [batch], 1, args)  # now there is a momentum
+    before = [param.detach().clone() for param in training.model.parameters()]
+    sizes[0] = 1e24
+    _, norm = trainer.take_step(training, [batch], 2, args)
+    after = list(training.model.parameters())
+    return norm.item(), all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("max_norm", [0, 1])
+def test_a_norm_that_is_not_finite_skips_the_step_though_each_element_is(script, max_norm):
+    [result] = launch(weights_around_a_large_norm, str(script), settings(script, f"--max-norm={max_norm}"), nproc=1)
+    assert result == (float("inf"), True)
+
+
 def test_skipped_steps_are_counted_and_leave_the_mean_loss_finite(script):
     args = settings(script, "--max-steps=15", "--log-every=5")
     [[first, second, third]] = launch(skips, str(script), args, nproc=1)
@@ -622,6 +765,45 @@ def test_each_rank_reads_its_own_shards_and_all_ways_to_cut_give_the_same(script
     assert late == {place: samples for place, samples in single.items() if place[0] >= 4}
 
 
+class ShuffledShards(Shards):
+    """Shards with another order in each pass, which may be asked to skip."""
+
+    def __init__(self, index=None, lengths=(3,) * 8, epoch=0, skipped=0):
+        super().__init__(index, lengths)
+        self.epoch = epoch
+        self.skipped = skipped
+
+    def shard(self, num_shards, index):
+        return ShuffledShards(index)
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def skip(self, number):
+        return ShuffledShards(self.index, self.lengths, 0, number)
+
+    def __len__(self):
+        return self.lengths[self.index]
+
+    def __iter__(self):
+        for number in range(self.skipped, self.lengths[self.index]):
+            yield self.index, self.epoch, (number + self.epoch) % self.lengths[self.index]
+
+
+def epochs_of_shards(path, args, start_step, steps):
+    trainer = loaded(path)
+    batches = trainer.MicroBatches(ShuffledShards(), args).of_shards(start_step)
+    return [sample for batch in trainer.islice(batches, steps) for sample in batch.samples if sample[0] == 0]
+
+
+def test_each_pass_over_a_shard_has_an_epoch_of_its_own(script):
+    args = settings(script, "--batch-size=8")
+    [samples] = launch(epochs_of_shards, str(script), args, 0, 7, nproc=1)
+    assert [epoch for _, epoch, _ in samples] == [0, 0, 0, 1, 1, 1, 2]
+    [late] = launch(epochs_of_shards, str(script), args, 4, 3, nproc=1)
+    assert late == samples[4:]
+
+
 # --- DDP or FSDP ------------------------------------------------------------------------------------------------------
 
 
@@ -678,6 +860,14 @@ def test_a_sharded_run_has_the_losses_of_ddp(script, tmp_path, optimizer):
     assert list(weights[0]) == list(Blocks().state_dict())
     for name, value in weights[0].items():
         assert torch.allclose(value, weights[1][name].reshape(value.shape), atol=1e-4), name
+
+
+def test_replicas_of_a_sharded_model_have_the_losses_of_ddp(script):
+    flags = [*BLOCKS, "--accumulate=2"]
+    all_args = [settings(script, *flags), settings(script, *flags, "--shard", "--replicas=2")]
+    [(losses, metrics), (sharded, sharded_metrics)] = launch(losses_of_blocks, str(script), all_args, nproc=4)[0]
+    assert sharded == pytest.approx(losses, rel=1e-4)
+    assert sharded_metrics == pytest.approx(metrics, rel=1e-3)
 
 
 def test_a_checkpoint_is_resumed_across_ddp_and_fsdp_and_numbers_of_ranks(script, tmp_path):
@@ -741,6 +931,275 @@ def test_training_goes_on_longer_and_at_another_rate_if_told(script, folder):
     args = going_on(script, folder, "--resume", "--lr=0.05", "--allow-change=max_steps,lr")
     assert launch(errors_of, str(script), [args], nproc=1) == [["none"]]
     assert (folder / "step_00000012.pt").exists()
+
+
+# --- what looks equal, and is not -------------------------------------------------------------------------------------
+
+
+class Drawn(nn.Module):
+    """A model that draws its own weights, and has a table that is in no checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.last = nn.Linear(64, 10)
+        self.register_buffer("table", torch.empty(64), persistent=False)
+        draw(self)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x + self.table)
+
+
+def draw(model):
+    for number, block in enumerate(model.blocks, start=1):
+        nn.init.normal_(block.weight, std=0.02 * number)
+        nn.init.zeros_(block.bias)
+    nn.init.normal_(model.last.weight, std=0.3)
+    nn.init.constant_(model.last.bias, 0.5)
+    model.table.copy_(torch.arange(64.0))
+
+
+def first_weights_of(path, args, init_weights=None, build=Drawn):
+    """{name: (mean, standard deviation)} of the weights before the first step, or the error."""
+    trainer = loaded(path)
+    trainer.build_model = lambda args: build()
+    if init_weights is not None:
+        trainer.init_weights = init_weights
+    try:
+        model = trainer.build_training(args, CPU).model
+    except trainer.UsageError as error:
+        return str(error)
+    tensors = trainer.whole(model.state_dict() | dict(model.named_buffers()))
+    if dist.get_rank() == 0:
+        return {name: (tensor.mean().item(), tensor.std().item()) for name, tensor in tensors.items()}
+
+
+def with_a_real_table():
+    model = Drawn()
+    model.table = torch.from_numpy(np.arange(64, dtype=np.float32))
+    return model
+
+
+def test_weights_on_the_meta_device_are_those_that_the_model_draws(script):
+    plain = launch(first_weights_of, str(script), settings(script), nproc=2)[0]
+    meta = settings(script, "--shard", "--meta")
+    on_meta = launch(first_weights_of, str(script), meta, draw, nproc=2)[0]
+    assert on_meta.keys() == plain.keys()
+    for name, (mean, deviation) in plain.items():
+        assert on_meta[name] == pytest.approx((mean, deviation), rel=0.15, abs=0.15 * deviation + 1e-9), name
+
+
+def test_the_meta_device_is_refused_where_a_weight_would_be_garbage(script):
+    meta = settings(script, "--shard", "--meta")
+    errors = launch(first_weights_of, str(script), meta, nproc=2)
+    assert errors == ["--meta needs an init_weights(model) for your build_model."] * 2
+
+    def without_the_table(model):
+        table = model.table.clone()
+        draw(model)
+        model.table.copy_(table)
+
+    errors = launch(first_weights_of, str(script), meta, without_the_table, nproc=2)
+    assert errors == ["rank 0: --meta: init_weights has not set table."] * 2
+    [error, _] = launch(first_weights_of, str(script), meta, draw, with_a_real_table, nproc=2)
+    assert error == "--meta: build_model has filled table, which init_weights has to do."
+
+
+def modes_after_training(path, args):
+    trainer = loaded(path)
+    trainer.build_model = lambda args: nn.Sequential(nn.BatchNorm1d(64).eval(), nn.Linear(64, 10))
+    model, _ = trainer.train(args, CPU)
+    return [layer.training for layer in model], model[0].running_mean.abs().max().item()
+
+
+@pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
+def test_a_layer_that_is_frozen_by_eval_stays_frozen_after_a_validation(script, shard):
+    args = settings(script, "--max-steps=10", "--val-every=3", shard)
+    for modes, mean in launch(modes_after_training, str(script), args, nproc=2):
+        assert modes == [False, True]
+        assert mean == 0
+
+
+def dtypes_in_evaluate(path, args):
+    """The dtype of the logits of an ``evaluate`` that calls the model."""
+    trainer = loaded(path)
+    dtypes = []
+
+    def evaluate(model, batches, args):
+        for images, _ in batches:
+            dtypes.append(model(images).dtype)
+        return {}
+
+    trainer.evaluate = evaluate
+    trainer.train(args, CPU)
+    return set(dtypes)
+
+
+@pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
+def test_metrics_of_ones_own_are_computed_as_the_loss_is(script, shard):
+    args = settings(script, "--max-steps=10", "--dtype=bfloat16", shard)
+    assert launch(dtypes_in_evaluate, str(script), args, nproc=2) == [{torch.bfloat16}] * 2
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+
+MODELS_WITH_BLOCKS = {  # how many blocks there are in which model
+    "a list": (3, lambda: nn.ModuleList(Block() for _ in range(3))),
+    "a list in a dict": (2, lambda: nn.ModuleDict({"e": nn.Embedding(4, 4), "h": nn.ModuleList([Block(), Block()])})),
+    "a dict": (2, lambda: nn.ModuleDict({"0": Block(), "1": Block()})),
+    "layers in a row": (2, lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))),
+    "stages": (3, lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(Block(), Block()), nn.Sequential(Block()))),
+    "heads, of which a rank may call one": (0, lambda: nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})),
+    "one layer": (0, lambda: nn.Linear(4, 4)),
+}
+
+
+def test_blocks_are_found_in_lists_dicts_and_sequences(script):
+    trainer = loaded(script)
+    for name, (number, build) in MODELS_WITH_BLOCKS.items():
+        assert len(trainer.find_blocks(build())) == number, name
+
+
+def test_recompute_without_blocks_or_with_batch_norm_is_refused(script):
+    args = settings(script, "--recompute", "--max-steps=10")
+    for build, reason in [
+        (lambda args: nn.Linear(64, 10), "--recompute finds no blocks in the model"),
+        (lambda args: nn.ModuleList([nn.BatchNorm1d(64)]), "--recompute would update BatchNorm twice"),
+    ]:
+        [[error]] = launch(errors_of, str(script), [args], {"build_model": build}, nproc=1)
+        assert error.startswith(f"UsageError: {reason}")
+
+
+def errors_of_unlike_ranks(path, args, changes=None, sizes=None):
+    if changes and dist.get_rank() == 1:
+        vars(args).update(changes)
+    replacements = {}
+    if sizes:
+        size = sizes[dist.get_rank()]
+        replacements["load_data"] = lambda args: ([(torch.zeros(64), 0)] * size, [(torch.zeros(64), 0)] * 9)
+    return errors_of(path, [args], replacements)
+
+
+def test_ranks_with_other_flags_or_data_are_refused_on_all(script):
+    args = settings(script, "--max-steps=10")
+    errors = launch(errors_of_unlike_ranks, str(script), args, {"lr": 0.01, "num_workers": 1}, nproc=2)
+    assert errors == [["UsageError: --lr: rank 0 has 0.1, and rank 1 has 0.01. Start all ranks with the same."]] * 2
+    errors = launch(errors_of_unlike_ranks, str(script), args, None, [200, 199], nproc=2)
+    expected = "training samples: rank 0 has 200, and rank 1 has 199. Start all ranks with the same."
+    assert errors == [[f"UsageError: {expected}"]] * 2
+
+
+# --- a rank that fails says so ----------------------------------------------------------------------------------------
+
+
+def broken_on_rank_1(script, folder, statement):
+    """The script, with a statement that rank 1 runs in its third loss."""
+    old = '    """{name: (sum, count)}. The gradient is that of all sums of "loss" / all counts."""\n'
+    new = old + "    seen.append(1)\n    if len(seen) == 3 and dist.get_rank() == 1:\n"
+    path = changed(script, folder, old, new + f"        {statement}\n")
+    path.write_text(path.read_text().replace("\n\ndef add_flags(", "\nseen = []\n\n\ndef add_flags(", 1))
+    return path
+
+
+def test_an_error_that_one_rank_finds_is_printed_by_it_and_ends_all(script, alone, tmp_path):
+    statement = 'return {"loss": (model(batch[0]).sum(), 1)}'
+    path = broken_on_rank_1(script, tmp_path / "one", statement)
+    status, _, errors, _ = forked(script_on_ranks(path, 2), alone)
+    assert status not in (0, None)
+    [line] = re.findall(r"^\[rank 1 on .+\] (UsageError: .+)$", errors, re.M)
+    assert line.startswith("UsageError: loss_sums returned 1 loss(es) and [], and before 1 and ['accuracy']")
+
+
+def test_torchrun_shows_the_traceback_of_the_first_error(script, alone, tmp_path):
+    path = broken_on_rank_1(script, tmp_path / "one", 'raise ValueError("broken here")')
+    status, _, errors, _ = forked(script_on_ranks(path, 2), alone)
+    assert status not in (0, None)
+    summary = errors[errors.index("Root Cause") :]
+    assert "broken here" in summary
+
+
+def kinds_of_errors(path, args):
+    trainer = loaded(path)
+
+    def fail():
+        raise trainer.NotFiniteError("step 7 is not finite")
+
+    try:
+        trainer.from_rank0(fail)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_an_error_of_rank_0_is_the_same_error_on_all(script):
+    errors = launch(kinds_of_errors, str(script), settings(script), nproc=2)
+    assert errors == ["NotFiniteError: step 7 is not finite"] * 2
+
+
+def test_a_signal_prints_where_a_rank_is(script, alone):
+    run = Forked(script_alone(script, "--epochs=5000", "--log-every=5"), alone)
+    out = Path(run.output.name, "out")
+    errors = Path(run.output.name, "errors")
+    wait_until(lambda: out.exists() and "step 5:" in out.read_text(), seconds=120)
+    os.kill(run.pid, signal.SIGUSR2)
+    wait_until(lambda: "most recent call first" in errors.read_text(), seconds=60)
+    os.kill(run.pid, signal.SIGTERM)
+    status, text, _, _ = run.end()
+    assert "nothing is saved" in text
+    assert status == 1
+
+
+class Slow(torch.utils.data.Dataset):
+    """Rank 1's samples come late."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self.rank = dist.get_rank()
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        if self.rank == 1:
+            time.sleep(self.seconds)
+        return torch.zeros(64), 0
+
+
+def lines_of_a_slow_rank(path, args, seconds):
+    trainer = loaded(path)
+    trainer.load_data = lambda args: (Slow(seconds), None)
+    records = []
+    try:
+        trainer.train(args, CPU, lambda args: lambda *record: records.append(record))
+    except RuntimeError as error:
+        return f"{error}"
+    return records
+
+
+def test_a_line_names_the_rank_that_waits_for_its_data(script):
+    args = settings(script, "--max-steps=6", "--warmup=1", "--batch-size=4", "--log-every=3")
+    [records, _] = launch(lines_of_a_slow_rank, str(script), args, 0.3, nproc=2)
+    assert [values["data_wait_rank"] for _, values in records] == [1, 1]
+    assert all(values["data_wait"] > 0.3 for _, values in records)
+
+
+def test_a_rank_whose_worker_hangs_is_the_one_that_fails(script):
+    flags = ["--max-steps=6", "--warmup=1", "--batch-size=4", "--num-workers=1", "--patience=20"]
+    with pytest.raises(RankError) as caught:
+        launch(lines_of_a_slow_rank_alone, str(script), settings(script, *flags), nproc=2)
+    assert "rank 1" in str(caught.value)
+    assert "DataLoader timed out after 16.0 seconds" in str(caught.value)
+
+
+def lines_of_a_slow_rank_alone(path, args):
+    found = lines_of_a_slow_rank(path, args, 40)
+    if "DataLoader timed out" in str(found):
+        raise RuntimeError(found)
 
 
 # --- two losses, metrics of one's own, no validation ------------------------------------------------------------------
@@ -859,6 +1318,21 @@ def test_the_average_is_validated_and_the_best_is_kept(script, tmp_path, shard):
     assert validated[12] == pytest.approx(loss, rel=1e-4)
     best = torch.load(tmp_path / "best.pt", weights_only=True)
     assert best["best_loss"] == min(validated.values()) == validated[best["step"]]
+    assert sorted(best) == ["best_loss", "model", "step"]
+    measured = launch(loss_of_weights, str(script), args, str(tmp_path / "best.pt"), nproc=1)
+    assert measured == [pytest.approx(best["best_loss"], rel=1e-4)]
+    newest = torch.load(tmp_path / "step_00000012.pt", weights_only=True)
+    weights = loaded(script).read_weights(str(tmp_path / "step_00000012.pt"))
+    assert all(torch.equal(weights[name], average) for name, average in newest["ema"].items())
+
+
+def loss_of_weights(path, args, file):
+    """The validation loss of the weights with which ``--init-from`` begins."""
+    trainer = loaded(path)
+    model = trainer.build_model(args)
+    trainer.load_first_weights(model, file)
+    _, (images, labels) = (data.tensors for data in trainer.load_data(args))
+    return nn.functional.cross_entropy(model.eval()(images), labels).item()
 
 
 # --- the speed, the log, a compiler -----------------------------------------------------------------------------------
@@ -943,6 +1417,49 @@ def test_a_logger_has_one_run(script, alone, tmp_path):
         rows = list(csv.reader(file))
     assert [step for step, name, _ in rows if name in ("loss", "val_loss")] == ["2", "4", "4"]
     assert all(float(value) >= 0 for _, _, value in rows)
+
+
+def ids_of_wandb(path, all_args):
+    """The ids under which each run would go on at Weights & Biases."""
+    trainer = loaded(path)
+    ids = []
+    run = SimpleNamespace(log=lambda values, step: None)
+    sys.modules["wandb"] = SimpleNamespace(init=lambda id, **options: ids.append(id) or run)
+    for args in all_args:
+        trainer.open_loggers(args)
+    return ids
+
+
+def test_each_run_has_an_id_of_its_own_at_wandb_and_a_resumed_one_keeps_it(script, tmp_path):
+    folders = [str(tmp_path / "a"), str(tmp_path / "a"), str(tmp_path / "b"), ""]
+    all_args = [settings(script, "--log-to=wandb", f"--checkpoint-dir={folder}") for folder in folders]
+    all_args.insert(1, settings(script, "--log-to=wandb", f"--checkpoint-dir={folders[0]}", "--resume"))
+    all_args[-1].log_folder = str(tmp_path / "runs")
+    [ids] = launch(ids_of_wandb, str(script), all_args, nproc=1)
+    assert ids[0] == ids[1]
+    assert len(set(ids)) == 4
+
+
+def lines_after_a_log_that_fails(path, args):
+    trainer = loaded(path)
+    steps = []
+
+    def log(step, values):
+        steps.append(step)
+        raise OSError(28, "No space left on device")
+
+    _, metrics = trainer.train(args, CPU, lambda args: log)
+    return steps, metrics["step"]
+
+
+def test_a_log_that_fails_does_not_end_the_run(script):
+    args = settings(script, "--max-steps=12", "--log-every=4")
+    assert launch(lines_after_a_log_that_fails, str(script), args, nproc=1) == [([4], 12)]
+
+
+def test_the_docstring_says_how_to_leave_time_for_a_save(script):
+    text = script.read_text().split('"""')[1]
+    assert "--shutdown-timeout=300 --signals-to-handle=SIGTERM,SIGINT,SIGUSR1" in text
 
 
 @pytest.mark.daily

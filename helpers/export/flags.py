@@ -131,11 +131,14 @@ def parse_args_text(flags: dict[str, str], adds: bool = False, reads: bool = Fal
     if calls:
         lines += ["", "    def add(flag, default, help, **options):"]
         if adds:
-            lines.append("        if isinstance(default, bool):")
-            lines.append('            options = {"action": argparse.BooleanOptionalAction}')
             lines.append("        if default is None or isinstance(default, (list, tuple, dict)):")
             lines.append('            raise TypeError(f"{flag}: a flag cannot have the type of {default!r}.")')
-        lines.append('        options = options or {"type": type(default)}')
+            lines.append("        if isinstance(default, bool):")
+            lines.append('            options["action"] = argparse.BooleanOptionalAction')
+            lines.append('        elif "type" not in options:  # a choice is of that type too')
+            lines.append('            options["type"] = type(default)')
+        else:
+            lines.append('        options = options or {"type": type(default)}')
         lines.append('        help = f"{help} (default: %(default)s)"')
         target = "group" if has_groups else "parser"
         lines.append(f"        {target}.add_argument(flag, default=default, help=help, **options)")

@@ -39,7 +39,7 @@ def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequenc
     names = names_bound_by(parts.definitions)
     imports = [*(statement.text for statement in parts.imports), "import argparse"]
     sections = [
-        docstring(title, purpose, name, list(flags), tested_with),
+        docstring(title, purpose, name, list(flags), tested_with, stops="StopRequest" in names),
         "\n".join(dict.fromkeys(imports)),  # each once, in their order
         "\n".join(statement.text for statement in parts.definitions),
         f"def main(args):\n{indented(main_body(parts.body, list(flags)))}",
@@ -124,18 +124,26 @@ class ArgumentsToNames(ast.NodeTransformer):
 
 
 def docstring(
-    title: str, purpose: str, name: str, parameters: Sequence[str], tested_with: Sequence[str] | None = None
+    title: str,
+    purpose: str,
+    name: str,
+    parameters: Sequence[str],
+    tested_with: Sequence[str] | None = None,
+    stops: bool = False,
 ) -> str:
     """The script's docstring: what it is, how to run it, and on which versions of PyTorch it was tested.
 
     If ``backend`` is among the script's ``parameters``, the commands for GPUs name NCCL, so that a missing GPU is an
     error. For the versions in ``tested_with`` there is one line, and if there are none a line that says so, which keeps
     the numbers of the lines below. For None, in the script of a notebook that is no chapter, there is no such line.
+    ``stops`` says that a signal makes the script save: then one more command leaves it the time.
     """
     if not title.endswith((".", "?", "!")):
         title += "."
     what = textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 4)  # The first line begins with the quotation marks.
     lines = [what, "", *commands(as_argument(f"{name}.py"), takes_backend="backend" in parameters)]
+    if stops and {"checkpoint_dir", "resume"} <= set(parameters):
+        lines += stopping_command(as_argument(f"{name}.py"), name)
     if tested_with is not None:
         tested = "Not tested again since its last change."
         if tested_with:
@@ -164,6 +172,16 @@ def commands(file: str, takes_backend: bool) -> list[str]:
         "On two machines with 8 GPUs each (on the second: --node-rank=1):",
         f"{on_two_machines} \\",
         f"    {script}",
+    ]
+
+
+def stopping_command(file: str, name: str) -> list[str]:
+    """The lines of the docstring that say how to start a script that saves when a signal stops it."""
+    return [
+        "By itself torchrun ends at SIGUSR1, and 30 seconds after SIGTERM it kills a rank",
+        f"that still saves. With 300 seconds for the save (for Slurm: {name}.sbatch):",
+        "torchrun --shutdown-timeout=300 --signals-to-handle=SIGTERM,SIGINT,SIGUSR1 \\",
+        f"    --nproc-per-node=gpu {file} --checkpoint-dir runs --resume",
     ]
 
 
