@@ -115,10 +115,10 @@ def in_order(definitions: list[Statement], copied_definitions: list[Statement]) 
     """The chapter's own definitions and those copied from helpers/runtime, in an order in which Python can read them.
 
     The chapter's come first, because the reader knows them. But a class can be read only after the class that it
-    inherits from. So the copied ones come first if one of the chapter's needs another definition at once.
+    inherits from. So the copied ones come first if one of the chapter's needs one of them at once.
     """
     needed_at_once = {name for statement in definitions for name in statement.needs}
-    if needed_at_once & names_bound_by([*copied_definitions, *definitions]):
+    if needed_at_once & names_bound_by(copied_definitions):
         return [*copied_definitions, *definitions]
     return [*definitions, *copied_definitions]
 
