@@ -146,6 +146,13 @@ SWITCHED = {  # a convention: another setting, and a number of the plan that thi
 }
 
 
+@pytest.mark.parametrize("dispatch", ["rank", "node", "neighbours"])
+@pytest.mark.parametrize("model", ["gpt2", "mixtral-8x7b"])
+def test_without_expert_parallelism_no_token_travels_to_an_expert(model, dispatch):
+    result = plan(model, "h100", {"dp": 8, "zero": 3}, Conventions(dispatch=dispatch))
+    assert "ep" not in [group.dimension for group in result.collectives]
+
+
 @pytest.mark.parametrize("name", vars(Conventions()))
 def test_each_convention_changes_a_number(name):
     setting, number = SWITCHED[name]

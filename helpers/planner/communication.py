@@ -303,6 +303,8 @@ def of_expert_parallelism(model: Model, layout: Layout, stage: int, dispatch: st
     dispatch: "rank" sends a copy of a token to each of its experts. "node" sends one to each node that has some of
     them, and copies it there. "neighbours" does that, too, but a token's experts are side by side, on few ranks.
     """
+    if layout.ep == 1:
+        return []  # Each rank has all experts, or the model has none.
     copies = model.active_experts  # of each token
     draws = 0
     if dispatch == "node":

@@ -75,10 +75,12 @@ def the_planner_forgets_the_backwards_gathers(module: Any) -> None:
     """The planner's FSDP gathers parameters in the forward only."""
 
     @instead_of(module, "data_parallel")
-    def data_parallel(original: Any, *inputs: Any, **keywords: Any) -> Any:
+    def data_parallel(original: Any, *inputs: Any, **keywords: Any) -> list[Any]:
+        kept = []
         for collective in original(*inputs, **keywords):
             if (collective.kind, collective.phase) != ("all_gather", "backward"):
-                yield collective
+                kept.append(collective)
+        return kept
 
 
 @lie("15", "fit|step|left out", module="helpers.planner.step_time")
