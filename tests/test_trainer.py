@@ -468,9 +468,12 @@ def lock_beside_a_worker(path, folder):
     """A process that was forked from a job, as a loader's worker is, outlives it. Then another job starts."""
     trainer = loaded(path)
     with trainer.locked(folder):
+        read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
+            os.write(write_end, b"forked")  # its handlers of a fork have run
             signal.pause()
+        os.read(read_end, 6)
     try:
         with trainer.locked(folder):
             return "locked"

@@ -38,6 +38,7 @@ from helpers.figures.svg import compact, with_own_ids
 RANK_COLORS = ["#3355ee", "#bb8800", "#ff4499", "#227755", "#cc2200", "#4499bb", "#aa77ff", "#994499"]
 DASHES = ["-", "--", ":", "-."]  # for lines that belong to no rank
 INK = "black"  # for what belongs to no rank; svg() turns black into the page's text colour
+LETTERS_IN_A_ROW = 40  # of a legend, with four names: more of them would be wider than the figure
 MIN_TEXT_SIZE = 9  # pixels: smaller text cannot be read on a phone
 
 STYLE: dict[str, Any] = {
@@ -145,7 +146,11 @@ def lines(series: Mapping[int | str, Sequence[float]], x: Sequence[float], xlabe
     ax.grid(axis="y")
     ax.set_axisbelow(True)
     if len(series) > 1:
-        fig.legend(loc="outside upper left", ncols=min(len(series), 4), handlelength=1.6, columnspacing=1.4)
+        columns = min(len(series), 4)
+        letters = sum(len(str(name)) for name in series)
+        if columns == 4 and letters > LETTERS_IN_A_ROW:
+            columns = 2
+        fig.legend(loc="outside upper left", ncols=columns, handlelength=1.6, columnspacing=1.4)
     return fig
 
 
