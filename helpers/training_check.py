@@ -8,8 +8,11 @@ certain. The file needs PyTorch and the standard library alone, so a script can 
 
     torchrun --nproc-per-node=2 training_check.py train.py --flags-of-the-script
 
-First come the kinds of mistakes and the notes of a rank, then what observes a rank, then the rules that compare ranks,
-and last ``check_training`` and the command. "The reader" is whoever reads the report: the author of the training.
+It is one file because it has to be copied as one. Its parts come in the order of a check: what a user calls, the
+mistakes that it knows, the notes of a rank, the check from beginning to end, what observes a rank (in six parts, with
+the functions that all of them use in front), and the rules that compare the ranks' notes.
+
+"The reader" is whoever reads the report: the author of the training. A "place" is a line of the author's code.
 """
 
 import argparse
@@ -31,7 +34,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +57,66 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data import dataloader as dataloader_module
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
+# --- what a user calls ------------------------------------------------------------------------------------------------
+# ``check_training`` is put around a training, and ``main`` is the command that runs an unchanged script inside a check.
+# Both begin and end a TrainingCheck, which has all the state.
+
+
+@contextmanager
+def check_training(steps: int = 20, patience: float = 30, allow: Iterable[str] = ()) -> Iterator["TrainingCheck"]:
+    """A context around a training: it is observed until an optimizer has made ``steps`` steps.
+
+    Enter it on every rank of a process group. Rank 0 reports to stderr as soon as all ranks have made these steps, or
+    at the end of the context, where it waits at most ``patience`` seconds for the other ranks' notes, and 2 seconds
+    after an exception. ``allow``: kinds of findings to leave out; an unknown one raises ValueError. At the end the
+    context's value has the ``findings`` on each rank.
+    """
+    check = TrainingCheck(steps, patience, allow)
+    check.start()
+    hook = register_optimizer_step_post_hook(check.after_step)
+    try:
+        yield check
+    except BaseException:
+        check.patience = min(check.patience, 2)  # a peer may wait in a collective until this rank is gone
+        raise
+    finally:
+        hook.remove()
+        check.finish()
+
+
+def main() -> None:
+    """The command: run a script under torchrun as ``__main__``, with its flags, and check its training.
+
+    It does what ``check_training`` does, but the context cannot be used: the script makes its process group itself, and
+    may end it before the notes are compared.
+    """
+    parser = argparse.ArgumentParser(description="Run a script under torchrun, and look for mistakes without errors.")
+    parser.add_argument("--steps", type=int, default=200, help="steps of an optimizer to observe (default: 200)")
+    parser.add_argument("--allow", action="append", default=[], metavar="KIND", help="a kind of finding to leave out")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there, too")
+    parser.add_argument("script", help="the script; its own flags follow")
+    parser.add_argument("flags", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    check = TrainingCheck(args.steps, patience=60, allow=args.allow)
+    sys.argv = [args.script, *args.flags]
+    sys.path[0] = os.path.dirname(os.path.abspath(args.script))  # as if Python had been given the script
+    check.start()
+    try:
+        runpy.run_path(args.script, run_name="__main__")
+    finally:
+        check.observer.stop()
+        if check.observer.record.world_size > 1:
+            # The script may have ended its process group, and its store with it. torchrun's store is still there.
+            torchrun_store, _, _ = next(dist.rendezvous("env://"))  # the other two are the rank and the world size
+            check.observer.store = torchrun_store
+        check.finish()
+        if args.json and check.observer.record.rank == 0:
+            findings = [asdict(found) for found in check.findings or []]
+            args.json.write_text(json.dumps(findings, indent=1))
+
+
 # --- the kinds of mistakes --------------------------------------------------------------------------------------------
+# All kinds that a check looks for, and what it says of one that it has found. Nothing here changes while it runs.
 
 
 @dataclass(frozen=True)
@@ -238,6 +300,8 @@ def finding(kind: str, place: Place, ranks: Iterable[int], sentence: str) -> Fin
 
 
 # --- the notes of a rank ----------------------------------------------------------------------------------------------
+# What the observers write down, as plain records: a rank's Record has all the others in it. It is pickled and sent to
+# rank 0, so it has only numbers, texts and lines of code, and no tensor or module.
 
 
 @dataclass
@@ -391,33 +455,186 @@ class Record:
         self.findings.append(finding(kind, place, (), sentence))
 
 
-# --- the reader's lines, and checksums --------------------------------------------------------------------------------
+# --- a check, from beginning to end -----------------------------------------------------------------------------------
+# A TrainingCheck starts the observation of its rank, puts the rank's notes into the store, and on rank 0 compares the
+# notes of all ranks and prints the report. It keeps the observer, and the findings once there are any.
+
+
+def mistakes_among(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings that make a check fail: all but the notes."""
+    return [found for found in findings if not found.is_note]
+
+
+def short_name(file: str) -> str:
+    """A file's name without its folder, as the report shows it.
+
+    The file of a notebook's cell, such as /tmp/ipykernel_4711/815.py, is named by a number, which says nothing.
+    """
+    if "ipykernel_" in file:
+        return "notebook cell"
+    return os.path.basename(file)
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Ranks in words: "rank 2" or "ranks 0, 1 and 2"."""
+    numbers = [str(rank) for rank in sorted(ranks)]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def report(findings: Sequence[Finding], failures: Sequence[str] = ()) -> str:
+    """The section on silent mistakes, as text for the screen. The mistakes come first, then the notes.
+
+    ``failures`` are tracebacks of the check itself, which are said because the check may then have missed something.
+    """
+    lines = ["silent mistakes"]
+    if not mistakes_among(findings):
+        lines.append(f"  none of the {len(KINDS)} kinds")
+    mistakes_first = sorted(findings, key=lambda found: found.is_note)
+    for found in mistakes_first:
+        label = "note: " if found.is_note else ""
+        lines.append(f"  {label}{short_name(found.file)}:{found.line}, {listed(found.ranks)}: {found.sentence}")
+        lines.append(f"    {found.cure}")
+        lines.append(f"    {found.page}  (--allow {found.kind})")
+    if failures:
+        error = failures[0].strip().splitlines()[-1]  # a traceback ends with the exception
+        lines.append(f"  The check itself failed {len(failures)} times, so it is not complete: {error}")
+    return "\n".join(lines)
+
+
+def check_allowed(allow: Iterable[str]) -> None:
+    """Raise ValueError if one of the kinds of findings that a user wants to leave out does not exist."""
+    unknown = sorted(set(allow) - set(KINDS))
+    if unknown:
+        raise ValueError(f"There is no kind {unknown[0]}. Known are {', '.join(KINDS)}.")
+
+
+class TrainingCheck:
+    """A check that runs, or ran. ``findings`` is None until the ranks' notes are compared.
+
+    The ranks communicate through the store of their process group, a dictionary that one process serves. Each rank puts
+    its notes there. Rank 0 compares them, prints the report, and puts the findings there for the other ranks. Nobody
+    waits in a collective, in which a rank that has failed would never arrive.
+    """
+
+    number = itertools.count()  # of the checks of this process; all ranks make the same checks, in the same order
+
+    def __init__(self, steps: int, patience: float, allow: Iterable[str]) -> None:
+        """Nothing is observed before ``start``. The arguments are those of ``check_training``."""
+        check_allowed(allow)
+        self.patience = patience
+        self.allow = set(allow)
+        self.observer = TrainingObserver(steps)
+        self.findings: list[Finding] | None = None
+        self.missing: list[int] = []  # ranks whose notes did not come in time
+        self.prefix = f"training_check/{next(self.number)}"  # of the store's keys
+        self.is_published = False
+
+    def start(self) -> None:
+        """Begin the observation of this rank."""
+        self.observer.start()
+        if dist.is_initialized():
+            self.observer.see_group()
+
+    def publish(self) -> None:
+        """Put this rank's notes into the store, if they are not there yet. The observer has stopped."""
+        if self.is_published or self.observer.store is None:
+            return
+        self.is_published = True
+        record = self.observer.record
+        self.observer.store.set(self.key(record.rank), pickle.dumps(record))
+
+    def key(self, rank: int) -> str:
+        """Under which key of the store a rank's notes are."""
+        return f"{self.prefix}/rank{rank}"
+
+    def present(self) -> list[int]:
+        """The ranks whose notes are in the store. Asking waits for nobody."""
+        ranks = range(self.observer.record.world_size)
+        return [rank for rank in ranks if self.observer.store.check([self.key(rank)])]
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """torch calls this after each step of any optimizer: publish and report, once the observation is over.
+
+        The observer ends it after the last step that it was to see. When all ranks have published their notes, rank 0
+        reports at once, so that nobody has to wait for the end of a long training.
+        """
+        if not self.observer.is_finished or self.observer.store is None:
+            return
+        self.publish()
+        record = self.observer.record
+        is_to_report = record.rank == 0 and self.findings is None
+        if is_to_report and len(self.present()) == record.world_size:
+            self.compare_ranks()
+
+    def finish(self) -> None:
+        """End the observation. Wait for the other ranks' notes, or for rank 0's findings, but not beyond patience."""
+        self.observer.stop()
+        self.observer.remove_hooks()
+        if self.findings is not None:  # rank 0 has reported already
+            return
+        record = self.observer.record
+        store = self.observer.store
+        if store is None:  # the script has made no process group, so this rank is alone
+            self.conclude([record])
+            return
+        findings_key = f"{self.prefix}/findings"
+        try:
+            self.publish()
+            if record.rank == 0:
+                # The notes that have not come in time are left out.
+                self.wait_for([self.key(rank) for rank in range(record.world_size)])
+                self.compare_ranks()
+            elif self.wait_for([findings_key]):
+                self.findings = pickle.loads(store.get(findings_key))
+        except RuntimeError as error:  # the store has gone with the process that served it
+            print(f"silent mistakes: the ranks' notes could not be compared ({error})", file=sys.stderr)
+
+    def wait_for(self, keys: list[str]) -> bool:
+        """Wait until all keys are in the store, for at most ``patience`` seconds. Returns whether they are."""
+        deadline = time.monotonic() + self.patience
+        while not self.observer.store.check(keys):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def compare_ranks(self) -> None:
+        """On rank 0: compare the notes that have come, report, and send the findings to the other ranks."""
+        store = self.observer.store
+        present = self.present()
+        self.missing = [rank for rank in range(self.observer.record.world_size) if rank not in present]
+        records = [pickle.loads(store.get(self.key(rank))) for rank in present]
+        self.conclude(records)
+        store.set(f"{self.prefix}/findings", pickle.dumps(self.findings))
+
+    def conclude(self, records: Sequence[Record]) -> None:
+        """Set ``findings`` to what these records show, but for the kinds to leave out. Rank 0 prints them, too."""
+        self.findings = [found for found in compare(records) if found.kind not in self.allow]
+        if self.observer.record.rank != 0:
+            return
+        failures = [failure for record in records for failure in record.failures]
+        print(report(self.findings, failures), file=sys.stderr, flush=True)
+        if self.missing:
+            print(f"  {listed(self.missing)} sent no notes within {self.patience:g} s", file=sys.stderr, flush=True)
+
+
+# --- what all observers use: lines of code, and values ----------------------------------------------------------------
+# Who called a function is read off the stack of Python's frames. Values are local parts of tensors, because a DTensor's
+# own methods communicate. Nothing here keeps state.
 
 LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib")})
 TORCH = os.path.dirname(os.path.realpath(torch.__file__))
 THIS_FILE = os.path.realpath(__file__)
-CHUNK = 2**23  # bytes of a tensor that are summed at once
-# A tensor of at most so many elements is taken for a metric, unless a parameter has the same size.
-LARGEST_METRIC = 16
-LARGEST_OBJECT = 4096  # bytes of a pickled Python object that is taken for metrics, and not for a model's state
-OTHER_LIBRARIES = {"horovod", "deepspeed", "mpi4py", "colossalai", "bagua", "ray"}  # they communicate without torch
-# With fewer samples an order, or a number that a script adds up, may be equal to another one by chance:
-FEWEST_SAMPLES = 8
-# Likewise, how many numbers of a batch may be equal to those of another batch by chance:
-FEWEST_ELEMENTS = 32
-# How many rows of a tensor are summed to distinguish one dataset from another:
-ROWS_OF_DATASET = 256
-# Notes of the first batches, calls and failures are enough for a comparison, and must not grow with the training:
-MOST_BATCHES = 32  # in each epoch
-MOST_DROPOUTS = 64
-MOST_EVALUATIONS = 8  # of each model
-MOST_FAILURES = 20
-MOST_ADDRESSES = 100_000  # of tensors that are sent between two steps; a script may never make a step
 
 
 @functools.cache
 def is_readers(file: str) -> bool:
-    """Whether a source file is the reader's own code, and not a library's or this check's."""
+    """Whether a source file is the reader's own code, and not a library's or this check's.
+
+    A finding has to point at a line that its author can change. Lines of torch, Python and packages are no use.
+    """
     if file.startswith("<frozen"):  # a part of Python
         return False
     path = os.path.realpath(file)
@@ -430,7 +647,10 @@ def is_readers(file: str) -> bool:
 
 
 def readers_line() -> Place:
-    """The innermost line of the reader's code that led here."""
+    """The innermost line of the reader's code that led here, or an empty place if none did.
+
+    It is looked for from this function outwards: each frame's ``f_back`` is its caller.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         if is_readers(frame.f_code.co_filename):
@@ -442,14 +662,16 @@ def readers_line() -> Place:
 def part_of_torch() -> str:
     """The file of torch that calls a function, such as "nn/parallel/distributed.py", or "" if the reader's code does.
 
-    The files through which every collective goes do not count.
+    With it, what a script communicates by itself is told from what DDP or fully_shard communicates for it. The files
+    through which every collective goes do not count.
     """
     frame = sys._getframe(1)
-    while frame is not None:
+    while frame is not None:  # from here outwards, caller by caller
         file = os.path.realpath(frame.f_code.co_filename)
         if is_readers(frame.f_code.co_filename):
             return ""
-        if file.startswith(TORCH + os.sep) and not file.endswith(("distributed_c10d.py", "c10d_logger.py")):
+        is_on_every_way = file.endswith(("distributed_c10d.py", "c10d_logger.py"))
+        if file.startswith(TORCH + os.sep) and not is_on_every_way:
             return file.removeprefix(TORCH + os.sep)
         frame = frame.f_back  # type: ignore[assignment]
     return ""
@@ -473,12 +695,21 @@ def value_of(tensor: torch.Tensor) -> float:
     return float(value)
 
 
+# --- what all observers use: checksums --------------------------------------------------------------------------------
+# Two ranks have equal tensors, batches, datasets or random states if the checksums are equal. Nothing here keeps state.
+
+CHUNK = 2**23  # bytes of a tensor that are summed at once
+# How many rows of a tensor are summed to distinguish one dataset from another:
+ROWS_OF_DATASET = 256
+
+
 @torch.no_grad()
 def checksum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A 64-bit checksum of a tensor's bytes, as an int64 tensor on its device, so that nothing waits for a GPU.
 
-    Each word of 8 bytes is multiplied by an odd number of its own, so that words in another order give another sum. A
-    tensor whose bytes cannot be read, such as a sparse one, has the checksum 0.
+    Each word of 8 bytes is multiplied by an odd number of its own, so that words in another order give another sum. The
+    tensor is summed in parts of CHUNK bytes, which bounds the memory for the products. A tensor whose bytes cannot be
+    read, such as a sparse one, has the checksum 0.
     """
     data = local_part(tensor).detach()
     if data.layout != torch.strided or data.is_quantized or data.is_meta:
@@ -487,11 +718,12 @@ def checksum_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), dtype=torch.int64)
     if data.is_complex():
         data = torch.view_as_real(data.resolve_conj())
-    data = data.resolve_neg().contiguous().flatten().view(torch.uint8)
-    total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
+    all_bytes = data.resolve_neg().contiguous().flatten().view(torch.uint8)
+    # It begins with the number of bytes, so that zeros at the end count, too.
+    total = torch.full((), all_bytes.numel(), dtype=torch.int64, device=data.device)
     word_size = 8  # bytes
-    for number, part in enumerate(data.split(CHUNK)):
-        missing_bytes = -len(part) % word_size
+    for number, part in enumerate(all_bytes.split(CHUNK)):
+        missing_bytes = -len(part) % word_size  # with which the last word of the tensor is filled up
         words = nn.functional.pad(part, (0, missing_bytes)).view(torch.int64)
         words_before = number * CHUNK // word_size
         first = 2 * words_before + 1
@@ -504,7 +736,8 @@ def checksum_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def checksums(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     """The checksum of each tensor, and 0 for None, in the order of the tensors.
 
-    The sums of one device are copied to the host together, because each copy from a GPU waits for it.
+    Each copy from a GPU to the host waits for the GPU. So the sums are made first, all of one device are put into one
+    tensor, and this is copied.
     """
     sums = {index: checksum_tensor(tensor) for index, tensor in enumerate(tensors) if tensor is not None}
     numbers = [0] * len(tensors)
@@ -518,7 +751,7 @@ def checksums(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 
 
 def combined(numbers: Iterable[int]) -> int:
-    """One 64-bit checksum of several, which depends on their order."""
+    """One 64-bit checksum of several, as of all tensors of a batch. It depends on their order."""
     prime = 1_000_003
     total = 0
     for number in numbers:
@@ -527,7 +760,7 @@ def combined(numbers: Iterable[int]) -> int:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples, dictionaries and dataclasses."""
+    """Yields the tensors in a batch or another value of nested lists, tuples, dictionaries and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -536,12 +769,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for part in value:
             yield from tensors_in(part)
-    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        yield from tensors_in(list(vars(value).values()))
+    elif is_dataclass(value) and not isinstance(value, type):  # is_dataclass is true of the class itself as well
+        for part in vars(value).values():
+            yield from tensors_in(part)
 
 
 def random_state(device: torch.device) -> int:
-    """A checksum of the state of the device's random numbers."""
+    """A checksum of the state from which the device draws its next random numbers. Equal states give equal numbers."""
     if device.type == "cuda":
         return checksums([torch.cuda.get_rng_state(device)])[0]
     return checksums([torch.get_rng_state()])[0]
@@ -551,23 +785,35 @@ def random_states(dataset: Any) -> dict[str, int]:
     """The random states from which a dataset may draw, as {a generator's name: a checksum of its state}.
 
     They are those of torch, of Python, of NumPy if the script uses it, and of generators that the dataset itself holds.
+    A state that is not the same before and after a sample was loaded shows that the dataset has drawn from it.
     """
-    generators = {"torch": torch.default_generator}
-    depth = 0  # of datasets inside datasets
+    generators = {"torch": torch.default_generator} | generators_in(dataset)
+    sums = checksums([generator.get_state() for generator in generators.values()])
+    states = dict(zip(generators, sums, strict=True))
+    states["random"] = crc(random.getstate())
+    numpy = sys.modules.get("numpy")  # not imported here, because a script without it draws nothing from it
+    if numpy is not None:
+        # Its state is the algorithm's name, an array of words, and numbers. repr() would shorten the array.
+        _, words, *numbers = numpy.random.get_state()
+        states["numpy"] = crc((words.tobytes(), numbers))
+    return states
+
+
+def generators_in(dataset: Any) -> dict[str, torch.Generator]:
+    """The generators of random numbers that a dataset holds as attributes, and those of the datasets inside it.
+
+    A dataset such as torch's Subset has another one, of which it is a part, as its attribute ``dataset``. The names are
+    made of this depth and the attribute's name, so that they are the same on all ranks.
+    """
+    generators = {}
+    depth = 0
     while dataset is not None:
         for name, value in attributes_of(dataset).items():
             if isinstance(value, torch.Generator):
                 generators[f"{depth} {name}"] = value
-        dataset = getattr(dataset, "dataset", None)  # a Subset has the dataset that it is a part of
+        dataset = getattr(dataset, "dataset", None)
         depth += 1
-    sums = checksums([generator.get_state() for generator in generators.values()])
-    states = dict(zip(generators, sums, strict=True))
-    states["random"] = crc(random.getstate())
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        _, keys, *rest = numpy.random.get_state()  # keys: an array, which repr would shorten
-        states["numpy"] = crc((keys.tobytes(), rest))
-    return states
+    return generators
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -583,30 +829,43 @@ def crc(value: object) -> int:
 def dataset_checksum(dataset: Any, depth: int = 2) -> int | None:
     """A checksum by which the ranks can tell whether they have equal datasets; None if nothing in one can be summed.
 
-    It is made of the tensors, lists, numbers and texts that the dataset holds as attributes, and of those in objects
-    that it holds, such as another dataset, down to ``depth``.
+    Two ranks whose samplers give equal indices train on the same samples only if their datasets are equal. The checksum
+    is made of the dataset's attributes; ``depth`` says how many levels of objects in objects are looked into.
     """
-    contents: list[Any] = []  # each with the attribute's name
+    contents = []
     for name, value in sorted(attributes_of(dataset).items()):
-        if isinstance(value, torch.Tensor):
-            contents.append((name, tuple(value.shape), beginnings([value])))
-        elif isinstance(value, (str, int, float)):
-            contents.append((name, value))
-        elif isinstance(value, (list, tuple, range)) and len(value) > 0:
-            # Its length and its two ends are enough to distinguish a list of a million file names from another.
-            ends = [item for item in (value[0], value[-1]) if isinstance(item, (str, int, float, tuple))]
-            tensors = [item for item in value if isinstance(item, torch.Tensor)]
-            shapes = [tuple(tensor.shape) for tensor in tensors]
-            contents.append((name, len(value), ends, shapes, beginnings(tensors)))
-        elif depth > 0 and hasattr(value, "__getitem__") and hasattr(value, "__dict__"):
-            contents.append((name, dataset_checksum(value, depth - 1)))
+        summary = summary_of(value, depth)
+        if summary:
+            contents.append((name, summary))
     if not contents:
         return None
     return crc((type(dataset).__name__, contents))
 
 
+def summary_of(value: Any, depth: int) -> tuple[Any, ...]:
+    """A few values that distinguish an attribute of a dataset from another rank's; empty for one that says nothing.
+
+    Tensors, texts, numbers and lists count, and objects that can be indexed, such as another dataset, of which this one
+    is a part. Of these ``depth`` levels are looked into.
+    """
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), beginnings([value]))
+    if isinstance(value, (str, int, float)):
+        return (value,)
+    if isinstance(value, (list, tuple, range)) and len(value) > 0:
+        # The length and the two ends are enough to distinguish a list of a million file names from another.
+        ends = [item for item in (value[0], value[-1]) if isinstance(item, (str, int, float, tuple))]
+        tensors = [item for item in value if isinstance(item, torch.Tensor)]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        return (len(value), ends, shapes, beginnings(tensors))
+    is_object_with_items = hasattr(value, "__getitem__") and hasattr(value, "__dict__")
+    if is_object_with_items and depth > 0:
+        return (dataset_checksum(value, depth - 1),)
+    return ()
+
+
 def beginnings(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Checksums of the first rows of tensors, which may be large."""
+    """Checksums of the first rows of tensors, because all rows of a dataset may be many gigabytes."""
     first_rows = []
     for tensor in tensors:
         if tensor.dim() > 0:
@@ -615,7 +874,22 @@ def beginnings(tensors: Sequence[torch.Tensor]) -> list[int]:
     return checksums(first_rows)
 
 
-# --- what observes a rank ---------------------------------------------------------------------------------------------
+# --- what all observers use: replaced functions of torch --------------------------------------------------------------
+# Patches has the list of what was replaced, and restores it at the end. The limits below hold for all observers.
+
+# A tensor of at most so many elements is taken for a metric, unless a parameter has the same size.
+LARGEST_METRIC = 16
+LARGEST_OBJECT = 4096  # bytes of a pickled Python object that is taken for metrics, and not for a model's state
+# With fewer samples an order, or a number that a script adds up, may be equal to another one by chance:
+FEWEST_SAMPLES = 8
+# Likewise, how many numbers of a batch may be equal to those of another batch by chance:
+FEWEST_ELEMENTS = 32
+# Notes of the first batches, calls and failures are enough for a comparison, and must not grow with the training:
+MOST_BATCHES = 32  # in each epoch
+MOST_DROPOUTS = 64
+MOST_EVALUATIONS = 8  # of each model
+MOST_FAILURES = 20
+MOST_ADDRESSES = 100_000  # of tensors that are sent between two steps; a script may never make a step
 
 
 @dataclass(frozen=True)
@@ -629,12 +903,14 @@ class ReplacedFunction:
 class Patches:
     """Functions and methods of torch that are replaced while the check runs. ``remove`` restores them.
 
-    A replacement calls the original and, before or after it, a hook: a function of this check, which notes something.
+    torch has no hooks for most of what has to be noted. So the observers replace what a script calls: ``before`` and
+    ``after`` add a hook, a function that notes something, and ``around`` lets an observer's method take the call over.
     A hook that fails must not end the training: its traceback is noted in the record instead.
     """
 
     def __init__(self, record: Record) -> None:
-        self.record = record
+        """Nothing is replaced yet. The check observes the process and the thread in which this is called."""
+        self.record = record  # gets the tracebacks of hooks that fail
         self.process = os.getpid()
         self.thread = threading.get_ident()
         self.is_in_hook = False
@@ -644,7 +920,8 @@ class Patches:
     def is_on(self) -> bool:
         """Whether a call is noted: the script's own, in the process and the thread that train.
 
-        A DataLoader's workers are forks of the process, and nobody would read their notes.
+        A DataLoader's workers are forks of the process, and nobody would read their notes. What a hook calls itself is
+        not noted either. Nothing is after ``remove``, although other modules may still have a replacement.
         """
         is_training = os.getpid() == self.process and threading.get_ident() == self.thread
         return is_training and not self.is_in_hook and bool(self.undo)
@@ -662,11 +939,12 @@ class Patches:
             self.is_in_hook = False
 
     def before(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
-        """Call ``hook`` with the arguments of each call of ``owner.name``, before it."""
+        """Call ``hook`` with the arguments of a call of ``owner.name``, before it. The owner is a class or module."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
+            """Takes the place of ``original``, torch's function: runs ``hook`` first, and then the function."""
             if torch.compiler.is_compiling():  # torch.compile would take the hook into its graph
                 return original(*args, **kwargs)
             if self.is_on():
@@ -681,10 +959,29 @@ class Patches:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
+            """Takes the place of ``original``, torch's function: ``hook`` gets its result, which is then returned."""
             result = original(*args, **kwargs)
-            if not torch.compiler.is_compiling() and self.is_on():
+            is_noted = not torch.compiler.is_compiling() and self.is_on()  # see ``before``
+            if is_noted:
                 self.run(hook, result, *args, **kwargs)
             return result
+
+        self.replace(owner, name, call)
+
+    def around(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        """Let ``method`` take over each call of ``owner.name`` that is noted.
+
+        It gets torch's function and the arguments of the call, and calls the function itself, because it has something
+        to do both before and after it. It has to return the function's result.
+        """
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            """Takes the place of ``original``, torch's function, which runs alone if the call is not to be noted."""
+            if self.is_on():
+                return method(original, *args, **kwargs)
+            return original(*args, **kwargs)
 
         self.replace(owner, name, call)
 
@@ -702,7 +999,11 @@ class Patches:
             self.functions[id(original)] = ReplacedFunction(original, call)
 
     def replace_copies(self) -> None:
-        """Replace the functions in all other modules, too, because ``from torch.x import f`` copies them."""
+        """Replace the functions in all modules that have them by another name, as after ``from torch.x import f``.
+
+        Such an import copies the reference to the function, so ``f`` stays the original there. (Methods are looked up
+        in their class at each call, and need nothing.)
+        """
         for module in list(sys.modules.values()):
             for name, value in list(attributes_of(module).items()):
                 replaced = self.functions.get(id(value))
@@ -717,11 +1018,22 @@ class Patches:
             restore()
 
 
+# --- observing loaders ------------------------------------------------------------------------------------------------
+# Which rank gets which samples, in which order, with which random numbers. The observer keeps which epochs run, and
+# whether the latest batch was trained on.
+
+
 class LoaderObserver:
-    """Notes which indices each DataLoader gives out, and whether its batches are trained on or evaluated."""
+    """Notes which indices each DataLoader gives out, and whether its batches are trained on or evaluated.
+
+    An epoch here is one loop over a loader: it begins when ``iter(loader)`` makes an iterator, and ends when this one
+    has no batch left. Several may run at once, so what is known of one is kept by its iterator.
+    """
 
     def __init__(self, record: Record, patches: Patches) -> None:
+        """Let the methods below be called where torch's loaders work. ``record`` gets the notes and findings."""
         self.record = record
+        self.patches = patches
         self.loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # {loader: its number}
         self.next_numbers = itertools.count()  # a loader that is gone keeps its number
         # By the iterator of a loader:
@@ -736,78 +1048,60 @@ class LoaderObserver:
         patches.after(DataLoader, "__iter__", self.begin_epoch)
         patches.before(iterator_class, "_reset", self.forget_epoch)
         patches.after(iterator_class, "_next_index", self.note_indices)
-        self.wrap_next(iterator_class, patches)
-        self.wrap_fetch(patches)
+        patches.around(iterator_class, "__next__", self.next_batch)
+        patches.around(_MapDatasetFetcher, "fetch", self.fetch)
         patches.after(dist, "all_reduce", self.find_padding)
         patches.after(dist, "reduce", self.find_padding)
 
-    def wrap_next(self, iterator_class: Any, patches: Patches) -> None:
-        """Observe the batches that the training loop gets, and the end of each epoch.
+    def next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
+        """In the place of ``next(iterator)``: note the batch that the training loop gets, or that the epoch ends.
 
-        Both are seen in the iterator's ``__next__``, which gives the next batch or raises StopIteration.
+        ``original`` is torch's method, which returns the batch, or raises StopIteration after the last one.
         """
-        original = iterator_class.__next__
+        try:
+            batch = original(iterator)
+        except StopIteration:
+            self.patches.run(self.end_epoch, iterator)
+            raise
+        self.patches.run(self.note_batch, iterator, batch)
+        return batch
 
-        def next_batch(iterator: Any) -> Any:
-            try:
-                batch = original(iterator)
-            except StopIteration:
-                if patches.is_on():
-                    patches.run(self.end_epoch, iterator)
-                raise
-            if patches.is_on():
-                patches.run(self.note_batch, iterator, batch)
-            return batch
+    def fetch(self, original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
+        """In the place of ``fetcher.fetch(indices)``, which loads the samples of a batch: note what it draws at random.
 
-        patches.replace(iterator_class, "__next__", next_batch)
-
-    def wrap_fetch(self, patches: Patches) -> None:
-        """Observe whether loading a batch draws random numbers, by the random states before and after it.
-
-        A loader with workers loads in them, which are other processes, so nothing of that is seen here.
+        To see it, the random states are compared before and after. A loader with workers loads in them, which are
+        other processes, so nothing of that is seen here. ``original`` is torch's method.
         """
-        original = _MapDatasetFetcher.fetch
-
-        def fetch(fetcher: Any, indices: Any) -> Any:
-            before: dict[str, int] = {}
-            if patches.is_on():
-                before = patches.run(random_states, fetcher.dataset) or {}
-            batch = original(fetcher, indices)
-            if patches.is_on():
-                patches.run(self.note_noise, before, fetcher.dataset)
-            return batch
-
-        patches.replace(_MapDatasetFetcher, "fetch", fetch)
+        before = self.patches.run(random_states, fetcher.dataset) or {}  # None if it failed
+        batch = original(fetcher, indices)
+        self.patches.run(self.note_noise, before, fetcher.dataset)
+        return batch
 
     def begin_epoch(self, iterator: Any, loader: Any) -> None:
-        """After ``iter(loader)`` has made an iterator: note what the loader and its sampler say of the epoch."""
+        """After ``iter(loader)`` has made an iterator: begin the notes of an epoch.
+
+        They say what the loader and its sampler are like, because the rules judge by it whether the ranks should get
+        other samples, and whether the next epoch should have another order.
+        """
         if loader not in self.loaders:
             self.loaders[loader] = next(self.next_numbers)
-        sampler = loader.sampler
-        if loader.batch_sampler is not None:
-            sampler = getattr(loader.batch_sampler, "sampler", None)  # the reader's own may have none
         is_stream = isinstance(loader.dataset, IterableDataset)
         samples = 0
         if not is_stream and hasattr(loader.dataset, "__len__"):
             samples = len(loader.dataset)
-        is_divided = False
-        padded_length = 0
-        if isinstance(sampler, DistributedSampler):
-            is_divided = sampler.num_replicas > 1
-            repeats_samples = not sampler.drop_last and sampler.total_size != samples
-            if repeats_samples:
-                padded_length = sampler.total_size
+        sampler = sampler_of(loader)
         epoch = Epoch(
             loader=self.loaders[loader],
             place=readers_line(),
             dataset=dataset_checksum(loader.dataset),
             samples=samples,
             sampler=type(sampler).__name__,
-            divided=is_divided,
+            divided=isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1,
             shuffled=bool(getattr(sampler, "shuffle", False)),
             sampler_epoch=getattr(sampler, "epoch", -1),
-            padded_length=padded_length,
-            indices=self.prefetched.pop(iterator, []),  # workers begin before __iter__ returns
+            padded_length=padded_length(sampler, samples),
+            # A loader with workers asks for the first indices before iter(loader) returns, and so before this.
+            indices=self.prefetched.pop(iterator, []),
         )
         self.epochs[iterator] = epoch
         self.record.epochs.append(epoch)
@@ -819,11 +1113,14 @@ class LoaderObserver:
         self.epochs.pop(iterator, None)
 
     def note_indices(self, indices: Any, iterator: Any) -> None:
-        """Note a checksum of the indices of one batch, which the sampler has just given. A stream has none."""
+        """Note a checksum of the indices of one batch, which the sampler has just given. A stream has none.
+
+        By these checksums the rules see whether two ranks, or two epochs, got the same samples in the same order.
+        """
         if indices is None:
             return
         epoch = self.epochs.get(iterator)
-        if epoch is None:
+        if epoch is None:  # ``begin_epoch`` comes later, and takes what is kept here
             noted = self.prefetched.setdefault(iterator, [])
         else:
             noted = epoch.indices
@@ -833,10 +1130,14 @@ class LoaderObserver:
     def note_noise(self, before: dict[str, int], dataset: Any) -> None:
         """After a batch was loaded: note from which random states it drew, which have changed since ``before``."""
         after = random_states(dataset)
-        self.noise = combined(before[name] for name in before if after.get(name) != before[name])
+        changed = [name for name in before if after.get(name) != before[name]]
+        self.noise = combined(before[name] for name in changed)
 
     def note_batch(self, iterator: Any, batch: Any) -> None:
-        """After the training loop got a batch: note its random states, and compare what workers of a stream yield."""
+        """After the training loop got a batch: note its random states, and compare what workers of a stream yield.
+
+        Whether the batch is trained on or evaluated shows only when a model is called, so its epoch waits for that.
+        """
         epoch = self.epochs.get(iterator)
         self.waiting_epoch = epoch
         if epoch is not None:
@@ -847,25 +1148,30 @@ class LoaderObserver:
         self.noise = 0
 
     def check_stream(self, iterator: Any, batch: Any, epoch: Epoch) -> None:
-        """Find workers of which each yields the whole stream.
+        """Find workers of which each yields the whole stream, so that all samples are trained on several times.
 
         A loader takes one batch from each worker in turn. So the batches of a round are equal then, and because a
         stream of equal batches is no mistake, those of three rounds have to differ from each other.
         """
         workers = iterator._num_workers
         rounds = 3
-        batches = self.streams[iterator]
+        batches = self.streams[iterator]  # a checksum of each batch so far
         batches.append(combined(checksums(list(tensors_in(batch)))))
         if len(batches) < rounds * workers:
             return
         del self.streams[iterator]  # later batches of this epoch are not noted
-        equal_in_rounds = all(equal(batches[first : first + workers]) for first in range(0, len(batches), workers))
-        if equal_in_rounds and len(set(batches)) == rounds:
+        first_of_each_round = range(0, len(batches), workers)
+        equal_in_rounds = all(equal(batches[first : first + workers]) for first in first_of_each_round)
+        different_batches = set(batches)
+        if equal_in_rounds and len(different_batches) == rounds:
             sentence = f"All {workers} workers of this loader yield the same batches, one after the other."
             self.record.add_finding("stream_repeated", epoch.place, sentence)
 
     def end_epoch(self, iterator: Any) -> None:
-        """At the end of a loop over a loader: remember it if it was an evaluation that got repeated samples."""
+        """At the end of a loop over a loader: remember it if it was an evaluation that got repeated samples.
+
+        ``find_padding`` then sees whether its results are added up with the repeated samples.
+        """
         epoch = self.epochs.get(iterator)
         if epoch is None:
             return
@@ -874,7 +1180,10 @@ class LoaderObserver:
             self.padded_evaluation = epoch
 
     def model_called(self, model: str, with_gradients: bool) -> None:
-        """At a model's first call after a batch: note whether the batch is trained on or evaluated."""
+        """At a model's first call after a batch: note whether the batch is trained on or evaluated.
+
+        ``model`` is the model's name in the record. ``with_gradients``: whether gradients are recorded, as in training.
+        """
         epoch = self.waiting_epoch
         if epoch is None:
             return
@@ -895,7 +1204,8 @@ class LoaderObserver:
     def find_padding(self, result: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
         """After a reduction: find an evaluation that counts the samples which its sampler has repeated.
 
-        It is certain if the reduced tensor has the number of all samples with the repeated ones.
+        A DistributedSampler repeats some, so that all ranks get equally many. It is certain that they are counted if
+        the reduced tensor has the number of all samples with the repeated ones. ``result`` is what all_reduce returned.
         """
         epoch = self.padded_evaluation
         if epoch is None or not isinstance(tensor, torch.Tensor) or tensor.numel() > LARGEST_METRIC:
@@ -913,6 +1223,31 @@ class LoaderObserver:
             self.padded_evaluation = None
 
 
+def sampler_of(loader: Any) -> Any:
+    """The sampler that decides the order of a DataLoader's samples, or None.
+
+    A loader that makes batches has it inside its batch sampler. One that the script itself has written may have none.
+    """
+    if loader.batch_sampler is None:
+        return loader.sampler
+    return getattr(loader.batch_sampler, "sampler", None)
+
+
+def padded_length(sampler: Any, samples: int) -> int:
+    """How many samples all ranks get with those that the sampler repeats, or 0 if it repeats none.
+
+    A DistributedSampler repeats some of the dataset's ``samples`` if they cannot be divided evenly among the ranks,
+    unless it was told to drop the rest.
+    """
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last or sampler.total_size == samples:
+        return 0
+    return sampler.total_size
+
+
+# --- observing scalers, clipping and schedulers -----------------------------------------------------------------------
+# In which order they and the optimizers are called. The observer keeps the calls since the last step of an optimizer.
+
+
 @dataclass(frozen=True)
 class Clip:
     """A call of clip_grad_norm_ or clip_grad_value_ that has changed gradients."""
@@ -923,7 +1258,10 @@ class Clip:
 
 @dataclass(frozen=True)
 class ObservedScheduler:
-    """A learning-rate scheduler, and in which order it and its optimizer step."""
+    """A learning-rate scheduler, and in which order it and its optimizer step.
+
+    The scheduler should step after the optimizer: otherwise the first learning rate is never used.
+    """
 
     scheduler: Any
     first_step: Place
@@ -934,10 +1272,13 @@ class ScalerObserver:
     """Notes in which order a GradScaler, clipping, optimizers and schedulers are called.
 
     A GradScaler multiplies the loss, and with it the gradients, by a scale, and divides them by it before the step.
+    Gradients that are clipped, or applied, before they are divided are many times too large.
     """
 
     def __init__(self, record: Record, patches: Patches) -> None:
+        """Let the methods below be called where scalers, clipping and schedulers are used. ``record`` gets findings."""
         self.record = record
+        self.patches = patches
         # Scalers by their ids:
         self.scalers: dict[int, Any] = {}  # those that scaled a loss
         self.stepped_scalers: set[int] = set()
@@ -950,12 +1291,12 @@ class ScalerObserver:
         self.scheduler_depth = 0  # a SequentialLR calls the step of other schedulers within its own
         patches.before(GradScaler, "scale", self.scale)
         patches.before(GradScaler, "get_scale", self.read_scale)
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            self.wrap_clip(name, patches)
-        self.wrap_step(patches)
-        for scheduler in vars(lr_scheduler).values():
-            if isinstance(scheduler, type) and "step" in vars(scheduler):
-                self.wrap_scheduler(scheduler, patches)
+        patches.around(GradScaler, "step", self.step_scaler)
+        patches.around(nn.utils, "clip_grad_norm_", self.clip)
+        patches.around(nn.utils, "clip_grad_value_", self.clip)
+        for scheduler_class in vars(lr_scheduler).values():
+            if isinstance(scheduler_class, type) and "step" in vars(scheduler_class):
+                patches.around(scheduler_class, "step", self.step_scheduler)
 
     def scale(self, scaler: Any, outputs: Any) -> None:
         """Before ``scaler.scale(loss)``: note a scaler that is in use."""
@@ -975,28 +1316,30 @@ class ScalerObserver:
         return value_of(scaler._scale) != 1.0
 
     def is_unscaled(self, scaler: Any, optimizer: Any) -> bool:
-        """Whether ``scaler.unscale_(optimizer)`` was called since the last step."""
+        """Whether ``scaler.unscale_(optimizer)`` was called since the last step.
+
+        A scaler keeps a stage for each optimizer: READY, until the optimizer's gradients are divided by the scale.
+        """
         state = scaler._per_optimizer_states.get(id(optimizer))
         return state is not None and state["stage"].name != "READY"
 
-    def wrap_clip(self, name: str, patches: Patches) -> None:
-        """Observe the calls of one of torch's functions that clip gradients."""
-        original = getattr(nn.utils, name)
+    def clip(self, original: Callable[..., Any], parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``clip_grad_norm_(parameters, limit)`` and ``clip_grad_value_``: note what was clipped.
 
-        @functools.wraps(original)
-        def clip(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(parameters, torch.Tensor):
-                parameters = list(parameters)  # a generator yields them once, and they are needed twice
-            norm = original(parameters, limit, *args, **kwargs)
-            if patches.is_on():
-                patches.run(self.note_clip, parameters, limit, norm)
-            return norm
-
-        patches.replace(nn.utils, name, clip)
+        ``original`` is torch's function. Its result, which is the gradients' norm or None, is returned.
+        """
+        if not isinstance(parameters, torch.Tensor):
+            parameters = list(parameters)  # a generator yields them once, and they are needed twice
+        norm = original(parameters, limit, *args, **kwargs)
+        self.patches.run(self.note_clip, parameters, limit, norm)
+        return norm
 
     def note_clip(self, parameters: Any, limit: Any, norm: Any) -> None:
-        """Note which gradients were clipped, unless their norm was only measured, or was below the limit."""
-        if float(limit) == float("inf"):
+        """Note which gradients were clipped, unless their norm was only measured, or was below the limit.
+
+        ``norm`` is what torch's function returned: None if it clips each value by itself.
+        """
+        if float(limit) == float("inf"):  # a usual way to get the norm without a change
             return
         # A DTensor's norm is not looked at, because its value would take a collective.
         if isinstance(norm, torch.Tensor) and not isinstance(norm, DTensor):
@@ -1005,39 +1348,42 @@ class ScalerObserver:
         clipped = {id(parameter) for parameter in tensors_in(parameters)}
         self.clips.append(Clip(clipped, readers_line()))
 
-    def wrap_step(self, patches: Patches) -> None:
-        """Observe ``scaler.step(optimizer)``, and know during the optimizer's own step that a scaler has called it."""
-        original = GradScaler.step
+    def step_scaler(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``scaler.step(optimizer)``: look at what was clipped, and mark the optimizer's step.
 
-        @functools.wraps(original)
-        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if patches.is_on():
-                patches.run(self.scaler_steps, scaler, optimizer)
-            self.is_in_scaler_step = True
-            try:
-                return original(scaler, optimizer, *args, **kwargs)
-            finally:
-                self.is_in_scaler_step = False
+        ``original`` is torch's method, which calls ``optimizer.step()``. ``optimizer_steps`` below has to know that
+        this step is not one that the script makes past its scaler.
+        """
+        self.patches.run(self.find_scaled_clips, scaler, optimizer)
+        self.is_in_scaler_step = True
+        try:
+            return original(scaler, optimizer, *args, **kwargs)
+        finally:
+            self.is_in_scaler_step = False
 
-        patches.replace(GradScaler, "step", step)
+    def find_scaled_clips(self, scaler: Any, optimizer: Any) -> None:
+        """Before ``scaler.step(optimizer)``: find gradients of this optimizer that were clipped while scaled.
 
-    def scaler_steps(self, scaler: Any, optimizer: Any) -> None:
-        """Before ``scaler.step(optimizer)``: find gradients of this optimizer that were clipped while scaled."""
+        The limit of the clipping is meant for gradients as they are, and not for thousands of times as large ones.
+        """
         self.stepped_scalers.add(id(scaler))
         self.note_order(optimizer)
-        clips = self.clips
+        clips_since_last_step = self.clips
         self.clips = []
         if not self.is_scaling(scaler) or self.is_unscaled(scaler, optimizer):
             return
         parameters = {id(parameter) for parameter in parameters_of(optimizer)}
-        for clip in clips:
+        for clip in clips_since_last_step:
             if not clip.parameters.isdisjoint(parameters):
                 scale = value_of(scaler._scale)
                 sentence = f"The gradients are clipped while they are still multiplied by the loss scale, {scale:g}."
                 self.record.add_finding("clipped_while_scaled", clip.place, sentence)
 
     def optimizer_steps(self, optimizer: Any) -> None:
-        """Before an optimizer's step: if no scaler calls it, note whether its gradients are scaled."""
+        """Before an optimizer's step: if no scaler calls it, note whether its gradients are scaled.
+
+        It becomes a finding only in ``close``, because the script may yet show that it divides them itself.
+        """
         if self.is_in_scaler_step:
             return
         self.clips = []
@@ -1046,24 +1392,25 @@ class ScalerObserver:
             if self.is_scaling(scaler) and not self.is_unscaled(scaler, optimizer):
                 self.direct_steps[id(scaler)] = readers_line()
 
-    def wrap_scheduler(self, scheduler_class: Any, patches: Patches) -> None:
-        """Observe the steps of a class of schedulers, but not those that happen within another scheduler's step."""
-        original = scheduler_class.step
+    def step_scheduler(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``scheduler.step()``: note the script's own calls.
 
-        @functools.wraps(original)
-        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if patches.is_on() and self.scheduler_depth == 0:
-                patches.run(self.scheduler_steps, scheduler)
-            self.scheduler_depth += 1
-            try:
-                return original(scheduler, *args, **kwargs)
-            finally:
-                self.scheduler_depth -= 1
-
-        patches.replace(scheduler_class, "step", step)
+        A scheduler may be made of others, whose ``step`` it calls within its own. These calls do not count, and
+        ``scheduler_depth`` says how deep they are. ``original`` is the method of the scheduler's class.
+        """
+        if self.scheduler_depth == 0:
+            self.patches.run(self.scheduler_steps, scheduler)
+        self.scheduler_depth += 1
+        try:
+            return original(scheduler, *args, **kwargs)
+        finally:
+            self.scheduler_depth -= 1
 
     def scheduler_steps(self, scheduler: Any) -> None:
-        """Before a scheduler's step: note the step in the order in which the scheduler and its optimizer step."""
+        """Before a scheduler's step: note the step in the order in which the scheduler and its optimizer step.
+
+        The order must begin with the training's very first step, or it shows nothing.
+        """
         steps_made = getattr(scheduler, "_step_count", 0)
         if steps_made == 0:  # it is being built, or it counts no steps
             return
@@ -1080,14 +1427,17 @@ class ScalerObserver:
         self.schedulers[id(scheduler)] = ObservedScheduler(scheduler, readers_line(), order)
 
     def note_order(self, optimizer: Any) -> None:
-        """Note an optimizer's step for each scheduler that changes its learning rates."""
+        """Before an optimizer's step: note it for each scheduler that changes its learning rates."""
         self.stepped_optimizers.add(optimizer)
         for observed in self.schedulers.values():
             if observed.scheduler.optimizer is optimizer:
                 observed.order.append("optimizer")
 
     def close(self) -> None:
-        """Add the findings that are certain only at the end of the observation."""
+        """At the end of the observation: add the findings that were not certain before.
+
+        A step past a scaler is a mistake if this scaler never makes a step, and the script never asks for its scale.
+        """
         for scaler_id, place in self.direct_steps.items():
             if scaler_id not in self.stepped_scalers and scaler_id not in self.unscaled_by_hand:
                 sentence = "optimizer.step() applies gradients that are still multiplied by the loss scale."
@@ -1099,11 +1449,15 @@ class ScalerObserver:
                 self.record.add_finding("wrong_order", observed.first_step, sentence)
 
 
+# --- observing what is loaded, tied and saved -------------------------------------------------------------------------
+# The observer keeps which attributes of modules hold one parameter, and the keys with which modules were loaded.
+
+
 @dataclass(frozen=True)
 class Attribute:
     """An attribute of a module that holds a parameter, or has held one."""
 
-    owner: weakref.ref  # the module
+    owner: weakref.ref  # to the module, so that the check keeps no model alive
     name: str
 
     def parameter(self) -> Any:
@@ -1131,12 +1485,16 @@ class StateObserver:
     """
 
     def __init__(self, record: Record, patches: Patches, steps_made: Callable[[], int]) -> None:
+        """Let the methods below be called where a script registers, loads and saves state.
+
+        ``record`` gets the notes and findings. ``steps_made`` returns how many optimizer steps this rank has made.
+        """
         self.record = record
         self.steps_made = steps_made
         # By the parameter's id, because torch.utils.swap_tensors refuses a parameter that has a weak reference.
         self.attributes: dict[int, list[Attribute]] = {}
         self.ties: list[list[Attribute]] = []
-        self.is_loading = False
+        self.is_loading = False  # whether a load_state_dict runs
         self.loads: dict[int, list[Load]] = {}  # by a checksum of the keys that were given
         patches.before(nn.Module, "register_parameter", self.register)
         patches.before(nn.Module, "load_state_dict", self.load)
@@ -1151,7 +1509,11 @@ class StateObserver:
                 self.register(module, name, parameter)
 
     def register(self, module: nn.Module, name: str, parameter: Any) -> None:
-        """Note that a module gets a parameter, and find the other attributes that hold it already."""
+        """Note that ``module.name`` becomes a parameter, and find the other attributes that hold the same one.
+
+        Two attributes that hold one parameter are a tie. The list of holders then is in ``ties`` too, and grows there
+        if a third attribute comes.
+        """
         if not self.is_loading:
             self.forget_ties_of(module, name)  # the script itself assigns a parameter, so it decides what is tied
         if not isinstance(parameter, nn.Parameter):
@@ -1161,11 +1523,11 @@ class StateObserver:
             holders = []  # they held an earlier parameter with this id, which is gone
         holders.append(Attribute(owner=weakref.ref(module), name=name))
         self.attributes[id(parameter)] = holders
-        if len(holders) == 2:  # a third attribute joins the list that is a tie already
+        if len(holders) == 2:  # with three it is in ``ties`` already
             self.ties.append(holders)
 
     def forget_ties_of(self, module: nn.Module, name: str) -> None:
-        """Take one attribute of a module out of the ties that it is in."""
+        """Take the attribute ``module.name`` out of the ties that it is in."""
         for tie in self.ties:
             others = []
             for attribute in tie:
@@ -1177,7 +1539,8 @@ class StateObserver:
     def load(self, module: nn.Module, state: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
         """Before ``module.load_state_dict(state)``: with strict=False, note whether the keys match any of the module.
 
-        With strict=True torch itself raises an error.
+        With strict=True torch itself raises an error. It is no finding yet, because a script may try one ``state`` on
+        several modules in turn: see ``close``.
         """
         self.is_loading = True
         # Not the keys of state_dict(), whose hooks may communicate.
@@ -1193,15 +1556,34 @@ class StateObserver:
         self.loads.setdefault(crc(given_keys), []).append(load)
 
     def loaded(self, result: Any, *args: Any, **kwargs: Any) -> None:
-        """After ``load_state_dict``."""
+        """After ``load_state_dict``: what registers a parameter from now on is the script again."""
         self.is_loading = False
 
     def load_distributed(self, result: Any, state: Any, *args: Any, **kwargs: Any) -> None:
-        """After ``dcp.load(state, checkpoint_id=…)``: find what the checkpoint has and the state has no place for."""
+        """After ``dcp.load(state, checkpoint_id=…)``: find what the load left out without an error.
+
+        dcp.load fills the tensors that ``state`` has, and says nothing of what else the checkpoint holds.
+        """
         path = kwargs.get("checkpoint_id")
         if path is None or not os.path.isdir(path):
             return
         saved_keys = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+        self.find_empty_optimizers(state, saved_keys)
+        # Unless a planner allows that keys are missing, dcp.load itself raises an error.
+        may_miss_keys = getattr(kwargs.get("planner"), "allow_partial_load", False)
+        asked_keys = {key for key, value in flat(state) if isinstance(value, torch.Tensor)}
+        if may_miss_keys and asked_keys and asked_keys.isdisjoint(saved_keys):
+            sentence = (
+                f"Not one tensor was loaded: {min(asked_keys)} was asked for, and the checkpoint has {min(saved_keys)}."
+            )
+            self.record.add_finding("nothing_restored", readers_line(), sentence)
+
+    def find_empty_optimizers(self, state: dict[str, Any], saved_keys: set[str]) -> None:
+        """Find an optimizer's state dictionary that a checkpoint was loaded into while it had no place for moments.
+
+        ``state`` is what was loaded into, and may have such dictionaries as values. ``saved_keys`` are the names of all
+        that the checkpoint holds, such as "optimizer.state.weight.exp_avg".
+        """
         for name, part in state.items():
             is_optimizer = isinstance(part, dict) and "param_groups" in part
             if not is_optimizer or part.get("state"):
@@ -1213,18 +1595,12 @@ class StateObserver:
                 )
                 self.record.add_finding("nothing_restored", readers_line(), sentence)
 
-        asked_keys = {key for key, value in flat(state) if isinstance(value, torch.Tensor)}
-        # Unless a planner allows that keys are missing, dcp.load itself raises an error.
-        may_miss_keys = getattr(kwargs.get("planner"), "allow_partial_load", False)
-        if may_miss_keys and asked_keys and asked_keys.isdisjoint(saved_keys):
-            sentence = (
-                f"Not one tensor was loaded: {min(asked_keys)} was asked for, and the checkpoint has {min(saved_keys)}."
-            )
-            self.record.add_finding("nothing_restored", readers_line(), sentence)
-
     def save(self, value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        """Before ``torch.save(value, file)``: note the first time that a path is written to."""
-        if not isinstance(file, (str, os.PathLike)):
+        """Before ``torch.save(value, file)``: note the first time that a path is written to.
+
+        The rules then see whether several ranks write one file, and whether it is rank 0 that saves the model.
+        """
+        if not isinstance(file, (str, os.PathLike)):  # it may be an open file, or memory
             return
         if os.fspath(file).startswith("/dev/"):  # such as /dev/null, which all ranks may write to
             return
@@ -1233,17 +1609,17 @@ class StateObserver:
         self.record.saves.setdefault(path, save)
 
     def broken_ties(self, model: nn.Module) -> Iterator[str]:
-        """Yields, for each tie of a model that is broken, the names of the parameters that it has now.
+        """Yields, for each tie of a model that is broken, the parameters that it has now: "head.weight and wte.weight".
 
-        A tie is broken if its attributes, which held one parameter, hold several.
+        A tie is a list of attributes that once held one parameter. It is broken if they hold several now.
         """
         paths = {module: path for path, module in model.named_modules()}  # the model's own path is ""
         for tie in self.ties:
-            names: dict[nn.Parameter, str] = {}  # for a parameter with several names, the first one
+            names: dict[nn.Parameter, str] = {}  # for a parameter that several attributes hold, the first one's
             for attribute in tie:
                 module = attribute.owner()
                 parameter = attribute.parameter()
-                if parameter is None or module not in paths:
+                if parameter is None or module not in paths:  # the attribute is gone, or of another model
                     continue
                 full_name = f"{paths[module]}.{attribute.name}".lstrip(".")
                 names.setdefault(parameter, full_name)
@@ -1251,7 +1627,10 @@ class StateObserver:
                 yield " and ".join(names.values())
 
     def close(self) -> None:
-        """Find state dictionaries that matched no module. A script may try one on several modules in turn."""
+        """At the end of the observation: find state dictionaries that matched no module.
+
+        A script may try one on several modules in turn, so it is a mistake only if none of them had any of its keys.
+        """
         for loads in self.loads.values():
             if not any(load.has_match for load in loads):
                 sentence = f"load_state_dict(strict=False) matched no key of the module: {loads[0].example}."
@@ -1265,6 +1644,11 @@ def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+# --- observing communication ------------------------------------------------------------------------------------------
+# What the script's own code sends, since it may average gradients, weights or metrics itself. The observer keeps from
+# where in memory tensors were sent since the last step.
 
 
 class CommunicationObserver:
@@ -1296,8 +1680,12 @@ class CommunicationObserver:
     )
 
     def __init__(self, record: Record, patches: Patches, sent: Callable[[], None]) -> None:
+        """Let ``note`` be called with what any collective sends. ``record`` gets the notes.
+
+        ``sent`` is called after each collective that the script's own code has called.
+        """
         self.record = record
-        self.sent = sent  # is called after each call that sends
+        self.sent = sent
         self.addresses: set[int] = set()  # where the tensors that were sent since the last step begin in memory
         for name in self.METHODS:
             if hasattr(dist.ProcessGroup, name):  # not every version has all of them
@@ -1308,16 +1696,20 @@ class CommunicationObserver:
                 patches.before(functional, name, self.send_functional)
 
     def send(self, group: Any, *args: Any, **kwargs: Any) -> None:
-        """Before a collective of a process group."""
+        """Before a collective of a process group, which are its methods. Alone in a group, a rank sends nothing."""
         if group.size() > 1:
             self.note(list(tensors_in([args, kwargs])))
 
     def send_functional(self, *args: Any, **kwargs: Any) -> None:
-        """Before a functional collective."""
+        """Before a functional collective. It goes past the methods of a process group."""
         self.note(list(tensors_in([args, kwargs])))
 
     def note(self, tensors: list[torch.Tensor]) -> None:
-        """Note the tensors that a collective sends, unless a part of torch calls it for the script."""
+        """Note the tensors that a collective sends, unless a part of torch calls it for the script.
+
+        The rules are silent where a script may average gradients, weights or metrics itself. So large tensors are noted
+        apart from small ones, which can only be metrics unless a parameter has their size.
+        """
         if part_of_torch().startswith(self.PARTS_OF_TORCH):
             return
         for tensor in tensors:
@@ -1330,6 +1722,13 @@ class CommunicationObserver:
             if len(self.addresses) < MOST_ADDRESSES:
                 self.addresses.add(local_part(tensor).data_ptr())
         self.sent()
+
+
+# --- observing models, and the whole training -------------------------------------------------------------------------
+# TrainingObserver has the other observers, and sees the calls of models, the backward passes and the steps. It keeps
+# what was called so far, and by how much calls are nested.
+
+OTHER_LIBRARIES = {"horovod", "deepspeed", "mpi4py", "colossalai", "bagua", "ray"}  # they communicate without torch
 
 
 @dataclass(eq=False)
@@ -1349,9 +1748,26 @@ class ObservedModel:
             return inner
         return self.module
 
+    def communicates(self, with_gradients: bool) -> bool:
+        """Whether a call now, or the backward pass after it, would make this rank wait for the other ranks.
+
+        ``with_gradients``: whether gradients are recorded, so that a backward pass is to follow.
+        """
+        if isinstance(self.module, DistributedDataParallel):
+            if with_gradients:
+                averages: bool = self.module.require_backward_grad_sync  # False in no_sync
+                return averages
+            broadcasts_buffers: bool = self.module._check_sync_bufs_pre_fwd()
+            return broadcasts_buffers
+        # fully_shard gathers the weights from all ranks in each call. A model without a wrapper sends nothing.
+        return self.note.wrapper == "FSDP"
+
 
 def note_of_model(module: nn.Module) -> Model:
-    """How a model is wrapped, and which ranks average its gradients."""
+    """How a model is wrapped, and which ranks average its gradients: DDP's group, or the mesh of fully_shard.
+
+    fully_shard may have been applied to the model or only to modules inside it. Then the first of these counts.
+    """
     if isinstance(module, DistributedDataParallel):
         ranks = dist.get_process_group_ranks(module.process_group)
         return Model(wrapper="DDP", data_ranks=tuple(ranks))
@@ -1365,6 +1781,7 @@ class TrainingObserver:
     """Observes the training of one rank for ``steps`` steps of an optimizer; ``record`` has what it saw."""
 
     def __init__(self, steps: int) -> None:
+        """Nothing is observed before ``start``. The observation ends when an optimizer has made ``steps`` steps."""
         self.steps = steps
         self.record = Record()
         self.patches = Patches(self.record)
@@ -1382,18 +1799,21 @@ class TrainingObserver:
         self.stepping: Any = None  # the optimizer whose step runs
         self.evaluation: Evaluation | None = None  # the current one; None while the model is trained
         self.is_finished = False
-        self.hooks: list[Any] = []
+        self.hooks: list[Any] = []  # torch's handles, by which its hooks are removed
 
     def start(self, note_existing: bool = True) -> None:
-        """Begin to observe. ``note_existing``: look for the modules that the script has built already."""
+        """Begin to observe. ``note_existing``: look for the modules that the script has built already.
+
+        The four observers replace what belongs to them; the rest is replaced here.
+        """
         patches = self.patches
         self.loaders = LoaderObserver(self.record, patches)
         self.scalers = ScalerObserver(self.record, patches)
-        self.states = StateObserver(self.record, patches, lambda: len(self.record.steps))
-        self.communication = CommunicationObserver(self.record, patches, self.communicated)
+        self.states = StateObserver(self.record, patches, steps_made=lambda: len(self.record.steps))
+        self.communication = CommunicationObserver(self.record, patches, sent=self.communicated)
         self.wrap_module_calls()
-        self.wrap_backward("backward")
-        self.wrap_backward("grad")
+        patches.around(torch.autograd, "backward", self.run_backward)
+        patches.around(torch.autograd, "grad", self.run_backward)
         patches.after(Optimizer, "__init__", self.optimizer_built)
         patches.after(DistributedDataParallel, "__init__", self.ddp_built)
         patches.before(torch.Tensor, "item", self.read_number)
@@ -1411,7 +1831,10 @@ class TrainingObserver:
         ]
 
     def remove_hooks(self) -> None:
-        """Remove the hooks of optimizers. Not while one runs, because torch iterates over them."""
+        """Remove the hooks of optimizers.
+
+        ``stop`` leaves them, because it may be called by one of them, while torch iterates over its hooks.
+        """
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
@@ -1422,9 +1845,11 @@ class TrainingObserver:
             return
         self.is_finished = True
         self.patches.remove()
+        # What is certain only now:
         self.patches.run(self.scalers.close)
         self.patches.run(self.states.close)
         self.patches.run(self.find_idle_optimizers)
+
         if dist.is_initialized():
             self.see_group()
         elif self.store is None:
@@ -1435,14 +1860,19 @@ class TrainingObserver:
             self.record.device = torch.cuda.get_device_name()
         if not OTHER_LIBRARIES.isdisjoint(sys.modules):
             self.record.sent_large = True  # they may send what this check cannot see
-        self.models.clear()  # they may hold much memory
-        self.optimizers.clear()
-        del self.loaders, self.scalers, self.states, self.communication
         findings = without_repetitions(self.record.findings)
         self.record.findings = [replace(found, ranks=(self.record.rank,)) for found in findings]
 
+        # The rest of the training may be long. What refers to models and optimizers would keep their memory.
+        self.models.clear()
+        self.optimizers.clear()
+        del self.loaders, self.scalers, self.states, self.communication
+
     def see_group(self) -> None:
-        """Note this rank's number in the process group, whose store the notes will go through."""
+        """Note this rank's number in the process group, and the group's store, through which the notes will go.
+
+        It is called as early as there is a group, because the script may end its group before the check ends.
+        """
         self.record.rank = dist.get_rank()
         self.record.world_size = dist.get_world_size()
         self.store = distributed_c10d._get_default_store()
@@ -1450,47 +1880,51 @@ class TrainingObserver:
     # --- calls of modules
 
     def wrap_module_calls(self) -> None:
-        """Observe the calls of models, by a replacement of the method with which every module is called.
-
-        A model is a module that no other module calls, or DDP, which may be inside another. Of the modules within a
-        model only dropouts are noted.
-        """
+        """Observe the calls of models, by a replacement of the method with which every module is called."""
         original = nn.Module.__call__
-        patches = self.patches
 
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            """Takes the place of ``original``, nn.Module.__call__, which runs alone if the call is not to be noted."""
             # While a graph is compiled, or a checkpointed part is recomputed in backward, nothing new is called.
-            if torch.compiler.is_compiling() or self.backward_depth > 0 or not patches.is_on():
+            if torch.compiler.is_compiling() or self.backward_depth > 0 or not self.patches.is_on():
                 return original(module, *args, **kwargs)
-            inner = uncompiled(module)
-            is_ddp = isinstance(inner, DistributedDataParallel)
-            is_called_by_script = self.call_depth == 0
-            is_model = is_called_by_script or is_ddp
-            self.call_depth += 1
-            forward = None
-            if is_model:
-                forward = patches.run(self.before_model, inner, args, kwargs)
-            elif self.wrapper_of:
-                patches.run(self.check_wrapper, module)
-            if is_ddp:
-                self.running_ddp.append(inner)
-            try:
-                output = original(module, *args, **kwargs)
-                if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-                    patches.run(self.note_dropout, args, output)
-                if forward is not None:
-                    patches.run(self.after_model, inner, forward)
-                return output
-            finally:
-                self.call_depth -= 1
-                if is_ddp:
-                    self.running_ddp.pop()
+            return self.call_module(original, module, args, kwargs)
 
-        patches.replace(nn.Module, "__call__", call)
+        self.patches.replace(nn.Module, "__call__", call)
+
+    def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """In the place of ``module(*args, **kwargs)``: note the call if the module is a model, or a dropout inside one.
+
+        A model is a module that no other module calls, or DDP, which may be inside another. ``original`` is torch's
+        method, which runs the module's forward. Modules call each other, so this runs within itself, and
+        ``call_depth`` says how deep.
+        """
+        inner = uncompiled(module)
+        is_ddp = isinstance(inner, DistributedDataParallel)
+        is_called_by_script = self.call_depth == 0
+        self.call_depth += 1
+        forward = None  # the notes of this call, if it is one to note
+        if is_called_by_script or is_ddp:
+            forward = self.patches.run(self.before_model, inner, args, kwargs)
+        elif self.wrapper_of:
+            self.patches.run(self.check_wrapper, module)
+        if is_ddp:
+            self.running_ddp.append(inner)
+        try:
+            output = original(module, *args, **kwargs)
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+                self.patches.run(self.note_dropout, args, output)
+            if forward is not None:
+                self.patches.run(self.after_model, inner, forward)
+            return output
+        finally:
+            self.call_depth -= 1
+            if is_ddp:
+                self.running_ddp.pop()
 
     def observed(self, module: nn.Module) -> ObservedModel | None:
-        """The notes of a module, or None for a module without parameters, such as a loss.
+        """What is known of a module as a model, or None for a module without parameters, such as a loss.
 
         A module that was known before ``fully_shard`` wrapped it is looked at again.
         """
@@ -1504,14 +1938,15 @@ class TrainingObserver:
             return None
         if isinstance(module, DistributedDataParallel):
             for part in module.module.modules():
-                self.wrapper_of[part] = weakref.ref(module)
+                self.wrapper_of[part] = weakref.ref(module)  # by which ``check_wrapper`` finds calls that go past DDP
         self.models[id(module)] = ObservedModel(module, note_of_model(module))
         return self.models[id(module)]
 
     def use(self, model: ObservedModel) -> None:
         """Give the model a name when the training first uses it, such as "DDP Net 1" for the first Net inside DDP.
 
-        The name is the same on all ranks that use their models in the same order.
+        By its name a model of one rank is compared with that of another. The name is the same on all ranks that use
+        their models in the same order.
         """
         if model.name:
             return
@@ -1522,9 +1957,11 @@ class TrainingObserver:
         self.record.models[model.name] = model.note
 
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
-        """Before a call of a model, or of a loss or a metric, which have no parameters.
+        """Before the training loop calls a module: note the call, and begin the notes that ``after_model`` completes.
 
-        Returns notes that ``after_model`` completes: of each call in training, and of the first one of an evaluation.
+        Each call with gradients has such notes. Without gradients only the first call of an evaluation has, which
+        begins when a model in eval mode is called, and ends with the next call with gradients. Returns None for all
+        other calls, and for a module without parameters, such as a loss or a metric.
         """
         self.check_wrapper(module)
         model = self.observed(module)
@@ -1535,11 +1972,18 @@ class TrainingObserver:
         self.loaders.model_called(model.name, with_gradients)
         self.count_call(model, with_gradients)
         if with_gradients:
-            self.evaluation = None  # the model is trained again
-        else:
-            begins_evaluation = self.evaluation is None and not module.training
-            if not begins_evaluation:
-                return None
+            self.evaluation = None
+            return self.begin_forward(model, args, kwargs)
+        begins_evaluation = self.evaluation is None and not module.training
+        if begins_evaluation:
+            return self.begin_forward(model, args, kwargs)
+        return None
+
+    def begin_forward(self, model: ObservedModel, args: Any, kwargs: Any) -> Forward:
+        """Begin the notes of a call of a model, whose arguments are given: from where, and with what, it is called.
+
+        The random state is kept as well. If a dropout then draws numbers, it drew them from this state.
+        """
         inputs = list(tensors_in([args, kwargs]))
         forward = Forward(
             model=model.name,
@@ -1548,12 +1992,12 @@ class TrainingObserver:
             elements=sum(tensor.numel() for tensor in inputs),
         )
         self.has_dropped = False
-        device = next(module.parameters()).device
+        device = next(model.module.parameters()).device
         self.random_state = random_state(device)
         return forward
 
     def after_model(self, module: nn.Module, forward: Forward) -> None:
-        """After a call of a model: complete the notes that ``before_model`` has made, and add them to the record."""
+        """After a call of a model: complete the notes that ``before_model`` has begun, and add them to the record."""
         if not torch.is_grad_enabled():
             self.note_evaluation(module, forward)
             return
@@ -1562,19 +2006,20 @@ class TrainingObserver:
         self.record.forwards.append(forward)
 
     def count_call(self, model: ObservedModel, with_gradients: bool) -> None:
-        """Before a call of a model: count the call if the model is wrapped, and its wrapper will communicate."""
+        """Before a call of a model: count it, if the call or its backward pass communicates with the other ranks.
+
+        All ranks have to make such calls equally often, or they wait for each other, so the counts are compared at the
+        end. ``with_gradients``: whether gradients are recorded, so that a backward pass is to follow.
+        """
         calls = model.calls
         if isinstance(model.module, DistributedDataParallel):
-            join: Any = model.module._join_config
+            join: Any = model.module._join_config  # of torch's context Join, in which ranks may make fewer calls
             if join.enable:
                 model.note.joins = True
-            is_in_no_sync = not model.module.require_backward_grad_sync
-            if with_gradients and is_in_no_sync:
+        if not model.communicates(with_gradients):
+            is_in_no_sync = with_gradients and model.note.wrapper == "DDP"
+            if is_in_no_sync:  # where DDP does not average: a mistake, if this is the last call before a step
                 calls.not_synchronized = readers_line()
-                return
-            if not with_gradients and not model.module._check_sync_bufs_pre_fwd():
-                return  # Without gradients, DDP communicates only to broadcast buffers.
-        elif model.note.wrapper != "FSDP":
             return
         if with_gradients:
             calls.to_average += 1
@@ -1588,7 +2033,10 @@ class TrainingObserver:
             calls.places.append(place)
 
     def check_wrapper(self, module: nn.Module) -> None:
-        """Note a call of a module that DDP wraps, unless DDP itself calls it."""
+        """Before a module is called: note it if the module is inside DDP, and something else than DDP calls it.
+
+        DDP's own forward prepares the averaging of gradients, so after a call past it nothing is averaged.
+        """
         reference = self.wrapper_of.get(module)
         if reference is None or not torch.is_grad_enabled():
             return
@@ -1600,7 +2048,11 @@ class TrainingObserver:
             calls.around = readers_line()
 
     def note_dropout(self, args: Any, output: Any) -> None:
-        """Note that a dropout drew random numbers and, on tensor-parallel ranks, what it made of its input."""
+        """After a dropout: note that it drew random numbers and, on tensor-parallel ranks, what it made of its input.
+
+        Tensor-parallel ranks hold the same activation, so each has to drop the same units of it. A DTensor sees to that
+        itself. ``args`` are the dropout's arguments.
+        """
         self.has_dropped = True
         ranks = self.tensor_parallel_ranks
         if not ranks or len(self.record.dropouts) >= MOST_DROPOUTS or not torch.is_grad_enabled():
@@ -1614,7 +2066,8 @@ class TrainingObserver:
     def tensor_parallel_ranks(self) -> tuple[int, ...]:
         """The ranks among which a model's matrices are divided for tensor parallelism; empty if they are not.
 
-        A DTensor whose last mesh dimension has other ranks than those that share the data is divided in this way.
+        By convention tensor parallelism has the last dimension of a mesh. fully_shard makes DTensors, too, but divides
+        them among ranks that share the data. So the last dimension's ranks count if they are others than those.
         """
         for model in self.models.values():
             for parameter in model.module.parameters():
@@ -1629,7 +2082,9 @@ class TrainingObserver:
     def note_evaluation(self, module: nn.Module, forward: Forward) -> None:
         """After the first call of an evaluation: note what the model evaluates, with which batch statistics.
 
-        Only the evaluations of a model with batch statistics go into the record, and only the first ones of them.
+        Ranks with different statistics give results that depend on who evaluates what. So only the evaluations of a
+        model with statistics go into the record, and only the first ones of them. The others are known as
+        ``self.evaluation`` alone, which says that an evaluation is going on.
         """
         statistics = batch_statistics(module)
         earlier = [evaluation for evaluation in self.record.evaluations if evaluation.model == forward.model]
@@ -1653,40 +2108,43 @@ class TrainingObserver:
 
     # --- backward, and numbers that are read
 
-    def wrap_backward(self, name: str) -> None:
-        """Observe backward passes, by a replacement of ``torch.autograd.backward`` or ``torch.autograd.grad``.
+    def run_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``torch.autograd.backward`` and ``torch.autograd.grad``: count the backward passes.
 
-        In a backward pass DDP and FSDP average the gradients of the models that were called before it.
+        In a backward pass DDP and FSDP average the gradients of the models that were called before it. How often they
+        did is the same on all ranks, so it numbers the steps by which the ranks are compared. ``original`` is torch's
+        function.
         """
-        original = getattr(torch.autograd, name)
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not self.patches.is_on():
-                return original(*args, **kwargs)
-            self.backward_depth += 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.backward_depth -= 1
-                for model in self.models.values():
-                    if model.waits_for_backward:
-                        model.waits_for_backward = False
-                        model.calls.averaged += 1
-
-        self.patches.replace(torch.autograd, name, call)
+        self.backward_depth += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.backward_depth -= 1
+            for model in self.models.values():
+                if model.waits_for_backward:
+                    model.waits_for_backward = False
+                    model.calls.averaged += 1
 
     def read_number(self, tensor: torch.Tensor) -> None:
-        """Before ``tensor.item()``: note where the script reads a loss, which is a number with a gradient."""
+        """Before ``tensor.item()``: note where the script reads a loss, which is a number with a gradient.
+
+        Only what the script reads itself counts. Then item() is called by no file of torch, or by _tensor.py, which has
+        the ``__float__`` of float(loss).
+        """
         is_loss = tensor.dim() == 0 and tensor.grad_fn is not None
-        if is_loss and part_of_torch() in ("", "_tensor.py"):  # by item() itself, or by float(), which is in _tensor.py
+        if is_loss and part_of_torch() in ("", "_tensor.py"):
             place = readers_line()
             if place not in self.record.loss_reads:
                 self.record.loss_reads.append(place)
 
     def communicated(self) -> None:
-        """After the script's own code has sent a tensor: note whether it did so in a forward, or for an evaluation."""
-        if self.call_depth > 0 and self.backward_depth == 0:
+        """After the script's own code has sent a tensor: note whether it did so in a forward, or for an evaluation.
+
+        A model that communicates in its forward, as with experts, may rightly get the same batch on several ranks.
+        After an evaluation, sending is taken for adding up the ranks' results.
+        """
+        is_in_forward = self.call_depth > 0 and self.backward_depth == 0
+        if is_in_forward:
             for model in self.models.values():
                 model.note.communicates = True
         if self.evaluation is not None:
@@ -1703,10 +2161,11 @@ class TrainingObserver:
         self.built[optimizer] = readers_line()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """torch calls this before each step of any optimizer."""
+        """torch calls this before each step of any optimizer, with the step's arguments."""
         if self.is_finished or torch.compiler.is_compiling() or not self.patches.is_on():
             return
-        is_nested = self.stepping is not None and self.stepping is not optimizer  # as in ZeroRedundancyOptimizer
+        # A ZeroRedundancyOptimizer has another optimizer inside, whose step runs within its own and does not count.
+        is_nested = self.stepping is not None and self.stepping is not optimizer
         if not is_nested:
             self.patches.run(self.begin_step, optimizer)
 
@@ -1715,7 +2174,8 @@ class TrainingObserver:
         if optimizer is self.stepping:
             self.stepping = None
             self.patches.run(self.optimizers[id(optimizer)].end, self)
-            if self.record.steps[-1].number >= self.steps:
+            latest_step = self.record.steps[-1]
+            if latest_step.number >= self.steps:
                 self.stop()
 
     def begin_step(self, optimizer: Any) -> None:
@@ -1723,7 +2183,7 @@ class TrainingObserver:
         if dist.is_initialized() and self.store is None:
             self.see_group()
         if id(optimizer) not in self.optimizers:
-            self.optimizers[id(optimizer)] = ObservedOptimizer(optimizer, len(self.optimizers))
+            self.optimizers[id(optimizer)] = ObservedOptimizer(optimizer, index=len(self.optimizers))
         observed = self.optimizers[id(optimizer)]
         observed.name_parameters(self)
         self.stepping = optimizer
@@ -1739,27 +2199,22 @@ class TrainingObserver:
         DTensor, whose shape is that of the whole parameter.) So an optimizer that was built before is certain if the
         parameters that it has, and the model lacks, have the shapes of those that the model has, and no optimizer.
         """
-        model_names: dict[nn.Parameter, str] = {}  # the parameters of the models that were called
-        for model in self.models.values():
-            was_called = model.name != ""
-            if was_called:
-                for name, parameter in model.module.named_parameters():
-                    if parameter.requires_grad:
-                        model_names[parameter] = name
+        trained = self.trained_parameters()
         optimized = {id(parameter) for observed in self.optimizers.values() for parameter in observed.parameters()}
-        not_optimized = [parameter for parameter in model_names if id(parameter) not in optimized]
+        not_optimized = [parameter for parameter in trained if id(parameter) not in optimized]
         shapes_not_optimized = [parameter.shape for parameter in not_optimized]
         for observed in self.optimizers.values():
-            without_gradient = [
-                parameter for parameter in observed.parameters() if id(parameter) not in observed.with_gradient
-            ]
-            stale = [parameter for parameter in without_gradient if parameter not in model_names]
+            stale = []  # parameters of this optimizer that no model has
+            for parameter in observed.parameters():
+                has_had_gradient = id(parameter) in observed.with_gradient
+                if not has_had_gradient and parameter not in trained:
+                    stale.append(parameter)
             place = self.built.get(observed.optimizer, observed.place)
             optimizer_class = type(observed.optimizer)
             if stale and [parameter.shape for parameter in stale] == shapes_not_optimized:
                 sentence = (
                     f"{len(stale)} parameters of this {optimizer_class.__name__} are not the model's, so its steps "
-                    f"change nothing: {model_names[not_optimized[0]]} of the model is in no optimizer."
+                    f"change nothing: {trained[not_optimized[0]]} of the model is in no optimizer."
                 )
                 self.record.add_finding("stale_optimizer", place, sentence)
             elif observed.never_got_a_gradient():
@@ -1768,6 +2223,42 @@ class TrainingObserver:
                     "parameters."
                 )
                 self.record.add_finding("no_gradient", place, sentence)
+
+    def trained_parameters(self) -> dict[nn.Parameter, str]:
+        """The parameters that require gradients, of all models that were called, each with its name in its model."""
+        names: dict[nn.Parameter, str] = {}
+        for model in self.models.values():
+            was_called = model.name != ""
+            if was_called:
+                for name, parameter in model.module.named_parameters():
+                    if parameter.requires_grad:
+                        names[parameter] = name
+        return names
+
+
+def batch_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The running means and variances of a model's BatchNorm layers, by their names in the model.
+
+    They are buffers, which nothing averages: each rank's come from its own batches.
+    """
+    statistics: dict[str, torch.Tensor] = {}
+    for path, part in model.named_modules():  # the model's own path is ""
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            for name, buffer in part.named_buffers(recurse=False):
+                full_name = f"{path}.{name}".lstrip(".")
+                statistics[full_name] = buffer
+    return statistics
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module itself, or the one that torch.compile has wrapped in it."""
+    inner: nn.Module = getattr(module, "_orig_mod", module)
+    return inner
+
+
+# --- observing optimizers ---------------------------------------------------------------------------------------------
+# What a step starts from, and what it leaves: checksums of weights and gradients under keys that all ranks share. An
+# ObservedOptimizer keeps the keys, and which parameters ever had a gradient.
 
 
 @dataclass(frozen=True)
@@ -1779,9 +2270,14 @@ class OwnedParameter:
 
 
 class ObservedOptimizer:
-    """An optimizer, and what is noted of its steps."""
+    """An optimizer, and what is noted of its steps.
+
+    A parameter has a key, such as "DDP Net 1: weight", under which its checksums are noted. The key is the same on all
+    ranks, so that their checksums can be compared.
+    """
 
     def __init__(self, optimizer: Any, index: int) -> None:
+        """Before the optimizer's first step. ``index``: which of the rank's optimizers it is, from 0."""
         self.optimizer = optimizer
         self.index = index
         self.steps = 0
@@ -1797,7 +2293,7 @@ class ObservedOptimizer:
         return parameters_of(self.optimizer)
 
     def name_parameters(self, observer: TrainingObserver) -> None:
-        """Give each parameter a key that is the same on all ranks.
+        """Before a step: give each parameter that has none a key, and note in the record what the parameter is.
 
         The key is made of the name of the model that has the parameter and of its name there. The key of a parameter
         of no known model is made of the optimizer's class, and of numbers.
@@ -1825,7 +2321,8 @@ class ObservedOptimizer:
     def find_owned(self, observer: TrainingObserver) -> dict[int, OwnedParameter]:
         """Which model has which parameter, by the parameter's id. It also finds weights that are no longer tied.
 
-        A model may be known both by itself and inside DDP. The parameter is then that of DDP.
+        A model may be known both by itself and inside DDP. The parameter is then that of DDP, because DDP's models are
+        asked first.
         """
         owned: dict[int, OwnedParameter] = {}
         in_ddp = [model for model in observer.models.values() if model.note.wrapper == "DDP"]
@@ -1871,22 +2368,30 @@ class ObservedOptimizer:
             calls_so_far = replace(model.calls, places=[*model.calls.places])  # a copy, because the counts go on
             step.calls[model.name] = calls_so_far
             self.check_sharded_gradients(model.module, step.place, observer)
+            # What is noted of the calls between two steps begins anew. The counts go on.
             model.calls.synchronized = False
             model.calls.not_synchronized = None
             model.calls.around = None
         if self.steps == 1:
             step.before = self.checksums_of(parameters)
-        # A script that averages gradients by hand has sent each of them from where it is in memory.
-        sent_addresses = observer.communication.addresses
-        gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        if gradients and all(gradient.data_ptr() in sent_addresses for gradient in gradients):
-            observer.record.averages_gradients = True
-        sent_addresses.clear()
+        self.note_averaging_by_hand(observer)
         if self.is_sampled(observer.steps):
             step.gradients = self.checksums_of([parameter.grad for parameter in parameters])
             step.gradient_means = self.gradient_means(observer.record)
         self.step = step
         observer.record.steps.append(step)
+
+    def note_averaging_by_hand(self, observer: TrainingObserver) -> None:
+        """Before a step: note whether the script has sent each gradient since the last step, as to average them.
+
+        A script that averages gradients by hand sends each of them from where it is in memory. So the addresses of what
+        was sent are compared with those of the gradients, and then forgotten.
+        """
+        sent_addresses = observer.communication.addresses
+        gradients = [local_part(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
+        if gradients and all(gradient.data_ptr() in sent_addresses for gradient in gradients):
+            observer.record.averages_gradients = True
+        sent_addresses.clear()
 
     def end(self, observer: TrainingObserver) -> None:
         """After a step: note checksums of the weights."""
@@ -1895,12 +2400,15 @@ class ObservedOptimizer:
             self.step.after = self.checksums_of(self.parameters())
 
     def is_sampled(self, last: int) -> bool:
-        """Whether checksums are noted at this step. Because a difference stays, steps 1, 2, 4, 8, … and the last do."""
+        """Whether checksums are noted at this step: at steps 1, 2, 4, 8, … and at ``last``, the last to be observed.
+
+        Checksums of all weights take time. Weights that differ once stay different, so a few steps are enough.
+        """
         is_power_of_two = self.steps.bit_count() == 1
         return is_power_of_two or self.steps == last
 
     def checksums_of(self, tensors: Sequence[Any]) -> dict[str, int]:
-        """{a parameter's key: the checksum of its tensor}, of one tensor for each parameter in order."""
+        """{a parameter's key: the checksum of its tensor}. ``tensors`` has one for each parameter, in their order."""
         keys = [self.keys[id(parameter)] for parameter in self.parameters()]
         return dict(zip(keys, checksums(tensors), strict=True))
 
@@ -1924,7 +2432,10 @@ class ObservedOptimizer:
         return means
 
     def check_sharded_gradients(self, module: nn.Module, place: Place, observer: TrainingObserver) -> None:
-        """Find gradients that fully_shard has not reduced. It keeps them where no optimizer sees them."""
+        """Before a step: find gradients that fully_shard has not reduced, because the script told it not to.
+
+        It keeps them where no optimizer sees them, so the step goes without them. ``place`` is the line of the step.
+        """
         holds_gradients = False
         for group in parameter_groups(module):
             if any(holds_unreduced_gradient(fsdp_parameter) for fsdp_parameter in group.fsdp_params):
@@ -1933,23 +2444,6 @@ class ObservedOptimizer:
             self.unsynchronized = True
             sentence = "The optimizer steps while fully_shard holds gradients that it has not reduced."
             observer.record.add_finding("not_synchronized", place, sentence)
-
-
-def batch_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The running means and variances of a model's BatchNorm layers, by their names in the model."""
-    statistics: dict[str, torch.Tensor] = {}
-    for path, part in model.named_modules():  # the model's own path is ""
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            for name, buffer in part.named_buffers(recurse=False):
-                full_name = f"{path}.{name}".lstrip(".")
-                statistics[full_name] = buffer
-    return statistics
-
-
-def uncompiled(module: nn.Module) -> nn.Module:
-    """The module itself, or the one that torch.compile has wrapped in it."""
-    inner: nn.Module = getattr(module, "_orig_mod", module)
-    return inner
 
 
 def holds_unreduced_gradient(fsdp_parameter: Any) -> bool:
@@ -1966,10 +2460,10 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 
 def rates_of(optimizer: Any) -> tuple[float, ...]:
-    """The learning rate of each group of parameters. It may be a tensor."""
+    """The learning rate of each group of an optimizer's parameters. torch allows it to be a tensor."""
     rates = []
     for group in optimizer.param_groups:
-        rate = group.get("lr")
+        rate = group.get("lr")  # an optimizer of another library may have none
         if isinstance(rate, torch.Tensor):
             rate = value_of(rate)
         if rate is not None:
@@ -1978,18 +2472,22 @@ def rates_of(optimizer: Any) -> tuple[float, ...]:
 
 
 def settings_of(optimizer: Any) -> int:
-    """A checksum of an optimizer's settings, such as its momentum, without the learning rate."""
+    """A checksum of an optimizer's settings, such as its momentum, without the learning rate.
+
+    Ranks whose optimizers have other settings train on purpose models of their own, as in a search for the best ones.
+    """
+    no_settings = ("params", "lr", "initial_lr", "param_names")
     settings = []
     for group in optimizer.param_groups:
         for name, value in group.items():
             is_plain = isinstance(value, (int, float, bool, str, tuple, type(None)))
-            if is_plain and name not in ("params", "lr", "initial_lr", "param_names"):
+            if is_plain and name not in no_settings:
                 settings.append((name, value))
     return crc(settings)
 
 
 def parameter_groups(module: nn.Module) -> Iterator[Any]:
-    """The groups of parameters that fully_shard made in a module."""
+    """Yields the groups of parameters that fully_shard made in a module. A group is gathered and reduced at once."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             state = part._get_fsdp_state()
@@ -2004,8 +2502,9 @@ def mesh_ranks(module: nn.Module) -> tuple[int, ...]:
     first_group = next(parameter_groups(module), None)
     if first_group is None:
         return ()
-    mesh = first_group.mesh_info.mesh  # a DeviceMesh, whose own attribute ``mesh`` is a tensor of ranks
-    return tuple(mesh.mesh.flatten().tolist())
+    device_mesh = first_group.mesh_info.mesh
+    ranks = device_mesh.mesh  # the tensor in which a DeviceMesh holds the ranks' numbers
+    return tuple(ranks.flatten().tolist())
 
 
 # The communication hooks of DDP after which all ranks have the same gradients. Another hook may average otherwise.
@@ -2021,8 +2520,8 @@ AVERAGING_HOOKS = (
 def describe(parameter: Any, name: str, owner: str, model: ObservedModel | None) -> Parameter:
     """The note of an optimizer's parameter: of what kind it is, and which ranks hold replicas of it.
 
-    ``model`` is the model that has the parameter, and ``name`` the parameter's name there. ``owner`` is the name of the
-    model or, where no known model has the parameter, of the optimizer.
+    The rules compare replicas, which have to stay equal. ``model`` is the model that has the parameter, or None if no
+    known model has, and ``name`` the parameter's name there. ``owner`` is the name of the model, or of the optimizer.
     """
     kind = "plain"
     replicas: tuple[int, ...] = ()
@@ -2049,8 +2548,11 @@ def is_on_mesh_of_one(parameter: DTensor) -> bool:
 
 
 def is_averaged(ddp: DistributedDataParallel, name: str) -> bool:
-    """Whether DDP gives all ranks the same gradient of a parameter."""
-    hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(ddp, "_comm_hooks", [])]
+    """Whether DDP gives all ranks the same gradient of the parameter of this name.
+
+    A communication hook takes the place of DDP's own averaging. Of an unknown one nothing is certain.
+    """
+    hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(ddp, "_comm_hooks", [])]  # each with its state
     return name not in ddp.parameters_to_ignore and all(hook in AVERAGING_HOOKS for hook in hooks)
 
 
@@ -2075,8 +2577,9 @@ def replicas_of(parameter: DTensor) -> tuple[int, ...]:
     return ranks
 
 
-# --- the rules that compare ranks -------------------------------------------------------------------------------------
-
+# --- comparing the ranks: what the rules share ------------------------------------------------------------------------
+# ``compare`` gets the notes of all ranks and asks each rule. A rule is a function from these notes to findings. It
+# keeps nothing, and is silent where it is not certain. ``RULES``, at the end, has them all.
 
 # After these mistakes the ranks' weights drift apart. If one of them is found, "drift" is not reported beside it.
 CAUSES_OF_DRIFT = ("different_noise", "uneven_steps", "different_start", "stale_optimizer")
@@ -2096,22 +2599,15 @@ def compare(records: Sequence[Record]) -> list[Finding]:
     if len(records) > 1:
         for rule in RULES:
             findings += rule(records)
-    if any(found.kind in CAUSES_OF_DRIFT for found in findings):
+    cause_is_known = any(found.kind in CAUSES_OF_DRIFT for found in findings)
+    if cause_is_known:
         findings = [found for found in findings if found.kind != "drift"]
     return without_repetitions(findings)
 
 
 def without_repetitions(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings in their order, each once."""
-    return list(dict.fromkeys(findings))
-
-
-def listed(ranks: Iterable[int]) -> str:
-    """Ranks in words: "rank 2" or "ranks 0, 1 and 2"."""
-    numbers = [str(rank) for rank in sorted(ranks)]
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+    """The findings in their order, each once. A line that runs in every step may have found the same each time."""
+    return list(dict.fromkeys(findings))  # a dictionary keeps the order in which its keys came
 
 
 def equal(values: Iterable[Any]) -> bool:
@@ -2132,7 +2628,10 @@ def is_wrapped(records: Sequence[Record]) -> bool:
 
 
 def sends_by_hand(records: Sequence[Record]) -> bool:
-    """Whether the script's own code sends what may be gradients or weights."""
+    """Whether the script's own code sends what may be gradients or weights, so that it may average them itself.
+
+    Small tensors are taken for metrics, unless some parameter has their size.
+    """
     for record in records:
         sizes = {parameter.size for parameter in record.parameters.values()}
         if record.sent_large or not record.sent_sizes.isdisjoint(sizes):
@@ -2150,9 +2649,9 @@ def common_steps(records: Sequence[Record]) -> list[list[Step]]:
     steps_of_ranks = [{(step.optimizer, step.number): step for step in record.steps} for record in records]
     steps_of_first_rank = steps_of_ranks[0]
     common = []
-    for key in steps_of_first_rank:
-        if all(key in steps for steps in steps_of_ranks):
-            common.append([steps[key] for steps in steps_of_ranks])
+    for optimizer_and_number in steps_of_first_rank:
+        if all(optimizer_and_number in steps for steps in steps_of_ranks):
+            common.append([steps[optimizer_and_number] for steps in steps_of_ranks])
     return common
 
 
@@ -2169,13 +2668,17 @@ def same_settings(records: Sequence[Record]) -> bool:
 
     Replicas of one training have. A search for the best settings gives each rank other ones.
     """
-    return all(equal((step.rates, step.settings) for step in steps) for steps in common_steps(records))
+    for steps in common_steps(records):
+        if not equal((step.rates, step.settings) for step in steps):
+            return False
+    return True
 
 
 def plain_replicas(records: Sequence[Record], kinds: set[str]) -> bool:
     """Whether all ranks train one unwrapped model: the same parameters, all of these kinds, with equal settings.
 
-    Nothing is certain if the notes of a rank are missing, or if some model is wrapped (``is_wrapped``).
+    ``kinds`` are kinds of parameters, as in the record: "plain", or "mesh of one". Nothing is certain if the notes of a
+    rank are missing, or if some model is wrapped (see ``is_wrapped``). Then it is False.
     """
     if len(records) < records[0].world_size or is_wrapped(records):
         return False
@@ -2189,11 +2692,18 @@ def plain_replicas(records: Sequence[Record], kinds: set[str]) -> bool:
 
 
 def names_of(keys: Iterable[str]) -> str:
-    """The first of some parameters by name, and how many more there are: "weight and 3 more"."""
+    """The first of some parameters by name, and how many more there are: "weight and 3 more".
+
+    A parameter's key, such as "DDP Net 1: weight", has its name after the colon.
+    """
     names = [key.split(": ", 1)[1] for key in keys]
     if len(names) == 1:
         return names[0]
     return f"{names[0]} and {len(names) - 1} more"
+
+
+# --- comparing the ranks: do weights that should be equal stay equal? -------------------------------------------------
+# Of a wrapped model, of one that is averaged by hand, and of one that nobody averages.
 
 
 def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
@@ -2206,6 +2716,7 @@ def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
     findings = []
     for replicas in replicated_parameters(records):
         first_key = replicas.keys[0]
+        # The records of the ranks that hold these replicas:
         holders = [record for record in records if record.rank in replicas.ranks and first_key in record.parameters]
         if len(holders) < 2 or left_out_steps(replicas.model, holders):  # which find_uneven_steps reports
             continue
@@ -2254,7 +2765,7 @@ def explain_drift(replicas: Replicas, holders: Sequence[Record]) -> list[Finding
     step since the last equal ones may be the one with the mistake.
     """
     suspects: list[list[Step]] = []  # the steps since the weights were last seen to be equal, of each all ranks' notes
-    different: list[str] = []  # the parameters that differ
+    different: list[str] = []  # the keys of the parameters that differ
     for steps in common_steps(holders):
         step_of_first_rank = steps[0]
         has_checksums = not step_of_first_rank.after.keys().isdisjoint(replicas.keys)
@@ -2282,10 +2793,11 @@ def explain_drift(replicas: Replicas, holders: Sequence[Record]) -> list[Finding
 def reason_to_drift(replicas: Replicas, steps: Sequence[Step]) -> Finding | None:
     """Why DDP's replicas of a model may differ after one step: the mistake that was made before it, or None.
 
-    ``steps`` are the notes of this one step, one of each rank.
+    ``steps`` are the notes of this one step, one of each rank. The mistakes are a last call in no_sync, calls past DDP,
+    and learning rates that differ.
     """
     for step in steps:
-        calls = step.calls[replicas.model]
+        calls = step.calls[replicas.model]  # how this rank called the model before the step
         if calls.not_synchronized is not None:
             sentence = "The last call before optimizer.step() is inside no_sync: its gradients stay on their rank."
             return finding("not_synchronized", calls.not_synchronized, replicas.ranks, sentence)
@@ -2310,6 +2822,7 @@ ROUNDING_OF_MEANS = 0.05
 def find_gradients_that_differ(replicas: Replicas, holders: Sequence[Record]) -> list[Finding]:
     """Find a replicated DTensor whose gradients on the ranks differ by more than rounding explains.
 
+    Each rank with a replica computes the gradient anew, so not its checksums are compared, but its mean absolute value.
     ``holders`` are the records of the ranks that hold the replicas.
     """
     for steps in common_steps(holders):
@@ -2338,7 +2851,7 @@ def find_unwrapped(records: Sequence[Record]) -> list[Finding]:
     steps has to be observed for more than 500, or has to allow "drift". ``records`` are the notes of all ranks.
     """
     if sends_by_hand(records) or not equal(record.device for record in records):
-        return []
+        return []  # GPUs of two kinds may round differently
     ranks = [record.rank for record in records]
     if plain_replicas(records, {"mesh of one"}):
         drifted = first_step_of_drift(records)
@@ -2362,7 +2875,7 @@ def first_step_of_drift(records: Sequence[Record]) -> Step | None:
     """The first step after which the ranks' weights differ for good, or None. Something may average them at times."""
     drifted = None
     for steps in common_steps(records):
-        if not steps[0].after:  # the weights were not sampled
+        if not steps[0].after:  # no checksums were noted after this step
             continue
         if equal(step.after for step in steps):
             drifted = None
@@ -2397,23 +2910,29 @@ def find_different_start(records: Sequence[Record]) -> list[Finding]:
     different = [key for key in starts[0] if not equal(start[key] for start in starts)]
     if not different:
         return []
-    first_steps = [steps for steps in common_steps(records) if steps[0].before]
+    first_steps = [steps for steps in common_steps(records) if steps[0].before]  # ``before`` is noted of these alone
     for steps in first_steps:
         keys = list(steps[0].gradients)
         if not keys or not equal(step.gradients for step in steps):
             return []
-        # Equal gradients that change no weight, such as zeros, were not averaged by anybody.
-        if any(step.after.get(key) == step.before.get(key) for step in steps for key in keys):
-            return []
+        for step in steps:
+            # Equal gradients that change no weight, such as zeros, were not averaged by anybody.
+            if any(step.after.get(key) == step.before.get(key) for key in keys):
+                return []
     ranks = [record.rank for record in records]
     sentence = f"{listed(ranks).capitalize()} apply equal gradients to different weights: {names_of(different)}."
     return [finding("different_start", records[0].steps[0].place, ranks, sentence)]
+
+
+# --- comparing the ranks: are samples, orders and random numbers different where they should be? ----------------------
+# The ranks that train one model are compared two at a time, and an order with the one of the rank's last epoch.
 
 
 def data_parallel_ranks(model: str, records: Sequence[Record]) -> set[int]:
     """The ranks that average the gradients of a model, so that their data should differ; empty if that is not certain.
 
     An unwrapped model that starts equal on all ranks counts, whether its gradients are averaged by hand or by nobody.
+    ``model`` is its name. A model that communicates in its own forward may rightly get the same data on several ranks.
     """
     notes = [record.models[model] for record in records if model in record.models]
     if any(note.communicates for note in notes):
@@ -2468,6 +2987,7 @@ class PairOfRanks:
 
     @property
     def ranks(self) -> tuple[int, int]:
+        """The numbers of the two ranks."""
         return self.first.rank, self.second.rank
 
     def calls(self) -> Iterator[tuple[Forward, Forward]]:
@@ -2492,11 +3012,12 @@ def find_same_samples(records: Sequence[Record]) -> list[Finding]:
     findings = []
     for model, holders in common_models(records):
         for pair in pairs_of_ranks(model, holders):
-            batches = {call.inputs for call in pair.first_calls}
+            batches = {call.inputs for call in pair.first_calls}  # checksums
             elements = sum(call.elements for call in pair.first_calls)
             is_same = all(first_call.inputs == second_call.inputs for first_call, second_call in pair.calls())
             # A benchmark may train on one batch again and again, and a few numbers may be equal by chance.
-            if is_same and len(batches) > 1 and elements >= FEWEST_ELEMENTS:
+            is_enough = len(batches) > 1 and elements >= FEWEST_ELEMENTS
+            if is_same and is_enough:
                 sentence = f"{listed(pair.ranks).capitalize()} train on the same {len(batches)} batches."
                 place = source_of(pair.first, pair.first_calls[0])
                 findings.append(finding("same_samples", place, pair.ranks, sentence))
@@ -2514,7 +3035,7 @@ def source_of(record: Record, forward: Forward) -> Place:
 
 
 def find_same_indices(model: str, first: Record, second: Record) -> list[Finding]:
-    """Find loaders that give two ranks, which train one model, the same samples.
+    """Find loaders that give two ranks, which train one model, the same samples: one finding, or none.
 
     The batches may look different, because each rank augments its own samples. So the indices are compared.
     """
@@ -2539,8 +3060,11 @@ def equal_beginnings(first: list[int], second: list[int]) -> bool:
 
 
 def merged(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings of pairs of ranks, in which those of one kind at one line become one finding of all their ranks."""
-    by_line: dict[tuple[str, str, int], Finding] = {}
+    """The findings of pairs of ranks, in which those of one kind at one line become one finding of all their ranks.
+
+    So "Ranks 0 and 1 …" and "Ranks 0 and 2 …" become "Ranks 0, 1 and 2 …".
+    """
+    by_line: dict[tuple[str, str, int], Finding] = {}  # {(kind, file, line): what was found there so far}
     for found in findings:
         key = (found.kind, found.file, found.line)
         if key not in by_line:
@@ -2564,10 +3088,10 @@ def find_same_noise(records: Sequence[Record]) -> list[Finding]:
     findings = []
     for model, holders in common_models(records):
         for pair in pairs_of_ranks(model, holders):
+            passes = len(pair.first_calls)
             has_dropout = all(call.noise is not None for call in pair.first_calls)
             same_noise = all(first_call.noise == second_call.noise for first_call, second_call in pair.calls())
             different_batches = all(first_call.inputs != second_call.inputs for first_call, second_call in pair.calls())
-            passes = len(pair.first_calls)
             if passes >= 3 and has_dropout and same_noise and different_batches:
                 sentence = f"{listed(pair.ranks).capitalize()} drop the same units in each of {passes} forward passes."
                 findings.append(finding("same_noise", pair.first_calls[0].place, pair.ranks, sentence))
@@ -2594,10 +3118,11 @@ def find_same_augmentation(records: Sequence[Record]) -> list[Finding]:
 def draw_the_same(first: Epoch, second: Epoch) -> bool:
     """Whether two ranks drew the same random numbers, for different samples, in each of at least three batches.
 
-    The first batch does not count, because before it a sampler may draw its order.
+    ``noise`` of an epoch says for each batch which random states loading it changed, as a checksum, or 0 for none.
     """
     noted_batches = min(len(first.noise), len(second.noise), len(first.indices), len(second.indices))
-    if min(noted_batches - 1, first.steps, second.steps) < 3:
+    compared_batches = noted_batches - 1  # without the first one, because before it a sampler may draw its order
+    if min(compared_batches, first.steps, second.steps) < 3:
         return False
     for batch in range(1, noted_batches):
         draws_nothing = first.noise[batch] == 0
@@ -2615,7 +3140,7 @@ def find_different_noise(records: Sequence[Record]) -> list[Finding]:
     """
     for first, second in itertools.combinations(records, 2):
         different = []
-        for dropout, other in zip(first.dropouts, second.dropouts, strict=False):
+        for dropout, other in zip(first.dropouts, second.dropouts, strict=False):  # as far as both have come
             same_input = dropout.before == other.before
             same_output = dropout.after == other.after
             if second.rank in dropout.ranks and same_input and not same_output:
@@ -2650,6 +3175,10 @@ def find_repeated_orders(records: Sequence[Record]) -> list[Finding]:
     return merged(findings)
 
 
+# --- comparing the ranks: are wrapped models called, and steps made, equally often? -----------------------------------
+# A call that communicates, or a step, that some ranks leave out is paired with a later one of theirs.
+
+
 def wrapped_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
     """Yields (name, records) of each wrapped model, with the records of the ranks that average its gradients.
 
@@ -2668,7 +3197,7 @@ def find_calls_on_some_ranks(records: Sequence[Record]) -> list[Finding]:
     """Find a wrapped model that some ranks call more often than others before a step, as to validate on rank 0 alone.
 
     These calls communicate, so they pair up with other calls of the other ranks. ``records`` are the notes of all
-    ranks.
+    ranks. One finding is enough: the counts go on, so after the first difference all later steps differ, too.
     """
     for model, holders in wrapped_models(records):
         for steps in common_steps(holders):
@@ -2685,28 +3214,36 @@ def find_calls_on_some_ranks(records: Sequence[Record]) -> list[Finding]:
 def compare_calls(calls_of_ranks: dict[int, Calls], step: Step) -> Finding | None:
     """A finding if some ranks have called a wrapped model more often than others before a step, or None.
 
-    Calls without gradients make only a note. DDP leaves out the broadcast in the next call after them, so the ranks'
-    broadcasts pair up, and programs that evaluate on rank 0 alone work. They would not between the first two steps,
-    where DDP also broadcasts how it divides the gradients into buckets.
-
     ``calls_of_ranks`` is {rank: how it has called the model until then}. ``step`` is one rank's note of the step.
     """
     # If the ranks have not averaged gradients equally often, a step was left out, which is another mistake.
     if len(calls_of_ranks) < 2 or not equal(calls.averaged for calls in calls_of_ranks.values()):
         return None
-    counts = {rank: calls.to_average for rank, calls in calls_of_ranks.items()}
-    manner = "with gradients"
-    is_note = equal(counts.values())
-    if is_note:
-        counts = {rank: calls.to_broadcast for rank, calls in calls_of_ranks.items()}
-        manner = "without gradients"
-    if equal(counts.values()):
-        return None
+
+    with_gradients = {rank: calls.to_average for rank, calls in calls_of_ranks.items()}
+    if not equal(with_gradients.values()):
+        return uneven_calls(with_gradients, "with gradients", calls_of_ranks, step)
+
+    # Calls without gradients make only a note. DDP broadcasts its buffers in them, and leaves that out in the next
+    # call. So the ranks' broadcasts pair up, and programs that evaluate on rank 0 alone work. They would not between
+    # the first two steps, where DDP also broadcasts how it divides the gradients into buckets.
+    without_gradients = {rank: calls.to_broadcast for rank, calls in calls_of_ranks.items()}
+    if not equal(without_gradients.values()):
+        return replace(uneven_calls(without_gradients, "without gradients", calls_of_ranks, step), is_note=True)
+    return None
+
+
+def uneven_calls(counts: dict[int, int], manner: str, calls_of_ranks: dict[int, Calls], step: Step) -> Finding:
+    """The finding that ranks have called a wrapped model differently often before ``step``.
+
+    ``counts`` is {rank: how often}, and ``manner`` says which calls are counted: "with gradients". ``calls_of_ranks``
+    has the lines of the calls. The finding is at a line that only the rank with the most calls has, if there is one.
+    """
     most = max(counts, key=lambda rank: counts[rank])
     fewest = min(counts, key=lambda rank: counts[rank])
     place = step.place
-    places_elsewhere = calls_of_ranks[fewest].places
-    lines_of_most_alone = [line for line in calls_of_ranks[most].places if line not in places_elsewhere]
+    lines_elsewhere = calls_of_ranks[fewest].places
+    lines_of_most_alone = [line for line in calls_of_ranks[most].places if line not in lines_elsewhere]
     if lines_of_most_alone:
         place = lines_of_most_alone[0]
     ranks = [rank for rank, count in counts.items() if count > counts[fewest]]
@@ -2714,7 +3251,7 @@ def compare_calls(calls_of_ranks: dict[int, Calls], step: Step) -> Finding | Non
         f"Before step {step.number}, the wrapped model is called {manner} {counts[most]} times on {listed(ranks)} "
         f"and {counts[fewest]} times elsewhere."
     )
-    return replace(finding("rank_alone", place, ranks, sentence), is_note=is_note)
+    return finding("rank_alone", place, ranks, sentence)
 
 
 @dataclass(frozen=True)
@@ -2726,9 +3263,10 @@ class LeftOutStep:
 
 
 def left_out_steps(model: str, holders: Sequence[Record]) -> list[LeftOutStep]:
-    """The steps that some ranks made after a backward pass that averaged gradients, and others did not.
+    """The steps that some ranks made after a backward pass that averaged a model's gradients, and others did not.
 
-    All ranks take part in such a backward pass, so its number is the same on all ranks.
+    All ranks take part in such a backward pass, so its number is the same on all ranks, and says which steps belong
+    together. ``holders`` are the records of the ranks that train the model.
     """
     left_out = []
     for optimizer in optimizers_of(model, holders):
@@ -2739,7 +3277,7 @@ def left_out_steps(model: str, holders: Sequence[Record]) -> list[LeftOutStep]:
         if not all(steps_of_ranks.values()):  # a rank has made no step at all
             continue
         last_of_each_rank = [max(steps_after) for steps_after in steps_of_ranks.values()]
-        last_of_all = min(last_of_each_rank)  # how far every rank has come
+        last_of_all = min(last_of_each_rank)  # the last backward pass that every rank has come to
         for rank, own_steps in steps_of_ranks.items():
             for steps_of_other in steps_of_ranks.values():
                 for backward, step in steps_of_other.items():
@@ -2773,6 +3311,10 @@ def find_uneven_steps(records: Sequence[Record]) -> list[Finding]:
     return []
 
 
+# --- comparing the ranks: are evaluations, logs and files those of all ranks? -----------------------------------------
+# What ranks do with their results, apart from the training itself.
+
+
 def find_different_buffers(records: Sequence[Record]) -> list[Finding]:
     """Find replicas that evaluate different data with different batch statistics, and then add up their results.
 
@@ -2782,7 +3324,8 @@ def find_different_buffers(records: Sequence[Record]) -> list[Finding]:
     for record in records:
         for evaluation in record.evaluations:
             if evaluation.reduced:
-                evaluations.setdefault((evaluation.model, evaluation.number), {})[record.rank] = evaluation
+                by_rank = evaluations.setdefault((evaluation.model, evaluation.number), {})
+                by_rank[record.rank] = evaluation
     for by_rank in evaluations.values():
         ranks = list(by_rank)
         notes = list(by_rank.values())
@@ -2830,8 +3373,8 @@ def find_same_files(records: Sequence[Record]) -> list[Finding]:
     writers: dict[tuple[str, str, int], dict[int, Place]] = {}  # {(host, path, steps made): {rank: line}}
     for record in records:
         for path, save in record.saves.items():
-            same_time = (record.host, path, save.steps_made)
-            writers.setdefault(same_time, {})[record.rank] = save.place
+            by_rank = writers.setdefault((record.host, path, save.steps_made), {})
+            by_rank[record.rank] = save.place
     findings = []
     for (_, path, _), lines in writers.items():
         if len(lines) > 1:
@@ -2857,203 +3400,6 @@ RULES = (
     find_own_losses,
     find_same_files,
 )
-
-
-# --- the report, the context manager and the command ------------------------------------------------------------------
-
-
-def mistakes_among(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings that make a check fail: all but the notes."""
-    return [found for found in findings if not found.is_note]
-
-
-def short_name(file: str) -> str:
-    """A file's name without its folder. The file of a notebook's cell is named by a number, which says nothing."""
-    if "ipykernel_" in file:
-        return "notebook cell"
-    return os.path.basename(file)
-
-
-def report(findings: Sequence[Finding], failures: Sequence[str] = ()) -> str:
-    """The section on silent mistakes, as text for the screen. The mistakes come first, then the notes.
-
-    ``failures`` are tracebacks of the check itself, which are said because the check may then have missed something.
-    """
-    lines = ["silent mistakes"]
-    if not mistakes_among(findings):
-        lines.append(f"  none of the {len(KINDS)} kinds")
-    for found in sorted(findings, key=lambda found: found.is_note):
-        label = "note: " if found.is_note else ""
-        lines.append(f"  {label}{short_name(found.file)}:{found.line}, {listed(found.ranks)}: {found.sentence}")
-        lines.append(f"    {found.cure}")
-        lines.append(f"    {found.page}  (--allow {found.kind})")
-    if failures:
-        error = failures[0].strip().splitlines()[-1]  # a traceback ends with the exception
-        lines.append(f"  The check itself failed {len(failures)} times, so it is not complete: {error}")
-    return "\n".join(lines)
-
-
-def check_allowed(allow: Iterable[str]) -> None:
-    """Raise ValueError if one of these is not a kind of mistake."""
-    unknown = sorted(set(allow) - set(KINDS))
-    if unknown:
-        raise ValueError(f"There is no kind {unknown[0]}. Known are {', '.join(KINDS)}.")
-
-
-class TrainingCheck:
-    """A check that runs, or ran. ``findings`` is None until the ranks' notes are compared.
-
-    The ranks communicate through the store of their process group, a dictionary that one process serves. Each rank puts
-    its notes there. Rank 0 compares them, prints the report, and puts the findings there for the other ranks.
-    """
-
-    number = itertools.count()  # of the checks of this process; all ranks make the same checks, in the same order
-
-    def __init__(self, steps: int, patience: float, allow: Iterable[str]) -> None:
-        check_allowed(allow)
-        self.patience = patience
-        self.allow = set(allow)
-        self.observer = TrainingObserver(steps)
-        self.findings: list[Finding] | None = None
-        self.missing: list[int] = []  # ranks whose notes did not come in time
-        self.prefix = f"training_check/{next(self.number)}"  # of the store's keys
-        self.is_published = False
-
-    def start(self) -> None:
-        """Begin the observation of this rank."""
-        self.observer.start()
-        if dist.is_initialized():
-            self.observer.see_group()
-
-    def publish(self) -> None:
-        """Put this rank's notes into the store, if they are not there yet. The observer has stopped."""
-        if self.is_published or self.observer.store is None:
-            return
-        self.is_published = True
-        record = self.observer.record
-        self.observer.store.set(self.key(record.rank), pickle.dumps(record))
-
-    def key(self, rank: int) -> str:
-        """Under which key of the store a rank's notes are."""
-        return f"{self.prefix}/rank{rank}"
-
-    def present(self) -> list[int]:
-        """The ranks whose notes are in the store. Asking waits for nobody."""
-        ranks = range(self.observer.record.world_size)
-        return [rank for rank in ranks if self.observer.store.check([self.key(rank)])]
-
-    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """A hook after each step of an optimizer.
-
-        When this rank's observation is over, it publishes its notes. When all ranks have, rank 0 reports at once, so
-        that nobody has to wait for the end of a long training.
-        """
-        if not self.observer.is_finished or self.observer.store is None:
-            return
-        self.publish()
-        record = self.observer.record
-        is_to_report = record.rank == 0 and self.findings is None
-        if is_to_report and len(self.present()) == record.world_size:
-            self.compare_ranks()
-
-    def finish(self) -> None:
-        """End the observation. Wait for the other ranks' notes, or for rank 0's findings, but not beyond patience."""
-        self.observer.stop()
-        self.observer.remove_hooks()
-        if self.findings is not None:
-            return
-        record = self.observer.record
-        store = self.observer.store
-        if store is None:  # the script has made no process group, so this rank is alone
-            self.conclude([record])
-            return
-        findings_key = f"{self.prefix}/findings"
-        try:
-            self.publish()
-            if record.rank == 0:
-                self.wait_for([self.key(rank) for rank in range(record.world_size)])
-                self.compare_ranks()
-            elif self.wait_for([findings_key]):
-                self.findings = pickle.loads(store.get(findings_key))
-        except RuntimeError as error:  # the store has gone with the process that served it
-            print(f"silent mistakes: the ranks' notes could not be compared ({error})", file=sys.stderr)
-
-    def wait_for(self, keys: list[str]) -> bool:
-        """Wait until all keys are in the store, for at most ``patience`` seconds. Returns whether they are."""
-        deadline = time.monotonic() + self.patience
-        while not self.observer.store.check(keys):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.02)
-        return True
-
-    def compare_ranks(self) -> None:
-        """On rank 0: compare the notes that have come, report, and send the findings to the other ranks."""
-        store = self.observer.store
-        present = self.present()
-        self.missing = [rank for rank in range(self.observer.record.world_size) if rank not in present]
-        records = [pickle.loads(store.get(self.key(rank))) for rank in present]
-        self.conclude(records)
-        store.set(f"{self.prefix}/findings", pickle.dumps(self.findings))
-
-    def conclude(self, records: Sequence[Record]) -> None:
-        """Set the findings among these records. Rank 0 prints them, too."""
-        self.findings = [found for found in compare(records) if found.kind not in self.allow]
-        if self.observer.record.rank != 0:
-            return
-        failures = [failure for record in records for failure in record.failures]
-        print(report(self.findings, failures), file=sys.stderr, flush=True)
-        if self.missing:
-            print(f"  {listed(self.missing)} sent no notes within {self.patience:g} s", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def check_training(steps: int = 20, patience: float = 30, allow: Iterable[str] = ()) -> Iterator[TrainingCheck]:
-    """A context around a training: it is observed until an optimizer has made ``steps`` steps.
-
-    Enter it on every rank of a process group. Rank 0 reports to stderr as soon as all ranks have made these steps, or
-    at the end of the context, where it waits at most ``patience`` seconds for the other ranks' notes, and 2 seconds
-    after an exception. ``allow``: kinds of findings to leave out; an unknown one raises ValueError. At the end the
-    context's value has the ``findings`` on each rank.
-    """
-    check = TrainingCheck(steps, patience, allow)
-    check.start()
-    hook = register_optimizer_step_post_hook(check.after_step)
-    try:
-        yield check
-    except BaseException:
-        check.patience = min(check.patience, 2)  # a peer may wait in a collective until this rank is gone
-        raise
-    finally:
-        hook.remove()
-        check.finish()
-
-
-def main() -> None:
-    """The command: run a script under torchrun as ``__main__``, with its flags, and check its training."""
-    parser = argparse.ArgumentParser(description="Run a script under torchrun, and look for mistakes without errors.")
-    parser.add_argument("--steps", type=int, default=200, help="steps of an optimizer to observe (default: 200)")
-    parser.add_argument("--allow", action="append", default=[], metavar="KIND", help="a kind of finding to leave out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there, too")
-    parser.add_argument("script", help="the script; its own flags follow")
-    parser.add_argument("flags", nargs=argparse.REMAINDER)
-    args = parser.parse_args()
-    check = TrainingCheck(args.steps, patience=60, allow=args.allow)
-    sys.argv = [args.script, *args.flags]
-    sys.path[0] = os.path.dirname(os.path.abspath(args.script))  # as if Python had been given the script
-    check.start()
-    try:
-        runpy.run_path(args.script, run_name="__main__")
-    finally:
-        check.observer.stop()
-        if check.observer.record.world_size > 1:
-            # The script may have ended its process group, and its store with it. torchrun's store is still there.
-            torchrun_store, _, _ = next(dist.rendezvous("env://"))  # the other two are the rank and the world size
-            check.observer.store = torchrun_store
-        check.finish()
-        if args.json and check.observer.record.rank == 0:
-            findings = [asdict(found) for found in check.findings or []]
-            args.json.write_text(json.dumps(findings, indent=1))
 
 
 if __name__ == "__main__":

@@ -171,6 +171,7 @@ class Membership:
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
+        """All ranks are members at first. ``timeout``: seconds that a step may take before a rank counts as lost."""
         self.store = store
         self.rank = rank
         self.timeout = timeout

@@ -281,7 +281,11 @@ class Replacement(ast.NodeTransformer):
         self.values = values
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        if not isinstance(node.ctx, ast.Load):
+        """What stands in the place of one name: its value, or the name itself if it has none, or several.
+
+        ast calls this for each name in the code.
+        """
+        if not isinstance(node.ctx, ast.Load):  # the name is not read here, but assigned to or deleted
             return node
         value = only_value(self.values.get(node.id, []))
         if value is None:

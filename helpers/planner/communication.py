@@ -35,6 +35,7 @@ class LinkTime:
 
     @property
     def total(self) -> float:
+        """Seconds until the collective has ended: one part comes after the other."""
         return self.latency + self.in_node + self.between
 
 
@@ -386,12 +387,14 @@ def of_pipeline(model: Model, layout: Layout, stage: int, split_sends: bool) -> 
 def data_parallel(
     model: Model, layout: Layout, conventions: Conventions, stage: int = 0, sharded: tuple[str, ...] = VOCABULARY
 ) -> list[Collective]:
-    """The collectives of DDP, ZeRO, fully_shard or HSDP on a stage. Some have one rank or no bytes.
+    """How the data-parallel ranks of a stage exchange parameters and gradients in a step: its collectives.
 
-    For Ψ parameters DDP sends 2Ψ, ZeRO-1 and 2 as much, ZeRO-3 3Ψ (Rajbhandari et al. 2020, section 7). If a step
-    accumulates gradients over micro-batches, ZeRO-2's reduce-scatter and ZeRO-3's gathers and reduce-scatter repeat for
-    each of them (convention gather: "each"), and ZeRO-1's do not. DDP's all-reduce is given as one, although DDP sends
-    buckets of 25 MiB.
+    Some of them have one rank or no bytes. sharded: which of embedding and head tensor parallelism divides along the
+    vocabulary, so that a rank has only a part of them.
+
+    The layout may be that of DDP, ZeRO, fully_shard or HSDP. What they send follows from the units, which are what is
+    gathered or reduced at once, such as a layer: see ``unit_collectives``. DDP's all-reduce is given as one for each
+    unit, although DDP sends buckets of 25 MiB.
     """
     result = []
     for unit in units_of(model, layout, stage, sharded):
@@ -403,10 +406,15 @@ def unit_collectives(unit: Unit, layout: Layout, conventions: Conventions) -> li
     """The collectives that the parameters and gradients of equal units need in a step.
 
     A Unit stands for the layers of a stage, for their experts, or for what is outside the layers.
+
+    DDP (zero 0) all-reduces gradients. ZeRO-1 and 2 reduce-scatter them, and gather the weights after the step, which
+    sends as much. ZeRO-3, as fully_shard does it, gathers the weights before a unit's forward and backward instead, and
+    sends half as much again (Rajbhandari et al. 2020, section 7).
     """
     gathers_each = not conventions.gathers_once(layout.pp)
     repetitions = 1  # in a step
     if layout.zero >= 2 and gathers_each:
+        # Nothing divided is kept whole from one micro-batch to the next, so each of them communicates.
         repetitions = layout.micro_batches
     parts = sharers_of(unit, layout) if layout.zero == 3 else 1
     padded = padded_numbers(unit, parts)
@@ -422,7 +430,7 @@ def unit_collectives(unit: Unit, layout: Layout, conventions: Conventions) -> li
     if layout.zero >= 1:
         result.append(among_sharers(unit, layout, "reduce_scatter", "backward", repetitions, gradient_bytes))
     if layout.zero in (1, 2):
-        result.append(among_sharers(unit, layout, "all_gather", "step", 1, weight_bytes))
+        result.append(among_sharers(unit, layout, "all_gather", "step", repetitions=1, size=weight_bytes))
     result.append(among_copies(unit, layout, repetitions, gradient_bytes))
     return result
 

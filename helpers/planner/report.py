@@ -42,7 +42,10 @@ class Section:
 
 
 def describe(plan: Plan) -> list[Section]:
-    """All that a plan says, the answer first."""
+    """All that a plan says, as sections for a terminal, the answer first. A section without rows is left out.
+
+    Memory is shown of the stages that differ: the first one, the last one, and the one that needs most.
+    """
     shown_stages = sorted({0, plan.fullest, plan.layout.pp - 1})
     sections = [
         answer(plan),
@@ -56,18 +59,20 @@ def describe(plan: Plan) -> list[Section]:
 
 
 def answer(plan: Plan) -> Section:
-    """Whether the job fits, how long a step takes, and what limits it."""
+    """What most readers want to know of a plan: whether the job fits, how long a step takes, and what limits it."""
     step = plan.step
-    coverage = f"which covers {COVERAGE:.0%} of measured steps"
-    if step.extrapolated:
-        coverage = f"which covers {COVERAGE:.0%} of published steps of other programs"
+    # COVERAGE: the share of known steps whose real time was within the range that the planner gives.
+    known_steps = "measured steps"
+    if step.extrapolated:  # the planner's factors are not fitted on measurements of such a job
+        known_steps = "published steps of other programs"
+    time_range = f"{of_time(step.low)} to {of_time(step.high)}, which covers {COVERAGE:.0%} of {known_steps}"
     tokens_per_second = plan.tokens / step.seconds
     rows = [
         memory_row(plan),
-        time_row("a step", step.seconds, f"{of_time(step.low)} to {of_time(step.high)}, {coverage}"),
-        Row("speed", f"{tokens_per_second:,.0f}", "tokens/s"),
-        percent_row("MFU", plan.utilization.mfu, f"FLOPs counted by {plan.conventions.flops}"),
-        percent_row("HFU", plan.utilization.hfu, "with what is recomputed"),
+        time_row("a step", step.seconds, reason=time_range),
+        Row("speed", value=f"{tokens_per_second:,.0f}", unit="tokens/s"),
+        percent_row("MFU", plan.utilization.mfu, reason=f"FLOPs counted by {plan.conventions.flops}"),
+        percent_row("HFU", plan.utilization.hfu, reason="with what is recomputed"),
         Row("what binds", reason=f"{plan.bottleneck.limit}, most of it {plan.bottleneck.largest}"),
     ]
     return Section(f"{plan.model.name} on {plan.cluster.gpus} x {plan.cluster.gpu}", rows)
@@ -75,7 +80,7 @@ def answer(plan: Plan) -> Section:
 
 def memory_row(plan: Plan) -> Row:
     """Whether the fullest rank fits into its GPU's memory, how much it needs, and what takes most of it."""
-    unit = plan.conventions.memory
+    unit = plan.conventions.memory  # GB or GiB
     bytes_of_unit = GIGA[unit]
     available = f"{plan.cluster.memory / bytes_of_unit:.1f} {unit}"
     return Row(
@@ -230,7 +235,7 @@ def plan_html(plan: Plan, command: str) -> str:
         if row.label != "total":
             label = f'<i class="kind-{number}"></i>{label}'  # a spot in the colour that the bar has for this kind
         rows.append([label, row.value])
-    table = table_html([memory.title, plan.conventions.memory], rows)
+    table = table_html(head=[memory.title, plan.conventions.memory], rows=rows)
     return f'{bar_html(plan)}<ul class="{css_class}">{items}</ul>{table}<pre><code>{escape(command)}</code></pre>'
 
 

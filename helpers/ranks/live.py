@@ -121,6 +121,7 @@ class LiveLine:
     """The newest lines of the ranks whose outputs are in ``folder``, on the screen for as long as the ranks run."""
 
     def __init__(self, folder: Path, nproc: int) -> None:
+        """Nothing is on the screen before the first update, so that a short run shows no line at all."""
         self.folder = folder
         self.nproc = nproc
         self.start = time.monotonic()

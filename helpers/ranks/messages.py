@@ -1,7 +1,7 @@
 """What a reader sees of ranks: their output, folded, and the errors that name the rank, the line and the cause."""
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -28,6 +28,7 @@ class RankError(RuntimeError):
     __module__ = "helpers.ranks.launch"
 
     def __init__(self, message: str, rank: int | None = None, failures: dict[int, str] | None = None) -> None:
+        """The arguments are the attributes. The traceback of the rank that failed first is shown under the message."""
         super().__init__(message)
         self.rank = rank
         self.failures = failures or {}
@@ -50,7 +51,7 @@ def first_failure(failures: dict[int, Failure], out_of_memory: bool) -> RankErro
     """
 
     def causes_first(rank: int) -> tuple[bool, float]:
-        # A rank that lost its connection to a peer (``echo``) may report before the peer that caused it.
+        """Sorts ranks by the time of their failures, and those that only lost a peer (``echo``) behind all others."""
         return failures[rank].echo, failures[rank].when
 
     first = min(failures, key=causes_first)
@@ -61,7 +62,7 @@ def first_failure(failures: dict[int, Failure], out_of_memory: bool) -> RankErro
         what += " (the system's out-of-memory killer: use less memory)"
     elif what == "killed by SIGKILL":
         what += " (the system reports no out-of-memory kill)"
-    verb = "died"
+    verb = "died"  # A rank that is killed leaves no traceback.
     if cause.traceback:
         verb = "failed"
     if len(alike) == 1:
@@ -133,19 +134,15 @@ def fold(outputs: list[str]) -> Iterator[str]:
     ``outputs`` has each rank's text. Each rank's lines keep their order. A line that several ranks print is yielded
     once with all of them, if the order of the other lines allows it.
     """
-    lines = [split_lines(output) for output in outputs]
-    position = [0] * len(lines)  # of each rank's next line
-    remaining = [Counter(lines_of_rank) for lines_of_rank in lines]  # how often each rank has yet to print a line
-    while True:
-        unfinished = [rank for rank in range(len(lines)) if position[rank] < len(lines[rank])]
-        if not unfinished:
-            return
-        next_lines = {rank: lines[rank][position[rank]] for rank in unfinished}
-        line = choose_line(next_lines, remaining)
-        ranks = [rank for rank in unfinished if next_lines[rank] == line]
+    remaining = [deque(split_lines(output)) for output in outputs]  # each rank's lines that are not yet yielded
+    counts = [Counter(lines) for lines in remaining]  # how often each of them is among these
+    while any(remaining):
+        next_lines = {rank: lines[0] for rank, lines in enumerate(remaining) if lines}
+        line = choose_line(next_lines, counts)
+        ranks = [rank for rank, next_line in next_lines.items() if next_line == line]
         for rank in ranks:
-            remaining[rank][line] -= 1
-            position[rank] += 1
+            remaining[rank].popleft()
+            counts[rank][line] -= 1
         yield f"[{label(ranks)}] {line}".rstrip()
 
 
@@ -157,11 +154,11 @@ def split_lines(output: str) -> list[str]:
 
 
 def choose_line(next_lines: Mapping[int, str], remaining: Sequence[Counter[str]]) -> str:
-    """Which line of {rank: its next line} to show next.
+    """Which line to show next, where the ranks' outputs are merged: one of {rank: its next line}.
 
-    It is best to wait with a line that another rank prints too, but only after other lines, because the line is then
-    shown once for both. So the first line is taken for which this is not so, or else the first rank's line.
-    ``remaining`` has {line: how often the rank still prints it} for each rank.
+    ``remaining`` has {line: how often the rank still prints it} for each rank. If another rank comes to the same line
+    later, it is best to wait until then, because the line is shown once for both. So the first line is taken that no
+    rank prints later, or else the first rank's line.
     """
     for line in next_lines.values():
         ranks_that_print_it_later = [

@@ -313,6 +313,10 @@ def share_group() -> None:
 
     @functools.wraps(torch_init)
     def init_process_group(*args: Any, **options: Any) -> None:
+        """In the place of torch's function: use the group of launch, if nobody does, or else start one as torch does.
+
+        ``state`` says who has the group of launch, and ``actual`` what kind of group it is.
+        """
         nonlocal state
         if state is GroupState.NOT_ASKED_FOR:
             requested = inspect.signature(torch_init).bind(*args, **options).arguments
@@ -323,6 +327,10 @@ def share_group() -> None:
 
     @functools.wraps(torch_destroy)
     def destroy_process_group(group: Any = None) -> None:
+        """In the place of torch's function: give the group of launch back if it is in use, or else destroy the group.
+
+        ``state`` says who has the group of launch.
+        """
         nonlocal state
         is_default_group = group is None or group is dist.group.WORLD
         if not is_default_group:

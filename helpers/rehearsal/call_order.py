@@ -41,13 +41,14 @@ class CallOrder:
     def announce(self, call: str) -> None:
         """Tell the group this rank's next call. Raises RuntimeError where a rank that came earlier made another call.
 
-        ``call`` is the text of ``describe``, which is equal for calls that belong together.
+        ``call`` is the text of ``describe``, which is equal for calls that belong together. The rank that comes first
+        to its N-th call writes it into the store, and each later one compares its own N-th call with it.
         """
         self.calls += 1
         self.store.set(f"calls/{self.rank_in_group}", str(self.calls))
         caller = f"rank {os.environ['RANK']} at {script_line()}"
-        # compare_set writes only if the key has no value yet, and returns the value that the key then has.
         own_value = json.dumps([call, caller])
+        # compare_set writes only if the key has no value yet, and returns the value that the key then has.
         first_value = self.store.compare_set(f"call/{self.calls}", "", own_value).decode()
         first_call, first_caller = json.loads(first_value)
         if first_call != call:
@@ -56,7 +57,7 @@ class CallOrder:
             raise gpu_error(message)
 
     def explain(self, error: Exception) -> Exception:
-        """The error to raise in place of gloo's, which may say only that a peer's connection is lost.
+        """The error to raise in place of ``error``, which gloo has raised and which may only say that a peer is lost.
 
         It says that the ranks' calls differ, or which ranks did not come, and which of those have ended. If neither is
         so, or if a rank has raised an exception of its own, which then is the cause, it is gloo's error.
@@ -64,6 +65,7 @@ class CallOrder:
         if self.store.check(["differ"]):
             return RuntimeError(self.store.get("differ").decode())  # the rank that came last has it in its report
         missing = [rank for rank in range(self.group_size) if self.calls_of(rank) < self.calls]
+        # A rank that raises an exception leaves a file there, beside the file in which torchrun looks for errors.
         folder_of_the_ranks = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
         a_rank_raised = any(folder_of_the_ranks.glob("raised-*"))
         a_peer_is_lost = LOST.search(str(error)) is not None
@@ -106,7 +108,7 @@ class CallOrder:
         return [self.value_of(key) for key in keys]
 
     def remember(self, work: Any, outputs: Iterable[torch.Tensor] = ()) -> Any:
-        """Note the group and the outputs of a call by its Work, which torch returns to the script; return the Work.
+        """Keep this group and the outputs of a call under its Work, the handle that the script waits on. Returns it.
 
         ``wait`` and ``get_future`` below, which replace methods of Work, look the two up.
         """
@@ -121,22 +123,25 @@ OUTPUTS: WeakKeyDictionary[Any, list[torch.Tensor]] = WeakKeyDictionary()
 
 
 def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Work.wait. gloo's error for a lost peer becomes one that says what NCCL would do: see ``CallOrder.explain``."""
+    """In the place of ``work.wait()``: ``self`` is the Work, the handle of a call that may not have ended yet.
+
+    gloo's error for a lost peer becomes one that says what NCCL would do: see ``CallOrder.explain``.
+    """
     try:
         return ORIGINAL_WAIT(self, *args, **kwargs)
     except RuntimeError as error:
-        if self not in GROUPS:
+        if self not in GROUPS:  # a call that was not made on a pretended GPU
             raise
         raise GROUPS[self].explain(error) from None
 
 
 def get_future(self: Any) -> Any:
-    """Work.get_future: the call's outputs as a Future.
+    """In the place of ``work.get_future()``: a Future of the call's outputs. ``self`` is the Work, the call's handle.
 
     gloo has none for a reduce_scatter. So for each call on a pretended GPU this waits until the call has ended, and
     returns a Future that has its result already.
     """
-    if self not in OUTPUTS:
+    if self not in OUTPUTS:  # a call that was not made on a pretended GPU
         return ORIGINAL_FUTURE(self)
     wait(self)
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()

@@ -64,6 +64,7 @@ def accept_number(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Takes the place of ``original``: the device is the first argument, or the one of this name."""
         # Not isinstance(..., int): a bool is an int as well, and names no GPU.
         if args and type(args[0]) is int:
             number, *other_args = args
@@ -95,6 +96,7 @@ class Generator(ORIGINAL_GENERATOR, metaclass=StandIn):
     on_gpus: dict[int, torch.Generator] = {}
 
     def __new__(cls, device: Device = "cpu") -> "Generator":
+        """Make a generator of the CPU, which says that it is on ``device``."""
         generator = super().__new__(cls, device="cpu")
         generator.pretended_device = torch.device("cpu")
         if is_gpu(device):

@@ -53,6 +53,7 @@ class Stream:
     ids = itertools.count(1)
 
     def __init__(self, device: Device = None, priority: int = 0, **kwargs: Any) -> None:
+        """Make a stream of the GPU, or of the current one for None, with the attributes that a script may read."""
         self.device = torch.device("cuda", gpu_of(device))
         self.device_index = self.device.index
         self.device_type = 1  # torch's number of CUDA
@@ -426,6 +427,7 @@ def patch_contexts() -> None:
     original_is_autocast_enabled = torch.is_autocast_enabled
 
     def init_autocast_on_cpu(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        """In the place of the constructor of torch.autocast, whose arguments these are."""
         if device_type == "cuda":
             device_type = "cpu"
             if dtype is None:

@@ -116,14 +116,14 @@ class PretendedNCCL(GLOO, CallOrder):
             return
         self.check_bound(gpu)
         node = os.environ["GROUP_RANK"]  # as torchrun numbers the nodes
-        own_place = f"{node}/{gpu}"
-        places_of_ranks = self.share_value(
+        own_gpu = f"{node}/{gpu}"
+        gpus_of_ranks = self.share_value(
             key="gpu",
-            value=own_place,
-            duty="come to this communicator's first use",
+            value=own_gpu,
+            duty="come to this communicator's first use",  # how the error names what a missing rank did not do
             timeout=self.pretended_options._timeout,
         )
-        ranks_on_this_gpu = [rank for rank, place in enumerate(places_of_ranks) if place == own_place]
+        ranks_on_this_gpu = [rank for rank, gpu_of_rank in enumerate(gpus_of_ranks) if gpu_of_rank == own_gpu]
         if len(ranks_on_this_gpu) > 1:
             raise gpu_error(
                 f"NCCL error: Duplicate GPU detected: ranks {ranks_on_this_gpu} of a group are all on cuda:{gpu}"
@@ -221,34 +221,41 @@ def sent_tensors(args: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of ProcessGroup, such as ``allreduce``: check and count its calls, and let gloo do their work.
-
-    gloo gets the CPU tensors that are inside pretended ones. If a group has no NCCL, or if the tensors of a call are on
-    the CPU, gloo does the work on a cluster as well. So such a call is counted as gloo's.
-    """
+    """What takes the place of ``original``, torch's method ``name`` of ProcessGroup, such as ``allreduce``."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """What takes the method's place: ``self`` is the group. Returns the call's Work, as the method does."""
-        values = (*args, *kwargs.values())
-        tensors = tensors_in(values)
-        nccl = nccl_of(self)
-        backend = "gloo"
-        if nccl is not None:
-            check_tensors(self, nccl, name, tensors)
-            check_operation(values)
-            is_on_gpu = any(index_of(tensor) is not None for tensor in tensors)
-            if is_on_gpu:
-                backend = "NCCL"
-        events.collective(f"{name} ({backend})", sent_tensors(args))
-        if backend == "gloo" or name in POINT_TO_POINT:
-            return original(self, *unwrap(args), **unwrap(kwargs))
-        # All ranks of the group make this call, and ``announce`` raises where one of them makes another.
-        nccl.announce(describe(name, values, nccl.group_size))
-        work = perform(original, name, self, nccl, args, kwargs)
-        output = values[:1]
-        return nccl.remember(work, tensors_in(output))
+        """Takes the place of ``original``, torch's method ``name`` of ProcessGroup. ``self`` is the process group."""
+        return call_checked(original, name, self, args, kwargs)
 
     return call
+
+
+def call_checked(original: Callable[..., Any], name: str, group: Any, args: Any, kwargs: Any) -> Any:
+    """A script's call of a method of ProcessGroup: check and count it, and let gloo do the work. Returns the Work.
+
+    ``original`` is torch's method ``name``; ``args`` and ``kwargs`` are the call's arguments. Tensors among them only
+    say that they are on a GPU, and hold CPU tensors. gloo gets these. If a group has no NCCL, or if the tensors of a
+    call are on the CPU, gloo does the work on a cluster as well. So such a call is counted as gloo's.
+    """
+    values = (*args, *kwargs.values())
+    nccl = nccl_of(group)
+    backend = "gloo"
+    if nccl is not None:
+        tensors = tensors_in(values)
+        check_tensors(group, nccl, name, tensors)
+        check_operation(values)
+        is_on_gpu = any(index_of(tensor) is not None for tensor in tensors)
+        if is_on_gpu:
+            backend = "NCCL"
+    events.collective(f"{name} ({backend})", sent_tensors(args))
+    if backend == "gloo" or name in POINT_TO_POINT:
+        return original(group, *unwrap(args), **unwrap(kwargs))
+
+    # All ranks of the group make this call, and ``announce`` raises where one of them makes another.
+    nccl.announce(describe(name, values, nccl.group_size))
+    work = perform(original, name, group, nccl, args, kwargs)
+    output = values[:1]  # the first argument of a collective is what it fills
+    return nccl.remember(work, tensors_in(output))
 
 
 def perform(original: Callable[..., Any], name: str, group: Any, nccl: PretendedNCCL, args: Any, kwargs: Any) -> Any:
@@ -257,24 +264,28 @@ def perform(original: Callable[..., Any], name: str, group: Any, nccl: Pretended
     ``original`` is torch's method ``name`` of ProcessGroup; ``args`` and ``kwargs`` are the call's arguments. Tensors
     among them only say that they are on a GPU, and hold CPU tensors. gloo gets these.
 
-    NCCL only counts elements, so it accepts an output whose shape is not the input's, and a list of tensors that have
-    different sizes. gloo refuses both. So the tensors are made flat, and such a list is sent by an all_to_all.
+    NCCL only counts elements, where gloo compares shapes. So gloo gets flat tensors, unless torch itself compares the
+    shapes, or divides the tensor by its rows.
     """
     args = unwrap(args)
     kwargs = unwrap(kwargs)
-    needs_shapes = name in SAME_SHAPES or divides_rows(name, args)
-    if not needs_shapes:
+    keeps_shapes = name in SAME_SHAPES or divides_rows(name, args)
+    if not keeps_shapes:
         args = map_tensors(args, flattened)
-    if name in ("alltoall", "allgather"):
-        # Both take the outputs as their first argument, and what this rank sends as the second.
-        outputs = tensors_in(args[:1])
-        inputs = tensors_in(args[1:2])
-        if name == "alltoall":
-            return all_to_all_of_lists(nccl, outputs, inputs)
-        if have_different_sizes(outputs):
-            # An all_gather is an all_to_all in which a rank sends the same tensor to all.
-            [own_input] = inputs
-            return all_to_all_of_lists(nccl, outputs, inputs=[own_input] * nccl.group_size)
+    if name not in ("alltoall", "allgather"):
+        return original(group, *args, **kwargs)
+
+    # These two take lists of tensors, first the outputs and then what this rank sends. NCCL allows that the tensors of
+    # a list have different sizes, and gloo does not. So such lists are sent by an all_to_all of one tensor.
+    outputs = tensors_in(args[:1])
+    inputs = tensors_in(args[1:2])
+    if name == "alltoall":
+        return all_to_all_of_lists(nccl, outputs, inputs)
+    if have_different_sizes(outputs):
+        # An all_gather is an all_to_all in which a rank sends the same tensor to all.
+        [own_input] = inputs
+        same_for_each_rank = [own_input] * nccl.group_size
+        return all_to_all_of_lists(nccl, outputs, inputs=same_for_each_rank)
     return original(group, *args, **kwargs)
 
 
@@ -355,10 +366,12 @@ def check_operator(func: Any, args: Any) -> None:
     """Count and check a collective that is an operator, as ``checked`` does for those that are methods of a group.
 
     Functional collectives are operators, such as _c10d_functional.all_reduce, and torch's C++ calls a group by others,
-    such as c10d.allreduce_. ``CudaTensor`` calls this function before it lets one of them run.
+    such as c10d.allreduce_. ``CudaTensor`` calls this function before it lets one of them run. ``args`` are the
+    operator's arguments.
     """
     name = func.__name__.partition(".")[0].rstrip("_")  # "allreduce" for allreduce_.default
-    if name not in ("wait_tensor", "_wrap_tensor_autograd"):  # these two send nothing
+    sends_nothing = name in ("wait_tensor", "_wrap_tensor_autograd")
+    if not sends_nothing:
         first_argument = args[:1]
         events.collective(f"{name} (C++)", tensors_in(first_argument))
     nccl = nccl_of(group_among(args))
@@ -416,9 +429,10 @@ def device_types(group: Any) -> list[torch.device]:
 
 
 def new_process_group(*args: Any, **kwargs: Any) -> Any:
-    """torch's function that makes a group. A group of NCCL alone gets NCCL as its backend for the CPU too.
+    """In the place of torch's function that makes a group: a group of NCCL alone gets NCCL for the CPU, too.
 
-    torch's C++ looks for the backend of a tensor's device, and takes a pretended tensor for one on the CPU.
+    torch's C++ looks for the backend of a tensor's device, and takes a pretended tensor for one on the CPU. Returns
+    what torch's function does: the group first.
     """
     group, *other_results = ORIGINAL_HELPER(*args, **kwargs)
     has_this_rank = isinstance(group, dist.ProcessGroup)  # other ranks get a placeholder, which is a number
@@ -428,8 +442,13 @@ def new_process_group(*args: Any, **kwargs: Any) -> Any:
 
 
 def splits_off(parent: Any) -> bool:
-    """Whether NCCL makes a new group by a split of this one. It does if ``device_id`` has bound the group to a GPU."""
-    return bool(parent.bound_device_id and nccl_of(parent))
+    """Whether NCCL makes a smaller group by a split of the group ``parent``, instead of anew.
+
+    It does if ``device_id`` of init_process_group has bound the parent to a GPU. All ranks of the parent have to take
+    part in a split, also those that will not be in the smaller group.
+    """
+    is_bound_to_gpu = bool(parent.bound_device_id)
+    return is_bound_to_gpu and bool(nccl_of(parent))
 
 
 def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -456,20 +475,30 @@ def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args
     return ORIGINAL_NEW_GROUP(ranks, timeout, backend, *args, **kwargs)
 
 
-def split_group(parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """torch's split_group: a group for each list of the parent's ranks. Returns the first one that has this rank.
+def split_group(
+    parent_pg: dist.ProcessGroup | None = None,
+    split_ranks: Any = None,
+    timeout: timedelta | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """In the place of torch's split_group: divide a group into smaller ones, and return this rank's one, or None.
 
-    torch asks the backend to split itself, which gloo cannot. So each group is made by ``new_group``.
+    ``parent_pg`` is the group to divide, or None for the default group. ``split_ranks`` has a list for each new group:
+    the ranks' numbers in the parent. ``args`` and ``kwargs`` are torch's further arguments.
+
+    torch asks the group's backend to split itself, which gloo, the backend here, cannot. So where NCCL would split the
+    parent, each group is made by ``new_group``. A group without NCCL is left to torch's own function.
     """
     parent = parent_pg or c10d._get_default_group()
     if not splits_off(parent):
         return ORIGINAL_SPLIT_GROUP(parent_pg, split_ranks, timeout, *args, **kwargs)
     options = {name: kwargs[name] for name in ("backend", "group_desc") if name in kwargs}
-    # The lists have the ranks' numbers in the parent, and new_group wants those in the whole job.
-    global_ranks = c10d.get_process_group_ranks(parent)
+    global_ranks = c10d.get_process_group_ranks(parent)  # new_group wants the ranks' numbers in the whole job
     own_group = None
     for ranks_in_parent in split_ranks:
         ranks = [global_ranks[rank] for rank in ranks_in_parent]
+        # Every rank of the parent makes every group, as torch demands of new_group.
         group = c10d.new_group(ranks, timeout, **options)
         if own_group is None and parent.rank() in ranks_in_parent:
             own_group = group

@@ -165,15 +165,8 @@ class CudaTensor(Base):
         kwargs = dict(kwargs or {})
         tensors = tensors_in((*args, *kwargs.values()))
         pretended = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
-        # The GPU of the results: that of an argument ``device``, or else that of the first tensor on a GPU. It is None
-        # if all of them are parameters that have moved to the host.
-        device = kwargs.pop("device", None)
-        indices = [tensor.index for tensor in pretended if tensor.index is not None]
-        index = None
-        if is_gpu(device):
-            index = gpu_of(device)
-        elif indices:
-            index = indices[0]
+        device = kwargs.pop("device", None)  # of the result, where an operator such as empty_like is told it
+        index = gpu_of_results(device, pretended)
         if index is not None:
             check_process()
             check_generator(kwargs.get("generator"))
@@ -190,6 +183,7 @@ class CudaTensor(Base):
         given = {id(cpu_tensor(tensor)): tensor for tensor in tensors}
 
         def wrap(result: torch.Tensor) -> torch.Tensor:
+            """A result of the operator, which is a CPU tensor, as the script is to get it."""
             if id(result) in given:
                 return given[id(result)]
             return on_gpu_or_host(result, index)
@@ -204,17 +198,32 @@ def follow_shape(tensor: CudaTensor) -> None:
             tensor.data = CudaTensor(tensor.inner, tensor.index)
 
 
+def gpu_of_results(device: Device, pretended: list[CudaTensor]) -> int | None:
+    """The number of the GPU on which an operator's results are, or None for the host.
+
+    ``device`` is the operator's argument of this name, or None. Without it, it is the GPU of the first of the
+    ``pretended`` tensors that is on one. They may all be parameters that have moved to the host.
+    """
+    if is_gpu(device):
+        return gpu_of(device)
+    for tensor in pretended:
+        if tensor.index is not None:
+            return tensor.index
+    return None
+
+
 def rebuild(
     inner: torch.Tensor, index: int | None, requires_grad: bool = False, parameter: bool = False
 ) -> torch.Tensor:
     """Make a pretended tensor of what ``CudaTensor.state`` has taken of one: copy.deepcopy and pickles call this.
 
     ``inner`` has the values. The tensor comes to GPU ``index``, or to the host for None. But if a torch.load runs which
-    names a device, it comes to that one.
+    names a device (map_location), it comes to that one. ``parameter``: it is to be an nn.Parameter.
     """
     device: Device = "cpu"
     if index is not None:
         device = index
+    # One torch.load may run within another. The innermost one reads this tensor, and may have named no device.
     if MAP_LOCATIONS and MAP_LOCATIONS[-1] is not None:
         device = MAP_LOCATIONS[-1]
     tensor = inner
@@ -236,7 +245,7 @@ def set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     C++ refers to the tensor, as DDP's does. Then a pretended tensor stays one, without a GPU.
     """
     grad = tensor.grad
-    tensor.grad = None  # it comes back below, on the new device
+    tensor.grad = None  # a gradient must be where its tensor is, so it comes back below, on the new device
     if isinstance(tensor, CudaTensor) and has_references_in_cpp(tensor):
         set_inner(tensor, values)
     else:

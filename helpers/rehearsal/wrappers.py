@@ -62,6 +62,7 @@ def patch_ddp() -> None:
     original_backward: Any = torch.autograd._engine_run_backward
 
     def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        """DDP's constructor, which also keeps the group, whose ranks may be missing in a backward pass."""
         # DDP's C++ makes buckets on the CPU. Gradients that are views of the buckets would be CPU tensors.
         kwargs["gradient_as_bucket_view"] = False
         original_init(self, module, *args, **kwargs)

@@ -70,6 +70,7 @@ def count_waits() -> None:
     show_warning: Any = warnings.showwarning
 
     def count_warning(message: Any, *args: Any, **kwargs: Any) -> None:
+        """In the place of ``show_warning``, Python's function: count a warning of a wait, and show any other one."""
         is_of_wait = str(message).startswith(SYNC)
         if not is_of_wait:
             show_warning(message, *args, **kwargs)
@@ -112,6 +113,10 @@ class CollectivesOfDTensor(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """In the place of an operator ``func``, such as all_reduce: count it if it is a collective, and run it.
+
+        ``types`` are the classes of those arguments that are not plain tensors.
+        """
         if any(issubclass(tensor_class, (DTensor, CudaTensor)) for tensor_class in types):
             return NotImplemented  # torch turns it into operators of plain tensors, which come here, too.
         name, _, _ = func.__name__.partition(".")  # "all_reduce" of "all_reduce.default"
@@ -127,6 +132,7 @@ class Report:
     """The file in which this rank says what it has observed, ``rank<N>.json``. It is written when the rank ends."""
 
     def __init__(self, folder: Path, rank: str) -> None:
+        """Nothing is written yet. ``rank`` is the rank's number as text, for the names of the files in ``folder``."""
         self.path = folder / f"rank{rank}.json"
         self.unfinished_path = folder / f"part{rank}"
         self.start = time.monotonic()

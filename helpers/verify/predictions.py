@@ -26,48 +26,51 @@ FIRST = {"h100": Prediction(catalog.STEP_TIME, "ms", value=124.6, low=105.6, hig
 
 
 def predictions_for(gpu: str, ranks: int) -> dict[str, list[Prediction]]:
-    """What the planner expects of this model of GPU, so many of them: {a probe's name: predictions of its figures}.
+    """What the planner expects of so many GPUs of one model: {a probe's name: predictions of its figures}.
 
-    ``gpu`` is the name that nvidia-smi gives it. Empty for a GPU that the planner does not know.
+    A probe measures some figures on real GPUs, and the book's page shows each beside its prediction. ``gpu`` is the
+    name that nvidia-smi gives the model. The dictionary is empty for a GPU that the planner does not know.
     """
     preset = PRESETS.get(gpu)
     if preset is None:
         return {}
-    cluster = cluster_of(preset, min(ranks, GPUS_PER_NODE))
+    cluster = cluster_of(preset, min(ranks, GPUS_PER_NODE))  # one node at most
     predictions = {
         catalog.PLANNED.name: of_step(preset),
         catalog.RATES.name: of_rates(cluster),
     }
-    if "float8" in cluster.peaks:
+    has_float8 = "float8" in cluster.peaks
+    if has_float8:
         predictions[catalog.FLOAT8.name] = [of_product(cluster, "float8", catalog.MATRIX)]
     if ranks > 1:
+        # FITTED has the shares of data sheets' speeds that real programs have reached.
+        reached = cluster.link_in_node * FITTED.in_node
         name = catalog.all_reduce_name(catalog.MESSAGE)
-        reached = cluster.link_in_node * FITTED.in_node  # of the data sheet's speed the share that programs get
         predictions[catalog.BUS_BANDWIDTH.name] = [Prediction(name, unit="GB/s", value=reached / 1e9)]
     return predictions
 
 
 def of_step(preset: str) -> list[Prediction]:
-    """Time and memory of a step of GPT-2 medium, as ``python -m helpers plan`` gives them."""
+    """Time and memory of a step of GPT-2 medium on a GPU of the planner, as ``python -m helpers plan`` gives them."""
     # torch.cuda.max_memory_allocated, which the probe reads, counts tensors without the allocator's gaps.
     planned = plan("gpt2-medium", preset, LAYOUT, {"allocator": "tensors"})
     step = planned.step
-    memory = planned.stages[0]
+    memory = planned.stages[0]  # {kind: bytes}; there is one stage
     states = sum(memory[kind] for kind in STATES)
-    time = Prediction(
-        catalog.STEP_TIME,
-        unit="ms",
-        value=1e3 * step.seconds,
-        low=1e3 * step.low,
-        high=1e3 * step.high,
-    )
-    first = [FIRST[preset]] if preset in FIRST else []
-    return [
-        time,
-        *first,
-        Prediction(catalog.PEAK, unit="GB", value=memory["total"] / 1e9),
-        Prediction(catalog.STATES, unit="GB", value=states / 1e9),
+    predictions = [
+        Prediction(
+            catalog.STEP_TIME,
+            unit="ms",
+            value=1e3 * step.seconds,
+            low=1e3 * step.low,
+            high=1e3 * step.high,
+        )
     ]
+    if preset in FIRST:
+        predictions.append(FIRST[preset])
+    predictions.append(Prediction(catalog.PEAK, unit="GB", value=memory["total"] / 1e9))
+    predictions.append(Prediction(catalog.STATES, unit="GB", value=states / 1e9))
+    return predictions
 
 
 def of_rates(cluster: Cluster) -> list[Prediction]:
@@ -75,7 +78,7 @@ def of_rates(cluster: Cluster) -> list[Prediction]:
     # {the probe's name of a number format: the planner's name}
     formats = {"float32": "float32", "TF32": "tf32", "bfloat16": "bfloat16", "float16": "float16"}
     products = [of_product(cluster, name, catalog.MATRIX, dtype) for name, dtype in formats.items()]
-    memory_speed = cluster.memory_speed * FITTED.memory
+    memory_speed = cluster.memory_speed * FITTED.memory  # of the data sheet's speed the share that programs reach
     return [*products, Prediction(catalog.MEMORY_SPEED, unit="GB/s", value=memory_speed / 1e9)]
 
 

@@ -48,6 +48,7 @@ def step_seconds(dtype: torch.dtype, width: int, batch_size: int, device: torch.
     labels = torch.randint(width, (batch_size,), device=device)
 
     def step() -> None:
+        """One training step, always on the same batch, because only its time counts."""
         optimizer.zero_grad()
         with torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
             loss = F.cross_entropy(model(images), labels)
