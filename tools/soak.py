@@ -232,7 +232,7 @@ class Restarts:
         """Start a job that saves its checkpoints in ``folder``, and that torchrun restarts as often as it is killed."""
         all_flags = ["--epochs", str(self.EPOCHS), "--save-every", str(save_every)]
         all_flags += ["--checkpoint-dir", str(folder), *flags]
-        self.agent.start(self.script, self.NPROC, *all_flags, restarts=1_000_000)
+        self.agent.start(self.script, self.NPROC, *all_flags, restarts=1_000_000)  # more than there are kills
 
     def outcome(self) -> list[str]:
         """Wait for the job's end; return the two lines that it prints there: its weights' digest and its result.
@@ -242,7 +242,8 @@ class Restarts:
         status = self.agent.end()
         endings = [line for line in self.agent.lines if line.startswith(("weights ", "result "))]
         last_two = endings[-2:]
-        if status != 0 or [line.split()[0] for line in last_two] != ["weights", "result"]:
+        first_words = [line.split()[0] for line in last_two]
+        if status != 0 or first_words != ["weights", "result"]:
             raise Failure(f"torchrun ended with status {status}")
         return last_two
 
@@ -272,7 +273,8 @@ class Restarts:
     def check_names(self, folder: Path) -> None:
         """Raise Failure if the folder holds more than checkpoints, and what a kill during the last save may leave."""
         allowed = r"step_.*"
-        if self.agent.printed(f"going on from step {self.STEPS},"):  # this start had nothing to train or save
+        had_nothing_to_do = self.agent.printed(f"going on from step {self.STEPS},")  # after a kill during the last save
+        if had_nothing_to_do:
             allowed += rf"|emergency_\d+\.pt|\.step_{self.STEPS:08}\.pt\.part"
         strange = [path.name for path in folder.iterdir() if not re.fullmatch(allowed, path.name)]
         if strange:
@@ -456,7 +458,7 @@ class Meshes:
 
     def start_and_kill(self, folder: Path, may_kill: bool) -> Start:
         """Start the job on a mesh that is drawn and, if it may, kill it. Raises Failure if it loses a checkpoint."""
-        [mesh] = self.luck.choices(list(self.MESHES), list(self.MESHES.values()))
+        [mesh] = self.luck.choices(list(self.MESHES), weights=list(self.MESHES.values()), k=1)
         complete_before = complete(folder)
         self.start(mesh, folder)
         was_killed = False

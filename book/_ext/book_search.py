@@ -57,11 +57,14 @@ class Passages:
 
 
 def is_entry(node: nodes.Node) -> bool:
-    """Whether a node of a page is a section or a term of the glossary, which the search finds by itself."""
+    """Whether the search finds a node of a page by itself.
+
+    It does so for a section, a term of the glossary, and a work in the list of references (a citation).
+    """
     if isinstance(node, nodes.definition_list_item):
         term = node[0]
-        has_link = bool(term["ids"])  # only the glossary's definitions can be linked to
-        return has_link
+        is_in_glossary = bool(term["ids"])  # no link can lead to other definitions
+        return is_in_glossary
     return isinstance(node, (nodes.section, nodes.citation))
 
 
@@ -97,12 +100,12 @@ def collect_listing(listing: nodes.literal_block, scripts: Path, passages: Passa
     """
     text = listing.astext()
     if "traceback" in listing["classes"]:
-        message = []
+        message_lines = []
         for line in text.split("\n"):
-            is_indented = line[:1].isspace()  # as the lines of the traceback's frames
+            is_indented = line[:1].isspace()  # as the lines between the first one and the message are
             if line and not is_indented and not line.startswith("Traceback"):
-                message.append(line)
-        passages.text.append("\n".join(message))
+                message_lines.append(line)
+        passages.text.append("\n".join(message_lines))
         return
 
     included_file = listing.get("source", "")  # set where a page includes a file; empty for a cell and for an output
