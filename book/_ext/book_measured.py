@@ -157,7 +157,7 @@ def caption(finding: Finding) -> str:
     facts = finding.record.facts
     day = date.fromisoformat(facts["date"])
     when = f"{day.day} {MONTHS[day.month - 1]} {day.year}"
-    gpus, _, versions = facts["machine"].partition("; ")
+    gpus, _, versions = facts["machine"].partition("; ")  # "8 x NVIDIA H100 80GB HBM3; driver …"
     return (
         f"**{finding.title}.** Measured by this book on {when}, on {gpus} ({versions}), "
         f"at commit {facts['commit']}, by {facts['command']}:"
