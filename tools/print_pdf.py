@@ -131,7 +131,7 @@ def open_box(box: Tag, document: BeautifulSoup) -> None:
 def lead_inside(link: Tag, html: Path, page: str, pages: list[str]) -> None:
     """Make a link lead to the same place in the one long document of which the PDF is printed.
 
-    The link is from the page ``page``, and the document holds all ``pages``. Each is named as ``notebooks/04_ddp`` is:
+    The link is from the page ``page``, and the document holds all ``pages``. Each is named as ``book/glossary`` is:
     by the path of its file in the folder ``html``, without the suffix .html. A link to the web stays. A link to a file
     that is not in the document, such as a download, becomes its text, because paper has no file beside it.
     """
@@ -199,7 +199,7 @@ def contents_line(kind: str, target: str, text: str, numbers: PageNumbers) -> st
 def document(html: Path, body: str, articles: Mapping[str, Tag]) -> str:
     """The HTML document that the browser prints, with ``body`` in it. Its addresses count from the folder ``html``.
 
-    ``articles`` are the pages of the book, {"notebooks/04_ddp": its content}. All of them count for the styles, also
+    ``articles`` are the pages of the book, {"book/glossary": its content}. All of them count for the styles, also
     if only the title and the contents are printed.
     """
     style_sheets = "".join(
