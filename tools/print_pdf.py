@@ -129,23 +129,26 @@ def open_box(box: Tag, document: BeautifulSoup) -> None:
 
 
 def lead_inside(link: Tag, html: Path, page: str, pages: list[str]) -> None:
-    """Make a link of a page lead to the same place in the one long document, which holds all ``pages``.
+    """Make a link lead to the same place in the one long document of which the PDF is printed.
 
-    A link to the web stays. A link to a file that is not in the document, such as a download, becomes its text, because
-    paper has no file beside it.
+    The link is from the page ``page``, and the document holds all ``pages``. Each is named as ``book/glossary`` is:
+    by the path of its file in the folder ``html``, without the suffix .html. A link to the web stays. A link to a file
+    that is not in the document, such as a download, becomes its text, because paper has no file beside it.
     """
-    address = str(link["href"])
-    if urlsplit(address).scheme:
+    address = str(link["href"])  # such as "../book/cluster.html#a-section"
+    is_on_the_web = urlsplit(address).scheme != ""
+    if is_on_the_web:
         return
-    path, _, anchor = address.partition("#")
-    target_page = page
-    if path:
-        target_page = address_in_book(html, page, path).removesuffix(".html")
-    if target_page in pages:
-        link["href"] = "#" + id_in_book(target_page, unquote(anchor))
-        del link["title"]  # what a screen shows at the mouse
-    else:
+    file, _, anchor = address.partition("#")
+    if file:
+        linked_page = address_in_book(html, page, file).removesuffix(".html")
+    else:  # the address is only "#a-section", of this page
+        linked_page = page
+    if linked_page not in pages:
         link.unwrap()
+        return
+    link["href"] = "#" + id_in_book(linked_page, unquote(anchor))
+    del link["title"]  # what a screen shows at the mouse
 
 
 def address_in_book(html: Path, page: str, address: str) -> str:
@@ -194,24 +197,38 @@ def contents_line(kind: str, target: str, text: str, numbers: PageNumbers) -> st
 
 
 def document(html: Path, body: str, articles: Mapping[str, Tag]) -> str:
-    """The complete HTML document, with the style for paper. Its addresses count from the folder ``html``."""
-    style_sheets = []
-    running_heads = []
-    for page, content in articles.items():
+    """The HTML document that the browser prints, with ``body`` in it. Its addresses count from the folder ``html``.
+
+    ``articles`` are the pages of the book, {"book/glossary": its content}. All of them count for the styles, also
+    if only the title and the contents are printed.
+    """
+    style_sheets = "".join(
+        f'<link rel="stylesheet" href="{escape(address)}">' for address in style_sheets_of(html, list(articles))
+    )
+    # The top of each sheet of paper has the title of the page of the book that is printed there.
+    running_heads = [running_head(id_in_book(page), title_of(content)) for page, content in articles.items()]
+    rules = PAPER_STYLE + "\n".join(running_heads)
+    return (
+        '<!DOCTYPE html><html lang="en" data-theme="light"><head><meta charset="utf-8"><title>World Size One</title>'
+        f"{style_sheets}<style>{rules}</style></head>"
+        f'<body><main class="bd-content">{body}</main></body></html>'
+    )
+
+
+def style_sheets_of(html: Path, pages: list[str]) -> list[str]:
+    """The addresses of the style sheets that these pages load, each once: a page loads only those that it needs.
+
+    They are relative to ``html``, the folder of the built book.
+    """
+    style_sheets: list[str] = []
+    for page in pages:
         text = (html / f"{page}.html").read_text(encoding="utf-8")
         head = BeautifulSoup(text.partition("</head>")[0], "html.parser")
         for link in head("link", rel="stylesheet"):
             address = address_in_book(html, page, str(link["href"]))
-            if address not in style_sheets:  # each page loads those that it needs
+            if address not in style_sheets:
                 style_sheets.append(address)
-        running_heads.append(running_head(id_in_book(page), title_of(content)))
-    links = "".join(f'<link rel="stylesheet" href="{escape(address)}">' for address in style_sheets)
-    rules = PAPER_STYLE + "\n".join(running_heads)
-    return (
-        '<!DOCTYPE html><html lang="en" data-theme="light"><head><meta charset="utf-8"><title>World Size One</title>'
-        f"{links}<style>{rules}</style></head>"
-        f'<body><main class="bd-content">{body}</main></body></html>'
-    )
+    return style_sheets
 
 
 def running_head(page_id: str, title: str) -> str:
@@ -230,8 +247,7 @@ def print_pdf(html: Path, out: Path) -> int:
     """Print the book in the folder ``html`` to the file ``out``; return the number of pages.
 
     The table of contents names page numbers, which are known only after the book was printed. So the whole book is
-    printed without them, and then the front pages once more with them. Only the front pages' text is taken from the
-    second print, because the links of the second print lead nowhere: the book is not in it.
+    printed without them, and then the title and the contents alone once more, with them.
     """
     parts = table_of_contents()
     pages = [page for part in parts for page in part.pages]
@@ -243,14 +259,18 @@ def print_pdf(html: Path, out: Path) -> int:
         numbers = page_numbers(book)
         numbered_front = front(parts, articles, numbers)
         front_pages = PdfReader(printed(browser, html, document(html, numbered_front, articles))).pages
+
     pages_before_the_body = numbers[id_in_book(pages[0])] - 1
     if len(front_pages) != pages_before_the_body:
         raise SystemExit("Page numbers make the table of contents longer. Give its lines room for them.")
+    # Of the second print only what is drawn is taken: its links lead nowhere, because the book is not in it.
     for page_with_links, page_with_numbers in zip(book.pages, front_pages, strict=False):  # the book has more pages
         del page_with_links["/Contents"]  # what is drawn on the page; its links are in another entry, and stay
         page_with_links.merge_page(page_with_numbers)
+
     for page, content in articles.items():
-        book.add_outline_item(title=title_of(content), page_number=numbers[id_in_book(page)] - 1)  # pypdf counts from 0
+        position = numbers[id_in_book(page)] - 1  # pypdf counts from 0
+        book.add_outline_item(title=title_of(content), page_number=position)
     book.write(out)
     return len(book.pages)
 

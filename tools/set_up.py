@@ -93,8 +93,9 @@ def wanted_torch(requirements: str, exact: str | None = None) -> Wanted:
 def choose(wanted: Wanted, configured: list[str], pytorch: list[str], system: str, has_gpu: bool) -> Build:
     """Choose the PyTorch to install: a CPU build on Linux without a GPU, if there is one, or else the usual build.
 
-    ``configured`` are the versions where pip is configured to look, usually at PyPI, and ``pytorch`` those of PyTorch's
-    own index. The usual build has CUDA on Linux, and none on macOS. Raises SetUpError if there is neither.
+    ``wanted`` says which versions may be taken. pip has found ``configured`` at the index that it is configured to use,
+    which is PyPI for most, and ``pytorch`` at PyTorch's own. ``system`` is Linux or Darwin, which is macOS. Raises
+    SetUpError if there is no build that may be taken.
     """
     if system == "Linux" and not has_gpu:
         build = cpu_build(wanted, configured, pytorch)
@@ -105,28 +106,35 @@ def choose(wanted: Wanted, configured: list[str], pytorch: list[str], system: st
 
 
 def usual_build(wanted: Wanted, configured: list[str], system: str, has_gpu: bool) -> Build:
-    """The newest build that pip takes by itself: with CUDA on Linux, without on macOS. Raises SetUpError if none is."""
+    """The newest PyTorch that pip installs unless it is told otherwise: with CUDA on Linux, without it on macOS.
+
+    ``wanted`` says which versions may be taken, and ``configured`` are those that pip found at the index that it is
+    configured to use. ``system`` and ``has_gpu`` do not change the choice. They are the reason for it, which the
+    build's description tells the reader. Raises SetUpError if no version may be taken.
+    """
     # A plus sign begins the name of a special build, such as 2.15.0+cpu.
-    version = wanted.newest([version for version in configured if "+" not in version])
+    usual_versions = [version for version in configured if "+" not in version]
+    version = wanted.newest(usual_versions)
     if version is None:
         raise SetUpError(
             f"pip finds no {wanted} for Python {platform.python_version()}. Does `pip config list` name an index?\n"
             "If it does, this Python may be too new: name an older one, as in make PYTHON=python3.13"
         )
     if system != "Linux":
-        why = "which has no CUDA on this system"
+        reason = "which has no CUDA on this system"
     elif has_gpu:
-        why = "with CUDA, because nvidia-smi shows a GPU here"
+        reason = "with CUDA, because nvidia-smi shows a GPU here"
     else:
-        why = "with CUDA, 6 GB on disk, because no index that pip reaches has a CPU build for this Python"
-    return Build(f"torch==={version}", index_options=(), description=f"PyTorch {version}, {why}")
+        reason = "with CUDA, 6 GB on disk, because no index that pip reaches has a CPU build for this Python"
+    return Build(f"torch==={version}", index_options=(), description=f"PyTorch {version}, {reason}")
 
 
 def cpu_build(wanted: Wanted, configured: list[str], pytorch: list[str]) -> Build | None:
-    """The newest build for Linux without CUDA, whose version ends in ``+cpu``; None if there is none.
+    """The newest PyTorch for Linux without CUDA, whose version ends in ``+cpu``; None if there is none.
 
-    The arguments are those of ``choose``. If both indexes have the newest one, it is taken from the configured one,
-    which may be nearer.
+    ``wanted`` says which versions may be taken. pip has found ``configured`` at the index that it is configured to use,
+    and ``pytorch`` at PyTorch's own. If both have the newest one, it is taken from the configured one, which may be
+    nearer.
     """
     configured_cpu = [version for version in configured if version.endswith("+cpu")]
     pytorch_cpu = [version for version in pytorch if version.endswith("+cpu")]
@@ -240,7 +248,7 @@ def gpu_is_here() -> bool:
 
 
 def chosen_build(environment: Environment, wanted: Wanted) -> Build:
-    """Ask pip which versions there are, and choose one."""
+    """Ask pip which versions of PyTorch there are for this machine, and choose the build to install."""
     options: tuple[str, ...] = ()
     if wanted.exact is not None:
         options = ("--pre",)  # who names a nightly version wants it

@@ -60,24 +60,18 @@ class Agent:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.mark = uuid.uuid4().hex
+        """Start the agent in ``folder``, where it and its jobs may leave temporary files."""
+        self.mark = uuid.uuid4().hex  # by which the processes of its jobs are found
         self.lines: list[str] = []
         self.errors = folder / "errors.txt"
-        # Without PYTHONPATH and the like, the script cannot find this project: it must not need it.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        environment["TMPDIR"] = str(folder)
-        environment["OMP_NUM_THREADS"] = "1"
-        # All processes of the job inherit the mark. By it, those that nobody is the parent of are found too.
-        environment[leftovers.MARK] = self.mark
-        environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-        # With this, ranks that start again get a new store. In the agent's store, which outlives them, they might read
-        # the addresses of ranks that are dead.
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        # FORKING is the program, with Python's options. With --serve it imports the modules of IMPORTS, of which the
+        # ranks are forked, and then waits for jobs.
+        command = [sys.executable, *FORKING, "--serve", *IMPORTS]
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, *FORKING, "--serve", *IMPORTS],
+                command,
                 cwd=folder,
-                env=environment,
+                env=environment_of_agent(folder, self.mark),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -96,8 +90,10 @@ class Agent:
         """Start a script on ``nproc`` ranks, which torchrun may restart ``restarts`` times. No other job may run."""
         arguments = [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
         arguments.append("--monitor-interval=0.02")  # seconds after which the agent looks for dead ranks
+        arguments += AT_ADDRESS  # the ranks meet at a free port of this machine
+        arguments += [str(script), *flags]
         self.lines.clear()
-        print(json.dumps([*arguments, *AT_ADDRESS, str(script), *flags]), file=self.process.stdin, flush=True)
+        print(json.dumps(arguments), file=self.process.stdin, flush=True)  # the agent reads a job from each line
 
     def printed(self, beginning: str) -> bool:
         """Whether a line of the job begins with these words."""
@@ -134,7 +130,7 @@ class Agent:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks that run now, by rank."""
-        with contextlib.suppress(psutil.Error):  # one that ends just now
+        with contextlib.suppress(psutil.Error):  # a process that ends just now
             # The agent forks them in the order of their ranks, so that their process ids grow.
             return sorted(psutil.Process(self.process.pid).children(), key=lambda child: child.pid)
         return []
@@ -157,6 +153,24 @@ class Agent:
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
         self.reader.join(5)
+
+
+def environment_of_agent(folder: Path, mark: str) -> dict[str, str]:
+    """The environment variables of torchrun's agent, which its ranks inherit.
+
+    Temporary files go to ``folder``. ``mark`` is one of the variables: a process that still runs when its parent has
+    ended belongs to no other one, and it is found by this mark.
+    """
+    # Without PYTHONPATH and the like, the script cannot find this project: it must not need it.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment["TMPDIR"] = str(folder)
+    environment["OMP_NUM_THREADS"] = "1"
+    environment[leftovers.MARK] = mark
+    environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # the loopback interface
+    # With this, ranks that start again get a new store. In the agent's store, which outlives them, they might read the
+    # addresses of ranks that are dead.
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return environment
 
 
 def kill(rank: psutil.Process) -> None:
@@ -218,7 +232,7 @@ class Restarts:
         """Start a job that saves its checkpoints in ``folder``, and that torchrun restarts as often as it is killed."""
         all_flags = ["--epochs", str(self.EPOCHS), "--save-every", str(save_every)]
         all_flags += ["--checkpoint-dir", str(folder), *flags]
-        self.agent.start(self.script, self.NPROC, *all_flags, restarts=1_000_000)
+        self.agent.start(self.script, self.NPROC, *all_flags, restarts=1_000_000)  # more than there are kills
 
     def outcome(self) -> list[str]:
         """Wait for the job's end; return the two lines that it prints there: its weights' digest and its result.
@@ -228,7 +242,8 @@ class Restarts:
         status = self.agent.end()
         endings = [line for line in self.agent.lines if line.startswith(("weights ", "result "))]
         last_two = endings[-2:]
-        if status != 0 or [line.split()[0] for line in last_two] != ["weights", "result"]:
+        first_words = [line.split()[0] for line in last_two]
+        if status != 0 or first_words != ["weights", "result"]:
             raise Failure(f"torchrun ended with status {status}")
         return last_two
 
@@ -258,7 +273,8 @@ class Restarts:
     def check_names(self, folder: Path) -> None:
         """Raise Failure if the folder holds more than checkpoints, and what a kill during the last save may leave."""
         allowed = r"step_.*"
-        if self.agent.printed(f"going on from step {self.STEPS},"):  # this start had nothing to train or save
+        had_nothing_to_do = self.agent.printed(f"going on from step {self.STEPS},")  # after a kill during the last save
+        if had_nothing_to_do:
             allowed += rf"|emergency_\d+\.pt|\.step_{self.STEPS:08}\.pt\.part"
         strange = [path.name for path in folder.iterdir() if not re.fullmatch(allowed, path.name)]
         if strange:
@@ -280,7 +296,10 @@ class Restarts:
         return []
 
     def kill_one(self, folder: Path, ranks: list[psutil.Process]) -> bool:
-        """Wait for a moment and kill one of the ranks; return whether it did, because the job may end before."""
+        """Wait for a moment and kill one of the ranks; return whether it did, because the job may end before.
+
+        The moment is drawn. Half of the kills then wait until the job writes a snapshot into ``folder``.
+        """
         moment = self.luck.uniform(0, self.start_up + self.TRAINING)
         if self.agent.ends_within(moment):
             return False
@@ -367,9 +386,10 @@ class Meshes:
         self.start((1, 1, 1), folder)
         if not agent.wait_for(lambda: doing(folder) == "a write"):
             raise Failure("its checkpoints have their names before they are complete")
-        start = time.monotonic()  # it writes the first checkpoint, after SAVE_EVERY steps
+        # The first checkpoint is written after SAVE_EVERY steps, so these steps are those of two saves more.
+        start = time.monotonic()
         agent.wait_for(lambda: agent.printed(f"step {3 * self.SAVE_EVERY}:"))
-        self.seconds = (time.monotonic() - start) / 2
+        self.seconds_between_saves = (time.monotonic() - start) / 2
         uninterrupted = self.end(was_killed=False)
         if not uninterrupted.has_result:
             raise Failure("the uninterrupted job ends without a result")
@@ -395,10 +415,14 @@ class Meshes:
         return Start(was_killed, origin, steps, has_result=self.agent.printed("result "))
 
     def kill_one(self, folder: Path) -> bool:
-        """Wait for a moment, then kill a rank; return whether it did, because the job may end before."""
+        """Wait for a moment, then kill a rank; return whether it did, because the job may end before.
+
+        Whether the kill comes while the job trains, writes a checkpoint or commits one, is drawn, and also how long it
+        then waits. ``folder`` has the job's checkpoints.
+        """
         agent = self.agent
         place = self.luck.choice(list(self.PLACES))
-        moment = self.luck.uniform(0, self.PLACES[place] * self.seconds)
+        moment = self.luck.uniform(0, self.PLACES[place] * self.seconds_between_saves)
         trains = agent.wait_for(lambda: agent.printed("starting anew") or agent.printed("going on"))
         if not trains:
             return False
@@ -434,7 +458,7 @@ class Meshes:
 
     def start_and_kill(self, folder: Path, may_kill: bool) -> Start:
         """Start the job on a mesh that is drawn and, if it may, kill it. Raises Failure if it loses a checkpoint."""
-        [mesh] = self.luck.choices(list(self.MESHES), list(self.MESHES.values()))
+        [mesh] = self.luck.choices(list(self.MESHES), weights=list(self.MESHES.values()), k=1)
         complete_before = complete(folder)
         self.start(mesh, folder)
         was_killed = False

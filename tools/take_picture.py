@@ -22,7 +22,7 @@ def take(html: Path, file: Path) -> None:
     with chromium() as browser:
         page = browser.new_page(
             viewport={"width": 900, "height": 473},
-            device_scale_factor=4 / 3,
+            device_scale_factor=4 / 3,  # each pixel of the page becomes 4/3 of the picture's: 900 are 1200
             color_scheme="light",
             reduced_motion="reduce",
         )

@@ -22,7 +22,11 @@ def add_logo(app: Sphinx, config: Config) -> None:
 
 
 def add_repository(app: Sphinx, config: Config) -> None:
-    """Add the links to the repository, if there is one. Raises ConfigError for an address that is not on GitHub."""
+    """Let the pages link to the book's repository, if the environment's BOOK_REPOSITORY_URL names one.
+
+    Sphinx calls it when it has read its configuration, which is changed here. Raises ConfigError for an address that is
+    not on GitHub.
+    """
     url = os.environ.get("BOOK_REPOSITORY_URL", "").removesuffix("/").removesuffix(".git")
     if not url:
         return
@@ -32,11 +36,20 @@ def add_repository(app: Sphinx, config: Config) -> None:
             f"BOOK_REPOSITORY_URL is {url!r}, which is not the address of a repository on GitHub. "
             "Correct it, or unset it to build the book without links to a repository."
         )
-    name = repository["name"]
+    add_buttons(config, url)
+    # GitHub Pages serves the book from a folder with the repository's name.
+    folder = f"/{repository['name']}/"
+    config.html_baseurl = f"https://{repository['owner'].lower()}.github.io{folder}"  # below it is each page's address
+    config.ogp_site_url = config.html_baseurl  # in the preview that others show of a link to a page
+    move_links_of_404(config, folder)
+
+
+def add_buttons(config: Config, url: str) -> None:
+    """Show buttons on each page: to the repository at ``url``, to its issues, and to services that run a notebook."""
     config.html_theme_options.update(
         repository_url=url,
         repository_branch="main",
-        path_to_docs="",
+        path_to_docs="",  # the book begins in the repository's main folder
         use_repository_button=True,
         use_issues_button=True,
         launch_buttons={
@@ -45,20 +58,28 @@ def add_repository(app: Sphinx, config: Config) -> None:
             "colab_url": "https://colab.research.google.com",
         },
     )
-    # GitHub Pages serves the book from a folder with the repository's name. Each page names its own address below it.
-    config.html_baseurl = f"https://{repository['owner'].lower()}.github.io/{name}/"
-    config.ogp_site_url = config.html_baseurl
-    # The page 404 is shown at any address, so its links cannot be relative: they begin at the root, "/", and have to
-    # begin at the book's folder instead.
-    config.notfound_urls_prefix = f"/{name}/"
+
+
+def move_links_of_404(config: Config, folder: str) -> None:
+    """Let the links of the page 404 begin at ``folder``, from which the book is served, such as ``/a-name/``.
+
+    A server shows this page at any address that does not exist, so its links cannot be relative. As configured, they
+    begin at the server's root: ``/index.html`` becomes ``/a-name/index.html``.
+    """
+    config.notfound_urls_prefix = folder  # for the links that Sphinx adds, such as those to its styles
+    # The text of the page is set in _config.yml. The configuration's own dictionary is left as it is.
     context = dict(config.notfound_context)
-    context["body"] = context["body"].replace('href="/', f'href="/{name}/')
+    context["body"] = context["body"].replace('href="/', f'href="{folder}')
     config.notfound_context = context
 
 
 def fill_in_address(app: Sphinx, page: str, text: list[str]) -> None:
-    """Put the repository's address where the page says ADDRESS, and leave out its paragraph on what ADDRESS means."""
-    url = app.config.html_theme_options.get("repository_url")
+    """Put the repository's address where one page says ADDRESS, and leave out its paragraph on what ADDRESS means.
+
+    The paragraph has the line ``{.address}`` above it. Sphinx calls this with the source of each page, which is the one
+    element of ``text``, so that it can be replaced.
+    """
+    url = app.config.html_theme_options.get("repository_url")  # add_repository has set it, if there is one
     if page == ADDRESS_PAGE and url:
         without_explanation = re.sub(r"(?m)^\{\.address\}\n.*\n\n", "", text[0])
         text[0] = without_explanation.replace("ADDRESS", url)

@@ -20,7 +20,7 @@ MISTAKES = {"hangs": "hangs", "wrong-numbers": "wrong numbers, no error", "error
 TITLES = {"imports": "Imports", "parameters": "Parameters", "measured": "How this was measured"}  # tag: box's title
 CHECKED = "How this is checked"
 MAX_OPEN_LINES = 34  # of a cell: about a screen
-MIN_CLOSED_LINES = 3  # a shorter end is not worth a box
+MIN_CLOSED_LINES = 3  # fewer are not worth a box
 MAX_NAMES = 4  # in a box's title
 
 # --- titles of boxes --------------------------------------------------------------------------------------------------
@@ -31,17 +31,25 @@ def has_tag(cell: nodes.Element, tag: str) -> bool:
     return f"tag_{tag}" in cell["classes"]
 
 
-def title_of(cell: nodes.Element, box: nodes.Element, solution: int) -> str:
-    """The title of a closed box of a cell on the page. ``solution`` is the number of the page's latest solution."""
+def title_of(cell: nodes.Element, box: nodes.Element, solution_number: int) -> str:
+    """The title of ``box``, one of the closed boxes of a cell on the page.
+
+    A solution's has a number, ``solution_number``; for other cells it is not used.
+    """
     tags = [name.removeprefix("tag_") for name in cell["classes"]]
     hides_output = "above-input" not in box["classes"]  # myst-nb's class of a box that has code
-    return box_title(tags, listing_of(cell).astext(), hides_output, has_figure(cell), solution)
+    return box_title(tags, listing_of(cell).astext(), hides_output, has_figure(cell), solution_number)
 
 
-def box_title(tags: Sequence[str], source: str, hides_output: bool, has_figure: bool, solution: int) -> str:
-    """The title of a closed box of a cell. ``solution`` is the number of the page's latest solution."""
+def box_title(tags: Sequence[str], source: str, hides_output: bool, has_figure: bool, solution_number: int) -> str:
+    """The title of a closed box of a cell: it says what is in the box.
+
+    ``tags`` and ``source`` are the cell's. ``hides_output`` says that the box has what the cell printed, and not its
+    code. ``has_figure`` says that the cell draws one. A solution's box is called by its number, ``Solution 3``; for
+    other cells it is not used.
+    """
     if "solution" in tags:
-        return f"Solution {solution}"
+        return f"Solution {solution_number}"
     if hides_output or "hide-cell" in tags:
         return "Run it: what happens"
     for tag, title in TITLES.items():
@@ -78,10 +86,10 @@ def has_figure(cell: nodes.Element) -> bool:
 
 
 def shown_lines(source: str) -> int:
-    """How many lines of a cell stay open; the page puts the lines after them into a closed box.
+    """How many lines of a cell's code the page shows, from its first line on. The others go into a closed box.
 
-    The checks at the end of a cell are closed: everything from the first assert or print on that follows the last
-    definition. A cell that is longer than a screen is also cut, after the last statement or method that fits.
+    Into the box go the checks at the end of the cell, which are everything from the first assert or print on that
+    follows the last definition. Of the lines before them, those go into it that do not fit on a screen.
     """
     lines = source.splitlines()
     try:
@@ -89,38 +97,43 @@ def shown_lines(source: str) -> int:
     except SyntaxError:  # the cell begins with a magic, such as %%ranks
         return len(lines)
     before_checks = statements[: start_of_checks(statements)]
-    open_lines = 0
     if before_checks:
-        open_lines = last_line_on_the_screen(before_checks)
-    closed_lines = [line for line in lines[open_lines:] if line]
-    if len(closed_lines) < MIN_CLOSED_LINES:
+        shown = last_line_on_the_screen(before_checks)
+    else:
+        shown = 0  # all of the cell is a check
+    lines_of_box = [line for line in lines[shown:] if line]
+    if len(lines_of_box) < MIN_CLOSED_LINES:  # they are shown, too
         return len(lines)
-    return open_lines
+    return shown
 
 
 def last_line_on_the_screen(statements: Sequence[ast.stmt]) -> int:
-    """The number of the last line, from 1, that a screen shows of a cell that begins with these statements.
+    """The number, from 1, of the last line of a cell that the page shows, if the cell has these statements.
 
-    It is the last line of a statement, or of a method, so that none is cut in two. A first statement that is longer
-    than the screen stays whole, too.
+    As many lines are shown as fit on a screen, but no function and no other statement is cut in two. A class is cut
+    only between its methods.
     """
-    last_lines = []
+    possible_ends = []
     for statement in statements:
-        last_lines += [end_of(method) for method in methods_of(statement)]
-        last_lines.append(end_of(statement))
-    on_the_screen = [line for line in last_lines if line <= MAX_OPEN_LINES]
-    if not on_the_screen:
+        possible_ends += [end_of(method) for method in methods_of(statement)]
+        possible_ends.append(end_of(statement))
+    ends_on_the_screen = [line for line in possible_ends if line <= MAX_OPEN_LINES]
+    if not ends_on_the_screen:  # already the first statement is too long for a screen, and stays whole
         return end_of(statements[0])
-    return max(on_the_screen)
+    return max(ends_on_the_screen)
 
 
 def start_of_checks(statements: Sequence[ast.stmt]) -> int:
-    """The position of the first statement after the last definition that asserts or prints; their number if none."""
-    after_definitions = 0
+    """The position at which the checks at the end of a cell begin: the first statement that asserts or prints.
+
+    Only statements behind the last function or class are looked at: what comes before it is no check of it. Returns
+    the number of statements if there is no check.
+    """
+    start = 0
     for position, statement in enumerate(statements):
         if is_definition(statement):
-            after_definitions = position + 1
-    for position in range(after_definitions, len(statements)):
+            start = position + 1
+    for position in range(start, len(statements)):
         if asserts_or_prints(statements[position]):
             return position
     return len(statements)
@@ -133,6 +146,7 @@ def end_of(statement: ast.stmt) -> int:
 
 
 def is_definition(statement: ast.stmt) -> bool:
+    """Whether a statement defines a function or a class."""
     return isinstance(statement, (ast.FunctionDef, ast.ClassDef))
 
 
@@ -163,13 +177,16 @@ class ShowCells(SphinxPostTransform):
     formats = ("html",)
 
     def run(self, **kwargs: Any) -> None:
-        """Change the cells of one page, ``self.document``, from its top to its end: solutions are numbered in order."""
+        """Change the code cells of one page, ``self.document``. The page is a tree of nodes, which Sphinx then writes.
+
+        The cells come from the top to the end, so that the solutions of exercises are numbered in their order.
+        """
         cells = [node for node in self.document.findall(nodes.container) if node.get("nb_element") == "cell_code"]
-        solution = 0
+        solution_number = 0
         for cell in cells:
             if has_tag(cell, "solution"):
-                solution += 1
-            give_titles(cell, solution)
+                solution_number += 1
+            give_titles(cell, solution_number)
             if has_tag(cell, "hide-input") and has_figure(cell):
                 put_figure_first(cell)
             if code_is_open(cell):
@@ -181,11 +198,11 @@ class ShowCells(SphinxPostTransform):
                 put_behind_figure(cell)
 
 
-def give_titles(cell: nodes.Element, solution: int) -> None:
-    """Give each closed box of a cell its title. ``solution`` is the number of the page's latest solution."""
+def give_titles(cell: nodes.Element, solution_number: int) -> None:
+    """Give each closed box of a cell its title, the same for its two states. A solution's title has this number."""
     for child in cell.children:
         if isinstance(child, HideCodeCellNode):
-            title = title_of(cell, child, solution)
+            title = title_of(cell, child, solution_number)
             child["prompt_show"] = title
             child["prompt_hide"] = title
 
@@ -213,33 +230,35 @@ def mark_mistake(cell: nodes.Element) -> None:
 
 
 def color_diff(cell: nodes.Element) -> None:
-    """Color the lines of a cell's output as those of a diff."""
+    """Color what a cell prints as a diff: lines that begin with + or -."""
     listings = list(cell.findall(nodes.literal_block))
     for output in listings[1:]:  # the first one is the code
         output["language"] = "diff"
 
 
 def close_end(cell: nodes.Element) -> None:
-    """Put the lines of an open cell that are not shown into a closed box below the others.
+    """Put the lines at the end of a cell's code that a reader need not see into a closed box, which he can open.
 
-    If all of the cell is a check, its code as a whole goes into the box.
+    ``shown_lines`` decides which these are: the checks, and what does not fit on a screen. ``cell`` is a part of the
+    page's tree of nodes, which is changed.
     """
-    code = cell.children[0]
+    code = cell.children[0]  # a container with one listing; what the cell printed follows it
     assert isinstance(code, nodes.Element)
     listing = listing_of(code)
     source = listing.astext()
     lines = source.splitlines()
-    open_lines = shown_lines(source)
-    if open_lines == len(lines):
+    number_shown = shown_lines(source)
+    if number_shown == len(lines):
         return
-    if open_lines == 0:
+    if number_shown == 0:  # all of the cell is a check
         cell.replace(code, closed_box(CHECKED, code.deepcopy()))
         return
-    closed_listing = listing.deepcopy()  # with its language and its look
-    set_text(listing, "\n".join(lines[:open_lines]).strip("\n"))
-    set_text(closed_listing, "\n".join(lines[open_lines:]).strip("\n"))
-    title = title_of_code(closed_listing.astext())
-    code.append(closed_box(title, closed_listing))
+    text_shown = "\n".join(lines[:number_shown]).strip("\n")
+    text_of_box = "\n".join(lines[number_shown:]).strip("\n")
+    listing_of_box = listing.deepcopy()  # with its language and its look
+    set_text(listing, text_shown)
+    set_text(listing_of_box, text_of_box)
+    code.append(closed_box(title_of_code(text_of_box), listing_of_box))
 
 
 def set_text(listing: nodes.literal_block, text: str) -> None:

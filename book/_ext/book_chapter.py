@@ -8,7 +8,7 @@ from sphinx.errors import ExtensionError
 
 
 def root_of(page: Path) -> Path:
-    """The folder of the project, of a page's file in one of its folders, book or notebooks."""
+    """The folder of the project, given a page's file: a page is in one of its folders, ``book`` or ``notebooks``."""
     return page.parent.parent
 
 
@@ -27,15 +27,16 @@ class Chapter:
         return self.cells[cell_id]
 
     def source(self, cell_id: str) -> str:
+        """The cell's code."""
         return "".join(self.cell(cell_id)["source"])
 
     def output(self, cell_id: str) -> str:
-        """What the cell printed, or the error with which it ended."""
+        """What the cell printed, or the error with which it ended. Raises ExtensionError if neither is stored."""
         text = ""
         for output in self.cell(cell_id)["outputs"]:
             if output["output_type"] == "error":
                 text += f"{output['ename']}: {output['evalue']}\n"
-            text += "".join(output.get("text", ""))
+            text += "".join(output.get("text", ""))  # only what was printed has a text
         if not text.strip():
             raise ExtensionError(f"Cell {cell_id!r} of {self.name} has no stored output, which the first page shows.")
         return text.rstrip()

@@ -10,13 +10,14 @@ import html
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from book_cells import MISTAKES, box_title, shown_lines, title_of_code
 from book_chapter import Chapter, root_of
 from book_measured import with_measurements
-from book_sabotage import totals
+from book_sabotage import summary_of
 from book_verified import last_run
 from front_page import minutes, with_chapters
 from hero import CHAPTER, RUNS, panel_of
@@ -38,30 +39,44 @@ LINK_TO_NOTEBOOK = re.compile(r"(\]\((?!https?:)[^)\s]*)\.ipynb")
 CAPTION = re.compile(r"<figcaption>(.*?)</figcaption>", flags=re.S)
 
 
+@dataclass(frozen=True)
+class Directive:
+    """A block of MyST, which begins ``:::{name} argument``. Its name says which function shows it: see DIRECTIVES."""
+
+    argument: str  # what follows its name: a title, a file's name, or nothing
+    options: dict[str, str]  # {"class": "note"} of the line ``:class: note``
+    body: str  # the text inside it, as Markdown
+    source: Path  # the file of the page that has it
+
+
 def markdown(source: Path) -> str:
     """A page's text as Markdown; of a notebook also its cells, with what they print. ``source`` is the page's file."""
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".md":
         return text_of(with_chapters(text, root_of(source)), source)
     parts = []
-    solution = 0
+    solution_number = 0
     for cell in json.loads(text)["cells"]:
         if cell["cell_type"] == "markdown":
             parts.append(text_of("".join(cell["source"]), source))
             continue
         if "solution" in cell["metadata"].get("tags", []):
-            solution += 1
-        parts += parts_of_cell(cell, solution)
+            solution_number += 1
+        parts += parts_of_cell(cell, solution_number)
     return "\n\n".join(parts) + "\n"
 
 
 # --- a cell -----------------------------------------------------------------------------------------------------------
 
 
-def parts_of_cell(cell: dict[str, Any], solution: int) -> list[str]:
-    """What the page shows of a code cell, in its order, as pieces of Markdown.
+def parts_of_cell(cell: dict[str, Any], solution_number: int) -> list[str]:
+    """A notebook's code cell as pieces of Markdown, in the order of the page: its code, and what it printed or drew.
 
-    ``solution`` is the number of the page's latest solution.
+    The cell's tags say what the page closes, which here is a ``<details>`` with the title of the page's box:
+    ``hide-input`` closes the code, ``hide-output`` what the cell printed, ``hide-cell`` both in one box.
+
+    The box of a solution of an exercise is called ``Solution 3``, from ``solution_number``. It counts the solutions of
+    the page up to this cell, and other cells do not use it.
     """
     source = "".join(cell["source"])
     tags = cell["metadata"].get("tags", [])
@@ -70,26 +85,34 @@ def parts_of_cell(cell: dict[str, Any], solution: int) -> list[str]:
         language = "diff"
     outputs = [part for output in cell["outputs"] for part in parts_of_output(output, language)]
     has_figure = any(part.startswith("*Figure: ") for part in outputs)
-    title_of_code_box = box_title(tags, source, hides_output=False, has_figure=has_figure, solution=solution)
-    title_of_output_box = box_title(tags, source, hides_output=True, has_figure=has_figure, solution=solution)
 
+    code_title = box_title(tags, source, hides_output=False, has_figure=has_figure, solution_number=solution_number)
     if "hide-cell" in tags:
-        return [details(title_of_code_box, fenced(source, "python"), *outputs)]
-    if "hide-input" in tags:
-        code = details(title_of_code_box, fenced(source, "python"))
-        if "hide-output" in tags:
-            return [code, details(title_of_output_box, *outputs)]
-        if has_figure:  # the figure comes first, then its code
-            return [*outputs, code]
-        return [code, *outputs]
-    parts = parts_of_open_code(source, tags)
-    if "hide-output" in tags:
-        return [*parts, details(title_of_output_box, *outputs)]
-    return parts + outputs
+        return [details(code_title, fenced(source, "python"), *outputs)]
+    closes_code = "hide-input" in tags
+    closes_outputs = "hide-output" in tags
+
+    if closes_code:
+        code_parts = [details(code_title, fenced(source, "python"))]
+    else:
+        code_parts = parts_of_open_code(source, tags)
+
+    output_parts = outputs
+    if closes_outputs:
+        title = box_title(tags, source, hides_output=True, has_figure=has_figure, solution_number=solution_number)
+        output_parts = [details(title, *outputs)]
+
+    if closes_code and has_figure and not closes_outputs:
+        return output_parts + code_parts  # a reader wants the figure, and few want the code that draws it
+    return code_parts + output_parts
 
 
 def parts_of_open_code(source: str, tags: list[str]) -> list[str]:
-    """What the page shows of code that no tag closes: its mark, the open lines, and the others in a closed box."""
+    """The code of a cell whose code no tag closes, as pieces of Markdown.
+
+    Code that is wrong on purpose has a tag which says so, such as ``hangs``, and begins with a mark. Also of an open
+    cell the page closes some lines, such as its checks: they are always the last ones.
+    """
     lines = source.splitlines()
     shown = shown_lines(source)
     parts = [f"*{MISTAKES[tag]}:*" for tag in tags if tag in MISTAKES]
@@ -143,33 +166,49 @@ def details(title: str, *parts: str) -> str:
 
 
 def text_of(text: str, source: Path) -> str:
-    """MyST as plain Markdown: without directives, roles and attributes. ``source`` is the page's file."""
+    """The text of a page, which is MyST, as plain Markdown. ``source`` is the page's file.
+
+    MyST has more than Markdown. A directive is a block that begins with its name, such as ``:::{image}``. A role is a
+    part of a line, such as {term}`rank`. A line of its own such as ``{.doors}`` gives the list below it a class.
+    """
     text = with_measurements(text, source)
     text = without_directives(text, source)
     text = ROLE.sub(lambda role: text_of_role(role, source), text)
     text = ATTRIBUTES.sub("", text)
-    return LINK_TO_NOTEBOOK.sub(r"\1.md", text)
+    return LINK_TO_NOTEBOOK.sub(r"\1.md", text)  # a chapter's Markdown is beside its page
 
 
 def without_directives(text: str, source: Path) -> str:
-    """The text with what each directive inserts in its place, also inside of others.
+    """The text of a page, with what the page shows in the place of each directive. ``source`` is the page's file.
 
-    A directive that DIRECTIVES does not have stays as it was written.
+    A directive is a block of MyST. Its name says what Sphinx makes of its text, which may have directives in it::
+
+        :::{admonition} On GPUs
+        :class: note
+        Text, and other directives.
+        :::
+
+    A directive whose name is not in DIRECTIVES stays as it was written.
     """
 
-    def replacement(directive: re.Match[str]) -> str:
-        show = DIRECTIVES.get(directive["name"])
+    def replacement(block: re.Match[str]) -> str:
+        # `show` is one of this file's functions, such as `admonition`. It returns what the page shows, as Markdown.
+        show = DIRECTIVES.get(block["name"])
         if show is None:
-            return directive[0]
-        options, content = options_and_content(directive["body"].splitlines())
+            return block[0]  # all of it
+        options, content = options_and_content(block["body"].splitlines())
         body = without_directives("\n".join(content).strip("\n"), source)
-        return show(directive["argument"].strip(), options, body, source)
+        return show(Directive(block["argument"].strip(), options, body, source))
 
     return DIRECTIVE.sub(replacement, text)
 
 
 def options_and_content(lines: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Divide the lines inside a directive: its options, which come first (``:name: value``), and the other lines."""
+    """Divide the lines inside a directive, and return its options and its content.
+
+    The options are the lines at the beginning such as ``:class: note``, which is returned as {"class": "note"}. The
+    content is the lines below them.
+    """
     options: dict[str, str] = {}
     for position, line in enumerate(lines):
         option = OPTION.fullmatch(line)
@@ -180,24 +219,33 @@ def options_and_content(lines: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def text_of_role(role: re.Match[str], source: Path) -> str:
-    """A role as Markdown: of {term}`rank <Rank>` the word rank. ``role`` is a match of ROLE in the file ``source``."""
+    """A role of MyST as plain Markdown. A role is a part of a line that Sphinx replaces, of one of four kinds:
+
+    - {term}`ranks <Rank>`, a link to a term of the glossary: ``ranks``
+    - {download}`the script <../scripts/04_ddp.py>`: ``[the script](../scripts/04_ddp.py)``
+    - {cite}`li2020ddp,goyal2017`, keys of works that the book cites: their titles
+    - {minutes}`04_ddp`, the time to read a notebook: ``20 minutes``
+
+    ``role`` is a match of ROLE in the page's file, ``source``.
+    """
     text = role["text"]
     target = text
-    with_target = WITH_TARGET.fullmatch(text)
+    with_target = WITH_TARGET.fullmatch(text)  # such as "ranks <Rank>"
     if with_target is not None:
         text = with_target["text"]
         target = with_target["target"]
-    match role["name"]:
-        case "download":
-            return f"[{text}]({target})"
-        case "minutes":
-            notebook = root_of(source) / "notebooks" / f"{text}.ipynb"
-            return f"{minutes(notebook)} minutes"
-        case "cite":
-            works = bibliography(source).entries
-            titles = [title_with_link(works[key.strip()]) for key in text.split(",")]
-            return f"({'; '.join(titles)})"
-    return text  # of a term
+
+    if role["name"] == "term":
+        return text
+    if role["name"] == "download":
+        return f"[{text}]({target})"
+    if role["name"] == "cite":
+        works = bibliography(source).entries
+        titles = [title_with_link(works[key.strip()]) for key in text.split(",")]
+        return f"({'; '.join(titles)})"
+    assert role["name"] == "minutes"
+    notebook = root_of(source) / "notebooks" / f"{text}.ipynb"
+    return f"{minutes(notebook)} minutes"
 
 
 def bibliography(source: Path) -> BibliographyData:
@@ -220,27 +268,30 @@ def title_with_link(work: Any) -> str:
 
 
 # --- what each directive inserts --------------------------------------------------------------------------------------
-#
-# All these functions have the same four arguments, for the table DIRECTIVES: what stands on the directive's first line
-# (a title, a file's name, or nothing), its options, the text inside it as Markdown, and the page's file.
 
 
-def admonition(title: str, options: dict[str, str], body: str, source: Path) -> str:
-    """A box: a quotation that begins with the title."""
-    lines = [f"**{title}**", "", *body.splitlines()]
+def admonition(directive: Directive) -> str:
+    """A box with a title, as a quotation that begins with the title."""
+    lines = [f"**{directive.argument}**", "", *directive.body.splitlines()]
     return "\n".join(f"> {line}".rstrip() for line in lines)
 
 
-def dropdown(title: str, options: dict[str, str], body: str, source: Path) -> str:
-    """A closed box."""
-    return details(title, body)
+def dropdown(directive: Directive) -> str:
+    """A box that is closed at first, with its title."""
+    return details(directive.argument, directive.body)
 
 
-def literalinclude(name: str, options: dict[str, str], body: str, source: Path) -> str:
-    """The lines of a file that the options choose, as a block of code. ``name`` is its path from the page's folder."""
-    lines = (source.parent / name).read_text(encoding="utf-8").splitlines()
-    if "lines" in options:  # "4-": from the fourth on
-        lines = lines[int(options["lines"].removesuffix("-")) - 1 :]
+def literalinclude(directive: Directive) -> str:
+    """Lines of another file, as a block of code. The argument is the file's path from the page's folder.
+
+    The options choose the lines: ``lines`` by number, as in ``4-`` for all from the fourth on, ``start-at`` and
+    ``end-before`` by a part of their text.
+    """
+    options = directive.options
+    lines = (directive.source.parent / directive.argument).read_text(encoding="utf-8").splitlines()
+    if "lines" in options:
+        first_number = int(options["lines"].removesuffix("-"))
+        lines = lines[first_number - 1 :]
     if "start-at" in options:
         lines = lines[position_of(options["start-at"], lines) :]
     if "end-before" in options:
@@ -249,29 +300,33 @@ def literalinclude(name: str, options: dict[str, str], body: str, source: Path) 
 
 
 def position_of(quoted_text: str, lines: list[str]) -> int:
-    """The number of the first line that has the text, counted from 0."""
+    """The number, from 0, of the first line that has a text. An option of a page gives the text in quotes."""
     text = quoted_text.strip('"')
     return next(number for number, line in enumerate(lines) if text in line)
 
 
-def image(name: str, options: dict[str, str], body: str, source: Path) -> str:
+def image(directive: Directive) -> str:
     """What an image shows, in words."""
-    return f"*Figure: {options['alt']}*"
+    return f"*Figure: {directive.options['alt']}*"
 
 
-def cell(names: str, options: dict[str, str], body: str, source: Path) -> str:
-    """A cell of a chapter: ``names`` are the notebook's name and the cell's id."""
-    chapter_name, cell_id = names.split()
-    shown = Chapter(root_of(source) / "notebooks" / f"{chapter_name}.ipynb").cell(cell_id)
+def cell(directive: Directive) -> str:
+    """A cell of a chapter with what it printed or drew. The argument is ``00_first_run four``: a notebook, a cell's id.
+
+    With the option ``output-only``, the cell's code is left out.
+    """
+    chapter_name, cell_id = directive.argument.split()
+    chapter = Chapter(root_of(directive.source) / "notebooks" / f"{chapter_name}.ipynb")
+    shown = chapter.cell(cell_id)
     outputs = [part for output in shown["outputs"] for part in parts_of_output(output, "text")]
-    if "output-only" in options:
+    if "output-only" in directive.options:
         return "\n\n".join(outputs)
     return "\n\n".join([fenced("".join(shown["source"]), "python"), *outputs])
 
 
-def hero(argument: str, options: dict[str, str], body: str, source: Path) -> str:
-    """The first page's moving picture: the loop with each of its mistakes, and how it ends."""
-    chapter = Chapter(root_of(source) / CHAPTER)
+def hero(directive: Directive) -> str:
+    """The first page's moving picture, in words: a training loop with its mistake at each place, and how it ends."""
+    chapter = Chapter(root_of(directive.source) / CHAPTER)
     parts = []
     for place in RUNS:
         panel = panel_of(chapter, place, repaired=False)
@@ -282,9 +337,10 @@ def hero(argument: str, options: dict[str, str], body: str, source: Path) -> str
     return "\n\n".join(parts)
 
 
-def csv_table(title: str, options: dict[str, str], body: str, source: Path) -> str:
-    """The file that the option ``file`` names, as a table. Its first row is the head."""
-    with (source.parent / options["file"]).open(encoding="utf-8", newline="") as file:
+def csv_table(directive: Directive) -> str:
+    """The CSV file that the option ``file`` names, as a table. Its first row is the head."""
+    path = directive.source.parent / directive.options["file"]
+    with path.open(encoding="utf-8", newline="") as file:
         head, *rows = csv.reader(file)
     return table(head, rows)
 
@@ -298,32 +354,32 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def lies(name: str, options: dict[str, str], body: str, source: Path) -> str:
-    """How many lies, which are planted faults, each chapter noticed. ``name`` is the path of the record."""
-    sentence, head, rows = totals(source.parent / name)
-    return f"{sentence}\n\n{table(head, rows)}"
+def lies(directive: Directive) -> str:
+    """How many lies, which are planted bugs, each chapter noticed. The argument is the path of the record."""
+    summary = summary_of(directive.source.parent / directive.argument)
+    return f"{summary.sentence}\n\n{table(summary.head, summary.rows)}"
 
 
-def planner(argument: str, options: dict[str, str], body: str, source: Path) -> str:
-    """The answer to the form's first values. The form itself computes only on the page."""
+def planner(directive: Directive) -> str:
+    """The planner's answer to the values with which its form begins. The form itself computes only on the page."""
     return form.answer({}).html
 
 
-def references(argument: str, options: dict[str, str], body: str, source: Path) -> str:
+def references(directive: Directive) -> str:
     """The list of the works that the book cites."""
     lines = []
-    for work in bibliography(source).entries.values():
+    for work in bibliography(directive.source).entries.values():
         authors = ", ".join(str(person) for person in work.persons.get("author", []))
         lines.append(f"* {authors} ({work.fields.get('year', 'no year')}). {title_with_link(work)}.")
     return "\n".join(lines)
 
 
-def as_it_is(argument: str, options: dict[str, str], body: str, source: Path) -> str:
+def as_it_is(directive: Directive) -> str:
     """The text inside the directive alone."""
-    return body
+    return directive.body
 
 
-DIRECTIVES: dict[str, Callable[[str, dict[str, str], str, Path], str]] = {
+DIRECTIVES: dict[str, Callable[[Directive], str]] = {
     "admonition": admonition,
     "bibliography": references,
     "cell": cell,
@@ -341,7 +397,10 @@ DIRECTIVES: dict[str, Callable[[str, dict[str, str], str, Path], str]] = {
 
 
 def write_pages(app: Sphinx, exception: Exception | None) -> None:
-    """Write the Markdown of all pages beside their HTML, and llms.txt. Sphinx calls it at the end of a build."""
+    """Write the Markdown of all pages beside their HTML, and llms.txt, which lists them.
+
+    Sphinx calls it at the end of a build, with the exception if the build failed.
+    """
     if exception or app.builder.format != "html":
         return
     lines = [f"# {app.config.html_title}", "", f"> {PROMISE}", ""]

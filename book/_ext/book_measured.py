@@ -72,9 +72,9 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def findings(records: Sequence[Record], name: str) -> list[Finding]:
-    """What the records have of a probe or a script: for each kind of GPU its newest result, sorted by GPU.
+    """What was measured by a probe or a script of this name: for each kind of GPU the newest result, sorted by GPU.
 
-    The records come oldest first.
+    A probe is a program that measures one thing. Each record is of one run on GPUs; the oldest comes first.
     """
     newest: dict[str, Finding] = {}  # by the GPUs' name
     for record in records:
@@ -89,7 +89,7 @@ def findings(records: Sequence[Record], name: str) -> list[Finding]:
 
 
 def finding_of_probe(record: Record, name: str) -> Finding | None:
-    """What a probe measured or printed; None if the record has nothing of it."""
+    """What a probe, a program that measures one thing, measured or printed; None if the record has nothing of it."""
     probe = record.probes.get(name)
     if probe is None or not (probe.figures or probe.texts):
         return None
@@ -111,9 +111,12 @@ def finding_of_script(record: Record, script: str) -> Finding | None:
     step = record.steps.get(script)
     if step is None or not step.result or record.facts.get("ranks of the scripts") == "1":
         return None
-    figures = []
-    for where, seconds in zip(("GPUs", "CPUs, with gloo"), step.script_seconds, strict=True):
-        figures.append(Figure(f"the run on {where}", seconds, "s"))
+    # A script is run twice, so that the two can be compared.
+    seconds_on_gpus, seconds_on_cpus = step.script_seconds
+    figures = [
+        Figure("the run on GPUs", seconds_on_gpus, "s"),
+        Figure("the run on CPUs, with gloo", seconds_on_cpus, "s"),
+    ]
     for rank, peak in enumerate(step.memory):
         figures.append(Figure(f"peak memory of rank {rank}", peak / 1e6, "MB"))
     return Finding(record, step.command, figures, predictions=[], texts={}, trouble="")
@@ -123,7 +126,11 @@ def finding_of_script(record: Record, script: str) -> Finding | None:
 
 
 def text_of_box(root: Path, name: str, text_without_record: str) -> str:
-    """What the box of a probe or a script shows, as Markdown. Raises ValueError as ``read_records`` does."""
+    """What a page shows of a measurement, as Markdown: the results on each kind of GPU.
+
+    ``name`` is that of a probe or of a script. As long as no record has it, ``text_without_record``, the page's own
+    text, is shown. ``root`` is the project's folder. Raises ValueError for a record that no page may show.
+    """
     shown = findings(read_records(root / FOLDER), name)
     if not shown:
         return f"Not yet measured by this book. {text_without_record}"
@@ -131,7 +138,10 @@ def text_of_box(root: Path, name: str, text_without_record: str) -> str:
 
 
 def text_of_finding(finding: Finding) -> str:
-    """Whose the figures are, the figures as a table, and what was printed, in a closed box for each situation."""
+    """One result as Markdown: where it was measured, its numbers as a table, and what was printed.
+
+    What was printed in each situation, such as a time-out that was provoked, is in a closed box of its own.
+    """
     parts = [caption(finding)]
     if finding.figures:
         parts.append(figures_table(finding.figures, finding.predictions))
@@ -147,7 +157,7 @@ def caption(finding: Finding) -> str:
     facts = finding.record.facts
     day = date.fromisoformat(facts["date"])
     when = f"{day.day} {MONTHS[day.month - 1]} {day.year}"
-    gpus, _, versions = facts["machine"].partition("; ")
+    gpus, _, versions = facts["machine"].partition("; ")  # "8 x NVIDIA H100 80GB HBM3; driver …"
     return (
         f"**{finding.title}.** Measured by this book on {when}, on {gpus} ({versions}), "
         f"at commit {facts['commit']}, by {facts['command']}:"
@@ -158,9 +168,10 @@ def caption(finding: Finding) -> str:
 
 
 def measurements_by_class(page: str) -> dict[str, str]:
-    """{class of a box, as docutils spells it: the name of a probe, or of the page's script}.
+    """{class of a box: what was measured}, for the boxes that ``page`` may have: all probes, and the page's script.
 
-    docutils writes classes in lower case, with dashes for other characters, and a probe's name may have underscores.
+    A probe is a program that measures one thing on GPUs. A class is as docutils spells it, which writes small letters,
+    and dashes for other characters: the probe ``shared_gpu`` has the class ``measured-shared-gpu``.
     """
     names = {nodes.make_id(f"measured-{name}"): name for name in PROBES}
     names["measured-script"] = Path(page).stem
@@ -181,9 +192,10 @@ class Box(Admonition, SphinxDirective):
         return super().run()
 
     def text_of_measurement(self, class_name: str) -> str:
-        """What the box shows, as Markdown. A record that is added or changed makes Sphinx read the page again.
+        """What the box with the class ``measured-NAME`` shows, as Markdown: the measurement, if a record has it.
 
-        Raises the directive's error for a class that names no measurement.
+        Without one, it is the text that the page has in the box. Raises the directive's error for a class that names no
+        measurement.
         """
         root = Path(self.env.srcdir)
         measurements = measurements_by_class(self.env.docname)
@@ -191,20 +203,28 @@ class Box(Admonition, SphinxDirective):
             raise self.error(
                 f"There is no measurement for the class {class_name}.\nTake one of: {', '.join(sorted(measurements))}"
             )
+        # Sphinx reads a page again only if one of its files has changed. The records become files of this page, so
+        # that the next build shows what has been measured in between.
         for path in (root / FOLDER).glob("*.json"):
             self.env.note_dependency(str(path))
         return text_of_box(root, measurements[class_name], text_without_record="\n".join(self.content))
 
 
 def with_measurements(text: str, source: Path) -> str:
-    """Markdown of the page in ``source``, in which each box of a measurement has the text that the page shows."""
+    """The Markdown of a page, with measurements in its boxes, as the built page shows them.
+
+    A box begins with a line such as ``:class: note measured-precision``. If one of its classes names a measurement, the
+    box gets that text; the others stay as they are. ``source`` is the page's file.
+    """
     root = root_of(source)
     measurements = measurements_by_class(source.stem)
 
     def filled_in(box: re.Match[str]) -> str:
+        """The box, a match of BOX, with its first lines and its end as they were."""
         content = box["content"]
-        for name in box["classes"].split():
-            measurement = measurements.get(nodes.make_id(name))
+        for class_name in box["classes"].split():
+            # make_id spells the class as the keys of `measurements` are spelt.
+            measurement = measurements.get(nodes.make_id(class_name))
             if measurement is not None:
                 content = text_of_box(root, measurement, text_without_record=content.strip()) + "\n"
         return f"{box['head']}{content}{box['end']}"

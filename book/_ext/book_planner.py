@@ -35,7 +35,10 @@ STORE = Path(sys.prefix, "share", f"pyodide-{VERSION}")  # kept with the environ
 
 
 def fetch_pyodide(app: Sphinx) -> None:
-    """Fetch Pyodide before the build, unless it is there. Without it the book is built all the same."""
+    """Fetch Pyodide, with which a page runs Python in the browser, unless it is there. Sphinx calls it before a build.
+
+    If it cannot be fetched, the book is built all the same, and the planner's form does not compute.
+    """
     if app.builder.format != "html" or has_pyodide():
         return
     try:
@@ -52,13 +55,14 @@ def has_pyodide() -> bool:
 def fetch(store: Path) -> None:
     """Fetch Pyodide with npm, and put the files that a page loads into the folder ``store``.
 
-    Raises OSError or SubprocessError where that fails, also for a package that is not the one that was tried.
+    Pyodide is Python for the browser. Raises OSError or SubprocessError where that fails, also for a package that is
+    not the one that was tried.
     """
     npm = shutil.which("npm")
     if npm is None:
         raise FileNotFoundError("npm is not installed")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         command = [npm, "pack", f"pyodide@{VERSION}", "--silent"]
         subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
         archive_file = next(folder.glob("*.tgz"))
@@ -80,7 +84,10 @@ class Planner(SphinxDirective):
     """The form, and the answer to its first values."""
 
     def run(self) -> list[nodes.Node]:
-        """The form as HTML, for planner.js, which reads whether it can compute from ``data-live``."""
+        """The form as HTML, with the answers to the values that it begins with.
+
+        planner.js then answers in the browser. It learns from ``data-live`` whether the page can compute.
+        """
         answer = form.answer({})
         groups = ""
         for title, entries in form.GROUPS.items():
@@ -102,7 +109,8 @@ class Planner(SphinxDirective):
 def control(entry: form.Input, sizes: dict[str, int]) -> str:
     """An input of the form as HTML, with its label: a list to choose from, or a field for a number.
 
-    ``sizes`` are the preset's, by the inputs' names. A field that is empty shows its size as a placeholder.
+    The form begins with a known model, whose ``sizes`` are given by the inputs' names, such as {"layers": 32}. A field
+    that is empty shows that model's size in grey.
     """
     if entry.choices:
         options = ""
@@ -120,7 +128,10 @@ def control(entry: form.Input, sizes: dict[str, int]) -> str:
 
 
 def copy_planner(app: Sphinx, exception: Exception | None) -> None:
-    """Copy Pyodide, and the modules of the planner as an archive, into the built book. Sphinx calls it at the end."""
+    """Copy into the built book what its planner runs in the browser: Pyodide, and the planner's modules as an archive.
+
+    Sphinx calls it at the end of a build, with the exception if the build failed.
+    """
     if exception is not None or app.builder.format != "html":
         return
     folder = Path(app.outdir, "_static", "planner")

@@ -14,7 +14,11 @@ from helpers.export.facts import facts_at
 
 
 def redirects(notebooks: Path) -> dict[str, str]:
-    """{former page: address of today's, relative to it} of a folder of notebooks: ``{"notebooks/old": "new.html"}``."""
+    """Where the former addresses of notebooks lead: ``{"notebooks/old_name": "new_name.html"}``.
+
+    ``notebooks`` is their folder. Each notebook says in its metadata, as ``formerly``, which names it had. The address
+    is relative to the former page.
+    """
     addresses = {}
     for path in sorted(notebooks.glob("*.ipynb")):
         for name in facts_at(path).formerly:

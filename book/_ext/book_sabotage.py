@@ -5,7 +5,8 @@ A lie is a planted bug in PyTorch or in the helpers: see book/sabotage.md, and t
 
 import csv
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,17 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-KINDS = ("assert", "output", "error", "hang")  # of failures, in the column "By" of the record
+KINDS = ("assert", "output", "error", "hang")  # how a cell can fail, in the column "By" of the record
 CHAPTER = re.compile(r"\[(?P<name>[\w ]+), ")  # of a link in the column "Noticed in": [10b, A section](address)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How many lies each chapter noticed: a sentence with the totals, and a table with a row for each chapter."""
+
+    sentence: str
+    head: list[str]
+    rows: list[list[str]]
 
 
 class Lies(SphinxDirective):
@@ -26,37 +36,44 @@ class Lies(SphinxDirective):
         """The sentence and the table as nodes. A change of the record makes Sphinx read the page again."""
         relative_path, path = self.env.relfn2path(self.arguments[0])
         self.env.note_dependency(relative_path)
-        sentence, head, rows = totals(Path(path))
-        return [nodes.paragraph("", sentence), table(head, rows)]
+        summary = summary_of(Path(path))
+        return [nodes.paragraph("", summary.sentence), table(summary.head, summary.rows)]
 
 
-def totals(path: Path) -> tuple[str, list[str], list[list[str]]]:
-    """How many lies were told and noticed: a sentence, and a table, as its head and a row for each chapter.
+def summary_of(path: Path) -> Summary:
+    """How many lies the cells of each chapter noticed, from the record in ``path``, a CSV file.
 
-    ``path`` is the record, a CSV file with a row for each lie and each cell that noticed it.
+    A lie is a bug that was planted in PyTorch or in the book's helpers, to see whether the book's cells notice it. Each
+    row of the record says that a cell noticed one: "The lie" says which, "Noticed in" is a link to the cell's section,
+    such as ``[10b, A section](address)``, and "By" says how the cell failed, by one of KINDS.
+
+    The table has a column for each of these kinds, with a dot for each cell that failed so.
     """
     with path.open(encoding="utf-8", newline="") as file:
         recorded = list(csv.DictReader(file))
     lies = {row["The lie"] for row in recorded}
-    cells: Counter[tuple[str, str]] = Counter()  # {(chapter, kind of failure): number of cells}
+
+    cells_by_chapter: defaultdict[str, Counter[str]] = defaultdict(Counter)  # {chapter: {kind: number of cells}}
     for row in recorded:
         link = CHAPTER.match(row["Noticed in"])
         if link is not None:  # a lie that no cell noticed has a row without a link
-            cells[link["name"], row["By"]] += 1
-    chapters = sorted({chapter for chapter, kind in cells}, key=reading_order)
+            cells_by_chapter[link["name"]][row["By"]] += 1
+
     rows = []
-    for chapter in chapters:
-        dots_by_kind = ["•" * cells[chapter, kind] for kind in KINDS]
-        rows.append([chapter, *dots_by_kind])
+    number_of_cells = 0
+    for chapter in sorted(cells_by_chapter, key=reading_order):
+        cells = cells_by_chapter[chapter]
+        rows.append([chapter, *("•" * cells[kind] for kind in KINDS)])
+        number_of_cells += cells.total()
     sentence = (
-        f"{len(lies)} lies were told, and {cells.total()} cells of {len(chapters)} chapters and pages noticed one. "
+        f"{len(lies)} lies were told, and {number_of_cells} cells of {len(rows)} chapters and pages noticed one. "
         "Each dot is a cell."
     )
-    return sentence, ["chapter", *KINDS], rows
+    return Summary(sentence, head=["chapter", *KINDS], rows=rows)
 
 
 def reading_order(chapter: str) -> tuple[float, str]:
-    """Chapters and practice pages by their numbers, such as 9 and 10b, then pages of the appendix by their names."""
+    """What chapters are sorted by: their numbers, so that 9 comes before 10b, then pages without one by their names."""
     number = re.match(r"\d+", chapter)
     if number is None:
         return float("inf"), chapter
@@ -64,7 +81,7 @@ def reading_order(chapter: str) -> tuple[float, str]:
 
 
 def table(head: list[str], rows: list[list[str]]) -> nodes.table:
-    """A table as docutils builds it, of texts."""
+    """A table of texts, built of nodes as docutils wants it."""
     group = nodes.tgroup(cols=len(head))
     group += [nodes.colspec(colwidth=1) for _ in head]
     group += nodes.thead("", table_row(head))

@@ -21,13 +21,17 @@ from sphinx.errors import ExtensionError
 from helpers.export.facts import facts_at
 
 ERRORS = "book/error_messages.txt"
-FIRST_PAGE = "book/intro"  # of the book; a test builds smaller ones
+FIRST_PAGE = "book/intro"
 # Types of nodes that add no words to an entry's text: its heading, of which the entry has a field, and what is no text.
 WITHOUT_WORDS = (nodes.title, nodes.term, nodes.raw, nodes.math_block, nodes.Invisible)
 # Types of nodes whose words make one line of the text.
 ONE_LINE = (nodes.Text, nodes.paragraph, nodes.row, nodes.rubric, nodes.caption)
-# Of Python, only what is called or looked up, and variables of the environment: much of a cell is plumbing.
-NAMES = re.compile(r"[A-Za-z_]\w{3,}(?=\()|(?<=\.)[A-Za-z_]\w{3,}|\b[A-Z][A-Z_]{4,}\b")
+# Of Python, the names by which a reader would search: much of a cell is plumbing.
+NAMES = re.compile(
+    r"[A-Za-z_]\w{3,}(?=\()"  # what is called, such as all_reduce(
+    r"|(?<=\.)[A-Za-z_]\w{3,}"  # what is looked up, such as .bfloat16
+    r"|\b[A-Z][A-Z_]{4,}\b"  # a variable of the environment, such as MASTER_ADDR
+)
 
 
 class Entry(NamedTuple):
@@ -53,19 +57,27 @@ class Passages:
 
 
 def is_entry(node: nodes.Node) -> bool:
-    """Whether a node is a section or a term, which the search finds by itself."""
-    if isinstance(node, nodes.definition_list_item):  # a term of the glossary; other definitions have no ids
-        return bool(node[0]["ids"])
+    """Whether the search finds a node of a page by itself.
+
+    It does so for a section, a term of the glossary, and a work in the list of references (a citation).
+    """
+    if isinstance(node, nodes.definition_list_item):
+        term = node[0]
+        is_in_glossary = bool(term["ids"])  # no link can lead to other definitions
+        return is_in_glossary
     return isinstance(node, (nodes.section, nodes.citation))
 
 
 def is_table_of_lies(node: nodes.Node) -> bool:
-    """Whether a table is that of book/sabotage.md: a page long, and of words that the chapters say better."""
+    """Whether a table is that of the page on lies, which are bugs planted to see whether the chapters notice them.
+
+    The search leaves it out: it is a page long, and the chapters say better what its words are about.
+    """
     return isinstance(node, nodes.table) and "sabotage" in node["classes"]
 
 
 def words_of(node: nodes.Node) -> str:
-    """A node's words on one line, without its formulas."""
+    """The words of a node and of those inside it, on one line. A formula is shown as ``…``."""
     if isinstance(node, nodes.Text):
         return re.sub(r"\s+", " ", node)
     if isinstance(node, nodes.math):
@@ -78,36 +90,51 @@ def words_of(node: nodes.Node) -> str:
     return separator.join(words_of(child) for child in node.children)
 
 
-def collect_listing(node: nodes.literal_block, scripts: Path, passages: Passages) -> None:
-    """Add to ``passages`` what a listing says: a traceback's message, the names in a cell, or else all of its text.
+def collect_listing(listing: nodes.literal_block, scripts: Path, passages: Passages) -> None:
+    """Add to ``passages`` the words by which a reader shall find a listing, which is any block of code or output.
 
-    ``scripts`` is the folder of the chapters' scripts.
+    Of a traceback, these are the lines of its message. Of a notebook's code cell, they are the names in it that a
+    reader may look for, such as ``all_reduce``. Of a chapter's script there are none, because its cells have the same
+    lines; the scripts are in the folder ``scripts``. Of everything else, such as a shell command, they are all of its
+    text.
     """
-    text = node.astext()
-    file = node.get("source", "")  # empty for a cell and for an output
-    if "traceback" in node["classes"]:
-        message_lines = re.findall(r"^(?!Traceback)\S.*", text, flags=re.M)  # the lines of its frames are indented
+    text = listing.astext()
+    if "traceback" in listing["classes"]:
+        message_lines = []
+        for line in text.split("\n"):
+            is_indented = line[:1].isspace()  # as the lines between the first one and the message are
+            if line and not is_indented and not line.startswith("Traceback"):
+                message_lines.append(line)
         passages.text.append("\n".join(message_lines))
-    elif node.get("language") == "python" and not file:
+        return
+
+    included_file = listing.get("source", "")  # set where a page includes a file; empty for a cell and for an output
+    is_cell = listing.get("language") == "python" and not included_file
+    if is_cell:
+        # Code that draws a figure has this decorator. The names in it are those of a drawing library.
         draws_figure = "@style()" in text
         if not draws_figure:
             names = sorted(set(NAMES.findall(text)))
             passages.code.append(" ".join(names))
-    elif Path(file).parent != scripts:  # the script of a chapter has the same lines as its cells
+        return
+
+    is_script = Path(included_file).parent == scripts
+    if not is_script:
         passages.code.append(text)
 
 
 def collect(node: nodes.Element, scripts: Path, passages: Passages) -> None:
-    """Add to ``passages`` what a node says, but for the sections and terms in it, which are entries of their own.
+    """Add to ``passages`` the text and the code that are inside a node, which is a section or a part of one.
 
-    ``scripts`` is the folder of the chapters' scripts.
+    Sections and terms inside it are left out, because the search finds each of them by itself. ``scripts`` is the
+    folder of the chapters' scripts.
     """
     for child in node.children:
         if is_entry(child) or is_table_of_lies(child):
             continue
         if isinstance(child, nodes.literal_block):
             collect_listing(child, scripts, passages)
-        elif isinstance(child, ONE_LINE):
+        elif isinstance(child, ONE_LINE):  # a paragraph, a row of a table
             passages.text.append(words_of(child))
         elif isinstance(child, nodes.Element) and not isinstance(child, WITHOUT_WORDS):
             collect(child, scripts, passages)
@@ -116,10 +143,11 @@ def collect(node: nodes.Element, scripts: Path, passages: Passages) -> None:
 def entries(
     node: nodes.Element, page: str, scripts: Path, errors: Mapping[str, list[str]], above: Sequence[str] = ()
 ) -> Iterator[Entry]:
-    """Yield an entry for each section and each term below ``node``, which is a part of the page ``page``.
+    """Yield what the search can find below ``node``, a part of ``page``: an entry for each section and each term.
 
-    ``scripts`` is the folder of the chapters' scripts, and ``errors`` has the messages that a section cures. A section
-    may be inside another one: ``above`` are the headings of the sections around ``node``.
+    ``scripts`` is the folder of the chapters' scripts. ``errors`` has the error messages that a section explains, by
+    ``page#anchor``. A section may be inside another one: ``above`` are the headings of the sections around ``node``,
+    from the page's title on.
     """
     for child in node.children:
         if not isinstance(child, nodes.Element):
@@ -128,18 +156,18 @@ def entries(
         if is_entry(child):
             heading = child[0]  # the title of a section, or a term
             headings.append("".join(words_of(part) for part in heading.children).strip())
-            anchors = (
-                child["ids"] or heading["ids"]
-            )  # a section has ids itself, and a definition's are those of its term
+            # A section has the ids of its links itself, and in a definition the term has them.
+            ids = child["ids"] or heading["ids"]
+            anchor = ids[0]
             passages = Passages()
             collect(child, scripts, passages)
             yield Entry(
                 page=page,
-                anchor=anchors[0],
+                anchor=anchor,
                 headings=headings,
                 text=joined(passages.text),
                 code=joined(passages.code),
-                errors=errors.get(f"{page}#{anchors[0]}", []),
+                errors=errors.get(f"{page}#{anchor}", []),
             )
         yield from entries(child, page, scripts, errors, headings)
 
@@ -151,7 +179,13 @@ def joined(passages: list[str]) -> str:
 
 
 def read_errors(file: Path) -> dict[str, list[str]]:
-    """{"page#anchor": messages} of a list in which each section's messages are indented below its name."""
+    """{"page#anchor": messages} of a file that lists the error messages which a section of the book explains.
+
+    Its lines are the section's address and, indented below it, the messages; a line that begins with # is a comment::
+
+        notebooks/01_process_groups#fewer-gpus-than-ranks
+            CUDA error: invalid device ordinal
+    """
     errors: dict[str, list[str]] = {}
     if not file.exists():
         return errors
@@ -175,18 +209,19 @@ def turn_off_sphinx_search(app: Sphinx) -> None:
 
 
 def search_weight(app: Sphinx, page: str) -> float:
-    """What a notebook says that its scores are multiplied by (``book.search_weight`` in its metadata)."""
+    """By which factor the search multiplies the scores of a page. A notebook's metadata may say ``search_weight``."""
     path = Path(app.env.doc2path(page))
     if path.suffix != ".ipynb":
         return 1
     return facts_at(path).search_weight
 
 
-def write_entries(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
-    """Write the entries of all pages, also of those that did not change, into search_entries.js.
+def write_search(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
+    """Write what the book's search can find into search_entries.js, and ask Sphinx for the search's page.
 
-    Returns the search's own page for Sphinx to write: its name, its context and its template. Raises ExtensionError if
-    the list of error messages names a section that does not exist.
+    Sphinx calls this at the end of each build. All pages are written, also those that have not changed. Sphinx expects
+    a list of further pages to write, each as (name, context, template). Raises ExtensionError if the list of error
+    messages names a section that does not exist.
     """
     scripts = Path(app.srcdir, "scripts")
     errors = read_errors(Path(app.srcdir, ERRORS))
@@ -197,7 +232,9 @@ def write_entries(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
         weight = search_weight(app, page)
         if weight != 1:
             weights[page] = weight
-    if app.config.root_doc == FIRST_PAGE:  # the list is about this book's sections
+    # The list of error messages is about this book's sections, which a smaller book of a test does not have.
+    is_this_book = app.config.root_doc == FIRST_PAGE
+    if is_this_book:
         check_sections(errors, entries_of_book)
     file = Path(app.outdir, "_static", "search_entries.js")
     file.write_text(script_with(entries_of_book, weights), encoding="utf-8")
@@ -205,7 +242,7 @@ def write_entries(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
 
 
 def check_sections(errors: Mapping[str, list[str]], entries_of_book: Sequence[Entry]) -> None:
-    """Raise ExtensionError for a section, ``page#anchor``, that has messages and is not in the book."""
+    """Raise ExtensionError if the keys of ``errors``, each a ``page#anchor``, name a section that the book lacks."""
     sections = {f"{entry.page}#{entry.anchor}" for entry in entries_of_book}
     missing = [section for section in errors if section not in sections]
     if missing:
@@ -213,8 +250,12 @@ def check_sections(errors: Mapping[str, list[str]], entries_of_book: Sequence[En
 
 
 def script_with(entries_of_book: Sequence[Entry], weights: Mapping[str, float]) -> str:
-    """JavaScript with the entries, compressed, and the weights of pages: what search_engine.js reads."""
-    columns = list(zip(*entries_of_book, strict=True))  # gzip makes columns smaller than rows
+    """JavaScript with the entries, compressed, and the weights of pages: what search_engine.js reads.
+
+    It has a list for each field of an entry (all pages, all anchors and so on), which gzip makes smaller than a list
+    for each entry.
+    """
+    columns = list(zip(*entries_of_book, strict=True))
     data = json.dumps(columns, ensure_ascii=False, separators=(",", ":"))
     compressed = gzip.compress(data.encode(), mtime=0)  # without the time, so that equal entries make an equal file
     packed = base64.b64encode(compressed).decode()
@@ -225,5 +266,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_css_file("search.css")
     app.add_js_file("search.js")
     app.connect("builder-inited", turn_off_sphinx_search)
-    app.connect("html-collect-pages", write_entries)
+    app.connect("html-collect-pages", write_search)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -16,9 +16,10 @@ MIN_COLUMNS = 3
 
 
 def labelled(table: re.Match[str]) -> str:
-    """A table of a page, in which each cell has its column's heading as a label, and which has the class "cards".
+    """A table's HTML, in which each cell names its column, so that a phone can show each row as a card.
 
-    ``table`` is a match of TABLE. A table with fewer than MIN_COLUMNS columns is returned as it is.
+    A cell gets its column's heading as the attribute ``data-label``, and the table the class "cards", for the style
+    sheet. ``table`` is a match of TABLE. A table with fewer than MIN_COLUMNS columns is returned as it is.
     """
     columns = [text_of(heading) for heading in HEADING.findall(table["head"])]
     if len(columns) < MIN_COLUMNS:
@@ -29,7 +30,7 @@ def labelled(table: re.Match[str]) -> str:
 
 def with_labels(row: str, columns: list[str]) -> str:
     """A row of a table as HTML, each of whose cells gets the heading of its column as the attribute data-label."""
-    before_the_cells, *cells = row.split("<td")
+    before_the_cells, *cells = row.split("<td")  # each of `cells` begins after its "<td"
     labelled_row = before_the_cells
     for column, cell in zip(columns, cells, strict=True):
         labelled_row += f'<td data-label="{html.escape(column)}"{cell}'

@@ -20,7 +20,10 @@ MONTHS = "January February March April May June July August September October No
 
 
 def last_run(app: Sphinx, page: str) -> str:
-    """What is recorded of a page, as a sentence. Raises ExtensionError for a damaged file."""
+    """When a page last passed its tests, as a sentence: ``Last run on 3 May 2026 with PyTorch 2.15.0, Python 3.11.``
+
+    It is read from notebooks/verified.json, which the tests write. Raises ExtensionError if that file is damaged.
+    """
     source = Path(app.env.doc2path(page))
     try:
         record = read_record(Path(app.srcdir, "notebooks", FILE_NAME))
@@ -30,12 +33,12 @@ def last_run(app: Sphinx, page: str) -> str:
 
 
 def sentence(recorded: PageRecord | None, fingerprint_now: str, is_notebook: bool) -> str:
-    """What the record says of a page, as a sentence.
+    """When a page last passed its tests and on which versions, as a sentence: ``Last run on 3 May 2026 with …``
 
-    A notebook's cells were run; a Markdown page was checked as built. ``fingerprint_now`` tells whether the page has
-    changed since then.
+    ``recorded`` has the runs of the tests that the page passed, and a fingerprint of what it was then. If
+    ``fingerprint_now`` is another one, the page has changed since.
     """
-    verb = "run" if is_notebook else "checked"
+    verb = "run" if is_notebook else "checked"  # a Markdown page has no cells to run; its built page is checked
     if recorded is None or not recorded.runs:
         return f"Not yet {verb} in full."
     newest = date.fromisoformat(max(run.date for run in recorded.runs))
@@ -63,7 +66,7 @@ def issue_link(repository: str, page: str) -> str:
 
 def add_last_line(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object) -> None:
     """Add the last line to a page. Sphinx calls it when it has made the page's HTML, ``context["body"]``."""
-    if page not in app.env.found_docs:  # such as the search and 404
+    if page not in app.env.found_docs:  # the search and 404 have no source, so nothing is recorded of them
         return
     line = escape(last_run(app, page))
     repository = app.config.html_theme_options.get("repository_url")

@@ -49,7 +49,8 @@ def figures_of(cell: dict[str, Any]) -> list[nodes.Node]:
     """What a notebook's cell drew, as nodes of HTML; none for a cell that only printed."""
     figures: list[nodes.Node] = []
     for output in cell["outputs"]:
-        html = output.get("data", {}).get("text/html")
+        formats = output.get("data", {})  # printed text has none
+        html = formats.get("text/html")
         if html:
             figures.append(nodes.raw("", "".join(html), format="html"))
     return figures
@@ -59,7 +60,10 @@ def figures_of(cell: dict[str, Any]) -> list[nodes.Node]:
 
 
 def minutes(path: Path) -> int:
-    """How many minutes it takes to read a notebook's text and the code in view: 5, 10, 15 and so on."""
+    """How many minutes it takes to read a notebook: 5, 10, 15 and so on.
+
+    Code in closed boxes does not count, because few readers open all of them.
+    """
     words = 0
     lines = 0
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
@@ -89,29 +93,29 @@ class Minutes(SphinxRole):
 
 
 def with_chapters(text: str, root: Path) -> str:
-    """Replace the block ``{chapters}`` in the Markdown of the first page by a list of the pages in _toc.yml.
+    """Replace the block ``{chapters}`` in the first page's Markdown by a list of the book's pages, as in _toc.yml.
 
-    In the list each page has the question that it answers. A notebook's question is in its metadata. Those of the pages
-    without a notebook are in the block, one on each line: ``glossary: the terms``. A text without the block is returned
-    unchanged. ``root`` is the project's folder. Raises ExtensionError for a page without a question, and for a question
-    without a page.
+    The list says of each page which question it answers. A notebook has its question in its metadata. For the other
+    pages the block has a line each, such as ``glossary: the terms``. A text without the block is returned unchanged.
+    ``root`` is the project's folder. Raises ExtensionError for a page without a question, and for a question without a
+    page.
     """
     block = CHAPTERS.search(text)
     if block is None:
         return text
-    questions = {}
+    questions = {}  # {page: its question}
     for line in block["questions"].splitlines():
         page, question = line.split(": ", 1)
         questions[page] = question
     toc = yaml.safe_load((root / "_toc.yml").read_text(encoding="utf-8"))
-    # The part without a caption has how_to_run, which is not in the list.
+    # A part without a caption has pages of which the first page speaks elsewhere, so they are not in the list.
     parts = [part for part in toc["parts"] if "caption" in part]
     check_pages(questions, parts)
-    lines = ["{.chapters}"]
+    lines = ["{.chapters}"]  # the class of the list
     for part in parts:
         lines += [f"* **{part['caption']}**", ""]
         for entry in part["chapters"]:
-            folder, name = entry["file"].split("/")
+            folder, name = entry["file"].split("/")  # notebooks/04_ddp, or book/glossary
             if folder == "notebooks":
                 lines.append(line_of_notebook(root, name))
             else:
@@ -121,9 +125,17 @@ def with_chapters(text: str, root: Path) -> str:
 
 
 def check_pages(questions: dict[str, str], parts: list[dict]) -> None:
-    """Raise ExtensionError unless there is a question for each page of these parts of _toc.yml, and for no other."""
-    files = [entry["file"].split("/") for part in parts for entry in part["chapters"]]
-    pages = [name for folder, name in files if folder != "notebooks"]
+    """Raise ExtensionError unless the first page's list has a question for each page of the book, and for no other.
+
+    ``questions`` has those of the pages without a notebook. ``parts`` are the table of contents, whose entries are such
+    as {"file": "book/glossary"}.
+    """
+    pages = []
+    for part in parts:
+        for entry in part["chapters"]:
+            folder, name = entry["file"].split("/")
+            if folder != "notebooks":  # a notebook has its question itself
+                pages.append(name)
     for name in pages:
         if name not in questions:
             raise ExtensionError(f"the block {{chapters}} of the first page has no line for book/{name}.md")
@@ -133,28 +145,35 @@ def check_pages(questions: dict[str, str], parts: list[dict]) -> None:
 
 
 def line_of_page(root: Path, name: str, question: str) -> str:
-    """The line of a page without a notebook in the list. The first page is in the same folder, book."""
+    """The line of a page without a notebook in the first page's list: a link with its title, and its question."""
     text = (root / "book" / f"{name}.md").read_text(encoding="utf-8")
     title = text.partition("\n")[0].removeprefix("# ")
-    return f"  * [{title}]({name}.md): {question}"
+    return f"  * [{title}]({name}.md): {question}"  # the first page is in the same folder
 
 
 def line_of_notebook(root: Path, name: str) -> str:
-    """The line of a notebook in the list. A chapter's, which has a number in its title, also says how long it takes."""
+    """The line of a notebook in the first page's list: a link with its title, its question, and the time to read it.
+
+    ``name`` is 04_ddp, a chapter, or 04b_ddp_in_real_projects, which belongs to one, or a page such as decision_guide,
+    which is for looking things up, so that its line has no time. ``root`` is the project's folder.
+    Raises ExtensionError if the notebook has no question.
+    """
     path = root / "notebooks" / f"{name}.ipynb"
     question = facts_at(path).question
     if not question:
         raise ExtensionError(f"notebooks/{name}.ipynb has no question for the first page: write metadata.book.question")
     first_cell = json.loads(path.read_text(encoding="utf-8"))["cells"][0]
     title = "".join(first_cell["source"]).partition("\n")[0].removeprefix("# ")
-    numbered = re.fullmatch(r"(\d+)\. (.*)", title)
+    time_to_read = f" {{minutes}}`{name}`"  # a role of Sphinx, which computes it
+
+    numbered = re.fullmatch(r"(\d+)\. (.*)", title)  # "4. DDP"
     if numbered is not None:
         number, title = numbered.groups()
-        return f"  {number}. [{title}](../notebooks/{name}.ipynb): {question} {{minutes}}`{name}`"
+        return f"  {number}. [{title}](../notebooks/{name}.ipynb): {question}{time_to_read}"
     line = f"  * [{title}](../notebooks/{name}.ipynb): {question}"
     belongs_to_a_chapter = re.match(r"\d\d[a-z]_", name) is not None
-    if belongs_to_a_chapter:  # the others are for looking things up
-        line += f" {{minutes}}`{name}`"
+    if belongs_to_a_chapter:
+        line += time_to_read
     return line
 
 

@@ -66,6 +66,44 @@ class Frame:
     mood: str = ""  # "", "meet", "mixed"; in the last frame one of ENDINGS
 
 
+@dataclass
+class Walker:
+    """One of the four ranks, on its way through the lines of the picture."""
+
+    lines: list[str]  # all lines of the picture
+    path: list[int]  # the numbers of the lines that the rank executes, in order; at the end the number after the last
+    step: int = 0  # its position in ``path``
+    sent_gradients: int = 0
+
+    @property
+    def line(self) -> int:
+        """The number of the line at which the rank is; the number after the last one if it has ended."""
+        return self.path[self.step]
+
+    @property
+    def has_ended(self) -> bool:
+        return self.line == len(self.lines)
+
+    @property
+    def call(self) -> re.Match[str] | None:
+        """The collective at which the rank waits, as a match of COLLECTIVE; None for a rank that does not wait."""
+        if self.has_ended:
+            return None
+        return COLLECTIVE.search(self.lines[self.line])
+
+    def send(self) -> str:
+        """The name of the tensor that the rank gives to the collective at which it waits: ``loss``, ``gradient 1``.
+
+        A gradient has a number, because the rank sends one in each round of the loop.
+        """
+        assert self.call is not None
+        tensor = self.call["tensor"]
+        if tensor == "gradient":
+            tensor = f"gradient {self.sent_gradients}"
+            self.sent_gradients += 1
+        return tensor
+
+
 @dataclass(frozen=True)
 class Panel:
     """What the picture shows for a place of the mistake, broken or repaired. The template hero.html reads it."""
@@ -83,13 +121,21 @@ class Panel:
 
     @property
     def last_lines(self) -> list[str]:
-        """The line at which each rank ends, or "" for a rank that has ended."""
-        texts = [*(line.text.strip() for line in self.lines), ""]
-        return [texts[number] for number in self.frames[-1].at]
+        """The code of the line at which each rank ends, or "" for a rank that has ended."""
+        last_lines = []
+        for number in self.frames[-1].at:
+            if number == len(self.lines):  # where the walk puts a rank that has ended
+                last_lines.append("")
+            else:
+                last_lines.append(self.lines[number].text.strip())
+        return last_lines
 
     @property
     def seconds(self) -> str:
-        """How long the ranks waited until launch() ended them, as its error says. "0" if they ended by themselves."""
+        """How long the ranks waited until ``launch``, with which the chapter starts ranks, ended them.
+
+        Its error says so: ``4 of 4 ranks still ran after timeout=2 s``. "0" if the ranks ended by themselves.
+        """
         timeout = re.search(r"timeout=(\d+) s", self.output)
         if timeout is None:
             return "0"
@@ -97,7 +143,11 @@ class Panel:
 
     @property
     def shown_output(self) -> str:
-        """The stored output without line numbers: they are the chapter's, and the picture leaves lines out."""
+        """The stored output without line numbers: they are the chapter's, and the picture leaves lines out.
+
+        So ``rank 0: at line 7 of train_by_hand: dist.all_reduce(loss)`` becomes ``rank 0: dist.all_reduce(loss)``, and
+        ``rank 0 lost its connection at line 13 of train_by_hand: …`` becomes ``rank 0 lost its connection at: …``.
+        """
         output = re.sub(r": at line \d+ of \w+: ", ": ", self.output)
         return re.sub(r"connection at line \d+ of \w+: ", "connection at: ", output)
 
@@ -106,16 +156,25 @@ class Panel:
 
 
 def lines_of(source: str, place: str, repaired: bool) -> list[Line]:
-    """The lines of ``train_by_hand`` as the picture shows them, with the mistake at ``place`` or its repair.
+    """The lines of code that the animation on the book's first page shows, with their syntax highlighted.
 
-    In the chapter the function has a mistake at each of three places, ``if place == "…" and rank in callers:``. The
-    picture shows one of them, as ``if rank == 0:``, or its repair: without that line, every rank makes the call below
-    it. The other two are left out.
+    In the animation, four ranks go through a training loop of chapter 0, the function ``train_by_hand``. ``source`` is
+    its code. It has the same mistake at three places, of which its argument ``place`` chooses one::
+
+        if place == "in the loop" and rank in callers:
+            dist.all_reduce(loss)
+
+    The animation shows only the mistake at ``place``, as ``if rank == 0:`` with the call below it. If ``repaired``, it
+    shows the call alone, which every rank then makes.
     """
     function = ast.parse(source).body[-1]
     assert isinstance(function, ast.FunctionDef)
-    shown = function.body[3:-1]  # without the docstring, the rank and the weight at the top, and the return at the end
-    lines = list(shown_statements(shown, source.splitlines(), place, repaired))
+    # Not shown are the docstring, ``rank = dist.get_rank()`` and ``weight = torch.tensor(0.0)`` at the top, and the
+    # statement at the end, which is a ``return``.
+    without_top = function.body[3:]
+    shown = without_top[:-1]
+    lines = list(lines_of_statements(shown, source.splitlines(), place, repaired))
+
     code = "\n".join(line.text for line in lines)
     # All lines are colored at once: what a word is may depend on lines above it.
     colored_lines = highlight(code, PythonLexer(stripall=False), HtmlFormatter(nowrap=True)).splitlines()
@@ -124,7 +183,7 @@ def lines_of(source: str, place: str, repaired: bool) -> list[Line]:
     return lines
 
 
-def shown_statements(
+def lines_of_statements(
     statements: list[ast.stmt],
     source_lines: list[str],
     place: str,
@@ -132,10 +191,19 @@ def shown_statements(
     indent: str = "",
     is_marked: bool = False,
 ) -> Iterator[Line]:
-    """Yield the lines of these statements and of those inside them, as ``lines_of`` says.
+    """Yield the lines that the first page's animation shows of these statements, and of those inside them.
 
-    ``source_lines`` are those of the function. The lines get ``indent`` and, if they belong to the mistake at
-    ``place``, the mark.
+    The statements are those of ``train_by_hand``, which has the same mistake at three places. Each is an ``if`` that
+    only some ranks enter, with a call that all ranks should make::
+
+        if place == "in the loop" and rank in callers:
+            dist.all_reduce(loss)
+
+    Of the mistake at ``place`` the animation shows ``if rank == 0:`` and the call, or the call alone if ``repaired``.
+    It leaves out the mistakes at the two other places.
+
+    ``source_lines`` are all lines of the function. Each line that is yielded begins with ``indent``, and those of the
+    mistake are marked.
     """
     for statement in statements:
         text = source_lines[statement.lineno - 1].strip()
@@ -143,24 +211,28 @@ def shown_statements(
         if mistake is None:
             yield Line(indent + text, is_marked)
             if isinstance(statement, ast.For):
-                yield from shown_statements(statement.body, source_lines, place, repaired, indent + "    ")
+                yield from lines_of_statements(statement.body, source_lines, place, repaired, indent + "    ")
             continue
 
-        # An `if` with a mistake. Those at the two other places are left out.
         if mistake["place"] != place:
             continue
         assert isinstance(statement, ast.If)
-        indent_of_call = indent  # repaired, the call stands where the `if` stood
-        if not repaired:
+        if repaired:
+            indent_of_call = indent  # the call stands where the `if` stood
+        else:
             yield Line(f"{indent}if rank == 0:", is_marked=True)
-            indent_of_call += "    "
-        yield from shown_statements(statement.body, source_lines, place, repaired, indent_of_call, is_marked=True)
+            indent_of_call = indent + "    "
+        yield from lines_of_statements(
+            statement.body, source_lines, place, repaired, indent=indent_of_call, is_marked=True
+        )
 
 
 def executed_lines(statements: list[ast.stmt], rank: int) -> Iterator[int]:
-    """Yield the numbers, from 0, of the lines that a rank executes, in the order in which it does.
+    """Yield the numbers, from 0, of the lines that a rank would execute, in the order in which it would.
 
-    The statements are those of the picture. They have no condition but ``rank == 0``, and a loop is over ``range(N)``.
+    Nothing is run. The statements are those that the first page's animation shows, so they are of three kinds: a
+    condition, which is always ``if rank == 0:`` without an ``else``; a loop, which always says its number of rounds,
+    such as ``for step in range(2):``; and statements of one line.
     """
     for statement in statements:
         yield statement.lineno - 1
@@ -177,46 +249,33 @@ def executed_lines(statements: list[ast.stmt], rank: int) -> Iterator[int]:
 
 
 def walk(lines: list[str], output: str) -> list[Frame]:
-    """Simulate how four ranks go through the lines, and return a frame for each of their steps.
+    """Simulate how four ranks execute these lines of Python, and return a frame of the animation for each step.
 
-    A rank waits at a collective until all ranks have come to one. As in gloo, the n-th collective of a rank then meets
-    the n-th one of each other rank, whatever their tensors are. ``output`` is what the chapter printed, and the frames
-    quote it.
+    A rank that comes to a collective, such as ``dist.all_reduce(loss)``, waits until all ranks have come to one. As in
+    gloo, the n-th collective of a rank then meets the n-th one of each other rank, whatever their tensors are. The walk
+    ends when all ranks have ended, or when those that wait can never go on. ``output`` is what the chapter printed when
+    it ran this code, and the frames quote numbers of it.
     """
-    end = len(lines)
-    texts = [*lines, ""]  # a rank that has come to its end calls nothing
     statements = ast.parse("\n".join(lines)).body
-    paths = [[*executed_lines(statements, rank), end] for rank in RANKS]
-    steps = [0 for _ in RANKS]  # each rank's position in its path
-    sent_gradients = [0 for _ in RANKS]
+    walkers = [Walker(lines, path=[*executed_lines(statements, rank), len(lines)]) for rank in RANKS]
     frames: list[Frame] = []
     has_mixed = False  # whether different tensors have met
     while True:
-        frame = Frame(at=[paths[rank][steps[rank]] for rank in RANKS])
+        frame = Frame(at=[walker.line for walker in walkers])
         frames.append(frame)
-        ended = [line == end for line in frame.at]
-        calls = [COLLECTIVE.search(texts[line]) for line in frame.at]
-        moving = [rank for rank in RANKS if calls[rank] is None and not ended[rank]]
+        moving = [walker for walker in walkers if walker.call is None and not walker.has_ended]
         if moving:
-            for rank in moving:
-                steps[rank] += 1
+            for walker in moving:
+                walker.step += 1
             continue
 
-        collectives = {call["name"] for call in calls if call is not None}
-        frame.mood = ending_of(ended, collectives, has_mixed)
+        frame.mood = ending_of(walkers, has_mixed)
         if frame.mood:
             frame.says = ENDINGS[frame.mood]
             return frames
 
         # No rank has ended, and all of them make the same call: it takes place.
-        tensors = []
-        for rank, call in enumerate(calls):
-            assert call is not None
-            tensor = call["tensor"]
-            if tensor == "gradient":  # each rank sends one in each round of the loop
-                tensor = f"gradient {sent_gradients[rank]}"
-                sent_gradients[rank] += 1
-            tensors.append(tensor)
+        tensors = [walker.send() for walker in walkers]
         if len(set(tensors)) > 1:
             has_mixed = True
             frame.mood = "mixed"
@@ -224,9 +283,12 @@ def walk(lines: list[str], output: str) -> list[Frame]:
                 f"Rank 0's {tensors[0]} meets the others' {tensors[1]}: {printed_of_rank_0(tensors[0], output)}"
             )
         else:
+            call = walkers[0].call
+            assert call is not None
             frame.mood = "meet"
-            frame.says = f"Four ranks meet in {collectives.pop()}({tensors[0]})."
-        steps = [step + 1 for step in steps]
+            frame.says = f"Four ranks meet in {call['name']}({tensors[0]})."
+        for walker in walkers:
+            walker.step += 1
 
 
 def printed_of_rank_0(tensor: str, output: str) -> str:
@@ -236,54 +298,71 @@ def printed_of_rank_0(tensor: str, output: str) -> str:
     return printed[1]
 
 
-def ending_of(ended: list[bool], collectives: set[str], has_mixed: bool) -> str:
-    """How the walk ends, as a key of ENDINGS, when each rank waits or has ended; "" if their collectives can meet.
+def ending_of(walkers: list[Walker], has_mixed: bool) -> str:
+    """How the walk ends, as a key of ENDINGS; "" if it goes on. Each rank waits at a collective, or has ended.
 
-    ``collectives`` are the names of those at which ranks wait.
+    ``has_mixed`` says whether a collective has added up different tensors of the ranks, which raises no error.
     """
+    ended = [walker.has_ended for walker in walkers]
     if all(ended):
         return "right"
     if any(ended) and has_mixed:
         return "wrong"
     if any(ended):
         return "lost"
-    if len(collectives) > 1:
+    names_of_calls = {walker.call["name"] for walker in walkers if walker.call is not None}
+    if len(names_of_calls) > 1:  # such as an all_reduce and a broadcast, which wait for each other
         return "hang"
     return ""
 
 
 def output_of_repair(chapter: Chapter, place: str) -> str:
-    """What the ranks print if every rank makes the call at this place. Raises ExtensionError if it is not stored."""
-    repair = chapter.output(REPAIR_CELL)
-    after_place = re.search(rf"(?m)^{place}\n((?:\[.*\n?)+)", repair)
-    if after_place is None:
+    """What the ranks print if every rank makes the call at this place. Raises ExtensionError if it is not stored.
+
+    One cell of the chapter runs the repaired loop for all places. It prints ``in the loop``, which is the place, and
+    below it the lines of the ranks, such as ``[ranks 0-3] loss: 4.0``; then the next place and its lines.
+    """
+    output = chapter.output(REPAIR_CELL)
+    lines_of_ranks = re.search(rf"(?m)^{place}\n((?:\[.*\n?)+)", output)
+    if lines_of_ranks is None:
         raise ExtensionError(f"The cell {REPAIR_CELL!r} of {CHAPTER} says nothing of the place {place!r}.")
-    return after_place[1].rstrip()
+    return lines_of_ranks[1].rstrip()
 
 
 def right_sums(chapter: Chapter, place: str) -> str:
-    """The sums of the repaired loop in the order in which they are printed, each once: ``4, 400 and 200``."""
-    printed = re.findall(r": ([\d.]+)$", output_of_repair(chapter, place), flags=re.M)
-    *first, last = dict.fromkeys(f"{float(number):.0f}" for number in printed)
-    return f"{', '.join(first)} and {last}"
+    """The sums of the repaired loop in the order in which they are printed, each once: ``4, 400 and 200``.
+
+    They stand at the ends of lines such as ``[ranks 0-3] loss: 4.0``.
+    """
+    sums: list[str] = []
+    for printed in re.findall(r": ([\d.]+)$", output_of_repair(chapter, place), flags=re.M):
+        rounded = f"{float(printed):.0f}"
+        if rounded not in sums:
+            sums.append(rounded)
+    return f"{', '.join(sums[:-1])} and {sums[-1]}"
 
 
 def panel_of(chapter: Chapter, place: str, repaired: bool) -> Panel:
-    """The panel of a place. Raises ExtensionError if the stored output says that the ranks stood at other lines."""
+    """What the first page's animation shows of the mistake at a place, or of the loop repaired there.
+
+    How the ranks walk is simulated. Raises ExtensionError if they end at other lines than the chapter's stored output
+    says of the ranks that were run.
+    """
     if repaired:
         output = output_of_repair(chapter, place)
     else:
         output = chapter.output(RUNS[place])
     lines = lines_of(chapter.source(LOOP_CELL), place, repaired)
-    number = list(RUNS).index(place)
+    number_of_place = list(RUNS).index(place)
     panel = Panel(
-        name=f"{number}-{int(repaired)}",
+        name=f"{number_of_place}-{int(repaired)}",  # hero.js finds a panel by the two choices above the picture
         is_repaired=repaired,
         lines=lines,
         frames=walk([line.text for line in lines], output),
         output=output,
     )
     last_frame = panel.frames[-1]
+    # A sentence of ENDINGS has the placeholder SUMS.
     last_frame.says = last_frame.says.replace("SUMS", right_sums(chapter, place))
     stored_lines = last_lines_in(output)
     if panel.last_lines != stored_lines:
@@ -295,7 +374,13 @@ def panel_of(chapter: Chapter, place: str, repaired: bool) -> Panel:
 
 
 def last_lines_in(output: str) -> list[str]:
-    """The line at which each rank ended, as an error of ``launch`` says it, or "" for a rank that it does not name."""
+    """The code of the line at which each rank ended, or "" for a rank that the output does not name.
+
+    The output is what ``launch``, with which the chapter starts ranks, said of those that had to be ended::
+
+        rank 0: at line 7 of train_by_hand: dist.all_reduce(loss)
+        ranks 1-3: at line 9 of train_by_hand: dist.broadcast(weight, src=0)
+    """
     last_lines = ["" for _ in RANKS]
     reports = re.findall(r"ranks? ([\d-]+)(?::| lost its connection) at line \d+ of \w+: (.*)", output)
     for ranks, line in reports:  # ranks: "2" or "1-3"
@@ -319,6 +404,7 @@ class Hero(SphinxDirective):
     """``{hero}``: the picture."""
 
     def run(self) -> list[nodes.Node]:
+        """The picture as a node. A change of the chapter makes Sphinx read the page again."""
         path = Path(self.env.srcdir, CHAPTER)
         self.env.note_dependency(str(path))
         return [nodes.raw("", picture(Chapter(path)), format="html")]

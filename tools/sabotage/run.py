@@ -68,10 +68,11 @@ class Section:
 
 
 def run(lie: Lie, chapter: str) -> Failure | None:
-    """Run a chapter under a lie, in a copy of the project. Returns its first failing cell; None if all cells pass.
+    """Run a chapter with a planted bug, a lie, in a copy of the project; return its first failing cell, or None.
 
-    The run has to reach processes that the chapter itself starts, and to say what happened in them. So the lie's name
-    goes to them in an environment variable, and they answer by files whose paths are in two others.
+    None says that all cells passed, so that no cell notices the bug. The run has to reach processes that the chapter
+    itself starts, and to say what happened in them. So the lie's name goes to them in an environment variable, and they
+    answer by files whose paths are in two others.
     """
     with tempfile.TemporaryDirectory() as folder:
         project = copy_of_the_project(Path(folder, "book"))
@@ -151,12 +152,12 @@ def notebook_of(chapter: str) -> Path:
 
 
 def verdict_on(lie: Lie, chapter: str, failure: Failure | None) -> Verdict:
-    """Judge a run: whether it shows that the chapter notices the lie, with the row for the record.
+    """Judge a run: whether it shows that the chapter notices the lie, a planted bug, with the row for the record.
 
     ``failure`` is the chapter's first failing cell, or None if all cells passed. That a cell fails is not enough: the
     words of the lie's subject have to be in the cell or in the prose around it, or a reader would not learn from it.
     """
-    row = dict.fromkeys(COLUMNS, "")
+    row = {column: "" for column in COLUMNS}
     row["The lie"] = lie.description
     row["Noticed in"] = f"chapter {label(chapter)}"
     if failure is None:
@@ -183,7 +184,10 @@ def read_notebook(path: Path) -> nbformat.NotebookNode:
 
 
 def section_of(nb: nbformat.NotebookNode, cell_id: str) -> Section:
-    """The part of a notebook in which a cell is. Raises ValueError if there is no such cell."""
+    """Where in a notebook a cell is: the heading above it, and the prose around it.
+
+    Raises ValueError if the notebook has no cell with this id.
+    """
     position = [cell.id for cell in nb.cells].index(cell_id)
     prose_before = prose_of(nb.cells[:position])
     prose_after = prose_of(nb.cells[position:])
@@ -228,7 +232,7 @@ def label(chapter: str) -> str:
 
 
 def key(row: dict[str, str]) -> tuple[str, str]:
-    """Which row of the record this is: (the lie's description, the chapter's label). No two rows have the same key."""
+    """What tells a row of the record from the others: (the lie's description, the chapter's label)."""
     # "chapter 4" where no cell noticed the lie, or else a link: "[4, The heading](address)".
     [chapter] = re.findall(r"^(?:chapter |\[)([\w ]+)", row["Noticed in"])
     return row["The lie"], chapter
@@ -237,21 +241,24 @@ def key(row: dict[str, str]) -> tuple[str, str]:
 def record(row: dict[str, str]) -> None:
     """Write a row to the record, in the order of the lies, and remove rows of lies that no longer exist."""
     rows = {key(stored): stored for stored in read_record()}
-    rows[key(row)] = row
-    order = [(lie.description, label(chapter)) for lie, chapter in PAIRS]
+    rows[key(row)] = row  # in the place of the one that was stored
     with RECORD.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows[pair] for pair in order if pair in rows)
+        for lie, chapter in PAIRS:
+            key_of_pair = (lie.description, label(chapter))
+            if key_of_pair in rows:  # not yet, if the lie is new
+                writer.writerow(rows[key_of_pair])
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 def tell_lies(names: list[str], jobs: int) -> int:
-    """Run the chapters that have to notice these lies, ``jobs`` at a time, and record what the cells said.
+    """Run the chapters that have to notice these planted bugs, and record what the cells said.
 
-    ``names`` are those of lies. Returns how many of the runs have a problem.
+    ``names`` are those of the bugs, which are called lies, and ``jobs`` is how many chapters run at a time. Returns how
+    many of the runs have a problem: no cell noticed the bug, or the wrong one, or the bug could not be planted.
     """
     chosen = [(lie, chapter) for lie, chapter in PAIRS if lie.name in names]
     names_with_problem = []  # a name for each such run, so a lie may be in it twice

@@ -173,6 +173,7 @@ SAVED = "torch.distributed.checkpoint.state_dict"
 def frozen_parameters_keep_their_state(module: Any) -> None:
     """A load restores the optimizer's state of frozen parameters too."""
 
+    # Both functions leave out the parameters that are frozen while they run. So none is.
     def thawed(original: Any, model: Any, *inputs: Any, **keywords: Any) -> Any:
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         for parameter in frozen:

@@ -82,6 +82,7 @@ def clip_grad_norm_clips_at_twice_the_norm(module: Any) -> None:
 def join_answers_with_ones(module: Any) -> None:
     """A rank that has run out answers with ones in `Join`, where it should answer with zeros."""
 
+    # DDP's own method is the same, but for the ones. Its zeros add nothing to the gradients of the other ranks.
     def answer(self: Any) -> None:
         works = []
         for bucket in self.reducer._get_zeros_like_grad_buckets():
@@ -304,7 +305,7 @@ def a_nested_region_is_not_off(module: Any) -> None:
     def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
         import torch
 
-        is_nested = torch.is_autocast_enabled("cpu")
+        is_nested = torch.is_autocast_enabled("cpu")  # because of a region around this one
         original(self, *inputs, **keywords)
         if is_nested:
             self._enabled = True

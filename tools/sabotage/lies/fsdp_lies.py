@@ -66,6 +66,7 @@ def clipping_takes_the_local_norm(module: Any) -> None:
         if not tensors or not isinstance(tensors[0], DTensor):
             return original(tensors, *inputs, **keywords)
         norm = original([tensor.to_local() for tensor in tensors], *inputs, **keywords)
+        # As a replicated tensor, it is taken for the norm on all ranks.
         return DTensor.from_local(norm, tensors[0].device_mesh, [Replicate()])
 
 

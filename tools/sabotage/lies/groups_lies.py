@@ -46,16 +46,18 @@ def ddp_does_not_agree_on_its_buckets(parallel: Any) -> None:
         original(self, *inputs, **keywords)
         reducer = self.reducer
 
-        class Quiet:
-            """The reducer, but for the method in which ranks agree on their buckets after the first step."""
+        class ReducerThatKeepsItsBuckets:
+            """In the place of DDP's reducer: it passes everything on to it, except for one method."""
 
             def _rebuild_buckets(self) -> bool:
+                # DDP calls this before a forward. After the first step, the reducer then makes its buckets anew, in the
+                # order in which gradients came, and broadcasts that of rank 0. False says that it has not.
                 return False
 
             def __getattr__(self, name: str) -> Any:
                 return getattr(reducer, name)
 
-        self.reducer = Quiet()
+        self.reducer = ReducerThatKeepsItsBuckets()
 
 
 # --- Groups, launchers, meshes
@@ -79,7 +81,8 @@ def launch_forgives_a_hang(module: Any) -> None:
         try:
             return original(*inputs, nproc=nproc, **keywords)
         except module.RankError as error:
-            if " still ran after " not in str(error):
+            is_hang = " still ran after " in str(error)
+            if not is_hang:
                 raise
             return [None] * nproc
 

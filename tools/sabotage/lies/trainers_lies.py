@@ -41,6 +41,7 @@ def stop_request_hears_nothing(module: Any) -> None:
 @lie("11", "stop|signal|agree", module=STOP_REQUEST)
 def one_signalled_rank_is_outvoted(module: Any) -> None:
     """The ranks stop when all of them have got the signal, and not when one has."""
+    # A rank that has got the signal brings its number, and the others bring 0. `agreed` takes the largest of them.
     all_reduce = module.dist.all_reduce
 
     def least(tensor: Any, op: Any, **keywords: Any) -> Any:

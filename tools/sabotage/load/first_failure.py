@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-# Errors by which a lie shows that it uses what does not exist, or not in this way:
+# Errors of code that uses what does not exist, or not in this way:
 ERROR_OF_A_LIE = re.compile(r"\b(Attribute|Import|Name|Type|Lookup|Key)Error: ")
 COLOR = re.compile(r"\x1b\[[\d;]*m")  # a terminal's command, which IPython writes into tracebacks
 
@@ -63,7 +63,7 @@ def without_folders(text: str) -> str:
 
 
 def describe(item: Any, error: Exception) -> Failure:
-    """How a cell failed that was run. ``error`` is what nbval raised for it.
+    """How a cell failed that was run. ``error`` is what nbval, which runs the cells, raised for it.
 
     nbval raises an error for a cell that takes too long, for one whose outputs differ from the stored ones, and for one
     that raised an exception. The exception itself is then among the cell's outputs.
@@ -85,24 +85,19 @@ def describe(item: Any, error: Exception) -> Failure:
 def describe_exception(name: str, message: str, traceback: str, source: str) -> Failure:
     """How a cell failed that raised an exception, ``name: message``. ``source`` is the cell's code.
 
-    A lie that works makes the cell's own check fail. So an exception that the lie's code raises, because it calls what
-    does not exist or calls it in a wrong way, is a fault: it says nothing about what the chapter notices.
+    A bug has been planted, for example a function that replaces PyTorch's ``all_reduce``. The cell has noticed it if
+    the cell's own check fails. But the planted code may have a mistake itself, and call what does not exist. Such an
+    exception is a "fault", which says nothing about what the chapter notices.
     """
     text = f"{name}: {message}"
-    lie = os.environ["WORLD_SIZE_ONE_LIE"]
-    is_from_the_lie = "lies.py" in traceback or "lies.py" in message or f"{lie}." in message
-    if name in ("ImportError", "NameError"):
-        return Failure("fault", text)
-    if is_from_the_lie and ERROR_OF_A_LIE.search(text):
+    if name in ("ImportError", "NameError") or is_mistake_of_the_lie(text, traceback):
         return Failure("fault", text)
     if name == "AssertionError":
-        # IPython's traceback marks the line of each frame by an arrow: "----> 3 assert x == y".
-        marked_lines = re.findall(r"^-+> *\d+ (.*)$", traceback, re.MULTILINE)
-        if marked_lines:
-            innermost_line = marked_lines[-1].strip()
-            return Failure("assert", assert_with_line(source, innermost_line))
-        return Failure("assert", message)
-    # launch raises a RankError, whose text has the rank's own error, or says which ranks hang.
+        line = innermost_line(traceback)
+        if line is None:
+            return Failure("assert", message)
+        return Failure("assert", assert_with_line(source, line))
+    # A cell that starts ranks raises a RankError, whose text has the rank's own error, or says which ranks hang.
     if name == "RankError" and ": AssertionError" in message:
         return Failure("assert", text)
     if name == "RankError" and " still ran after" in message:
@@ -110,26 +105,49 @@ def describe_exception(name: str, message: str, traceback: str, source: str) -> 
     return Failure("error", text)
 
 
-def assert_with_line(source: str, line: str) -> str:
-    """The assert statement of which a traceback shows one line, as text on one line.
+def is_mistake_of_the_lie(error: str, traceback: str) -> bool:
+    """Whether an error shows that the planted bug, the lie, uses what does not exist, or not in this way.
 
-    ``source`` is the cell's code, and ``line`` may end with a comment. If it is no line of an assert, or if the cell
-    cannot be parsed, ``line`` is returned.
+    ``error`` is ``TypeError: message``. The files of lies have names that end in "lies.py", and a traceback or a rank's
+    error names the file. Python's message about a wrong call begins with the function that was called, which is inside
+    of the lie's own: ``no_sync_that_syncs.<locals>.replacement() takes 1 positional argument``.
+    """
+    lie = os.environ["WORLD_SIZE_ONE_LIE"]
+    names_the_lie = "lies.py" in traceback or "lies.py" in error or f"{lie}." in error
+    return names_the_lie and ERROR_OF_A_LIE.search(error) is not None
+
+
+def innermost_line(traceback: str) -> str | None:
+    """The line of code that raised the error of this traceback of IPython; None if it shows no line.
+
+    IPython marks the line of each frame by an arrow, as in ``----> 3 assert x == y``. The last frame is the innermost.
+    """
+    marked_lines = re.findall(r"^-+> *\d+ (.*)$", traceback, re.MULTILINE)
+    if not marked_lines:
+        return None
+    return marked_lines[-1].strip()
+
+
+def assert_with_line(source: str, line: str) -> str:
+    """The whole assert statement, on one line, of which a traceback shows only the line ``line``.
+
+    ``source`` is the cell's code. A statement of one line is returned as it was written, without the comment behind it.
+    If ``line`` is no line of an assert, or if the cell cannot be parsed, ``line`` is returned.
     """
     try:
         cell = ast.parse(source)
     except SyntaxError:  # a cell that begins with %%
         return line
     code = line.partition("  #")[0]
-    asserts = [node for node in ast.walk(cell) if isinstance(node, ast.Assert)]
-    for node in asserts:
+    for node in ast.walk(cell):
+        if not isinstance(node, ast.Assert):
+            continue
         statement = ast.get_source_segment(source, node) or ""
         lines_of_statement = [part.strip() for part in statement.splitlines()]
-        if code not in lines_of_statement:
-            continue
-        if statement in line:
-            return statement  # as its author wrote it
-        return ast.unparse(node)  # a statement of several lines, put on one
+        if code in lines_of_statement:
+            if len(lines_of_statement) == 1:
+                return statement
+            return ast.unparse(node)  # which puts it on one line
     return line
 
 

@@ -28,7 +28,10 @@ class Sabotage(importlib.abc.MetaPathFinder):
         self.lie = lie
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Say how to import the module ``name``; None leaves it to the finders that come after this one."""
+        """Say how Python is to import the module ``name``; None leaves it to the finders that come after this one.
+
+        The module that ``self.lie`` patches is imported as usual, and the lie is then applied to it.
+        """
         if name != self.lie.module:
             return None
         # The search below asks all finders again. This one has done its work, and would call itself without end.
