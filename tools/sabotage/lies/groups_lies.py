@@ -150,6 +150,15 @@ def new_group_takes_everybody(c10d: Any) -> None:
     replace(c10d, "new_group", lambda ranks=None, *inputs, **keywords: original(None, *inputs, **keywords))
 
 
+@lie("06c", "members|group", module=C10D)
+def a_group_of_its_members_alone_is_not_counted(c10d: Any) -> None:
+    """A group that only its members make leaves the names of later groups alone."""
+
+    @instead_of(c10d, "new_group")
+    def new_group(original: Any, *inputs: Any, use_local_synchronization: bool = False, **keywords: Any) -> Any:
+        return None if use_local_synchronization else original(*inputs, **keywords)
+
+
 @lie("12", "barrier", module=C10D)
 def barrier_does_not_wait(c10d: Any) -> None:
     """`barrier` returns at once, and waits for nobody."""
