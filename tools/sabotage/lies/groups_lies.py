@@ -150,13 +150,10 @@ def new_group_takes_everybody(c10d: Any) -> None:
     replace(c10d, "new_group", lambda ranks=None, *inputs, **keywords: original(None, *inputs, **keywords))
 
 
-@lie("06c", "members|group", module=C10D)
-def a_group_of_its_members_alone_is_not_counted(c10d: Any) -> None:
+@lie("06c", "members|group", notebook=True)
+def a_group_of_its_members_alone_is_not_counted(text: str) -> str:
     """A group that only its members make leaves the names of later groups alone."""
-
-    @instead_of(c10d, "new_group")
-    def new_group(original: Any, *inputs: Any, use_local_synchronization: bool = False, **keywords: Any) -> Any:
-        return None if use_local_synchronization else original(*inputs, **keywords)
+    return swap(text, "dist.new_group([1, 2], use_local_synchronization=True)", "dist.get_rank()")
 
 
 @lie("12", "barrier", module=C10D)
