@@ -153,6 +153,12 @@ def new_group_takes_everybody(c10d: Any) -> None:
     replace(c10d, "new_group", lambda ranks=None, *inputs, **keywords: original(None, *inputs, **keywords))
 
 
+@lie("06c", "members|group", notebook=True)
+def a_group_of_its_members_alone_is_not_counted(text: str) -> str:
+    """A group that only its members make leaves the names of later groups alone."""
+    return swap(text, "dist.new_group([1, 2], use_local_synchronization=True)", "dist.get_rank()")
+
+
 @lie("12", "barrier", module=C10D)
 def barrier_does_not_wait(c10d: Any) -> None:
     """`barrier` returns at once, and waits for nobody."""

@@ -127,7 +127,7 @@ def a_rank_clips_by_its_own_norm(module: Any) -> None:
 @lie("07", "seed|differ|one process", notebook=True)
 def the_check_finds_no_difference(text: str) -> str:
     """`equal_to_one_process` finds no difference, whatever it compares."""
-    return swap(text, "off.append((whole - here).abs().max())", "off.append((whole - whole).abs().max())")
+    return swap(text, "(found[what] - reference).abs().max()", "(reference - reference).abs().max()")
 
 
 @lie("07", "norm|SequenceParallel", module="torch.distributed.tensor.parallel.style")
@@ -161,6 +161,64 @@ def local_map_redistributes_nothing(module: Any) -> None:
     @instead_of(module, "local_map")
     def local_map(original: Any, *inputs: Any, in_placements: Any = None, **keywords: Any) -> Any:
         return original(*inputs, **keywords)
+
+
+@lie("07", "gradient|backward", notebook=True)
+def f_sums_no_gradients(text: str) -> str:
+    """Megatron's f, written by hand, sums nothing in backward."""
+    return swap(text, "dist.all_reduce(gradient, group=ctx.group)", "dist.barrier(group=ctx.group)")
+
+
+@lie("07", "bias|sum", notebook=True)
+def every_rank_adds_the_bias_of_the_rows(text: str) -> str:
+    """The rows by hand add the bias once for each rank."""
+    return swap(text, "return y + self.bias", "return y + dist.get_world_size(self.group) * self.bias")
+
+
+@lie("07", "fused|qkv|no error", notebook=True)
+def thirds_of_a_fused_matrix_are_ordered_by_head(text: str) -> str:
+    """The block with the fused matrix takes its columns by head, so that a run of them is a run of heads."""
+    by_head = "self.qkv(y).unflatten(-1, (-1, 3 * self.head_width)).chunk(3, dim=-1)"
+    thirds = "query, key, value = self.qkv(y).chunk(3, dim=-1)"
+    return swap(text, thirds, f"query, key, value = (part.flatten(2) for part in {by_head})")
+
+
+@lie("07", "head|order", notebook=True)
+def a_fused_weight_is_not_reordered(text: str) -> str:
+    """The rows of the fused weight stay as they were, and are not ordered by head."""
+    return swap(text, ".transpose(0, 1).flatten(0, 2)", ".flatten(0, 2)")
+
+
+@lie("07", "key|value|gradient", notebook=True)
+def copies_of_the_keys_need_no_sum(text: str) -> str:
+    """The ranks share a head of keys and values, and nobody sums its gradient."""
+    return swap(text, "return CopyToRanks.apply(output, group)", "return output")
+
+
+@lie("07", "all-reduce|one|sum", module="torch.distributed.tensor.parallel.style")
+def each_layer_sums_its_own_gradient(module: Any) -> None:
+    """`PrepareModuleOutput` leaves its layer as it was, so that query, key and value get a plain tensor."""
+    replace(module.PrepareModuleOutput, "_apply", lambda self, layer, mesh: layer)
+
+
+@lie("07", "time|NVLink|bytes", notebook=True)
+def a_ring_sends_each_byte_once(text: str) -> str:
+    """An all-reduce sends each byte once, and not twice."""
+    return swap(text, "4 * 2 * (tp - 1) / tp * 2 * width", "4 * (tp - 1) / tp * 2 * width")
+
+
+@lie("07", "replica|seed", notebook=True)
+def fully_shard_sends_the_weights_of_the_first_replica(text: str) -> str:
+    """Replicas that were initialized with different seeds start from the same weights."""
+    return swap(text, "model = parallelize(build(seed=replica), mesh[", "model = parallelize(build(seed=0), mesh[")
+
+
+@lie("07", "validation|evaluate|loss", notebook=True)
+def ranks_of_a_group_count_their_images_again(text: str) -> str:
+    """The validation loss counts the images once for each rank of a tp group."""
+    return swap(
+        text, 'return total.item() / mesh[\\"tp\\"].size() / len(dataset)', "return total.item() / len(dataset)"
+    )
 
 
 @lie("07", "dropout|seed", notebook=True)
