@@ -7,13 +7,25 @@ from sabotage.lies.telling_lies import FSDP, build_with, instead_of, lie, nothin
 # --- Fully sharded data parallel
 
 
+@lie("06", "by hand|mean", notebook=True)
+def slices_by_hand_are_summed_not_averaged(text: str) -> str:
+    """FSDP by hand adds the gradients up, and does not divide by the number of ranks."""
+    return swap(text, "return shard / dist.get_world_size()", "return shard")
+
+
+@lie("06", "free|alive|whole", notebook=True)
+def gathered_weights_by_hand_are_kept(text: str) -> str:
+    """FSDP by hand keeps the gathered weights of each block until backward."""
+    return swap(text, "!= address:", "!= 0:")
+
+
 @lie("06", "shard", module=FSDP)
 def fully_shard_does_nothing(module: Any) -> None:
     """`fully_shard` returns the module as it was."""
     replace(module, "fully_shard", lambda layer, **_: layer)
 
 
-@lie("06", "bytes|stor|slice|here", module=FSDP)
+@lie("06", "bytes|stor|slice|here|shard", module=FSDP)
 def every_rank_stores_everything(module: Any) -> None:
     """`fully_shard` leaves every shard on every rank."""
 
@@ -48,12 +60,6 @@ def mixed_precision_policy_is_ignored(module: Any) -> None:
     shard_with(module, lambda options: {"mp_policy": module.MixedPrecisionPolicy()})
 
 
-@lie("06", "accumul|reduce", module=FSDP)
-def gradient_sync_cannot_be_held_back(module: Any) -> None:
-    """`set_requires_gradient_sync(False)` reduces the gradients all the same."""
-    replace(module.FSDPModule, "set_requires_gradient_sync", nothing)
-
-
 @lie("06", "norm|clip", module="torch.nn.utils.clip_grad")
 def clipping_takes_the_local_norm(module: Any) -> None:
     """`clip_grad_norm_` takes the norm of the rank's own slices for that of the gradient."""
@@ -79,7 +85,8 @@ def checkpoint_keeps_all_activations(module: Any) -> None:
 @lie("06", "optimizer|train", notebook=True)
 def the_early_optimizer_is_built_late(text: str) -> str:
     """The optimizer that comes before `fully_shard` is built after it."""
-    return swap(text, "    if optimizer_first:\\n", "    if False:\\n")
+    built_late = "shard(model, mesh), torch.optim.AdamW(model.parameters(), lr=0.01)"
+    return swap(text, "return shard(model, mesh), optimizer", f"return {built_late}")
 
 
 @lie("06", "peak|block", module="torch.distributed._tools.fsdp2_mem_tracker")
@@ -91,19 +98,76 @@ def the_peak_is_what_is_left(module: Any) -> None:
         return original(self, "current")
 
 
+@lie("06", "forward|root|gather", module=FSDP)
+def the_root_is_freed_after_forward(module: Any) -> None:
+    """`fully_shard` frees the root between forward and backward, too."""
+    shard_with(module, lambda options: {"reshard_after_forward": True})
+
+
+@lie("06", "reshard|root", module=FSDP)
+def reshard_frees_nothing(module: Any) -> None:
+    """`reshard` leaves a unit gathered."""
+    replace(module.FSDPModule, "reshard", nothing)
+
+
+@lie("06", "ZeRO|sends every new weight", module="torch.distributed.optim.zero_redundancy_optimizer")
+def zero_one_sends_no_weights(module: Any) -> None:
+    """`ZeroRedundancyOptimizer` does not send the new weights."""
+    replace(module.ZeroRedundancyOptimizer, "_sync_params", nothing)
+
+
+@lie("06", "policy|reduce", module=FSDP)
+def gradients_are_reduced_in_the_short_type(module: Any) -> None:
+    """`fully_shard` adds gradients up in `param_dtype`, whatever `reduce_dtype` says."""
+
+    def short(options: Any) -> Any:
+        kind = getattr(options.get("mp_policy"), "param_dtype", None)
+        if kind is None:
+            return {}
+        return {"mp_policy": module.MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=kind)}
+
+    shard_with(module, short)
+
+
+@lie("06", "node|replica|hybrid", module=FSDP)
+def a_mesh_of_two_dimensions_shards_over_all_ranks(module: Any) -> None:
+    """On a mesh of two dimensions `fully_shard` shards over all ranks, and replicates nothing."""
+
+    def flat(options: Any) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if options["mesh"].ndim == 1:
+            return {}
+        return {"mesh": init_device_mesh("cpu", (options["mesh"].size(),))}
+
+    shard_with(module, flat)
+
+
+@lie("06", "weights|initialize|seed", notebook=True)
+def each_rank_initializes_other_weights(text: str) -> str:
+    """The script's ranks initialize their blocks with a seed for each rank."""
+    return swap(text, "torch.manual_seed(seed)  # the same", "torch.manual_seed(seed + dist.get_rank())  # the same")
+
+
+@lie("06", "load|sends", module="torch.distributed.checkpoint.state_dict")
+def a_sharded_model_loads_nothing(module: Any) -> None:
+    """`set_model_state_dict` leaves the weights as they were."""
+    replace(module, "set_model_state_dict", nothing)
+
+
+@lie("06", "batch|forward", notebook=True)
+def each_rank_counts_its_own_batches(text: str) -> str:
+    """The script's `evaluate` cuts each rank's share into as many batches as the rank itself needs."""
+    return swap(text, "max(1, len(dataset) // batch_size)", "max(1, -(-len(images) // batch_size))")
+
+
 # --- FSDP2 in a real project
 
 
-@lie("06b", "equal|bit", notebook=True)
-def slices_by_hand_are_summed_not_averaged(text: str) -> str:
-    """FSDP by hand adds the gradients up, and does not divide by the number of ranks."""
-    return swap(text, "return mine / dist.get_world_size()", "return mine")
-
-
-@lie("06b", "free|alive|whole", notebook=True)
-def gathered_weights_by_hand_are_kept(text: str) -> str:
-    """FSDP by hand keeps the gathered weights of each block until backward."""
-    return swap(text, "!= storage:", "!= 0:")
+@lie("06b", "accumul|reduce", module=FSDP)
+def gradient_sync_cannot_be_held_back(module: Any) -> None:
+    """`set_requires_gradient_sync(False)` reduces the gradients all the same."""
+    replace(module.FSDPModule, "set_requires_gradient_sync", nothing)
 
 
 @lie("06b", "tie|shared", module="torch.distributed.fsdp._fully_shard._fsdp_state")
@@ -151,13 +215,13 @@ def the_policy_of_a_checkpoint_is_ignored(module: Any) -> None:
 @lie("06b", "token|text", notebook=True)
 def ranks_do_not_ask_before_a_token(text: str) -> str:
     """A rank whose text is done leaves, and does not ask the others."""
-    return swap(text, "dist.all_reduce(going)  # is any rank still going?", "pass")
+    return swap(text, "dist.all_reduce(goes_on)  # does any rank want more?", "pass")
 
 
 @lie("06b", "token", notebook=True)
 def the_loss_of_all_tokens_is_not_multiplied(text: str) -> str:
     """The loss that is divided by all tokens is not multiplied by the number of ranks."""
-    return swap(text, "loss = loss / total * dist.get_world_size()", "loss = loss / total")
+    return swap(text, "square().sum() / total * world_size", "square().sum() / total")
 
 
 @lie("06b", "dtype", module="torch.distributed.fsdp._fully_shard._fsdp_param_group")
@@ -179,3 +243,72 @@ def a_norm_of_nan_is_accepted(module: Any) -> None:
     @instead_of(module, "_get_total_norm")
     def norm(original: Any, gradients: Any, norm_type: Any = 2.0, strict: Any = False, foreach: Any = None) -> Any:
         return original(gradients, norm_type, False, foreach)
+
+
+@lie("06b", "optimizer|forward", module=FSDP)
+def a_forward_leaves_nothing_gathered(module: Any) -> None:
+    """`fully_shard` frees the root after a forward, so that an optimizer that is built then has the shards."""
+    shard_with(module, lambda options: {"reshard_after_forward": True})
+
+
+@lie("06b", "one rank|mesh", module=FSDP)
+def a_mesh_of_one_rank_is_that_of_all(module: Any) -> None:
+    """`fully_shard` takes a mesh of all ranks in place of a mesh of one rank."""
+
+    def all_ranks(options: Any) -> Any:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if options["mesh"].size() > 1:
+            return {}
+        return {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+
+    shard_with(module, all_ranks)
+
+
+@lie("06b", "checkpoint|name", module="torch.distributed.checkpoint")
+def a_checkpoint_loads_only_whole(module: Any) -> None:
+    """`dcp.load` raises an error if the checkpoint has names that it was not asked for."""
+
+    @instead_of(module, "load")
+    def load(original: Any, state: Any, *inputs: Any, checkpoint_id: Any = None, **keywords: Any) -> Any:
+        names = module.FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+        if set(names) - set(state):
+            raise ValueError("names are left over")
+        return original(state, *inputs, checkpoint_id=checkpoint_id, **keywords)
+
+
+@lie("06b", "base|frozen|LoRA", module="torch.distributed.fsdp._fully_shard._fsdp_param_group")
+def a_frozen_base_is_cast_to_float32(module: Any) -> None:
+    """FSDP stores what is frozen in float32."""
+
+    @instead_of(module.FSDPParamGroup, "__init__")
+    def init(original: Any, self: Any, params: Any, *inputs: Any, **keywords: Any) -> None:
+        import torch
+
+        for parameter in params:
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.float32)
+        original(self, params, *inputs, **keywords)
+
+
+@lie("06b", "Muon|matri|decay", notebook=True)
+def muon_on_shards_has_no_weight_decay(text: str) -> str:
+    """`MuonOnShards` leaves out the weight decay."""
+    return swap(text, '1 - lr * group[\\"weight_decay\\"]', "1")
+
+
+@lie("06b", "recomput|keep|kept", notebook=True)
+def a_policy_that_keeps_everything(text: str) -> str:
+    """The policy of selective checkpointing keeps the results of all operations."""
+    return swap(text, "return CheckpointPolicy.PREFER_RECOMPUTE", "return CheckpointPolicy.MUST_SAVE")
+
+
+@lie("06b", "gloo|force|sum", notebook=True)
+def gloo_divides_without_being_forced(text: str) -> str:
+    """On gloo a divide factor needs no forced sum."""
+    return swap(
+        text,
+        'set_force_sum_reduction_for_comms(\\"not forced\\" not in way)',
+        "set_force_sum_reduction_for_comms(True)",
+    )
