@@ -8,7 +8,7 @@ from sabotage.lies.telling_lies import DDP, SCALER, build_with, instead_of, lie,
 # --- DDP
 
 
-@lie("04", "broadcast|equal at the start|copies rank 0|before DDP", module=DDP)
+@lie("00 04", "broadcast|equal at the start|copies rank 0|before DDP|those of rank 0", module=DDP)
 def ddp_without_its_first_broadcast(module: Any) -> None:
     """DDP does not broadcast rank 0's weights when it is built."""
     replace(module, "_sync_module_states", nothing)

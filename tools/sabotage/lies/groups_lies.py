@@ -1,10 +1,25 @@
 """Lies (planted faults) about the first run, process groups, launchers and collectives."""
 
 import os
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-from sabotage.lies.telling_lies import AGENT, C10D, DDP, LAUNCH, give_ranks, instead_of, lie, nothing, replace, swap
+from sabotage.lies.telling_lies import (
+    AGENT,
+    C10D,
+    DDP,
+    LAUNCH,
+    SAMPLER,
+    give_ranks,
+    instead_of,
+    lie,
+    nothing,
+    replace,
+    swap,
+)
+
+PROCESS_GROUP = "helpers.runtime.process_group"
 
 # --- The first run
 
@@ -58,6 +73,79 @@ def ddp_does_not_agree_on_its_buckets(parallel: Any) -> None:
                 return getattr(reducer, name)
 
         self.reducer = ReducerThatKeepsItsBuckets()
+
+
+@lie("00", "same order|epoch", module=SAMPLER)
+def sampler_counts_epochs_itself(module: Any) -> None:
+    """`DistributedSampler` takes another order in each epoch even without `set_epoch`."""
+
+    @instead_of(module.DistributedSampler, "__iter__")
+    def indices(original: Any, self: Any) -> Any:
+        order = original(self)
+        self.epoch += 1
+        return order
+
+
+@lie("00", "adds? up", module=C10D)
+def sum_is_on_rank_0_only(module: Any) -> None:
+    """`all_reduce` leaves the sum on rank 0 only."""
+
+    @instead_of(module, "all_reduce", waits=True)
+    def all_reduce(original: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+        if module.get_rank() == 0:
+            return original(tensor, *inputs, **keywords)
+        return original(tensor.clone(), *inputs, **keywords)
+
+
+@lie("00", "10 minutes|timeout", module=PROCESS_GROUP)
+def start_process_group_allows_half_an_hour(module: Any) -> None:
+    """`start_process_group` sets a timeout of 30 minutes."""
+    module.start_process_group.__defaults__ = (None, timedelta(minutes=30))
+
+
+@lie("00", "30 minutes|timeout", module="torch.distributed.constants")
+def gloo_allows_ten_minutes(module: Any) -> None:
+    """gloo's default timeout is 10 minutes."""
+    replace(module, "default_pg_timeout", timedelta(minutes=10))
+
+
+@lie("00", "stop_process_group", module=PROCESS_GROUP)
+def stop_process_group_stays(module: Any) -> None:
+    """`stop_process_group` does not leave the group."""
+    replace(module, "stop_process_group", nothing)
+
+
+@lie("00", "no name|first collective|meet", module=C10D)
+def broadcasts_meet_broadcasts_only(module: Any) -> None:
+    """A broadcast meets the next broadcast of the other ranks, whatever else they call before it."""
+
+    @instead_of(module, "init_process_group", waits=True)
+    def init_process_group(original: Any, *inputs: Any, **keywords: Any) -> None:
+        original(*inputs, **keywords)
+        module.group_of_broadcasts = module.new_group()
+
+    @instead_of(module, "broadcast", waits=True)
+    def broadcast(original: Any, tensor: Any, src: Any = None, group: Any = None, **keywords: Any) -> Any:
+        return original(tensor, src, group or module.group_of_broadcasts, **keywords)
+
+
+@lie("00 01", "this book", module="helpers.export.script")
+def exported_script_needs_this_book(module: Any) -> None:
+    """An exported script imports `helpers`."""
+
+    @instead_of(module, "script_from_notebook")
+    def script_from_notebook(original: Any, *inputs: Any, **keywords: Any) -> str:
+        script = original(*inputs, **keywords)
+        return script.replace("import argparse\n", "import argparse\nimport helpers.runtime.models\n", 1)
+
+
+@lie("00", "flag", module="helpers.export.flags")
+def exported_script_ignores_its_flags(module: Any) -> None:
+    """An exported script ignores its flags."""
+
+    @instead_of(module, "parse_args_text")
+    def parse_args_text(original: Any, *inputs: Any, **keywords: Any) -> str:
+        return original(*inputs, **keywords).replace("parser.parse_args()", "parser.parse_args([])")
 
 
 # --- Groups, launchers, meshes
@@ -198,6 +286,67 @@ def mesh_counts_columns_first(module: Any) -> None:
         return module.DeviceMesh(device_type, ranks.contiguous(), mesh_dim_names=mesh_dim_names)
 
     replace(module, "init_device_mesh", init_device_mesh)
+
+
+@lie("01", "NCCL if there are GPUs", module=PROCESS_GROUP)
+def start_process_group_takes_gloo_on_gpus(module: Any) -> None:
+    """`start_process_group` takes gloo by default, even where there are GPUs."""
+
+    @instead_of(module, "start_process_group")
+    def start_process_group(original: Any, backend: Any = None, *inputs: Any, **keywords: Any) -> Any:
+        return original(backend or "gloo", *inputs, **keywords)
+
+
+@lie("01", "local-rank|LOCAL_RANK|local rank", module=AGENT)
+def torchrun_passes_the_old_flag(module: Any) -> None:
+    """torchrun passes `--local-rank` to the script."""
+
+    @instead_of(module, "start_processes")
+    def start_processes(original: Any, *inputs: Any, args: dict[int, Any], **keywords: Any) -> Any:
+        with_flag = {local_rank: (*given, f"--local-rank={local_rank}") for local_rank, given in args.items()}
+        return original(*inputs, args=with_flag, **keywords)
+
+
+@lie("01", "k \\+ 1|missing", module=C10D)
+def all_reduce_forgets_rank_0(module: Any) -> None:
+    """`all_reduce` leaves out what rank 0 has."""
+
+    @instead_of(module, "all_reduce")
+    def all_reduce(original: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+        if module.get_rank() == 0:
+            tensor.zero_()
+        return original(tensor, *inputs, **keywords)
+
+
+@lie("01", "no warning|says nothing", module=C10D)
+def a_group_without_gpus_warns(module: Any) -> None:
+    """PyTorch warns when it chooses the backend and finds no GPU."""
+
+    @instead_of(module, "init_process_group")
+    def init_process_group(original: Any, backend: Any = None, *inputs: Any, **keywords: Any) -> None:
+        if backend is None:
+            print("UserWarning: there is no GPU, so gloo is used")
+        original(backend, *inputs, **keywords)
+
+
+@lie("01", "argument|hello", module="torch.multiprocessing.spawn")
+def spawn_tells_each_process_rank_0(module: Any) -> None:
+    """`mp.spawn` passes 0 to each process."""
+
+    @instead_of(module, "_wrap")
+    def _wrap(original: Any, fn: Any, i: int, args: Any, error_file: Any) -> None:
+        original(fn, 0, args, error_file)
+
+
+@lie("01", "connections", module=C10D)
+def a_rank_that_leaves_keeps_its_connections(module: Any) -> None:
+    """A rank that has left its group keeps its connections open."""
+    left = []
+
+    @instead_of(module, "destroy_process_group")
+    def destroy_process_group(original: Any, group: Any = None) -> None:
+        left.append(module.group.WORLD)
+        original(group)
 
 
 # --- Collectives
@@ -355,3 +504,162 @@ def reduce_scatter_is_its_own_exchange(c10d: Any) -> None:
         c10d.scatter(output, None if c10d.get_rank() else parts, 0)
 
     replace(c10d, "reduce_scatter_single", reduce_scatter_single)
+
+
+@lie("02", "barrier|waits", module=C10D)
+def barrier_waits_for_rank_0(module: Any) -> None:
+    """`barrier` returns as soon as rank 0 has called it."""
+
+    @instead_of(module, "barrier", waits=True)
+    def barrier(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        return module.broadcast(module.torch.zeros(1), src=0)
+
+
+@lie("02", "before or after|batch", module=C10D)
+def a_batch_must_begin_with_its_sends(module: Any) -> None:
+    """`batch_isend_irecv` refuses a receive before a send."""
+
+    @instead_of(module, "batch_isend_irecv")
+    def batch_isend_irecv(original: Any, p2p_op_list: Any) -> Any:
+        receives_first = p2p_op_list[0].op is module.irecv
+        if receives_first and any(operation.op is module.isend for operation in p2p_op_list):
+            raise RuntimeError("sends come first")
+        return original(p2p_op_list)
+
+
+@lie("02", "waits? in `send`|send", module=C10D)
+def send_returns_at_once(module: Any) -> None:
+    """`send` returns before the other rank receives."""
+    kept = []
+
+    @instead_of(module, "send")
+    def send(original: Any, tensor: Any, dst: Any = None, *inputs: Any, **keywords: Any) -> None:
+        kept.append(module.isend(tensor, dst, *inputs, **keywords))
+
+
+@lie("02", "scratch|partial sums|reduce", module=C10D)
+def reduce_leaves_other_tensors_alone(module: Any) -> None:
+    """`reduce` on gloo leaves the tensors of the other ranks as they were."""
+
+    @instead_of(module, "reduce")
+    def reduce(original: Any, tensor: Any, dst: Any = None, *inputs: Any, **keywords: Any) -> Any:
+        before = tensor.clone()
+        original(tensor, dst, *inputs, **keywords)
+        if module.get_rank() != dst:
+            tensor.copy_(before)
+
+
+@lie("02", "same bits|last bit|bits", module=C10D)
+def rank_1_has_other_last_bits(module: Any) -> None:
+    """The sum of an `all_reduce` of floats differs on rank 1 in the last bits."""
+
+    @instead_of(module, "all_reduce")
+    def all_reduce(original: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+        result = original(tensor, *inputs, **keywords)
+        if module.get_rank() == 1 and tensor.is_floating_point() and tensor.numel() > 1000:
+            tensor.mul_(1 + 2e-7)
+        return result
+
+
+@lie("02", "dtype", module=C10D)
+def gloo_notices_a_different_dtype(module: Any) -> None:
+    """gloo refuses an `all_reduce` whose ranks have different dtypes."""
+
+    @instead_of(module, "all_reduce", waits=True)
+    def all_reduce(
+        original: Any, tensor: Any, op: Any = module.ReduceOp.SUM, group: Any = None, **keywords: Any
+    ) -> Any:
+        if tensor.element_size() == 4 and tensor.numel() == 1 and group is None and not keywords:
+            kinds = module.torch.tensor(
+                [tensor.is_floating_point(), not tensor.is_floating_point()], dtype=module.torch.int32
+            )
+            original(kinds, module.ReduceOp.MAX)
+            if kinds.sum() > 1:
+                raise RuntimeError("different dtypes")
+        return original(tensor, op, group, **keywords)
+
+
+@lie("02 02b", "unequal|refuse", module=C10D)
+def gloo_gathers_unequal_parts(module: Any) -> None:
+    """On gloo, `all_gather` takes tensors of unequal sizes."""
+
+    @instead_of(module, "all_gather")
+    def all_gather(original: Any, tensor_list: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+        tensor_list[module.get_rank()].copy_(tensor)
+        for source, part in enumerate(tensor_list):
+            module.broadcast(part, src=source)
+
+
+@lie("02b", "cpu:gloo,cuda:nccl|both backends", module=C10D)
+def a_group_of_two_backends_takes_no_cpu_tensors(module: Any) -> None:
+    """A group with a backend for the CPU and one for GPUs takes tensors on GPUs only."""
+
+    @instead_of(module, "new_group")
+    def new_group(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        backend = keywords.get("backend")
+        if isinstance(backend, str) and "," in backend:
+            keywords["backend"] = backend.partition(",")[2]
+        return original(*inputs, **keywords)
+
+
+@lie("02b", "contiguous", module=C10D)
+def all_to_all_keeps_what_a_rank_has(module: Any) -> None:
+    """`all_to_all_single` of a contiguous column gives each rank its own numbers back."""
+
+    @instead_of(module, "all_to_all_single")
+    def all_to_all_single(original: Any, output: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+        original(output, tensor, *inputs, **keywords)
+        output.copy_(tensor)
+
+
+@lie("02b", "AVG", module=C10D)
+def gloo_divides_before_it_adds(module: Any) -> None:
+    """On gloo, `AVG` divides before it adds."""
+
+    @instead_of(module, "all_reduce")
+    def all_reduce(original: Any, tensor: Any, op: Any = module.ReduceOp.SUM, *inputs: Any, **keywords: Any) -> Any:
+        if op == module.ReduceOp.AVG:
+            tensor /= module.get_world_size()
+            op = module.ReduceOp.SUM
+        return original(tensor, op, *inputs, **keywords)
+
+
+@lie("02b", "BOR", module=C10D)
+def gloo_refuses_bitwise_operations(module: Any) -> None:
+    """On gloo, `BAND`, `BOR` and `BXOR` are refused."""
+
+    @instead_of(module, "all_reduce")
+    def all_reduce(original: Any, tensor: Any, op: Any = module.ReduceOp.SUM, *inputs: Any, **keywords: Any) -> Any:
+        if op in (module.ReduceOp.BAND, module.ReduceOp.BOR, module.ReduceOp.BXOR):
+            raise RuntimeError("Cannot use ReduceOp.BAND with gloo")
+        return original(tensor, op, *inputs, **keywords)
+
+
+@lie("02b", "fits|size", module=C10D)
+def gloo_takes_an_output_that_is_too_long(module: Any) -> None:
+    """On gloo, `all_gather_single` takes an output that is longer than all parts together."""
+
+    @instead_of(module, "all_gather_single")
+    def all_gather_single(original: Any, output: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+        return original(output[: tensor.numel() * module.get_world_size()], tensor, *inputs, **keywords)
+
+
+@lie("02b", "gradient", module="torch.distributed._functional_collectives")
+def functional_all_reduce_has_a_local_gradient(module: Any) -> None:
+    """The gradient of the functional `all_reduce` leaves out the losses of the other ranks."""
+
+    @instead_of(module, "all_reduce")
+    def all_reduce(original: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+        total = original(tensor.detach(), *inputs, **keywords)
+        return tensor + (total - tensor.detach())
+
+
+@lie("02b", "pickle|bytes|scatter_object_list", module=C10D)
+def scatter_object_list_sends_nothing(module: Any) -> None:
+    """`scatter_object_list` sends nothing: each rank takes its object from its own list."""
+
+    @instead_of(module, "scatter_object_list")
+    def scatter_object_list(original: Any, output: Any, objects: Any = None, *inputs: Any, **keywords: Any) -> None:
+        output[0] = None
+        if objects is not None:
+            output[0] = objects[module.get_rank()]
