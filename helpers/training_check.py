@@ -25,6 +25,7 @@ import pickle
 import random
 import runpy
 import socket
+import struct
 import sys
 import sysconfig
 import threading
@@ -44,6 +45,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorMetadata
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -53,7 +55,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 from torch.utils.data import dataloader as dataloader_module
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
@@ -886,6 +888,7 @@ FEWEST_SAMPLES = 8
 FEWEST_ELEMENTS = 32
 # Notes of the first batches, calls and failures are enough for a comparison, and must not grow with the training:
 MOST_BATCHES = 32  # in each epoch
+NOTE_OF_WORKER = struct.Struct("qQ")  # two integers of 64 bits, see ``tell_noise``
 MOST_DROPOUTS = 64
 MOST_EVALUATIONS = 8  # of each model
 MOST_FAILURES = 20
@@ -925,6 +928,11 @@ class Patches:
         """
         is_training = os.getpid() == self.process and threading.get_ident() == self.thread
         return is_training and not self.is_in_hook and bool(self.undo)
+
+    def is_on_in_worker(self) -> bool:
+        """Whether this process is a worker of a DataLoader that was forked while the check ran."""
+        is_fork = os.getpid() != self.process and get_worker_info() is not None
+        return is_fork and not self.is_in_hook and bool(self.undo)
 
     def run(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a hook; return what it returns, or None if it failed. What the hook itself calls is not noted."""
@@ -968,11 +976,14 @@ class Patches:
 
         self.replace(owner, name, call)
 
-    def around(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+    def around(
+        self, owner: Any, name: str, method: Callable[..., Any], in_worker: Callable[..., Any] | None = None
+    ) -> None:
         """Let ``method`` take over each call of ``owner.name`` that is noted.
 
         It gets torch's function and the arguments of the call, and calls the function itself, because it has something
-        to do both before and after it. It has to return the function's result.
+        to do both before and after it. It has to return the function's result. ``in_worker`` is such a method for the
+        calls in the forked workers of a DataLoader.
         """
         original = getattr(owner, name)
 
@@ -981,6 +992,8 @@ class Patches:
             """Takes the place of ``original``, torch's function, which runs alone if the call is not to be noted."""
             if self.is_on():
                 return method(original, *args, **kwargs)
+            if in_worker is not None and self.is_on_in_worker():
+                return in_worker(original, *args, **kwargs)
             return original(*args, **kwargs)
 
         self.replace(owner, name, call)
@@ -1041,6 +1054,13 @@ class LoaderObserver:
         self.prefetched: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # indices, as in Epoch
         self.streams: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # checksums of batches
         self.noise = 0  # which random states loading the latest batch changed, as in Epoch
+        # What workers drew, until the training loop gets the batch: {checksum of the batch's indices: noise, as above}.
+        # Two loaders may have a batch of the same indices, so there may be several, in the order of their loading.
+        self.noise_in_workers: dict[int, list[int]] = {}
+        self.told_batches = 0  # in a worker, whose copy of this observer is its own
+        self.notes_of_workers, self.notes_for_training = os.pipe()  # the end to read from, and the end to write to
+        os.set_blocking(self.notes_of_workers, False)
+        os.set_blocking(self.notes_for_training, False)
         self.waiting_epoch: Epoch | None = None  # the epoch of the latest batch, until a model is called
         self.training_epoch: Epoch | None = None  # the epoch of the batch that was trained on last
         self.padded_evaluation: Epoch | None = None  # an evaluation with repeated samples that has just ended
@@ -1049,7 +1069,7 @@ class LoaderObserver:
         patches.before(iterator_class, "_reset", self.forget_epoch)
         patches.after(iterator_class, "_next_index", self.note_indices)
         patches.around(iterator_class, "__next__", self.next_batch)
-        patches.around(_MapDatasetFetcher, "fetch", self.fetch)
+        patches.around(_MapDatasetFetcher, "fetch", self.fetch, in_worker=self.fetch_in_worker)
         patches.after(dist, "all_reduce", self.find_padding)
         patches.after(dist, "reduce", self.find_padding)
 
@@ -1069,13 +1089,58 @@ class LoaderObserver:
     def fetch(self, original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
         """In the place of ``fetcher.fetch(indices)``, which loads the samples of a batch: note what it draws at random.
 
-        To see it, the random states are compared before and after. A loader with workers loads in them, which are
-        other processes, so nothing of that is seen here. ``original`` is torch's method.
+        To see it, the random states are compared before and after. ``original`` is torch's method.
         """
         before = self.patches.run(random_states, fetcher.dataset) or {}  # None if it failed
         batch = original(fetcher, indices)
         self.patches.run(self.note_noise, before, fetcher.dataset)
         return batch
+
+    def fetch_in_worker(self, original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
+        """In the place of ``fetcher.fetch(indices)`` in a worker: tell the process that trains what it draws."""
+        if self.told_batches == MOST_BATCHES:
+            return original(fetcher, indices)
+        batch = self.fetch(original, fetcher, indices)
+        self.patches.run(self.tell_noise, indices)
+        self.told_batches += 1
+        return batch
+
+    def tell_noise(self, indices: Any) -> None:
+        """In a worker, before it sends a batch: write through the pipe from which random states the batch drew.
+
+        A note is a checksum of the batch's indices and ``noise``, 16 bytes, which are written as a whole or not at
+        all. Nothing waits if the pipe is full, because nobody has to read it: the note is then lost.
+        """
+        try:
+            os.write(self.notes_for_training, NOTE_OF_WORKER.pack(crc(indices), self.noise))
+        except BlockingIOError:
+            pass
+
+    def read_notes_of_workers(self) -> None:
+        """In the process that trains: take the notes that ``tell_noise`` has written in workers so far."""
+        while True:
+            try:
+                notes = os.read(self.notes_of_workers, MOST_BATCHES * NOTE_OF_WORKER.size)
+            except BlockingIOError:  # there are no more
+                return
+            for indices, noise in NOTE_OF_WORKER.iter_unpack(notes):
+                self.noise_in_workers.setdefault(indices, []).append(noise)
+
+    def noise_of_worker(self, epoch: Epoch) -> int:
+        """What the worker that loaded the epoch's latest batch has told of it; 0 if it has told nothing."""
+        self.read_notes_of_workers()
+        batch = len(epoch.noise)
+        if batch >= len(epoch.indices):
+            return 0
+        told = self.noise_in_workers.get(epoch.indices[batch], [])
+        if not told:
+            return 0
+        return told.pop(0)
+
+    def close(self) -> None:
+        """Close the pipe, when nothing is observed any more."""
+        os.close(self.notes_of_workers)
+        os.close(self.notes_for_training)
 
     def begin_epoch(self, iterator: Any, loader: Any) -> None:
         """After ``iter(loader)`` has made an iterator: begin the notes of an epoch.
@@ -1141,6 +1206,8 @@ class LoaderObserver:
         epoch = self.epochs.get(iterator)
         self.waiting_epoch = epoch
         if epoch is not None:
+            if iterator._num_workers > 0:
+                self.noise = self.noise_of_worker(epoch)
             if len(epoch.noise) < MOST_BATCHES:
                 epoch.noise.append(self.noise)
             if iterator in self.streams:
@@ -1567,8 +1634,10 @@ class StateObserver:
         path = kwargs.get("checkpoint_id")
         if path is None or not os.path.isdir(path):
             return
-        saved_keys = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        saved_keys = set(saved)
         self.find_empty_optimizers(state, saved_keys)
+        self.find_tensors_left_out(state, {key for key, value in saved.items() if isinstance(value, TensorMetadata)})
         # Unless a planner allows that keys are missing, dcp.load itself raises an error.
         may_miss_keys = getattr(kwargs.get("planner"), "allow_partial_load", False)
         asked_keys = {key for key, value in flat(state) if isinstance(value, torch.Tensor)}
@@ -1577,6 +1646,25 @@ class StateObserver:
                 f"Not one tensor was loaded: {min(asked_keys)} was asked for, and the checkpoint has {min(saved_keys)}."
             )
             self.record.add_finding("nothing_restored", readers_line(), sentence)
+
+    def find_tensors_left_out(self, state: dict[str, Any], saved_tensors: set[str]) -> None:
+        """Find parts of a load, such as "model", of which the checkpoint holds more tensors than were asked for.
+
+        Who takes weights for another head does this on purpose, so it is only a note. A part that was not asked for at
+        all, such as "optimizer", is never named.
+        """
+        asked = {key for key, value in flat(state) if isinstance(value, torch.Tensor)}
+        asked_parts = {key.partition(".")[0] for key in asked}
+        left = [key for key in saved_tensors - asked if key.partition(".")[0] in asked_parts]
+        if asked & saved_tensors and left:
+            sentence = f"The checkpoint also holds {min(left)}, which was not asked for, so it was not loaded."
+            if len(left) > 1:
+                sentence = (
+                    f"The checkpoint also holds {len(left)} tensors that were not asked for, such as {min(left)}."
+                )
+            self.record.findings.append(
+                replace(finding("nothing_restored", readers_line(), (), sentence), is_note=True)
+            )
 
     def find_empty_optimizers(self, state: dict[str, Any], saved_keys: set[str]) -> None:
         """Find an optimizer's state dictionary that a checkpoint was loaded into while it had no place for moments.
@@ -1845,6 +1933,7 @@ class TrainingObserver:
             return
         self.is_finished = True
         self.patches.remove()
+        self.patches.run(self.loaders.close)
         # What is certain only now:
         self.patches.run(self.scalers.close)
         self.patches.run(self.states.close)

@@ -514,6 +514,18 @@ def a_partial_load_of_nothing(wrong):
     dcp.load({name: torch.zeros(4, device=DEVICE)}, checkpoint_id=folder, planner=planner)
 
 
+@mistake("nothing_restored")
+def a_load_without_the_last_layer(wrong):
+    """It is a note, because a new head is often meant."""
+    folder = folder_of_rank_0()
+    dcp.save({"model": network().state_dict()}, checkpoint_id=folder)
+    state = network().state_dict()
+    if wrong:
+        last = list(state)[-1]
+        del state[last]
+    dcp.load({"model": state}, checkpoint_id=folder)
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -569,6 +581,23 @@ class Noisy(TensorDataset):
 def augmentation_with_one_seed(wrong):
     model = DDP(network())
     train_on(divided_loader(Noisy(0 if wrong else dist.get_rank())), model, sgd(model))
+
+
+class NoisyInWorkers(TensorDataset):
+    """Adds noise of the worker's own random numbers to each sample."""
+
+    def __getitem__(self, index):
+        inputs, targets = super().__getitem__(index)
+        return inputs + 0.1 * torch.randn(8), targets
+
+
+@mistake("same_noise")
+def augmentation_in_workers_with_one_seed(wrong):
+    """A loader draws the seed of its workers from the rank's random numbers."""
+    model = DDP(network())
+    torch.manual_seed(0 if wrong else dist.get_rank())
+    loader = divided_loader(NoisyInWorkers(*samples().tensors), num_workers=2)
+    train_on(loader, model, sgd(model))
 
 
 @mistake("same_noise")
