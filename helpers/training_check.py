@@ -18,6 +18,7 @@ the functions that all of them use in front), and the rules that compare the ran
 import argparse
 import functools
 import gc
+import inspect
 import itertools
 import json
 import os
@@ -903,6 +904,34 @@ class ReplacedFunction:
     replacement: Any
 
 
+def positional_names(function: Callable[..., Any]) -> list[str]:
+    """The names of the parameters that a function takes by position, in their order; none if Python cannot tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some functions of C++ have no signature
+        return []
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+
+
+def by_position(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, by position where they can be: of ``f(1, b=2)`` they are ``(1, 2)`` and no others.
+
+    ``names`` are the function's ``positional_names``. A script may give any of them by name, as in
+    ``clip_grad_norm_(parameters, max_norm=1)``, and a hook calls its own parameters as it likes.
+    """
+    if not kwargs:
+        return args, kwargs
+    rest = dict(kwargs)
+    in_order = list(args)
+    for name in names[len(args) :]:
+        if name not in rest:
+            break
+        in_order.append(rest.pop(name))
+    return tuple(in_order), rest
+
+
 class Patches:
     """Functions and methods of torch that are replaced while the check runs. ``remove`` restores them.
 
@@ -949,6 +978,7 @@ class Patches:
     def before(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
         """Call ``hook`` with the arguments of a call of ``owner.name``, before it. The owner is a class or module."""
         original = getattr(owner, name)
+        names = positional_names(original)
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -956,7 +986,8 @@ class Patches:
             if torch.compiler.is_compiling():  # torch.compile would take the hook into its graph
                 return original(*args, **kwargs)
             if self.is_on():
-                self.run(hook, *args, **kwargs)
+                in_order, rest = by_position(names, args, kwargs)
+                self.run(hook, *in_order, **rest)
             return original(*args, **kwargs)
 
         self.replace(owner, name, call)
@@ -964,6 +995,7 @@ class Patches:
     def after(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
         """Call ``hook`` with the result of each call of ``owner.name``, and with its arguments."""
         original = getattr(owner, name)
+        names = positional_names(original)
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -971,7 +1003,8 @@ class Patches:
             result = original(*args, **kwargs)
             is_noted = not torch.compiler.is_compiling() and self.is_on()  # see ``before``
             if is_noted:
-                self.run(hook, result, *args, **kwargs)
+                in_order, rest = by_position(names, args, kwargs)
+                self.run(hook, result, *in_order, **rest)
             return result
 
         self.replace(owner, name, call)
@@ -986,12 +1019,14 @@ class Patches:
         calls in the forked workers of a DataLoader.
         """
         original = getattr(owner, name)
+        names = positional_names(original)
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             """Takes the place of ``original``, torch's function, which runs alone if the call is not to be noted."""
             if self.is_on():
-                return method(original, *args, **kwargs)
+                in_order, rest = by_position(names, args, kwargs)
+                return method(original, *in_order, **rest)
             if in_worker is not None and self.is_on_in_worker():
                 return in_worker(original, *args, **kwargs)
             return original(*args, **kwargs)
