@@ -44,6 +44,7 @@ NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 
 flex: Any = sys.modules["torch._higher_order_ops.flex_attention"]  # its package has a function of this name
 ORIGINAL_COMPATIBLE: Any = torch._has_compatible_shallow_copy_type
+ORIGINAL_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 ORIGINAL_DATA: Any = torch.Tensor.data
 ORIGINAL_LOAD = torch.load
 ORIGINAL_ONE_HOT = torch.nn.functional.one_hot
@@ -58,7 +59,7 @@ def patch() -> None:
     replace(torch.Tensor, to=to, cpu=cpu, cuda=cuda, type_as=type_as, type=type_)
     replace(torch.Tensor, pin_memory=pin_memory, is_pinned=lambda self, device=None: is_pinned(self))
     replace(torch.Tensor, data=property(ORIGINAL_DATA.__get__, set_data))
-    replace(torch.nn.functional, one_hot=one_hot)
+    replace(torch.nn.functional, one_hot=one_hot, scaled_dot_product_attention=scaled_dot_product_attention)
     replace(torch, load=load, compile=leave_eager, _has_compatible_shallow_copy_type=may_share_data)
     # torch would trace or compile flex_attention. Pretended tensors get its uncompiled version, sdpa_dense.
     flex.flex_attention.py_impl(CudaTensor)(flex.sdpa_dense)
@@ -175,6 +176,28 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         num_classes = int(tensor.max()) + 1
     encoded = ORIGINAL_ONE_HOT(tensor.inner, num_classes)
     return CudaTensor(encoded, tensor.index)
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """torch's function of this name, for causal attention with dropout on a pretended GPU, too.
+
+    The CPU has no fused attention with dropout. torch's C++ then makes the causal mask itself, and makes it on the
+    CPU, where it does not fit the pretended tensors. So the mask is made here, on the device of the query.
+    """
+    makes_mask = is_causal and dropout_p > 0 and attn_mask is None
+    if makes_mask and isinstance(query, CudaTensor):
+        positions = (query.size(-2), key.size(-2))  # of the queries and of the keys
+        attn_mask = torch.ones(positions, dtype=torch.bool, device=query.device).tril()
+        is_causal = False
+    return ORIGINAL_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
 
 
 def flex_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
