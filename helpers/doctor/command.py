@@ -39,14 +39,15 @@ def main(args: argparse.Namespace) -> int:
     from helpers.doctor.membership import read_launcher
     from helpers.doctor.plan import read_plan
 
-    launched = None
+    launched = None  # stays None without a launcher
     plan = None
     try:
         launched = read_launcher(os.environ)
         if args.plan:
             plan = read_plan(args.plan)
     except ValueError as error:
-        if launched is None or launched.local_rank == 0:  # One rank of each host is enough to say it.
+        prints_errors = launched is None or launched.local_rank == 0  # one rank of each host is enough
+        if prints_errors:
             print(f"error: {error}", file=sys.stderr)
         return 1
 
