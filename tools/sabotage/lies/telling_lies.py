@@ -115,8 +115,8 @@ def instead_of(owner: Any, name: str, waits: bool = False) -> Callable[[Callable
 
         if waits:
             file_of_original = original.__code__.co_filename
-            replacement.__code__ = replacement.__code__.replace(co_filename=file_of_original)
-            call_replacement.__code__ = call_replacement.__code__.replace(co_filename=file_of_original)
+            for function in (replacement, call_replacement):
+                function.__code__ = function.__code__.replace(co_filename=file_of_original)
         setattr(owner, name, call_replacement)
 
     return replace_by
