@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import traceback
+from typing import Any
 
 from helpers.command_line import Parser, is_failed_output, open_closed_streams, status_of_failed_output
 
@@ -20,16 +21,41 @@ WITH_FLAGS = ("run", "rehearse")  # commands that pass flags on to a script, aft
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Read a command line, which comes without the program's name. Wrong usage raises SystemExit(2).
+    """Read a command line such as ``["run", "04", "--", "--epochs", "2"]``, which comes without the program's name.
 
-    Returns the command's arguments and, if it runs a script, the flags for the script. ``args.main`` is the function
-    that carries the command out: it takes both.
+    Returns the command's arguments and the flags for the script, ``["--epochs", "2"]``, which only some commands run.
+    ``args.main(args, flags)`` carries the command out. Wrong usage raises SystemExit(2).
     """
     parser = Parser(
         prog="python -m helpers",
         description="World Size One's chapters as scripts for torchrun.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_commands(commands)
+
+    flags: list[str] = []
+    if arguments and arguments[0] in WITH_FLAGS and "--" in arguments:
+        dashes = arguments.index("--")
+        flags = arguments[dashes + 1 :]
+        arguments = arguments[:dashes]
+    args, unrecognized = parser.parse_known_args(arguments)
+    command = commands.choices[args.command]
+    if args.command in WITH_FLAGS:
+        # The argument `flags` of these commands is there for their help. The script's flags, which come after two
+        # dashes, were taken off above. So what argparse finds of them was written without the dashes.
+        without_dashes = [*unrecognized, *args.flags]
+        if without_dashes:
+            command.error(f"put two dashes before the script's flags: -- {' '.join(without_dashes)}")
+    elif unrecognized:
+        command.error(f"unrecognized arguments: {' '.join(unrecognized)}")
+    return args, flags
+
+
+def add_commands(commands: Any) -> None:
+    """Add all commands with their arguments, and with the function that carries each out, ``main(args, flags)``.
+
+    ``commands`` is what argparse's ``add_subparsers`` returns.
+    """
     chapters.add_commands(commands)
 
     command = commands.add_parser("rehearse", help="run a script's GPU path on pretended GPUs of this machine")
@@ -48,28 +74,12 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     command.set_defaults(main=lambda args, flags: planner.main(args))
     planner.add_arguments(command)
 
-    flags: list[str] = []
-    if arguments and arguments[0] in WITH_FLAGS and "--" in arguments:
-        dashes = arguments.index("--")
-        flags = arguments[dashes + 1 :]
-        arguments = arguments[:dashes]
-    args, unrecognized = parser.parse_known_args(arguments)
-    if args.command in WITH_FLAGS:
-        # These commands have an argument `flags`, for their help alone: the script's flags were taken off above. What
-        # argparse has put there was written without the two dashes.
-        without_dashes = [*unrecognized, *args.flags]
-        if without_dashes:
-            message = f"put two dashes before the script's flags: -- {' '.join(without_dashes)}"
-            commands.choices[args.command].error(message)
-    elif unrecognized:
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unrecognized)}")
-    return args, flags
-
 
 def main(arguments: list[str]) -> int:
-    """Run a command line, without the program's name; return its exit status. Wrong usage raises SystemExit(2).
+    """Run a command line, which comes without the program's name; return its exit status.
 
-    A command lets an OSError of its output, or of a file that it names, come here: it is a line for all commands.
+    If the output cannot be written, or a file cannot be read or written, the command raises OSError, and this prints
+    one line about it. Wrong usage raises SystemExit(2).
     """
     open_closed_streams()
     try:
@@ -86,11 +96,10 @@ def main(arguments: list[str]) -> int:
         print("Interrupted.", file=sys.stderr)
         return 130
     try:
-        sys.stdout.flush()  # What a command has printed may be written only now, to a file or a pipe.
+        sys.stdout.flush()  # to a file or a pipe, some of the output may be written only now
     except OSError as error:
-        if status == 0:
+        if status == 0:  # a command that has failed has already said why
             return status_of_failed_output(error)
-        # The command has failed, and has said so already.
     return status
 
 

@@ -85,7 +85,11 @@ def of_bytes(size: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
-    """Rows of text as lines with aligned columns: flush left if a column's number is in ``left``, else flush right."""
+    """The rows of a table as lines of text, with aligned columns.
+
+    For example ``[["GPU", "GB"], ["H100", "80"]]``, with ``left=[0]``, becomes ``["GPU   GB", "H100  80"]``. ``left``
+    are the numbers, from 0, of the columns that are flush left. The others are flush right.
+    """
     widths = []
     for column in zip(*rows, strict=True):
         widths.append(max(len(text) for text in column))

@@ -119,15 +119,17 @@ class Counts:
         return kind(message)
 
     def rows(self) -> list[Row]:
-        """All events with their counts, sorted by line."""
-        # The first step warms up, so what happens before its end is not counted for the mean of a step.
+        """All events of this rank with their counts, in the whole run and per training step, sorted by line."""
+        # The first step is left out of the counts of steps, because it also does what is done only once.
         steps_after_the_first = len(self.events_at_step) - 1
         rows = []
         for event, count in sorted(self.events.items()):
             in_steps = 0
             per_step = 0.0
             if steps_after_the_first > 0:
-                in_steps = self.events_at_step[-1][event] - self.events_at_step[0][event]
+                count_at_first_step = self.events_at_step[0][event]
+                count_at_last_step = self.events_at_step[-1][event]
+                in_steps = count_at_last_step - count_at_first_step
                 per_step = in_steps / steps_after_the_first
             rows.append(
                 Row(

@@ -44,11 +44,12 @@ class Statement:
             self.local_names.update(self.add_names_of(scope, runs_with_statement))
 
     def add_names_of(self, scope: CodeType, runs_with_statement: bool) -> set[str]:
-        """Add the global names that one code object binds, reads and needs; return those that are names of a class.
+        """Add the global names that the bytecode ``scope`` binds, reads and needs; return the names of a class body.
 
-        An instruction says by its name where it looks a name up: LOAD_GLOBAL among the global names, and LOAD_NAME,
-        which functions do not have, in the scope that is executed. In a module that are the global names. In the body
-        of a class it is the class, as soon as the body has bound the name there.
+        ``scope`` is the code object of the statement itself, or of a function or a class in it. In bytecode, the
+        instruction LOAD_GLOBAL reads a global name. LOAD_NAME reads a global name too, if it is in the code of a
+        module. In the body of a class, it first looks among the names that the body has bound so far. (Functions have
+        no LOAD_NAME.) Names are needed if the code runs together with the statement, and not when it is called later.
         """
         is_module = scope.co_name == "<module>"
         bound_in_class = set(IMPLICIT_NAMES)
@@ -57,7 +58,8 @@ class Statement:
             if name in ANNOTATION_NAMES:
                 continue
             if instruction.opname in BINDINGS:
-                if is_module or instruction.opname.endswith("_GLOBAL"):
+                is_global = is_module or instruction.opname.endswith("_GLOBAL")
+                if is_global:
                     self.binds.add(name)
                 else:
                     bound_in_class.add(name)
@@ -86,47 +88,51 @@ def compiled(code: str) -> CodeType:
 def scopes(code: CodeType, is_executed: bool = True) -> Iterator[tuple[CodeType, bool]]:
     """Yield a code object and all code objects inside it: those of its functions, classes and comprehensions.
 
-    Each comes with whether it runs as soon as the statement does. The body of a class does, and so does a
-    comprehension, which has a code object of its own up to Python 3.11. The body of a function waits for a call. A
-    lambda is taken to run at once, because it is often called by the statement itself, as a key of sorted() is.
+    Each comes with a bool: whether its code runs as soon as the statement that contains it does. The body of a class
+    does, and so does a comprehension, which has a code object of its own up to Python 3.11. The body of a function
+    runs only when it is called. A lambda is taken to run at once, because the statement itself often calls it, as in
+    ``sorted(names, key=lambda name: name.lower())``.
     """
     yield code, is_executed
     for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            # The compiler sets the flag for functions, lambdas and comprehensions, and not for classes. Lambdas and
-            # comprehensions have names such as <lambda>.
-            is_function = inner.co_flags & inspect.CO_OPTIMIZED and not inner.co_name.startswith("<")
-            yield from scopes(inner, is_executed and not is_function)
+        if not isinstance(inner, CodeType):
+            continue
+        # The compiler sets this flag for functions, lambdas and comprehensions, and not for classes.
+        is_no_class = bool(inner.co_flags & inspect.CO_OPTIMIZED)
+        has_a_name = not inner.co_name.startswith("<")  # the others are named <lambda>, <listcomp> and so on
+        is_function = is_no_class and has_a_name
+        yield from scopes(inner, is_executed and not is_function)
 
 
 def split(source: str, where: str = "") -> list[Statement]:
-    """Split a source text into its top-level statements, in order. Raises SyntaxError where it is not Python.
+    """Split a text of Python into its top-level statements, in order, each with the comments above it.
 
     An import of several names becomes one statement for each name, so that a script can take only the names it uses.
-    ``where`` names the cell in messages.
+    ``where`` names the notebook's cell in messages. Raises SyntaxError if the text is not Python.
     """
     compiled(source)  # this finds errors that ast.parse lets pass, such as a `return` outside a function
-    body = ast.parse(source).body
+    nodes = ast.parse(source).body
     lines = source.split("\n")
-    first_lines = [first_line_of(node) for node in body]
-    next_lines = [*first_lines[1:], len(lines) + 1]  # where the next statement begins, or the text ends
     statements: list[Statement] = []
-    last_before = 0  # the number, from 1, of the last line of the statement before
-    # Of a text without a statement there is one "next line" too many, so the lengths may differ.
-    for node, first, next_first in zip(body, first_lines, next_lines, strict=False):
-        last = node.end_lineno or first
-        code = "\n".join(lines[first - 1 : last])
-        if next_first <= last:  # a semicolon and the next statement follow on the last line
+    # All numbers of lines count from 1.
+    last_line_before = 0  # of the statement before
+    for index, node in enumerate(nodes):
+        first_line = first_line_of(node)
+        last_line = node.end_lineno or first_line
+        code = "\n".join(lines[first_line - 1 : last_line])
+        shares_last_line = index + 1 < len(nodes) and first_line_of(nodes[index + 1]) <= last_line
+        shares_first_line = first_line <= last_line_before
+        if shares_last_line:  # a semicolon and the next statement follow on it
             code = ast.get_source_segment(source, node) or code
-        elif first <= last_before:  # this is the last statement of a line with semicolons; ast's columns count bytes
-            code = code.encode()[node.col_offset :].decode()
-        above = "\n".join(lines[last_before : first - 1])
+        elif shares_first_line:  # it is the last statement of a line with semicolons
+            code = code.encode()[node.col_offset :].decode()  # ast counts columns in bytes
+        above = "\n".join(lines[last_line_before : first_line - 1])
         if isinstance(node, IMPORT) and len(node.names) > 1:
             statements += statements_of_import(node, above, where)
         else:
             statements.append(Statement(node, code, above, where))
-        last_before = last
-    comments_at_end = "\n".join(lines[last_before:])
+        last_line_before = last_line
+    comments_at_end = "\n".join(lines[last_line_before:])
     if comments_at_end.strip():
         statements.append(Statement(ast.Pass(), "", comments_at_end, where))
     return statements
