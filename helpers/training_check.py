@@ -64,12 +64,12 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 @contextmanager
 def check_training(steps: int = 20, patience: float = 30, allow: Iterable[str] = ()) -> Iterator["TrainingCheck"]:
-    """A context around a training: it is observed until an optimizer has made ``steps`` steps.
+    """A context around a training that finds mistakes without errors in the first ``steps`` steps of an optimizer.
 
     Enter it on every rank of a process group. Rank 0 reports to stderr as soon as all ranks have made these steps, or
-    at the end of the context, where it waits at most ``patience`` seconds for the other ranks' notes, and 2 seconds
-    after an exception. ``allow``: kinds of findings to leave out; an unknown one raises ValueError. At the end the
-    context's value has the ``findings`` on each rank.
+    at the end of the context. There it waits for what the other ranks have noted, for at most ``patience`` seconds, or
+    2 seconds after an exception. ``allow`` are kinds of findings to leave out, such as ["same_order"]; an unknown one
+    raises ValueError. At the end, ``findings`` of the context's value has the findings, on each rank.
     """
     check = TrainingCheck(steps, patience, allow)
     check.start()
@@ -85,10 +85,10 @@ def check_training(steps: int = 20, patience: float = 30, allow: Iterable[str] =
 
 
 def main() -> None:
-    """The command: run a script under torchrun as ``__main__``, with its flags, and check its training.
+    """The command line: run a script under torchrun, with its flags, and look for mistakes in its training.
 
-    It does what ``check_training`` does, but the context cannot be used: the script makes its process group itself, and
-    may end it before the notes are compared.
+    It does what ``check_training`` does. But that context has to be entered inside a process group, and here the script
+    makes its process group itself, and may end it before rank 0 has compared what the ranks noted.
     """
     parser = argparse.ArgumentParser(description="Run a script under torchrun, and look for mistakes without errors.")
     parser.add_argument("--steps", type=int, default=200, help="steps of an optimizer to observe (default: 200)")
@@ -104,13 +104,14 @@ def main() -> None:
     try:
         runpy.run_path(args.script, run_name="__main__")
     finally:
-        check.observer.stop()
-        if check.observer.record.world_size > 1:
+        observer = check.observer
+        observer.stop()
+        if observer.record.world_size > 1:
             # The script may have ended its process group, and its store with it. torchrun's store is still there.
-            torchrun_store, _, _ = next(dist.rendezvous("env://"))  # the other two are the rank and the world size
-            check.observer.store = torchrun_store
+            torchrun_store, _rank, _world_size = next(dist.rendezvous("env://"))
+            observer.store = torchrun_store
         check.finish()
-        if args.json and check.observer.record.rank == 0:
+        if args.json and observer.record.rank == 0:
             findings = [asdict(found) for found in check.findings or []]
             args.json.write_text(json.dumps(findings, indent=1))
 
@@ -282,9 +283,9 @@ class Finding:
 
 
 def finding(kind: str, place: Place, ranks: Iterable[int], sentence: str) -> Finding:
-    """A finding of one of KINDS, at a line of the reader's code, on these ranks.
+    """Make a Finding of one of KINDS, such as "same_order", at a line of the user's code, on these ranks.
 
-    ``sentence`` says what is wrong there. The cure and the page are those of the kind.
+    ``sentence`` says what is wrong there. How to repair it, and which page of the book explains it, the kind says.
     """
     known = KINDS[kind]
     return Finding(
@@ -484,9 +485,10 @@ def listed(ranks: Iterable[int]) -> str:
 
 
 def report(findings: Sequence[Finding], failures: Sequence[str] = ()) -> str:
-    """The section on silent mistakes, as text for the screen. The mistakes come first, then the notes.
+    """The findings of a check as text for the screen: first the mistakes, then what is often done on purpose.
 
-    ``failures`` are tracebacks of the check itself, which are said because the check may then have missed something.
+    ``failures`` are tracebacks of errors in the check itself. The report names one of them, because the check may then
+    have missed something.
     """
     lines = ["silent mistakes"]
     if not mistakes_among(findings):
@@ -555,12 +557,14 @@ class TrainingCheck:
         return [rank for rank in ranks if self.observer.store.check([self.key(rank)])]
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """torch calls this after each step of any optimizer: publish and report, once the observation is over.
+        """After each step of any optimizer, by a hook of torch: report, if all ranks have made the steps to observe.
 
-        The observer ends it after the last step that it was to see. When all ranks have published their notes, rank 0
-        reports at once, so that nobody has to wait for the end of a long training.
+        The observation of this rank ends after the last of these steps, and its notes go into the store. When the notes
+        of all ranks are there, rank 0 reports at once, so that nobody has to wait for the end of a long training.
         """
-        if not self.observer.is_finished or self.observer.store is None:
+        if not self.observer.is_finished:
+            return
+        if self.observer.store is None:  # the script has made no process group
             return
         self.publish()
         record = self.observer.record
@@ -569,7 +573,11 @@ class TrainingCheck:
             self.compare_ranks()
 
     def finish(self) -> None:
-        """End the observation. Wait for the other ranks' notes, or for rank 0's findings, but not beyond patience."""
+        """End the observation of this rank, and set ``findings``: on rank 0 by comparing all ranks' notes.
+
+        Rank 0 waits until the notes of the other ranks are in the store, and these wait for its findings, but nobody
+        waits longer than ``patience`` seconds.
+        """
         self.observer.stop()
         self.observer.remove_hooks()
         if self.findings is not None:  # rank 0 has reported already
@@ -583,12 +591,11 @@ class TrainingCheck:
         try:
             self.publish()
             if record.rank == 0:
-                # The notes that have not come in time are left out.
                 self.wait_for([self.key(rank) for rank in range(record.world_size)])
-                self.compare_ranks()
+                self.compare_ranks()  # without the notes of ranks that have not sent them in time
             elif self.wait_for([findings_key]):
                 self.findings = pickle.loads(store.get(findings_key))
-        except RuntimeError as error:  # the store has gone with the process that served it
+        except RuntimeError as error:  # the process that served the store has ended
             print(f"silent mistakes: the ranks' notes could not be compared ({error})", file=sys.stderr)
 
     def wait_for(self, keys: list[str]) -> bool:
@@ -631,19 +638,21 @@ THIS_FILE = os.path.realpath(__file__)
 
 @functools.cache
 def is_readers(file: str) -> bool:
-    """Whether a source file is the reader's own code, and not a library's or this check's.
+    """Whether a source file is code of the user, who reads the report, and not of a library or of this check.
 
-    A finding has to point at a line that its author can change. Lines of torch, Python and packages are no use.
+    A finding has to be at a line that the user can change, so lines of torch, of Python and of packages do not count.
     """
     if file.startswith("<frozen"):  # a part of Python
         return False
     path = os.path.realpath(file)
-    if path == THIS_FILE or path.startswith((TORCH, *LIBRARIES)):
+    if path == THIS_FILE:
         return False
+    if path.startswith((TORCH, *LIBRARIES)):
+        return False
+    # In the project that this file is from, its folder `helpers` is a library, which launches the user's code.
     folder = os.path.dirname(THIS_FILE)
-    # In the project that this file is from, its folder is a library, which launches the reader's code.
-    is_launcher = os.path.basename(folder) == "helpers" and path.startswith(folder + os.sep)
-    return not is_launcher
+    is_in_this_project = os.path.basename(folder) == "helpers"
+    return not (is_in_this_project and path.startswith(folder + os.sep))
 
 
 def readers_line() -> Place:
@@ -660,18 +669,18 @@ def readers_line() -> Place:
 
 
 def part_of_torch() -> str:
-    """The file of torch that calls a function, such as "nn/parallel/distributed.py", or "" if the reader's code does.
+    """The file of torch that called the running function, such as "nn/parallel/distributed.py"; "" if the script did.
 
-    With it, what a script communicates by itself is told from what DDP or fully_shard communicates for it. The files
-    through which every collective goes do not count.
+    By this the check distinguishes what a script communicates itself from what DDP or fully_shard communicates for it.
     """
     frame = sys._getframe(1)
     while frame is not None:  # from here outwards, caller by caller
-        file = os.path.realpath(frame.f_code.co_filename)
         if is_readers(frame.f_code.co_filename):
             return ""
-        is_on_every_way = file.endswith(("distributed_c10d.py", "c10d_logger.py"))
-        if file.startswith(TORCH + os.sep) and not is_on_every_way:
+        file = os.path.realpath(frame.f_code.co_filename)
+        # Every collective goes through these two files, whoever calls it.
+        is_passed_by_all = file.endswith(("distributed_c10d.py", "c10d_logger.py"))
+        if file.startswith(TORCH + os.sep) and not is_passed_by_all:
             return file.removeprefix(TORCH + os.sep)
         frame = frame.f_back  # type: ignore[assignment]
     return ""
@@ -707,46 +716,47 @@ ROWS_OF_DATASET = 256
 def checksum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A 64-bit checksum of a tensor's bytes, as an int64 tensor on its device, so that nothing waits for a GPU.
 
-    Each word of 8 bytes is multiplied by an odd number of its own, so that words in another order give another sum. The
-    tensor is summed in parts of CHUNK bytes, which bounds the memory for the products. A tensor whose bytes cannot be
-    read, such as a sparse one, has the checksum 0.
+    The k-th word of 8 bytes, from 0, is multiplied by the odd number 2 k + 1, so that words in another order give
+    another sum. A tensor whose bytes cannot be read, such as a sparse one, has the checksum 0.
     """
     data = local_part(tensor).detach()
-    if data.layout != torch.strided or data.is_quantized or data.is_meta:
+    has_no_bytes = data.layout != torch.strided or data.is_quantized or data.is_meta
+    if has_no_bytes:
         return torch.zeros((), dtype=torch.int64)
-    if data.untyped_storage().nbytes() == 0:  # it is empty, or fully_shard has freed it
+    if data.untyped_storage().nbytes() == 0:  # the tensor is empty, or fully_shard has freed it
         return torch.zeros((), dtype=torch.int64)
     if data.is_complex():
         data = torch.view_as_real(data.resolve_conj())
     all_bytes = data.resolve_neg().contiguous().flatten().view(torch.uint8)
-    # It begins with the number of bytes, so that zeros at the end count, too.
+    # The sum begins with the number of bytes, so that zeros at the end of a tensor count, too.
     total = torch.full((), all_bytes.numel(), dtype=torch.int64, device=data.device)
     word_size = 8  # bytes
-    for number, part in enumerate(all_bytes.split(CHUNK)):
-        missing_bytes = -len(part) % word_size  # with which the last word of the tensor is filled up
-        words = nn.functional.pad(part, (0, missing_bytes)).view(torch.int64)
-        words_before = number * CHUNK // word_size
-        first = 2 * words_before + 1
-        odd_numbers = torch.arange(first, first + 2 * len(words), 2, device=data.device)
-        products = words * odd_numbers  # integers of torch wrap at 2**64
+    words_before = 0
+    for part in all_bytes.split(CHUNK):  # in parts, because the products take as much memory as the words
+        padding = -len(part) % word_size  # bytes, to fill up the last word of the tensor
+        words = nn.functional.pad(part, (0, padding)).view(torch.int64)
+        first_factor = 2 * words_before + 1
+        odd_numbers = torch.arange(first_factor, first_factor + 2 * len(words), 2, device=data.device)
+        products = words * odd_numbers  # overflow is intended: torch's integers wrap at 2**64
         total += (products ^ (products >> 32)).sum()  # mixes the upper half of each product into the lower one
+        words_before += len(words)
     return total
 
 
 def checksums(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    """The checksum of each tensor, and 0 for None, in the order of the tensors.
+    """The checksum of each tensor as an int, and 0 for None, in the order of the tensors.
 
-    Each copy from a GPU to the host waits for the GPU. So the sums are made first, all of one device are put into one
-    tensor, and this is copied.
+    Each copy from a GPU to the host waits for the GPU. So there is one copy for each device: all checksums are computed
+    first, and those on the same device are copied together.
     """
     sums = {index: checksum_tensor(tensor) for index, tensor in enumerate(tensors) if tensor is not None}
     numbers = [0] * len(tensors)
-    devices = {total.device for total in sums.values()}
+    devices = {checksum.device for checksum in sums.values()}
     for device in devices:
-        sums_on_device = {index: total for index, total in sums.items() if total.device == device}
-        values = torch.stack(list(sums_on_device.values())).tolist()
-        for index, value in zip(sums_on_device, values, strict=True):
-            numbers[index] = value
+        sums_on_device = {index: checksum for index, checksum in sums.items() if checksum.device == device}
+        copied = torch.stack(list(sums_on_device.values())).tolist()
+        for index, number in zip(sums_on_device, copied, strict=True):
+            numbers[index] = number
     return numbers
 
 
@@ -782,10 +792,10 @@ def random_state(device: torch.device) -> int:
 
 
 def random_states(dataset: Any) -> dict[str, int]:
-    """The random states from which a dataset may draw, as {a generator's name: a checksum of its state}.
+    """Checksums of the states of all random generators that a dataset may use, {a generator's name: the checksum}.
 
-    They are those of torch, of Python, of NumPy if the script uses it, and of generators that the dataset itself holds.
-    A state that is not the same before and after a sample was loaded shows that the dataset has drawn from it.
+    They are the generators of torch, of Python, of NumPy if the script uses it, and those that the dataset itself has.
+    If a state has changed after a sample was loaded, the dataset has drawn random numbers from this generator.
     """
     generators = {"torch": torch.default_generator} | generators_in(dataset)
     sums = checksums([generator.get_state() for generator in generators.values()])
@@ -800,13 +810,13 @@ def random_states(dataset: Any) -> dict[str, int]:
 
 
 def generators_in(dataset: Any) -> dict[str, torch.Generator]:
-    """The generators of random numbers that a dataset holds as attributes, and those of the datasets inside it.
+    """The random generators that a dataset has as attributes, by a name that is the same on all ranks.
 
-    A dataset such as torch's Subset has another one, of which it is a part, as its attribute ``dataset``. The names are
-    made of this depth and the attribute's name, so that they are the same on all ranks.
+    A dataset such as torch's Subset has the dataset of which it is a part as its attribute ``dataset``, and that one's
+    generators count too. In the name "1 generator", the 1 says that the generator is an attribute of the inner dataset.
     """
     generators = {}
-    depth = 0
+    depth = 0  # how many datasets contain this one
     while dataset is not None:
         for name, value in attributes_of(dataset).items():
             if isinstance(value, torch.Generator):
@@ -827,10 +837,10 @@ def crc(value: object) -> int:
 
 
 def dataset_checksum(dataset: Any, depth: int = 2) -> int | None:
-    """A checksum by which the ranks can tell whether they have equal datasets; None if nothing in one can be summed.
+    """A checksum of a dataset's attributes, which is equal on ranks with equal datasets; None if none can be summed.
 
-    Two ranks whose samplers give equal indices train on the same samples only if their datasets are equal. The checksum
-    is made of the dataset's attributes; ``depth`` says how many levels of objects in objects are looked into.
+    It is needed because ranks whose samplers give equal indices train on the same samples only if their datasets are
+    equal. An attribute may be a dataset itself: ``depth`` says how many levels of datasets in datasets are looked into.
     """
     contents = []
     for name, value in sorted(attributes_of(dataset).items()):
@@ -843,10 +853,10 @@ def dataset_checksum(dataset: Any, depth: int = 2) -> int | None:
 
 
 def summary_of(value: Any, depth: int) -> tuple[Any, ...]:
-    """A few values that distinguish an attribute of a dataset from another rank's; empty for one that says nothing.
+    """A short tuple that differs if two ranks have different values of a dataset's attribute; empty if that is unknown.
 
-    Tensors, texts, numbers and lists count, and objects that can be indexed, such as another dataset, of which this one
-    is a part. Of these ``depth`` levels are looked into.
+    It is made for tensors, texts, numbers and lists, and for objects that can be indexed, such as the dataset of which
+    this one is a part. Of such objects ``depth`` levels are looked into.
     """
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), beginnings([value]))
@@ -927,7 +937,10 @@ class Patches:
         return is_training and not self.is_in_hook and bool(self.undo)
 
     def run(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a hook; return what it returns, or None if it failed. What the hook itself calls is not noted."""
+        """Call a function of an observer, and keep its errors from the training; return its result, or None after one.
+
+        The traceback of an error goes into the record. What the function itself calls is not observed.
+        """
         self.is_in_hook = True
         try:
             return hook(*args, **kwargs)
@@ -939,51 +952,55 @@ class Patches:
             self.is_in_hook = False
 
     def before(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
-        """Call ``hook`` with the arguments of a call of ``owner.name``, before it. The owner is a class or module."""
+        """From now on, call ``hook`` before each call of the function ``owner.name``, with the same arguments.
+
+        The owner is a class or a module of torch.
+        """
         original = getattr(owner, name)
 
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            """Takes the place of ``original``, torch's function: runs ``hook`` first, and then the function."""
-            if torch.compiler.is_compiling():  # torch.compile would take the hook into its graph
+        def call_hook_first(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # torch.compile would compile the hook, too
                 return original(*args, **kwargs)
             if self.is_on():
                 self.run(hook, *args, **kwargs)
             return original(*args, **kwargs)
 
-        self.replace(owner, name, call)
+        self.replace(owner, name, call_hook_first)
 
     def after(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
-        """Call ``hook`` with the result of each call of ``owner.name``, and with its arguments."""
-        original = getattr(owner, name)
+        """From now on, call ``hook`` after each call of the function ``owner.name``, with its result and its arguments.
 
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            """Takes the place of ``original``, torch's function: ``hook`` gets its result, which is then returned."""
-            result = original(*args, **kwargs)
-            is_noted = not torch.compiler.is_compiling() and self.is_on()  # see ``before``
-            if is_noted:
-                self.run(hook, result, *args, **kwargs)
-            return result
-
-        self.replace(owner, name, call)
-
-    def around(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Let ``method`` take over each call of ``owner.name`` that is noted.
-
-        It gets torch's function and the arguments of the call, and calls the function itself, because it has something
-        to do both before and after it. It has to return the function's result.
+        The owner is a class or a module of torch.
         """
         original = getattr(owner, name)
 
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            """Takes the place of ``original``, torch's function, which runs alone if the call is not to be noted."""
+        def call_hook_afterwards(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if torch.compiler.is_compiling():  # torch.compile would compile the hook, too
+                return result
+            if self.is_on():
+                self.run(hook, result, *args, **kwargs)
+            return result
+
+        self.replace(owner, name, call_hook_afterwards)
+
+    def around(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        """From now on, call ``method(original, *args, **kwargs)`` in place of each call of the function ``owner.name``.
+
+        ``original`` is the function itself, and ``args`` and ``kwargs`` are the arguments of the call. The method has
+        something to do before and after the function, so it calls the function itself, and returns its result.
+        """
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call_method(*args: Any, **kwargs: Any) -> Any:
             if self.is_on():
                 return method(original, *args, **kwargs)
             return original(*args, **kwargs)
 
-        self.replace(owner, name, call)
+        self.replace(owner, name, call_method)
 
     def replace(self, owner: Any, name: str, call: Any) -> None:
         """Put a function in the place of ``owner.name``, until ``remove``. The owner is a class or a module."""
@@ -1031,7 +1048,7 @@ class LoaderObserver:
     """
 
     def __init__(self, record: Record, patches: Patches) -> None:
-        """Let the methods below be called where torch's loaders work. ``record`` gets the notes and findings."""
+        """Have the methods below called by torch's loaders. ``record`` gets what they note, and the findings."""
         self.record = record
         self.patches = patches
         self.loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # {loader: its number}
@@ -1054,9 +1071,10 @@ class LoaderObserver:
         patches.after(dist, "reduce", self.find_padding)
 
     def next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
-        """In the place of ``next(iterator)``: note the batch that the training loop gets, or that the epoch ends.
+        """Get the next batch for the training loop, and note it; after the last one, note that the epoch has ended.
 
-        ``original`` is torch's method, which returns the batch, or raises StopIteration after the last one.
+        This is called in the place of ``next(iterator)``, and ``original`` is torch's method for it, which raises
+        StopIteration after the last batch.
         """
         try:
             batch = original(iterator)
@@ -1067,21 +1085,21 @@ class LoaderObserver:
         return batch
 
     def fetch(self, original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
-        """In the place of ``fetcher.fetch(indices)``, which loads the samples of a batch: note what it draws at random.
+        """Load the samples of a batch, and note from which random states they drew.
 
-        To see it, the random states are compared before and after. A loader with workers loads in them, which are
-        other processes, so nothing of that is seen here. ``original`` is torch's method.
+        This is called in the place of ``fetcher.fetch(indices)``, and ``original`` is torch's method for it. A loader
+        with workers loads in other processes, of which nothing is seen here.
         """
-        before = self.patches.run(random_states, fetcher.dataset) or {}  # None if it failed
+        before = self.patches.run(random_states, fetcher.dataset) or {}  # run returns None if the function has failed
         batch = original(fetcher, indices)
         self.patches.run(self.note_noise, before, fetcher.dataset)
         return batch
 
     def begin_epoch(self, iterator: Any, loader: Any) -> None:
-        """After ``iter(loader)`` has made an iterator: begin the notes of an epoch.
+        """After ``iter(loader)`` has made an iterator: begin the record of an epoch, with what its loader is like.
 
-        They say what the loader and its sampler are like, because the rules judge by it whether the ranks should get
-        other samples, and whether the next epoch should have another order.
+        The dataset and the sampler decide whether the ranks should get different samples, and whether the next epoch
+        should have another order.
         """
         if loader not in self.loaders:
             self.loaders[loader] = next(self.next_numbers)
@@ -1113,19 +1131,19 @@ class LoaderObserver:
         self.epochs.pop(iterator, None)
 
     def note_indices(self, indices: Any, iterator: Any) -> None:
-        """Note a checksum of the indices of one batch, which the sampler has just given. A stream has none.
+        """After the sampler gave the indices of a batch: keep a checksum of them.
 
-        By these checksums the rules see whether two ranks, or two epochs, got the same samples in the same order.
+        By these checksums the ranks' samples, and the orders of two epochs, are compared at the end.
         """
-        if indices is None:
+        if indices is None:  # the dataset is a stream, which has no indices
             return
         epoch = self.epochs.get(iterator)
-        if epoch is None:  # ``begin_epoch`` comes later, and takes what is kept here
-            noted = self.prefetched.setdefault(iterator, [])
+        if epoch is None:  # workers load ahead of ``begin_epoch``, which takes over this list later
+            checksums_of_epoch = self.prefetched.setdefault(iterator, [])
         else:
-            noted = epoch.indices
-        if len(noted) < MOST_BATCHES:
-            noted.append(crc(indices))
+            checksums_of_epoch = epoch.indices
+        if len(checksums_of_epoch) < MOST_BATCHES:
+            checksums_of_epoch.append(crc(indices))
 
     def note_noise(self, before: dict[str, int], dataset: Any) -> None:
         """After a batch was loaded: note from which random states it drew, which have changed since ``before``."""
@@ -1148,10 +1166,10 @@ class LoaderObserver:
         self.noise = 0
 
     def check_stream(self, iterator: Any, batch: Any, epoch: Epoch) -> None:
-        """Find workers of which each yields the whole stream, so that all samples are trained on several times.
+        """Find workers that each yield the whole stream, so that every sample is trained on several times.
 
-        A loader takes one batch from each worker in turn. So the batches of a round are equal then, and because a
-        stream of equal batches is no mistake, those of three rounds have to differ from each other.
+        A loader takes one batch from each worker in turn. If each worker yields the whole stream, all batches of such a
+        round are equal. Three rounds have to differ from each other, because a stream of equal batches is no mistake.
         """
         workers = iterator._num_workers
         rounds = 3
@@ -1159,11 +1177,11 @@ class LoaderObserver:
         batches.append(combined(checksums(list(tensors_in(batch)))))
         if len(batches) < rounds * workers:
             return
-        del self.streams[iterator]  # later batches of this epoch are not noted
-        first_of_each_round = range(0, len(batches), workers)
-        equal_in_rounds = all(equal(batches[first : first + workers]) for first in first_of_each_round)
-        different_batches = set(batches)
-        if equal_in_rounds and len(different_batches) == rounds:
+        del self.streams[iterator]  # nothing more is to be seen in this epoch
+        starts_of_rounds = range(0, len(batches), workers)
+        each_round_is_equal = all(equal(batches[start : start + workers]) for start in starts_of_rounds)
+        rounds_differ = len(set(batches)) == rounds
+        if each_round_is_equal and rounds_differ:
             sentence = f"All {workers} workers of this loader yield the same batches, one after the other."
             self.record.add_finding("stream_repeated", epoch.place, sentence)
 
@@ -1180,12 +1198,12 @@ class LoaderObserver:
             self.padded_evaluation = epoch
 
     def model_called(self, model: str, with_gradients: bool) -> None:
-        """At a model's first call after a batch: note whether the batch is trained on or evaluated.
+        """At the first call of a model after a batch was loaded: note whether the batch is trained on or evaluated.
 
-        ``model`` is the model's name in the record. ``with_gradients``: whether gradients are recorded, as in training.
+        ``model`` is the model's name in the record. With gradients, the batch is taken to be trained on.
         """
         epoch = self.waiting_epoch
-        if epoch is None:
+        if epoch is None:  # the model was not called with a new batch
             return
         if with_gradients:
             self.training_epoch = epoch
@@ -1202,22 +1220,25 @@ class LoaderObserver:
             self.training_epoch.steps += 1
 
     def find_padding(self, result: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
-        """After a reduction: find an evaluation that counts the samples which its sampler has repeated.
+        """After an all-reduce or a reduce: find an evaluation that counts samples twice.
 
-        A DistributedSampler repeats some, so that all ranks get equally many. It is certain that they are counted if
-        the reduced tensor has the number of all samples with the repeated ones. ``result`` is what all_reduce returned.
+        A DistributedSampler repeats some samples, so that all ranks get equally many. The evaluation certainly counts
+        these too if the sum over all ranks, ``tensor``, is the number of samples with the repeated ones: for example 12
+        on 4 ranks for a dataset of 10. ``result`` is what the collective returned.
         """
         epoch = self.padded_evaluation
-        if epoch is None or not isinstance(tensor, torch.Tensor) or tensor.numel() > LARGEST_METRIC:
+        if epoch is None:  # no evaluation with repeated samples has just ended
+            return
+        if not isinstance(tensor, torch.Tensor) or tensor.numel() > LARGEST_METRIC:
             return
         if result is not None:  # the Work of an asynchronous collective, which has not yet filled the tensor
             return
-        values = local_part(tensor).flatten().tolist()
-        if epoch.padded_length in values:
-            added = epoch.padded_length - epoch.samples
+        sums_over_ranks = local_part(tensor).flatten().tolist()
+        if epoch.padded_length in sums_over_ranks:
+            repeated = epoch.padded_length - epoch.samples
             sentence = (
                 f"The evaluation counts {epoch.padded_length} samples of {epoch.samples}: the DistributedSampler "
-                f"of the loop in line {epoch.place.line} gives {added} of them twice."
+                f"of the loop in line {epoch.place.line} gives {repeated} of them twice."
             )
             self.record.add_finding("counted_twice", readers_line(), sentence)
             self.padded_evaluation = None
@@ -1234,12 +1255,16 @@ def sampler_of(loader: Any) -> Any:
 
 
 def padded_length(sampler: Any, samples: int) -> int:
-    """How many samples all ranks get with those that the sampler repeats, or 0 if it repeats none.
+    """How many samples all ranks together get, with those that the sampler repeats; 0 if it repeats none.
 
-    A DistributedSampler repeats some of the dataset's ``samples`` if they cannot be divided evenly among the ranks,
-    unless it was told to drop the rest.
+    A DistributedSampler repeats some samples if their number cannot be divided by the number of ranks: of 10
+    ``samples``, 4 ranks get 12.
     """
-    if not isinstance(sampler, DistributedSampler) or sampler.drop_last or sampler.total_size == samples:
+    if not isinstance(sampler, DistributedSampler):
+        return 0
+    if sampler.drop_last:  # it leaves out samples instead
+        return 0
+    if sampler.total_size == samples:
         return 0
     return sampler.total_size
 
@@ -1276,7 +1301,7 @@ class ScalerObserver:
     """
 
     def __init__(self, record: Record, patches: Patches) -> None:
-        """Let the methods below be called where scalers, clipping and schedulers are used. ``record`` gets findings."""
+        """Have the methods below called where scalers, clipping and schedulers are used. ``record`` gets findings."""
         self.record = record
         self.patches = patches
         # Scalers by their ids:
@@ -1310,8 +1335,12 @@ class ScalerObserver:
             self.unscaled_by_hand.add(id(scaler))
 
     def is_scaling(self, scaler: Any) -> bool:
-        """Whether a scaler certainly multiplied the gradients, and nobody but its ``unscale_`` divides them again."""
-        if id(scaler) not in self.scalers or id(scaler) in self.unscaled_by_hand or scaler._scale is None:
+        """Whether a scaler has certainly multiplied the gradients, and only its own ``unscale_`` divides them again."""
+        if id(scaler) not in self.scalers:  # it has scaled no loss
+            return False
+        if id(scaler) in self.unscaled_by_hand:
+            return False
+        if scaler._scale is None:
             return False
         return value_of(scaler._scale) != 1.0
 
@@ -1324,24 +1353,24 @@ class ScalerObserver:
         return state is not None and state["stage"].name != "READY"
 
     def clip(self, original: Callable[..., Any], parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``clip_grad_norm_(parameters, limit)`` and ``clip_grad_value_``: note what was clipped.
+        """Clip gradients, and note which were clipped. Returns the gradients' norm or None, as torch does.
 
-        ``original`` is torch's function. Its result, which is the gradients' norm or None, is returned.
+        This is called in the place of ``original``, which is torch's ``clip_grad_norm_`` or ``clip_grad_value_``.
         """
         if not isinstance(parameters, torch.Tensor):
-            parameters = list(parameters)  # a generator yields them once, and they are needed twice
+            parameters = list(parameters)  # they are needed twice, and may be a generator
         norm = original(parameters, limit, *args, **kwargs)
         self.patches.run(self.note_clip, parameters, limit, norm)
         return norm
 
     def note_clip(self, parameters: Any, limit: Any, norm: Any) -> None:
-        """Note which gradients were clipped, unless their norm was only measured, or was below the limit.
+        """After ``clip_grad_norm_(parameters, limit)``, which returned ``norm``: note whose gradients were clipped.
 
-        ``norm`` is what torch's function returned: None if it clips each value by itself.
+        Nothing was clipped if the norm was below the limit. ``norm`` is None after ``clip_grad_value_``.
         """
-        if float(limit) == float("inf"):  # a usual way to get the norm without a change
+        if float(limit) == float("inf"):  # scripts use this to measure the norm
             return
-        # A DTensor's norm is not looked at, because its value would take a collective.
+        # The value of a DTensor's norm is not read, because that would take a collective.
         if isinstance(norm, torch.Tensor) and not isinstance(norm, DTensor):
             if value_of(norm) <= float(limit):
                 return
@@ -1349,10 +1378,10 @@ class ScalerObserver:
         self.clips.append(Clip(clipped, readers_line()))
 
     def step_scaler(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``scaler.step(optimizer)``: look at what was clipped, and mark the optimizer's step.
+        """Let a scaler step its optimizer, and look before it at what was clipped.
 
-        ``original`` is torch's method, which calls ``optimizer.step()``. ``optimizer_steps`` below has to know that
-        this step is not one that the script makes past its scaler.
+        This is called in the place of ``scaler.step(optimizer)``, and ``original`` is torch's method for it. While it
+        runs, ``is_in_scaler_step`` shows ``optimizer_steps`` below that the script does not step the optimizer itself.
         """
         self.patches.run(self.find_scaled_clips, scaler, optimizer)
         self.is_in_scaler_step = True
@@ -1362,19 +1391,21 @@ class ScalerObserver:
             self.is_in_scaler_step = False
 
     def find_scaled_clips(self, scaler: Any, optimizer: Any) -> None:
-        """Before ``scaler.step(optimizer)``: find gradients of this optimizer that were clipped while scaled.
+        """Before ``scaler.step(optimizer)``: find gradients that were clipped while they were multiplied by the scale.
 
-        The limit of the clipping is meant for gradients as they are, and not for thousands of times as large ones.
+        The limit of the clipping is meant for the gradients as they are, and not for ones that are 65,536 times as
+        large.
         """
         self.stepped_scalers.add(id(scaler))
         self.note_order(optimizer)
         clips_since_last_step = self.clips
         self.clips = []
-        if not self.is_scaling(scaler) or self.is_unscaled(scaler, optimizer):
+        gradients_are_scaled = self.is_scaling(scaler) and not self.is_unscaled(scaler, optimizer)
+        if not gradients_are_scaled:
             return
-        parameters = {id(parameter) for parameter in parameters_of(optimizer)}
+        parameters_of_step = {id(parameter) for parameter in parameters_of(optimizer)}
         for clip in clips_since_last_step:
-            if not clip.parameters.isdisjoint(parameters):
+            if not clip.parameters.isdisjoint(parameters_of_step):
                 scale = value_of(scaler._scale)
                 sentence = f"The gradients are clipped while they are still multiplied by the loss scale, {scale:g}."
                 self.record.add_finding("clipped_while_scaled", clip.place, sentence)
@@ -1393,10 +1424,11 @@ class ScalerObserver:
                 self.direct_steps[id(scaler)] = readers_line()
 
     def step_scheduler(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``scheduler.step()``: note the script's own calls.
+        """Step a learning-rate scheduler, and note the step if the script itself makes it.
 
-        A scheduler may be made of others, whose ``step`` it calls within its own. These calls do not count, and
-        ``scheduler_depth`` says how deep they are. ``original`` is the method of the scheduler's class.
+        This is called in the place of ``scheduler.step()``, and ``original`` is the method of the scheduler's class. A
+        scheduler may be made of others, whose ``step`` it calls within its own: these calls, inside another one as
+        ``scheduler_depth`` shows, are not noted.
         """
         if self.scheduler_depth == 0:
             self.patches.run(self.scheduler_steps, scheduler)
@@ -1407,23 +1439,25 @@ class ScalerObserver:
             self.scheduler_depth -= 1
 
     def scheduler_steps(self, scheduler: Any) -> None:
-        """Before a scheduler's step: note the step in the order in which the scheduler and its optimizer step.
+        """Before a scheduler's step: add it to the order in which this scheduler and its optimizer step.
 
-        The order must begin with the training's very first step, or it shows nothing.
+        An order such as ["scheduler", "optimizer", …] shows a mistake only if it begins with the first step of the
+        training. Otherwise its first entry is "later".
         """
         steps_made = getattr(scheduler, "_step_count", 0)
-        if steps_made == 0:  # it is being built, or it counts no steps
+        if steps_made == 0:  # the scheduler is being built, or it counts no steps
             return
         if id(scheduler) in self.schedulers:
             self.schedulers[id(scheduler)].order.append("scheduler")
             return
         optimizer = scheduler.optimizer
-        has_stepped = optimizer in self.stepped_optimizers or getattr(optimizer, "_opt_called", False)
+        optimizer_has_stepped = optimizer in self.stepped_optimizers or getattr(optimizer, "_opt_called", False)
         # A scheduler makes its first step by itself when it is built, and is then at epoch 0.
-        is_first_of_all = steps_made == 1 and scheduler.last_epoch == 0 and not has_stepped
-        order = ["later"]
-        if is_first_of_all:
+        scheduler_is_new = steps_made == 1 and scheduler.last_epoch == 0
+        if scheduler_is_new and not optimizer_has_stepped:
             order = ["scheduler"]
+        else:
+            order = ["later"]
         self.schedulers[id(scheduler)] = ObservedScheduler(scheduler, readers_line(), order)
 
     def note_order(self, optimizer: Any) -> None:
@@ -1434,17 +1468,19 @@ class ScalerObserver:
                 observed.order.append("optimizer")
 
     def close(self) -> None:
-        """At the end of the observation: add the findings that were not certain before.
+        """At the end of the observation: add the findings that are certain only now.
 
-        A step past a scaler is a mistake if this scaler never makes a step, and the script never asks for its scale.
+        If an optimizer steps by itself after a scaler scaled the loss, this is a mistake only if the scaler never made
+        a step, and if the script never asked for the scale, by which it could have divided the gradients itself.
         """
         for scaler_id, place in self.direct_steps.items():
             if scaler_id not in self.stepped_scalers and scaler_id not in self.unscaled_by_hand:
                 sentence = "optimizer.step() applies gradients that are still multiplied by the loss scale."
                 self.record.add_finding("wrong_order", place, sentence)
+        wrong_order = ["scheduler", "optimizer"] * 3  # three times, so that it is certain
         for observed in self.schedulers.values():
-            scheduler_comes_first = ["scheduler", "optimizer"] * 3  # three times, so it is no accident
-            if observed.order[: len(scheduler_comes_first)] == scheduler_comes_first:
+            begin_of_order = observed.order[: len(wrong_order)]
+            if begin_of_order == wrong_order:
                 sentence = "The scheduler steps before the optimizer, so the first learning rate is never used."
                 self.record.add_finding("wrong_order", observed.first_step, sentence)
 
@@ -1485,9 +1521,10 @@ class StateObserver:
     """
 
     def __init__(self, record: Record, patches: Patches, steps_made: Callable[[], int]) -> None:
-        """Let the methods below be called where a script registers, loads and saves state.
+        """Have the methods below called where a script registers, loads and saves state.
 
-        ``record`` gets the notes and findings. ``steps_made`` returns how many optimizer steps this rank has made.
+        ``record`` gets what they note, and the findings. ``steps_made`` returns how many optimizer steps this rank has
+        made.
         """
         self.record = record
         self.steps_made = steps_made
@@ -1509,10 +1546,10 @@ class StateObserver:
                 self.register(module, name, parameter)
 
     def register(self, module: nn.Module, name: str, parameter: Any) -> None:
-        """Note that ``module.name`` becomes a parameter, and find the other attributes that hold the same one.
+        """Before ``module.name = parameter``: note which attributes of modules hold this parameter.
 
-        Two attributes that hold one parameter are a tie. The list of holders then is in ``ties`` too, and grows there
-        if a third attribute comes.
+        If it is the second attribute that holds the same parameter, the weights are tied, and the list of the two is
+        added to ``ties``. A third attribute is added to the same list.
         """
         if not self.is_loading:
             self.forget_ties_of(module, name)  # the script itself assigns a parameter, so it decides what is tied
@@ -1520,10 +1557,11 @@ class StateObserver:
             return
         holders = self.attributes.get(id(parameter), [])
         if not any(attribute.parameter() is parameter for attribute in holders):
-            holders = []  # they held an earlier parameter with this id, which is gone
+            holders = []  # these attributes held an earlier parameter, which is gone and had the same id
         holders.append(Attribute(owner=weakref.ref(module), name=name))
         self.attributes[id(parameter)] = holders
-        if len(holders) == 2:  # with three it is in ``ties`` already
+        is_new_tie = len(holders) == 2
+        if is_new_tie:
             self.ties.append(holders)
 
     def forget_ties_of(self, module: nn.Module, name: str) -> None:
@@ -1537,15 +1575,17 @@ class StateObserver:
             tie[:] = others  # in place, because ``attributes`` has the same list
 
     def load(self, module: nn.Module, state: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Before ``module.load_state_dict(state)``: with strict=False, note whether the keys match any of the module.
+        """Before ``module.load_state_dict(state, strict=False)``: note whether any key of ``state`` is in the module.
 
-        With strict=True torch itself raises an error. It is no finding yet, because a script may try one ``state`` on
-        several modules in turn: see ``close``.
+        If none is, that may be a mistake. It becomes a finding only at the end, in ``close``, because a script may try
+        one ``state`` on several modules in turn. With strict=True torch itself raises an error.
         """
         self.is_loading = True
-        # Not the keys of state_dict(), whose hooks may communicate.
+        if strict:
+            return
+        # The module is not asked for its state_dict(), because hooks of it may communicate.
         own_keys = {name for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())}
-        if strict or not own_keys or not state:
+        if not own_keys or not state:
             return
         given_keys = sorted(state)
         load = Load(
@@ -1560,33 +1600,39 @@ class StateObserver:
         self.is_loading = False
 
     def load_distributed(self, result: Any, state: Any, *args: Any, **kwargs: Any) -> None:
-        """After ``dcp.load(state, checkpoint_id=…)``: find what the load left out without an error.
+        """After ``dcp.load(state, checkpoint_id=path)``: find state that was not loaded, although no error was raised.
 
-        dcp.load fills the tensors that ``state`` has, and says nothing of what else the checkpoint holds.
+        dcp.load fills the tensors that ``state`` has. What else the checkpoint holds is left out without a word.
         """
         path = kwargs.get("checkpoint_id")
         if path is None or not os.path.isdir(path):
             return
-        saved_keys = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        saved_keys = set(metadata.state_dict_metadata)  # such as "model.weight"
         self.find_empty_optimizers(state, saved_keys)
-        # Unless a planner allows that keys are missing, dcp.load itself raises an error.
-        may_miss_keys = getattr(kwargs.get("planner"), "allow_partial_load", False)
-        asked_keys = {key for key, value in flat(state) if isinstance(value, torch.Tensor)}
-        if may_miss_keys and asked_keys and asked_keys.isdisjoint(saved_keys):
+
+        keys_to_load = {key for key, value in flat(state) if isinstance(value, torch.Tensor)}
+        # If the checkpoint lacks a key, dcp.load raises an error, unless a planner allows it.
+        may_lack_keys = getattr(kwargs.get("planner"), "allow_partial_load", False)
+        if may_lack_keys and keys_to_load and keys_to_load.isdisjoint(saved_keys):
             sentence = (
-                f"Not one tensor was loaded: {min(asked_keys)} was asked for, and the checkpoint has {min(saved_keys)}."
+                f"Not one tensor was loaded: {min(keys_to_load)} was asked for, "
+                f"and the checkpoint has {min(saved_keys)}."
             )
             self.record.add_finding("nothing_restored", readers_line(), sentence)
 
     def find_empty_optimizers(self, state: dict[str, Any], saved_keys: set[str]) -> None:
-        """Find an optimizer's state dictionary that a checkpoint was loaded into while it had no place for moments.
+        """Find an optimizer whose moments a checkpoint holds, and whose state dictionary had no place for them.
 
-        ``state`` is what was loaded into, and may have such dictionaries as values. ``saved_keys`` are the names of all
-        that the checkpoint holds, such as "optimizer.state.weight.exp_avg".
+        ``state`` is what the checkpoint was loaded into: {"model": …, "optimizer": optimizer.state_dict()}.
+        ``saved_keys`` are the names of all that the checkpoint holds, such as "optimizer.state.weight.exp_avg".
         """
         for name, part in state.items():
             is_optimizer = isinstance(part, dict) and "param_groups" in part
-            if not is_optimizer or part.get("state"):
+            if not is_optimizer:
+                continue
+            has_place_for_moments = bool(part.get("state"))
+            if has_place_for_moments:
                 continue
             if any(key.startswith(f"{name}.state.") for key in saved_keys):
                 sentence = (
@@ -1609,9 +1655,9 @@ class StateObserver:
         self.record.saves.setdefault(path, save)
 
     def broken_ties(self, model: nn.Module) -> Iterator[str]:
-        """Yields, for each tie of a model that is broken, the parameters that it has now: "head.weight and wte.weight".
+        """Yield the names of weights that once were one parameter, and are several now: "head.weight and wte.weight".
 
-        A tie is a list of attributes that once held one parameter. It is broken if they hold several now.
+        ``self.ties`` has lists of attributes, such as ``wte.weight`` and ``head.weight``, that held one parameter.
         """
         paths = {module: path for path, module in model.named_modules()}  # the model's own path is ""
         for tie in self.ties:
@@ -1705,10 +1751,10 @@ class CommunicationObserver:
         self.note(list(tensors_in([args, kwargs])))
 
     def note(self, tensors: list[torch.Tensor]) -> None:
-        """Note the tensors that a collective sends, unless a part of torch calls it for the script.
+        """Note which tensors the script itself sends by a collective, and not DDP or another part of torch for it.
 
-        The rules are silent where a script may average gradients, weights or metrics itself. So large tensors are noted
-        apart from small ones, which can only be metrics unless a parameter has their size.
+        A script that sends large tensors may average gradients or weights itself. What is as small as a metric is noted
+        apart from them, by its size.
         """
         if part_of_torch().startswith(self.PARTS_OF_TORCH):
             return
@@ -1802,9 +1848,9 @@ class TrainingObserver:
         self.hooks: list[Any] = []  # torch's handles, by which its hooks are removed
 
     def start(self, note_existing: bool = True) -> None:
-        """Begin to observe. ``note_existing``: look for the modules that the script has built already.
+        """Begin to observe the training: replace functions of torch by ones that also note how they are called.
 
-        The four observers replace what belongs to them; the rest is replaced here.
+        With ``note_existing``, modules that the script has already built are observed as well.
         """
         patches = self.patches
         self.loaders = LoaderObserver(self.record, patches)
@@ -1819,8 +1865,8 @@ class TrainingObserver:
         patches.before(torch.Tensor, "item", self.read_number)
         patches.replace_copies()
         if note_existing:
-            # By type(), because isinstance() reads an object's __class__, at which a lazy object may begin to work.
-            existing = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+            # type() and not isinstance(), which reads an object's __class__: a lazy object may begin to work then.
+            existing = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
             patches.run(self.states.note_existing, existing)
             for module in existing:
                 if isinstance(module, DistributedDataParallel):
@@ -1845,28 +1891,33 @@ class TrainingObserver:
             return
         self.is_finished = True
         self.patches.remove()
-        # What is certain only now:
+        # These mistakes are certain only now.
         self.patches.run(self.scalers.close)
         self.patches.run(self.states.close)
         self.patches.run(self.find_idle_optimizers)
-
-        if dist.is_initialized():
-            self.see_group()
-        elif self.store is None:
-            self.record.rank = int(os.environ.get("RANK", 0))  # a script that never made a group
-        self.record.host = socket.gethostname()
-        self.record.device = torch.backends.cpu.get_cpu_capability()
-        if torch.cuda.is_available():
-            self.record.device = torch.cuda.get_device_name()
-        if not OTHER_LIBRARIES.isdisjoint(sys.modules):
-            self.record.sent_large = True  # they may send what this check cannot see
+        self.describe_rank()
+        # Only now every finding can be given this rank's number.
         findings = without_repetitions(self.record.findings)
         self.record.findings = [replace(found, ranks=(self.record.rank,)) for found in findings]
 
-        # The rest of the training may be long. What refers to models and optimizers would keep their memory.
+        # The training may go on for long, and must not be kept from freeing models and optimizers.
         self.models.clear()
         self.optimizers.clear()
         del self.loaders, self.scalers, self.states, self.communication
+
+    def describe_rank(self) -> None:
+        """Note this rank's number, its host and its device, and whether it may communicate without torch."""
+        if dist.is_initialized():
+            self.see_group()
+        elif self.store is None:  # the script has never made a process group
+            self.record.rank = int(os.environ.get("RANK", 0))
+        self.record.host = socket.gethostname()
+        if torch.cuda.is_available():
+            self.record.device = torch.cuda.get_device_name()
+        else:
+            self.record.device = torch.backends.cpu.get_cpu_capability()
+        if not OTHER_LIBRARIES.isdisjoint(sys.modules):
+            self.record.sent_large = True  # such a library may send gradients, which this check cannot see
 
     def see_group(self) -> None:
         """Note this rank's number in the process group, and the group's store, through which the notes will go.
@@ -1894,17 +1945,17 @@ class TrainingObserver:
         self.patches.replace(nn.Module, "__call__", call)
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """In the place of ``module(*args, **kwargs)``: note the call if the module is a model, or a dropout inside one.
+        """Call a module, and observe the call if the module is a model, or a dropout inside one.
 
-        A model is a module that no other module calls, or DDP, which may be inside another. ``original`` is torch's
-        method, which runs the module's forward. Modules call each other, so this runs within itself, and
-        ``call_depth`` says how deep.
+        This is called in the place of ``module(*args, **kwargs)``, and ``original`` is torch's method for it. A model
+        is a module that no other module calls, or DDP, which may be inside another module. A module calls those inside
+        it, so these calls are nested, and ``call_depth`` says how deep.
         """
         inner = uncompiled(module)
         is_ddp = isinstance(inner, DistributedDataParallel)
         is_called_by_script = self.call_depth == 0
         self.call_depth += 1
-        forward = None  # the notes of this call, if it is one to note
+        forward = None  # the record of this call, if it is one to record
         if is_called_by_script or is_ddp:
             forward = self.patches.run(self.before_model, inner, args, kwargs)
         elif self.wrapper_of:
@@ -1913,8 +1964,9 @@ class TrainingObserver:
             self.running_ddp.append(inner)
         try:
             output = original(module, *args, **kwargs)
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-                self.patches.run(self.note_dropout, args, output)
+            if isinstance(module, nn.modules.dropout._DropoutNd):  # the class of all layers for dropout
+                if module.training and module.p > 0:
+                    self.patches.run(self.note_dropout, args, output)
             if forward is not None:
                 self.patches.run(self.after_model, inner, forward)
             return output
@@ -1926,7 +1978,7 @@ class TrainingObserver:
     def observed(self, module: nn.Module) -> ObservedModel | None:
         """What is known of a module as a model, or None for a module without parameters, such as a loss.
 
-        A module that was known before ``fully_shard`` wrapped it is looked at again.
+        What was known of a module before ``fully_shard`` wrapped it is replaced.
         """
         known = self.models.get(id(module))
         if known is not None:
@@ -1957,10 +2009,10 @@ class TrainingObserver:
         self.record.models[model.name] = model.note
 
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
-        """Before the training loop calls a module: note the call, and begin the notes that ``after_model`` completes.
+        """Before the training loop calls a module: begin a record of the call, which ``after_model`` completes.
 
-        Each call with gradients has such notes. Without gradients only the first call of an evaluation has, which
-        begins when a model in eval mode is called, and ends with the next call with gradients. Returns None for all
+        There is one for each call with gradients, and for the first call of an evaluation. An evaluation begins when a
+        model in eval mode is called without gradients, and ends with the next call with gradients. Returns None for
         other calls, and for a module without parameters, such as a loss or a metric.
         """
         self.check_wrapper(module)
@@ -1980,9 +2032,9 @@ class TrainingObserver:
         return None
 
     def begin_forward(self, model: ObservedModel, args: Any, kwargs: Any) -> Forward:
-        """Begin the notes of a call of a model, whose arguments are given: from where, and with what, it is called.
+        """Before ``model(*args, **kwargs)``: begin the record of the call, with its line and checksums of its inputs.
 
-        The random state is kept as well. If a dropout then draws numbers, it drew them from this state.
+        The random state before the call is kept as well, because a dropout in the call draws its numbers from it.
         """
         inputs = list(tensors_in([args, kwargs]))
         forward = Forward(
@@ -2008,19 +2060,22 @@ class TrainingObserver:
     def count_call(self, model: ObservedModel, with_gradients: bool) -> None:
         """Before a call of a model: count it, if the call or its backward pass communicates with the other ranks.
 
-        All ranks have to make such calls equally often, or they wait for each other, so the counts are compared at the
-        end. ``with_gradients``: whether gradients are recorded, so that a backward pass is to follow.
+        The counts are compared at the end, because all ranks have to make such calls equally often. ``with_gradients``
+        says whether gradients are recorded, so that a backward pass will follow.
         """
         calls = model.calls
         if isinstance(model.module, DistributedDataParallel):
             join: Any = model.module._join_config  # of torch's context Join, in which ranks may make fewer calls
             if join.enable:
                 model.note.joins = True
+
+        line = readers_line()
         if not model.communicates(with_gradients):
             is_in_no_sync = with_gradients and model.note.wrapper == "DDP"
-            if is_in_no_sync:  # where DDP does not average: a mistake, if this is the last call before a step
-                calls.not_synchronized = readers_line()
+            if is_in_no_sync:  # DDP does not average, which is a mistake if this is the last call before a step
+                calls.not_synchronized = line
             return
+
         if with_gradients:
             calls.to_average += 1
             calls.not_synchronized = None
@@ -2028,17 +2083,19 @@ class TrainingObserver:
             model.waits_for_backward = True
         else:
             calls.to_broadcast += 1
-        place = readers_line()
-        if place not in calls.places:
-            calls.places.append(place)
+        if line not in calls.places:
+            calls.places.append(line)
 
     def check_wrapper(self, module: nn.Module) -> None:
-        """Before a module is called: note it if the module is inside DDP, and something else than DDP calls it.
+        """Before a module inside DDP is called with gradients: note the call if it does not come from DDP.
 
-        DDP's own forward prepares the averaging of gradients, so after a call past it nothing is averaged.
+        DDP's own forward prepares the averaging of gradients. So if the script calls ``ddp.module(x)`` in place of
+        ``ddp(x)``, nothing is averaged.
         """
         reference = self.wrapper_of.get(module)
-        if reference is None or not torch.is_grad_enabled():
+        if reference is None:  # the module is not inside DDP
+            return
+        if not torch.is_grad_enabled():
             return
         ddp = reference()
         if ddp is None or ddp in self.running_ddp:
@@ -2050,58 +2107,66 @@ class TrainingObserver:
     def note_dropout(self, args: Any, output: Any) -> None:
         """After a dropout: note that it drew random numbers and, on tensor-parallel ranks, what it made of its input.
 
-        Tensor-parallel ranks hold the same activation, so each has to drop the same units of it. A DTensor sees to that
-        itself. ``args`` are the dropout's arguments.
+        Tensor-parallel ranks hold the same activation, so each of them has to drop the same units. A DTensor sees to
+        that itself, so it is left out. ``args`` are the arguments of the dropout, of which the first is its input.
         """
         self.has_dropped = True
         ranks = self.tensor_parallel_ranks
-        if not ranks or len(self.record.dropouts) >= MOST_DROPOUTS or not torch.is_grad_enabled():
+        if not ranks:
             return
-        given = args[0]
-        if not isinstance(given, DTensor) and not isinstance(output, DTensor):
-            before, after = checksums([given, output])
-            self.record.dropouts.append(Dropout(readers_line(), ranks, before, after))
+        if len(self.record.dropouts) >= MOST_DROPOUTS:
+            return
+        if not torch.is_grad_enabled():  # in an evaluation
+            return
+        activation = args[0]
+        if isinstance(activation, DTensor) or isinstance(output, DTensor):
+            return
+        before, after = checksums([activation, output])
+        self.record.dropouts.append(Dropout(readers_line(), ranks, before, after))
 
     @functools.cached_property
     def tensor_parallel_ranks(self) -> tuple[int, ...]:
         """The ranks among which a model's matrices are divided for tensor parallelism; empty if they are not.
 
-        By convention tensor parallelism has the last dimension of a mesh. fully_shard makes DTensors, too, but divides
-        them among ranks that share the data. So the last dimension's ranks count if they are others than those.
+        Tensor parallelism usually has the last dimension of a mesh. But fully_shard makes DTensors, too, and divides
+        them among ranks that have different data. So the ranks along the last dimension are returned unless they are
+        such ranks.
         """
         for model in self.models.values():
             for parameter in model.module.parameters():
                 if not isinstance(parameter, DTensor):
                     continue
                 mesh = parameter.device_mesh
-                ranks = tuple(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)))
-                if not set(ranks) <= set(model.note.data_ranks):
+                last_dimension = mesh.get_group(mesh.ndim - 1)
+                ranks = tuple(dist.get_process_group_ranks(last_dimension))
+                divided_by_fully_shard = set(ranks) <= set(model.note.data_ranks)
+                if not divided_by_fully_shard:
                     return ranks
         return ()
 
     def note_evaluation(self, module: nn.Module, forward: Forward) -> None:
-        """After the first call of an evaluation: note what the model evaluates, with which batch statistics.
+        """After the first call of an evaluation: note on what data, and with which batch statistics, the model runs.
 
-        Ranks with different statistics give results that depend on who evaluates what. So only the evaluations of a
-        model with statistics go into the record, and only the first ones of them. The others are known as
-        ``self.evaluation`` alone, which says that an evaluation is going on.
+        If ranks have different statistics, the result depends on which rank evaluates which data. So evaluations of a
+        model that has statistics are recorded, but only the first few. In any case ``self.evaluation`` is set, which
+        shows that an evaluation is going on.
         """
         statistics = batch_statistics(module)
         earlier = [evaluation for evaluation in self.record.evaluations if evaluation.model == forward.model]
         is_recorded = bool(statistics) and len(earlier) < MOST_EVALUATIONS
         parameters = list(module.parameters())
         is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-        weights = 0
+        checksum_of_weights = 0
         if is_recorded and not is_sharded:
-            weights = combined(checksums(parameters))
-        sums = checksums(list(statistics.values()))
+            checksum_of_weights = combined(checksums(parameters))
+        checksums_of_statistics = checksums(list(statistics.values()))
         self.evaluation = Evaluation(
             model=forward.model,
             number=len(earlier),
             place=forward.place,
             inputs=forward.inputs,
-            weights=weights,
-            buffers=dict(zip(statistics, sums, strict=True)),
+            weights=checksum_of_weights,
+            buffers=dict(zip(statistics, checksums_of_statistics, strict=True)),
         )
         if is_recorded:
             self.record.evaluations.append(self.evaluation)
@@ -2109,11 +2174,11 @@ class TrainingObserver:
     # --- backward, and numbers that are read
 
     def run_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``torch.autograd.backward`` and ``torch.autograd.grad``: count the backward passes.
+        """Run a backward pass, and count it for each model whose gradients DDP or FSDP averages in it.
 
-        In a backward pass DDP and FSDP average the gradients of the models that were called before it. How often they
-        did is the same on all ranks, so it numbers the steps by which the ranks are compared. ``original`` is torch's
-        function.
+        This is called in the place of ``original``, which is ``torch.autograd.backward`` or ``torch.autograd.grad``.
+        All ranks take part in such a backward pass, so its number is the same on all of them. By it, steps of different
+        ranks are recognized as the same step.
         """
         self.backward_depth += 1
         try:
@@ -2196,33 +2261,29 @@ class TrainingObserver:
         """At the end: find optimizers that hold parameters which the model no longer has, or that never got a gradient.
 
         fully_shard, or a conversion of the model, replaces parameters by others of the same shapes. (A shard is a
-        DTensor, whose shape is that of the whole parameter.) So an optimizer that was built before is certain if the
-        parameters that it has, and the model lacks, have the shapes of those that the model has, and no optimizer.
+        DTensor, whose shape is that of the whole parameter.) An optimizer that was built before that holds the old
+        parameters, and no optimizer holds the new ones. This is certain if their shapes are the same, in order.
         """
         trained = self.trained_parameters()
         optimized = {id(parameter) for observed in self.optimizers.values() for parameter in observed.parameters()}
         not_optimized = [parameter for parameter in trained if id(parameter) not in optimized]
-        shapes_not_optimized = [parameter.shape for parameter in not_optimized]
         for observed in self.optimizers.values():
             stale = []  # parameters of this optimizer that no model has
             for parameter in observed.parameters():
                 has_had_gradient = id(parameter) in observed.with_gradient
                 if not has_had_gradient and parameter not in trained:
                     stale.append(parameter)
-            place = self.built.get(observed.optimizer, observed.place)
-            optimizer_class = type(observed.optimizer)
-            if stale and [parameter.shape for parameter in stale] == shapes_not_optimized:
+            line = self.built.get(observed.optimizer, observed.place)
+            class_name = type(observed.optimizer).__name__
+            if stale and shapes_of(stale) == shapes_of(not_optimized):
                 sentence = (
-                    f"{len(stale)} parameters of this {optimizer_class.__name__} are not the model's, so its steps "
-                    f"change nothing: {trained[not_optimized[0]]} of the model is in no optimizer."
+                    f"{len(stale)} parameters of this {class_name} are not the model's, so its steps change nothing: "
+                    f"{trained[not_optimized[0]]} of the model is in no optimizer."
                 )
-                self.record.add_finding("stale_optimizer", place, sentence)
+                self.record.add_finding("stale_optimizer", line, sentence)
             elif observed.never_got_a_gradient():
-                sentence = (
-                    f"{observed.steps} steps of this {optimizer_class.__name__} found no gradient at any of its "
-                    "parameters."
-                )
-                self.record.add_finding("no_gradient", place, sentence)
+                sentence = f"{observed.steps} steps of this {class_name} found no gradient at any of its parameters."
+                self.record.add_finding("no_gradient", line, sentence)
 
     def trained_parameters(self) -> dict[nn.Parameter, str]:
         """The parameters that require gradients, of all models that were called, each with its name in its model."""
@@ -2234,6 +2295,11 @@ class TrainingObserver:
                     if parameter.requires_grad:
                         names[parameter] = name
         return names
+
+
+def shapes_of(parameters: Iterable[torch.Tensor]) -> list[torch.Size]:
+    """The shapes of these parameters, in order."""
+    return [parameter.shape for parameter in parameters]
 
 
 def batch_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -2293,12 +2359,12 @@ class ObservedOptimizer:
         return parameters_of(self.optimizer)
 
     def name_parameters(self, observer: TrainingObserver) -> None:
-        """Before a step: give each parameter that has none a key, and note in the record what the parameter is.
+        """Before a step: give each new parameter a key that is the same on all ranks, and record what it is.
 
-        The key is made of the name of the model that has the parameter and of its name there. The key of a parameter
-        of no known model is made of the optimizer's class, and of numbers.
+        The key is made of the name of the model that has the parameter and of its name there: "DDP Net 1: weight". If
+        no known model has the parameter, the key is made of the optimizer's class: "SGD 0: parameter 3".
         """
-        if all(id(parameter) in self.keys for parameter in self.parameters()):
+        if all(id(parameter) in self.keys for parameter in self.parameters()):  # as in most steps
             return
         owned = self.find_owned(observer)
         for number, parameter in enumerate(self.parameters()):
@@ -2319,10 +2385,9 @@ class ObservedOptimizer:
             observer.record.parameters[key] = describe(parameter, name, owner_name, model)
 
     def find_owned(self, observer: TrainingObserver) -> dict[int, OwnedParameter]:
-        """Which model has which parameter, by the parameter's id. It also finds weights that are no longer tied.
+        """Which model has which parameter, {a parameter's id: its model and its name}; report weights no longer tied.
 
-        A model may be known both by itself and inside DDP. The parameter is then that of DDP, because DDP's models are
-        asked first.
+        A model may be known both by itself and inside DDP. Its parameters are then taken to be DDP's.
         """
         owned: dict[int, OwnedParameter] = {}
         in_ddp = [model for model in observer.models.values() if model.note.wrapper == "DDP"]
@@ -2331,7 +2396,7 @@ class ObservedOptimizer:
         for model in [*in_ddp, *called_others]:
             module = model.unwrapped()
             for name, parameter in module.named_parameters():
-                owned.setdefault(id(parameter), OwnedParameter(model, name))
+                owned.setdefault(id(parameter), OwnedParameter(model, name))  # the first model that has it counts
             for names in observer.states.broken_ties(module):
                 sentence = f"{names} were one parameter when the model was built, and are two now."
                 observer.record.add_finding("untied", readers_line(), sentence)
@@ -2353,7 +2418,10 @@ class ObservedOptimizer:
                 self.with_gradient.add(id(parameter))
 
     def begin(self, observer: TrainingObserver) -> None:
-        """Before a step: note how the models were called since the last one, and checksums of what it starts from."""
+        """Before a step of this optimizer: begin its record, with how models were called since the last step.
+
+        At some steps, the record also has checksums of the gradients, and at the first one of the weights.
+        """
         self.note_gradients()
         parameters = self.parameters()
         step = Step(
@@ -2365,10 +2433,10 @@ class ObservedOptimizer:
             calls={},
         )
         for model in self.models:
-            calls_so_far = replace(model.calls, places=[*model.calls.places])  # a copy, because the counts go on
-            step.calls[model.name] = calls_so_far
+            # A copy, because the model goes on counting its calls.
+            step.calls[model.name] = replace(model.calls, places=list(model.calls.places))
             self.check_sharded_gradients(model.module, step.place, observer)
-            # What is noted of the calls between two steps begins anew. The counts go on.
+            # These three are about the calls between two steps, so they begin anew.
             model.calls.synchronized = False
             model.calls.not_synchronized = None
             model.calls.around = None
@@ -2413,22 +2481,25 @@ class ObservedOptimizer:
         return dict(zip(keys, checksums(tensors), strict=True))
 
     def gradient_means(self, record: Record) -> dict[str, float]:
-        """The mean absolute value of each DTensor's gradient, by the parameter's key.
+        """The mean absolute value of the gradient of each DTensor, {the parameter's key: the mean}.
 
-        Each rank with a replica computes its gradient anew, so that checksums may differ by rounding, and means hardly.
-        A gradient that is partial, so that the ranks' parts are still to be added up, is left out.
+        Means are compared and not checksums, because each rank with a replica of the parameter computes the gradient
+        itself, so that the bits may differ by rounding. ``record`` says which parameters are DTensors.
         """
         means: dict[str, float] = {}
         for parameter in self.parameters():
             key = self.keys[id(parameter)]
             gradient = parameter.grad
-            if gradient is None or record.parameters[key].kind != "DTensor":
+            if gradient is None:
                 continue
-            is_partial = isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements)
-            if not is_partial:
-                part = local_part(gradient).detach()
-                total: Any = part.float().abs().sum().tolist()
-                means[key] = total / max(1, part.numel())
+            if record.parameters[key].kind != "DTensor":
+                continue
+            # The values of a partial DTensor are still to be added up over ranks, so those of one rank say nothing.
+            if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+                continue
+            values = local_part(gradient).detach()
+            sum_of_sizes: Any = values.float().abs().sum().tolist()
+            means[key] = sum_of_sizes / max(1, values.numel())
         return means
 
     def check_sharded_gradients(self, module: nn.Module, place: Place, observer: TrainingObserver) -> None:
@@ -2518,12 +2589,11 @@ AVERAGING_HOOKS = (
 
 
 def describe(parameter: Any, name: str, owner: str, model: ObservedModel | None) -> Parameter:
-    """The note of an optimizer's parameter: of what kind it is, and which ranks hold replicas of it.
+    """Describe a parameter of an optimizer: its kind, and which ranks hold replicas of it, which have to stay equal.
 
-    The rules compare replicas, which have to stay equal. ``model`` is the model that has the parameter, or None if no
-    known model has, and ``name`` the parameter's name there. ``owner`` is the name of the model, or of the optimizer.
+    ``model`` is the model that has the parameter, or None if no known model has it, and ``name`` is the parameter's
+    name there. ``owner`` is the name of the model, or else of the optimizer.
     """
-    kind = "plain"
     replicas: tuple[int, ...] = ()
     if model is not None and isinstance(model.module, DistributedDataParallel):
         if is_averaged(model.module, name):
@@ -2532,11 +2602,15 @@ def describe(parameter: Any, name: str, owner: str, model: ObservedModel | None)
         else:
             kind = "not averaged by DDP"
     elif isinstance(parameter, DTensor):
-        kind = "DTensor"
+        replicas = replicas_of(parameter)
         if is_on_mesh_of_one(parameter) and dist.get_world_size() > 1:
             kind = "mesh of one"
-        replicas = replicas_of(parameter)
-    return Parameter(model=owner, name=name, kind=kind, size=local_part(parameter).numel(), replicas=replicas)
+        else:
+            kind = "DTensor"
+    else:
+        kind = "plain"
+    size = local_part(parameter).numel()  # of this rank's part
+    return Parameter(model=owner, name=name, kind=kind, size=size, replicas=replicas)
 
 
 def is_on_mesh_of_one(parameter: DTensor) -> bool:
@@ -2557,18 +2631,17 @@ def is_averaged(ddp: DistributedDataParallel, name: str) -> bool:
 
 
 def replicas_of(parameter: DTensor) -> tuple[int, ...]:
-    """The ranks that hold the same part of a DTensor as this one, or none if it is the only one.
+    """The ranks that hold the same part of a DTensor as this rank; empty if no other rank does.
 
-    They are along those dimensions of the mesh on which the DTensor is replicated. On the others, where it is divided,
-    they have this rank's coordinate.
+    For example, on a mesh of (2, 2) ranks, [[0, 1], [2, 3]], a DTensor may be replicated along the first dimension and
+    divided along the second. Then ranks 1 and 3 hold the same part.
     """
     mesh = parameter.device_mesh
-    own_coordinate: Any = mesh.get_coordinate()
-    all_along_dimension = slice(None)
-    index: list[Any] = []  # of these ranks in the mesh, which is a tensor of ranks
+    own_coordinate: Any = mesh.get_coordinate()  # such as [0, 1] of rank 1
+    index: list[Any] = []  # where in the mesh, which is a tensor of ranks, the replicas are
     for dimension, placement in enumerate(parameter.placements):
         if placement.is_replicate():
-            index.append(all_along_dimension)
+            index.append(slice(None))  # all ranks along this dimension
         else:
             index.append(own_coordinate[dimension])
     ranks = tuple(mesh.mesh[tuple(index)].flatten().tolist())
@@ -2586,23 +2659,25 @@ CAUSES_OF_DRIFT = ("different_noise", "uneven_steps", "different_start", "stale_
 
 
 def compare(records: Sequence[Record]) -> list[Finding]:
-    """The findings of a check, from one record of each rank: those of single ranks, and those of the rules.
+    """All findings of a check: those that a rank made by itself, and those of comparing what the ranks observed."""
+    findings = findings_of_single_ranks(records)
+    if len(records) > 1:
+        for rule in RULES:
+            findings += rule(records)
+    cause_of_drift_is_known = any(found.kind in CAUSES_OF_DRIFT for found in findings)
+    if cause_of_drift_is_known:
+        findings = [found for found in findings if found.kind != "drift"]
+    return without_repetitions(findings)
 
-    What several ranks have found in the same way is one finding of all these ranks.
-    """
+
+def findings_of_single_ranks(records: Sequence[Record]) -> list[Finding]:
+    """What the ranks found each by itself. What several ranks found in the same way is one finding of all of them."""
     ranks_of: dict[Finding, set[int]] = {}  # {a finding without its ranks: the ranks that have it}
     for record in records:
         for found in record.findings:
             without_ranks = replace(found, ranks=())
             ranks_of.setdefault(without_ranks, set()).update(found.ranks)
-    findings = [replace(found, ranks=tuple(sorted(ranks))) for found, ranks in ranks_of.items()]
-    if len(records) > 1:
-        for rule in RULES:
-            findings += rule(records)
-    cause_is_known = any(found.kind in CAUSES_OF_DRIFT for found in findings)
-    if cause_is_known:
-        findings = [found for found in findings if found.kind != "drift"]
-    return without_repetitions(findings)
+    return [replace(found, ranks=tuple(sorted(ranks))) for found, ranks in ranks_of.items()]
 
 
 def without_repetitions(findings: Iterable[Finding]) -> list[Finding]:
@@ -2640,18 +2715,20 @@ def sends_by_hand(records: Sequence[Record]) -> bool:
 
 
 def common_steps(records: Sequence[Record]) -> list[list[Step]]:
-    """The steps that all these ranks made, in order. Of each step there is a list: one note of each rank.
+    """The optimizer steps that all ranks made, in order. Each is a list, [rank 0's Step, rank 1's Step, …].
 
-    Steps of different ranks belong together if they have the same number and are of the same optimizer.
+    Steps of different ranks are the same step if they have the same number and are of the same optimizer.
     """
     if not records:
         return []
-    steps_of_ranks = [{(step.optimizer, step.number): step for step in record.steps} for record in records]
-    steps_of_first_rank = steps_of_ranks[0]
+    steps_by_number = []  # for each rank: {(the optimizer, the number of the step): the step}
+    for record in records:
+        steps_by_number.append({(step.optimizer, step.number): step for step in record.steps})
+    steps_of_first_rank = steps_by_number[0]
     common = []
     for optimizer_and_number in steps_of_first_rank:
-        if all(optimizer_and_number in steps for steps in steps_of_ranks):
-            common.append([steps[optimizer_and_number] for steps in steps_of_ranks])
+        if all(optimizer_and_number in steps for steps in steps_by_number):
+            common.append([steps[optimizer_and_number] for steps in steps_by_number])
     return common
 
 
@@ -2675,20 +2752,22 @@ def same_settings(records: Sequence[Record]) -> bool:
 
 
 def plain_replicas(records: Sequence[Record], kinds: set[str]) -> bool:
-    """Whether all ranks train one unwrapped model: the same parameters, all of these kinds, with equal settings.
+    """Whether all ranks certainly train the same unwrapped model: equal parameters, with equal settings.
 
-    ``kinds`` are kinds of parameters, as in the record: "plain", or "mesh of one". Nothing is certain if the notes of a
-    rank are missing, or if some model is wrapped (see ``is_wrapped``). Then it is False.
+    ``kinds`` are the kinds of parameters that the model may have, such as {"plain"}.
     """
-    if len(records) < records[0].world_size or is_wrapped(records):
+    if len(records) < records[0].world_size:  # a rank has sent nothing, so it may train something else
+        return False
+    if is_wrapped(records):
         return False
     parameters_of_ranks = []
     for record in records:
-        parameters_of_ranks.append({key: (note.kind, note.size) for key, note in record.parameters.items()})
+        described = {key: (parameter.kind, parameter.size) for key, parameter in record.parameters.items()}
+        parameters_of_ranks.append(described)
     if not parameters_of_ranks[0] or not equal(parameters_of_ranks):
         return False
-    kinds_of_parameters = {note.kind for note in records[0].parameters.values()}
-    return kinds_of_parameters <= kinds and same_settings(records)
+    kinds_of_model = {parameter.kind for parameter in records[0].parameters.values()}
+    return kinds_of_model <= kinds and same_settings(records)
 
 
 def names_of(keys: Iterable[str]) -> str:
@@ -2707,7 +2786,7 @@ def names_of(keys: Iterable[str]) -> str:
 
 
 def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
-    """Find replicas of DDP's parameters, or of a DTensor, that differ. ``records`` are the notes of all ranks.
+    """Find replicas of DDP's parameters, or of a DTensor, that differ. ``records`` are what each rank observed.
 
     Replicas have to begin equal, and each step has to leave them equal.
     """
@@ -2716,22 +2795,25 @@ def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
     findings = []
     for replicas in replicated_parameters(records):
         first_key = replicas.keys[0]
-        # The records of the ranks that hold these replicas:
         holders = [record for record in records if record.rank in replicas.ranks and first_key in record.parameters]
-        if len(holders) < 2 or left_out_steps(replicas.model, holders):  # which find_uneven_steps reports
+        if len(holders) < 2:
+            continue
+        if left_out_steps(replicas.model, holders):  # find_uneven_steps reports these
             continue
         starts = [initial_weights(record) for record in holders]
         different = [key for key in replicas.keys if not equal(start.get(key) for start in starts)]
         if different:
-            place = holders[0].steps[0].place
+            line = holders[0].steps[0].place
             sentence = f"{names_of(different)} differ on {listed(replicas.ranks)} before the first step."
-            findings.append(finding("different_start", place, replicas.ranks, sentence))
-        elif holders[0].parameters[first_key].kind == "DDP":
-            # A script that sends weights or gradients itself may mean its replicas to differ for some steps.
-            if not any(record.sent_large for record in holders):
-                findings += explain_drift(replicas, holders)
-        else:
+            findings.append(finding("different_start", line, replicas.ranks, sentence))
+            continue
+
+        is_in_ddp = holders[0].parameters[first_key].kind == "DDP"
+        if not is_in_ddp:
             findings += find_gradients_that_differ(replicas, holders)
+        # A script that sends weights or gradients itself may let its replicas differ for some steps on purpose.
+        elif not any(record.sent_large for record in holders):
+            findings += explain_drift(replicas, holders)
     return findings
 
 
@@ -2759,27 +2841,28 @@ def replicated_parameters(records: Sequence[Record]) -> list[Replicas]:
 
 
 def explain_drift(replicas: Replicas, holders: Sequence[Record]) -> list[Finding]:
-    """Whether replicas of a model inside DDP come to differ: a finding with the reason, if it is known; else none.
+    """If replicas of a model inside DDP come to differ, a finding with the reason, or "drift" if there is no known one.
 
-    ``holders`` are the records of the ranks that hold the replicas. Weights are compared only after some steps, so each
-    step since the last equal ones may be the one with the mistake.
+    Otherwise the list is empty. ``holders`` are the records of the ranks that hold the replicas. Weights are compared
+    only after some of the steps, so the mistake may be in any step since they were equal.
     """
-    suspects: list[list[Step]] = []  # the steps since the weights were last seen to be equal, of each all ranks' notes
+    # The steps since the weights were last seen to be equal; each is a list, [rank 0's Step, rank 1's Step, …].
+    suspects: list[list[Step]] = []
     different: list[str] = []  # the keys of the parameters that differ
-    for steps in common_steps(holders):
-        step_of_first_rank = steps[0]
-        has_checksums = not step_of_first_rank.after.keys().isdisjoint(replicas.keys)
-        if has_checksums or replicas.model in step_of_first_rank.calls:
-            suspects.append(steps)
-        if has_checksums:
-            different = [key for key in replicas.keys if not equal(step.after.get(key) for step in steps)]
+    for step_of_ranks in common_steps(holders):
+        step_of_first_rank = step_of_ranks[0]
+        weights_were_noted = not step_of_first_rank.after.keys().isdisjoint(replicas.keys)
+        if weights_were_noted or replicas.model in step_of_first_rank.calls:
+            suspects.append(step_of_ranks)
+        if weights_were_noted:
+            different = [key for key in replicas.keys if not equal(step.after.get(key) for step in step_of_ranks)]
             if different:
                 break
             suspects = []
     if not different:
         return []
-    for steps in suspects:
-        reason = reason_to_drift(replicas, steps)
+    for step_of_ranks in suspects:
+        reason = reason_to_drift(replicas, step_of_ranks)
         if reason is not None:
             return [reason]
     last_suspect = suspects[-1][0]
@@ -2790,13 +2873,13 @@ def explain_drift(replicas: Replicas, holders: Sequence[Record]) -> list[Finding
     return [finding("drift", last_suspect.place, replicas.ranks, sentence)]
 
 
-def reason_to_drift(replicas: Replicas, steps: Sequence[Step]) -> Finding | None:
-    """Why DDP's replicas of a model may differ after one step: the mistake that was made before it, or None.
+def reason_to_drift(replicas: Replicas, step_of_ranks: Sequence[Step]) -> Finding | None:
+    """The mistake before one step after which DDP's replicas of a model differ, or None if no known one was made.
 
-    ``steps`` are the notes of this one step, one of each rank. The mistakes are a last call in no_sync, calls past DDP,
-    and learning rates that differ.
+    ``step_of_ranks`` is this step as each rank noted it. The mistakes are a last call inside no_sync, calls past DDP,
+    and different learning rates.
     """
-    for step in steps:
+    for step in step_of_ranks:
         calls = step.calls[replicas.model]  # how this rank called the model before the step
         if calls.not_synchronized is not None:
             sentence = "The last call before optimizer.step() is inside no_sync: its gradients stay on their rank."
@@ -2804,43 +2887,45 @@ def reason_to_drift(replicas: Replicas, steps: Sequence[Step]) -> Finding | None
         if calls.around is not None and not calls.synchronized:
             sentence = "The module inside DDP is called here, not DDP: no gradient is averaged before the step."
             return finding("around_the_wrapper", calls.around, replicas.ranks, sentence)
-    if equal(step.rates for step in steps):
+    if equal(step.rates for step in step_of_ranks):
         return None
-    rates: list[str] = []  # of the first group of parameters, which is mostly the only one
-    for step in steps:
+    rates: list[str] = []  # those of the first group of parameters, which usually is the only one
+    for step in step_of_ranks:
         if step.rates and f"{step.rates[0]:g}" not in rates:
             rates.append(f"{step.rates[0]:g}")
-    sentence = f"From step {steps[0].number} on, replicas use different learning rates: {' and '.join(rates)}."
-    return finding("different_rates", steps[0].place, replicas.ranks, sentence)
+    first = step_of_ranks[0]
+    sentence = f"From step {first.number} on, replicas use different learning rates: {' and '.join(rates)}."
+    return finding("different_rates", first.place, replicas.ranks, sentence)
 
 
-# By rounding, even to bfloat16, the means of two replicas' gradients differ by less than this part of the largest mean
-# of any parameter. Of any, because a gradient that is small beside the others may be nothing but rounding.
+# By rounding, even to bfloat16, the means of two replicas' gradients differ by less than this part of the largest mean.
+# It is the largest of all parameters, because a gradient that is small beside the others may be nothing but rounding.
 ROUNDING_OF_MEANS = 0.05
 
 
 def find_gradients_that_differ(replicas: Replicas, holders: Sequence[Record]) -> list[Finding]:
-    """Find a replicated DTensor whose gradients on the ranks differ by more than rounding explains.
+    """Find a replicated DTensor whose gradients differ between ranks by more than rounding can explain.
 
-    Each rank with a replica computes the gradient anew, so not its checksums are compared, but its mean absolute value.
-    ``holders`` are the records of the ranks that hold the replicas.
+    What is compared is the mean absolute value of the gradient: each rank with a replica computes the gradient itself,
+    so its bits may differ. ``holders`` are the records of the ranks that hold the replicas.
     """
-    for steps in common_steps(holders):
-        all_means: list[float] = []  # of all parameters, on all ranks
-        for step in steps:
-            all_means += step.gradient_means.values()
-        largest_mean = max(all_means, default=0.0)
+    for step_of_ranks in common_steps(holders):
+        means_of_all_parameters: list[float] = []  # on all ranks
+        for step in step_of_ranks:
+            means_of_all_parameters += step.gradient_means.values()
+        largest_mean = max(means_of_all_parameters, default=0.0)
+        largest_rounding = ROUNDING_OF_MEANS * largest_mean
         for key in replicas.keys:
-            means = [step.gradient_means[key] for step in steps if key in step.gradient_means]
-            if len(means) < len(steps):  # a rank has no gradient of it
+            means = [step.gradient_means[key] for step in step_of_ranks if key in step.gradient_means]
+            if len(means) < len(step_of_ranks):  # a rank has no gradient of this parameter
                 continue
-            if max(means) - min(means) > ROUNDING_OF_MEANS * largest_mean:
+            if max(means) - min(means) > largest_rounding:
                 ranks = listed(replicas.ranks)
                 sentence = (
                     f"The gradient of {names_of([key])} differs on {ranks}, which hold replicas of it: "
                     f"its mean size is {min(means):.2g} on one and {max(means):.2g} on another."
                 )
-                return [finding("drift", steps[0].place, replicas.ranks, sentence)]
+                return [finding("drift", step_of_ranks[0].place, replicas.ranks, sentence)]
     return []
 
 
@@ -2848,39 +2933,41 @@ def find_unwrapped(records: Sequence[Record]) -> list[Finding]:
     """Find a model that is not wrapped, or not over all ranks, so that the weights of the ranks drift apart.
 
     It is certain if the ranks train one model, and no rank sends anything. A script that averages weights every 500
-    steps has to be observed for more than 500, or has to allow "drift". ``records`` are the notes of all ranks.
+    steps has to be observed for more than 500, or has to allow "drift". ``records`` are what each rank observed.
     """
-    if sends_by_hand(records) or not equal(record.device for record in records):
-        return []  # GPUs of two kinds may round differently
-    ranks = [record.rank for record in records]
-    if plain_replicas(records, {"mesh of one"}):
-        drifted = first_step_of_drift(records)
-        if drifted is None:
-            return []
-        sentence = f"fully_shard divides the model over one rank, so {listed(ranks)} train models of their own."
-        return [finding("mesh_of_one", drifted.place, ranks, sentence)]
-    if not plain_replicas(records, {"plain"}) or not divides_one_training(records):
+    if sends_by_hand(records):
+        return []
+    if not equal(record.device for record in records):  # GPUs of two kinds may round differently
         return []
     drifted = first_step_of_drift(records)
-    if drifted is None or not equal(initial_weights(record) for record in records):
+    if drifted is None:
         return []
-    sentence = (
-        f"The model is equal on {listed(ranks)} before the first step and differs after step {drifted.number}: "
-        "nothing averages its gradients."
-    )
-    return [finding("drift", drifted.place, ranks, sentence)]
+
+    ranks = [record.rank for record in records]
+    if plain_replicas(records, {"mesh of one"}):
+        sentence = f"fully_shard divides the model over one rank, so {listed(ranks)} train models of their own."
+        return [finding("mesh_of_one", drifted.place, ranks, sentence)]
+
+    starts_equal = equal(initial_weights(record) for record in records)
+    if plain_replicas(records, {"plain"}) and divides_one_training(records) and starts_equal:
+        sentence = (
+            f"The model is equal on {listed(ranks)} before the first step and differs after step {drifted.number}: "
+            "nothing averages its gradients."
+        )
+        return [finding("drift", drifted.place, ranks, sentence)]
+    return []
 
 
 def first_step_of_drift(records: Sequence[Record]) -> Step | None:
     """The first step after which the ranks' weights differ for good, or None. Something may average them at times."""
     drifted = None
-    for steps in common_steps(records):
-        if not steps[0].after:  # no checksums were noted after this step
+    for step_of_ranks in common_steps(records):
+        if not step_of_ranks[0].after:  # no checksums were noted after this step
             continue
-        if equal(step.after for step in steps):
+        if equal(step.after for step in step_of_ranks):
             drifted = None
         elif drifted is None:
-            drifted = steps[0]
+            drifted = step_of_ranks[0]
     return drifted
 
 
@@ -2899,10 +2986,10 @@ def divides_one_training(records: Sequence[Record]) -> bool:
 
 
 def find_different_start(records: Sequence[Record]) -> list[Finding]:
-    """Find gradients that were averaged by hand, and are applied to weights that differ from the start.
+    """Find replicas that the script itself keeps equal, by averaging gradients, and that differed from the start.
 
-    It is certain if each optimizer's first step has equal gradients on all ranks, and they change the weights.
-    ``records`` are the notes of all ranks.
+    The script certainly averages the gradients if they are equal on all ranks in the first step of each optimizer, and
+    change all weights. ``records`` are what each rank observed.
     """
     if not plain_replicas(records, {"plain"}):
         return []
@@ -2910,13 +2997,15 @@ def find_different_start(records: Sequence[Record]) -> list[Finding]:
     different = [key for key in starts[0] if not equal(start[key] for start in starts)]
     if not different:
         return []
-    first_steps = [steps for steps in common_steps(records) if steps[0].before]  # ``before`` is noted of these alone
-    for steps in first_steps:
-        keys = list(steps[0].gradients)
-        if not keys or not equal(step.gradients for step in steps):
+    for step_of_ranks in common_steps(records):
+        is_first_step = bool(step_of_ranks[0].before)  # the weights before a step are noted at the first one alone
+        if not is_first_step:
+            continue
+        keys = list(step_of_ranks[0].gradients)
+        if not keys or not equal(step.gradients for step in step_of_ranks):
             return []
-        for step in steps:
-            # Equal gradients that change no weight, such as zeros, were not averaged by anybody.
+        for step in step_of_ranks:
+            # Gradients that leave a weight as it is may be zero, so they may be equal without any averaging.
             if any(step.after.get(key) == step.before.get(key) for key in keys):
                 return []
     ranks = [record.rank for record in records]
@@ -2929,17 +3018,19 @@ def find_different_start(records: Sequence[Record]) -> list[Finding]:
 
 
 def data_parallel_ranks(model: str, records: Sequence[Record]) -> set[int]:
-    """The ranks that average the gradients of a model, so that their data should differ; empty if that is not certain.
+    """The ranks that should train the model of this name on different data; empty if that is not certain.
 
-    An unwrapped model that starts equal on all ranks counts, whether its gradients are averaged by hand or by nobody.
-    ``model`` is its name. A model that communicates in its own forward may rightly get the same data on several ranks.
+    They are the ranks among which DDP or fully_shard averages the gradients. For a model without a wrapper they are all
+    ranks, if it starts equal on them, and if the script averages all its gradients itself, or sends nothing.
     """
-    notes = [record.models[model] for record in records if model in record.models]
-    if any(note.communicates for note in notes):
-        return set()
-    if notes[0].wrapper:
-        return set(notes[0].data_ranks)
-    if not plain_replicas(records, {"plain"}) or not equal(initial_weights(record) for record in records):
+    models = [record.models[model] for record in records if model in record.models]
+    if any(known.communicates for known in models):
+        return set()  # a model that communicates in its forward may rightly get the same data on several ranks
+    if models[0].wrapper:
+        return set(models[0].data_ranks)
+
+    starts_equal = equal(initial_weights(record) for record in records)
+    if not plain_replicas(records, {"plain"}) or not starts_equal:
         return set()
     averages_by_hand = all(record.averages_gradients for record in records)
     if averages_by_hand or not sends_by_hand(records):
@@ -3005,19 +3096,19 @@ def pairs_of_ranks(model: str, holders: Sequence[Record]) -> Iterator[PairOfRank
 
 
 def find_same_samples(records: Sequence[Record]) -> list[Finding]:
-    """Find ranks that train on the same samples. ``records`` are the notes of all ranks.
+    """Find ranks that train on the same samples. ``records`` are what each rank observed.
 
     Either their models get equal inputs in each call, or their loaders give out equal indices of equal datasets.
     """
     findings = []
     for model, holders in common_models(records):
         for pair in pairs_of_ranks(model, holders):
-            batches = {call.inputs for call in pair.first_calls}  # checksums
+            batches = {call.inputs for call in pair.first_calls}  # a checksum of each different batch
             elements = sum(call.elements for call in pair.first_calls)
-            is_same = all(first_call.inputs == second_call.inputs for first_call, second_call in pair.calls())
-            # A benchmark may train on one batch again and again, and a few numbers may be equal by chance.
-            is_enough = len(batches) > 1 and elements >= FEWEST_ELEMENTS
-            if is_same and is_enough:
+            inputs_are_equal = all(first_call.inputs == second_call.inputs for first_call, second_call in pair.calls())
+            is_no_benchmark = len(batches) > 1  # a benchmark may train on one batch again and again on purpose
+            is_no_chance = elements >= FEWEST_ELEMENTS  # a few numbers may be equal by chance
+            if inputs_are_equal and is_no_benchmark and is_no_chance:
                 sentence = f"{listed(pair.ranks).capitalize()} train on the same {len(batches)} batches."
                 place = source_of(pair.first, pair.first_calls[0])
                 findings.append(finding("same_samples", place, pair.ranks, sentence))
@@ -3035,17 +3126,21 @@ def source_of(record: Record, forward: Forward) -> Place:
 
 
 def find_same_indices(model: str, first: Record, second: Record) -> list[Finding]:
-    """Find loaders that give two ranks, which train one model, the same samples: one finding, or none.
+    """Find a loader that gives two ranks the same indices of equal datasets. Returns one finding, or none.
 
-    The batches may look different, because each rank augments its own samples. So the indices are compared.
+    Both ranks train ``model``. Their batches may differ although the samples are the same, because each rank augments
+    its own. So the indices are compared, which the sampler gave in each epoch.
     """
     epochs_of_both = zip(epochs_of(first, model), epochs_of(second, model), strict=False)  # as far as both have come
     for epoch, other_epoch in epochs_of_both:
         has_same_dataset = epoch.dataset is not None and epoch.dataset == other_epoch.dataset
-        if not has_same_dataset or epoch.loader != other_epoch.loader:
+        if not has_same_dataset:
             continue
-        if min(epoch.steps, other_epoch.steps) < 2 or epoch.samples < FEWEST_SAMPLES:
-            continue  # so few may be equal by chance
+        if epoch.loader != other_epoch.loader:
+            continue
+        few_steps = min(epoch.steps, other_epoch.steps) < 2
+        if few_steps or epoch.samples < FEWEST_SAMPLES:  # the indices may be equal by chance
+            continue
         if equal_beginnings(epoch.indices, other_epoch.indices):
             ranks = (first.rank, second.rank)
             sentence = f"The {epoch.sampler} gives {listed(ranks)} the same indices of the same dataset."
@@ -3060,40 +3155,43 @@ def equal_beginnings(first: list[int], second: list[int]) -> bool:
 
 
 def merged(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings of pairs of ranks, in which those of one kind at one line become one finding of all their ranks.
+    """Merge findings of the same kind at the same line, which different pairs of ranks have, into one of all the ranks.
 
-    So "Ranks 0 and 1 …" and "Ranks 0 and 2 …" become "Ranks 0, 1 and 2 …".
+    So "Ranks 0 and 1 draw …" and "Ranks 0 and 2 draw …" become "Ranks 0, 1 and 2 draw …".
     """
-    by_line: dict[tuple[str, str, int], Finding] = {}  # {(kind, file, line): what was found there so far}
+    by_line: dict[tuple[str, str, int], Finding] = {}  # {(kind, file, line): the finding there}
     for found in findings:
         key = (found.kind, found.file, found.line)
         if key not in by_line:
             by_line[key] = found
             continue
-        known = by_line[key]
-        all_ranks = tuple(sorted({*known.ranks, *found.ranks}))
+        earlier = by_line[key]
+        all_ranks = tuple(sorted({*earlier.ranks, *found.ranks}))
         # The sentence names the ranks, too, and may begin with them.
-        old = listed(known.ranks)
-        new = listed(all_ranks)
-        sentence = known.sentence.replace(old, new).replace(old.capitalize(), new.capitalize())
-        by_line[key] = replace(known, ranks=all_ranks, sentence=sentence)
+        old_words = listed(earlier.ranks)
+        new_words = listed(all_ranks)
+        sentence = earlier.sentence.replace(old_words, new_words)
+        sentence = sentence.replace(old_words.capitalize(), new_words.capitalize())
+        by_line[key] = replace(earlier, ranks=all_ranks, sentence=sentence)
     return list(by_line.values())
 
 
 def find_same_noise(records: Sequence[Record]) -> list[Finding]:
-    """Find ranks whose dropout begins with the same random state in each call, while their batches differ.
+    """Find ranks whose dropout drops the same units, because it starts from the same random state, in each batch.
 
-    They drop the same units, so they learn less than from different noise. ``records`` are the notes of all ranks.
+    Only ranks whose batches differ are reported. ``records`` are what each rank observed.
     """
     findings = []
     for model, holders in common_models(records):
         for pair in pairs_of_ranks(model, holders):
-            passes = len(pair.first_calls)
+            forward_passes = len(pair.first_calls)
             has_dropout = all(call.noise is not None for call in pair.first_calls)
-            same_noise = all(first_call.noise == second_call.noise for first_call, second_call in pair.calls())
+            same_state = all(first_call.noise == second_call.noise for first_call, second_call in pair.calls())
             different_batches = all(first_call.inputs != second_call.inputs for first_call, second_call in pair.calls())
-            if passes >= 3 and has_dropout and same_noise and different_batches:
-                sentence = f"{listed(pair.ranks).capitalize()} drop the same units in each of {passes} forward passes."
+            if forward_passes >= 3 and has_dropout and same_state and different_batches:
+                sentence = (
+                    f"{listed(pair.ranks).capitalize()} drop the same units in each of {forward_passes} forward passes."
+                )
                 findings.append(finding("same_noise", pair.first_calls[0].place, pair.ranks, sentence))
     return merged(findings)
 
@@ -3101,11 +3199,12 @@ def find_same_noise(records: Sequence[Record]) -> list[Finding]:
 def find_same_augmentation(records: Sequence[Record]) -> list[Finding]:
     """Find datasets that give two ranks different samples, but draw the same random numbers to augment them.
 
-    ``records`` are the notes of all ranks.
+    ``records`` are what each rank observed.
     """
     findings = []
     for model, holders in common_models(records):
         for first, second in itertools.combinations(holders, 2):
+            # The first epoch of both ranks, the second one of both, and so on, as far as both have come.
             epochs_of_both = zip(epochs_of(first, model), epochs_of(second, model), strict=False)
             for epoch, other_epoch in epochs_of_both:
                 if draw_the_same(epoch, other_epoch):
@@ -3116,17 +3215,20 @@ def find_same_augmentation(records: Sequence[Record]) -> list[Finding]:
 
 
 def draw_the_same(first: Epoch, second: Epoch) -> bool:
-    """Whether two ranks drew the same random numbers, for different samples, in each of at least three batches.
+    """Whether two ranks drew the same random numbers for different samples, in each of at least three batches.
 
-    ``noise`` of an epoch says for each batch which random states loading it changed, as a checksum, or 0 for none.
+    The two are epochs of the ranks. Their ``noise`` has a number for each batch: a checksum of the random states from
+    which its samples drew, or 0 if they drew nothing. ``indices`` has a checksum of the samples' indices.
     """
     noted_batches = min(len(first.noise), len(second.noise), len(first.indices), len(second.indices))
-    compared_batches = noted_batches - 1  # without the first one, because before it a sampler may draw its order
-    if min(compared_batches, first.steps, second.steps) < 3:
+    # The first batch is left out, because a sampler may draw its order while that batch is loaded.
+    compared_batches = range(1, noted_batches)
+    if min(len(compared_batches), first.steps, second.steps) < 3:
         return False
-    for batch in range(1, noted_batches):
-        draws_nothing = first.noise[batch] == 0
-        if draws_nothing or first.noise[batch] != second.noise[batch]:
+    for batch in compared_batches:
+        if first.noise[batch] == 0:  # nothing was drawn
+            return False
+        if first.noise[batch] != second.noise[batch]:
             return False
         if first.indices[batch] == second.indices[batch]:
             return False
@@ -3134,16 +3236,17 @@ def draw_the_same(first: Epoch, second: Epoch) -> bool:
 
 
 def find_different_noise(records: Sequence[Record]) -> list[Finding]:
-    """Find a dropout whose input is equal on two tensor-parallel ranks, and whose output is not.
+    """Find a dropout that drops different units of the same activation on two tensor-parallel ranks.
 
-    Such ranks hold one activation, of which each has to drop the same units. ``records`` are the notes of all ranks.
+    Its input is then equal on both ranks, and its output is not. ``records`` are what each rank observed.
     """
     for first, second in itertools.combinations(records, 2):
         different = []
         for dropout, other in zip(first.dropouts, second.dropouts, strict=False):  # as far as both have come
+            is_same_group = second.rank in dropout.ranks
             same_input = dropout.before == other.before
             same_output = dropout.after == other.after
-            if second.rank in dropout.ranks and same_input and not same_output:
+            if is_same_group and same_input and not same_output:
                 different.append(dropout)
         if len(different) >= 2:
             ranks = (first.rank, second.rank)
@@ -3160,14 +3263,18 @@ def find_repeated_orders(records: Sequence[Record]) -> list[Finding]:
     """
     findings = []
     for record in records:
-        epochs_by_loader = sorted(record.epochs, key=lambda epoch: epoch.loader)  # each loader's stay in their order
+        epochs_by_loader = sorted(record.epochs, key=lambda epoch: epoch.loader)  # those of one loader keep their order
         for earlier, later in itertools.pairwise(epochs_by_loader):
-            if earlier.loader != later.loader or not earlier.shuffled or min(earlier.steps, later.steps) < 2:
+            if earlier.loader != later.loader:
+                continue
+            if not earlier.shuffled:
+                continue
+            if min(earlier.steps, later.steps) < 2:  # the model was not trained on one of the two
                 continue
             has_epochs = later.sampler_epoch >= 0
             same_epoch = has_epochs and earlier.sampler_epoch == later.sampler_epoch
-            is_enough = later.samples >= FEWEST_SAMPLES  # the order of fewer may be the same by chance
-            if same_epoch and is_enough and equal_beginnings(earlier.indices, later.indices):
+            is_no_chance = later.samples >= FEWEST_SAMPLES  # a few samples may be in the same order by chance
+            if same_epoch and is_no_chance and equal_beginnings(earlier.indices, later.indices):
                 sentence = (
                     f"The {later.sampler} gives the same order in two epochs: its epoch stays {later.sampler_epoch}."
                 )
@@ -3196,16 +3303,16 @@ def wrapped_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record
 def find_calls_on_some_ranks(records: Sequence[Record]) -> list[Finding]:
     """Find a wrapped model that some ranks call more often than others before a step, as to validate on rank 0 alone.
 
-    These calls communicate, so they pair up with other calls of the other ranks. ``records`` are the notes of all
-    ranks. One finding is enough: the counts go on, so after the first difference all later steps differ, too.
+    These calls communicate, so they pair up with different calls of the other ranks. ``records`` are what each rank
+    observed. Only the first difference is reported: the counts go on, so all later steps differ too.
     """
     for model, holders in wrapped_models(records):
-        for steps in common_steps(holders):
-            calls_of_ranks = {}
-            for record, step in zip(holders, steps, strict=True):  # a step has one note of each holder
+        for step_of_ranks in common_steps(holders):
+            calls_of_ranks = {}  # {rank: how it has called the model until this step}
+            for record, step in zip(holders, step_of_ranks, strict=True):
                 if model in step.calls:
                     calls_of_ranks[record.rank] = step.calls[model]
-            found = compare_calls(calls_of_ranks, steps[0])
+            found = compare_calls(calls_of_ranks, step_of_ranks[0])
             if found is not None:
                 return [found]
     return []
@@ -3214,44 +3321,50 @@ def find_calls_on_some_ranks(records: Sequence[Record]) -> list[Finding]:
 def compare_calls(calls_of_ranks: dict[int, Calls], step: Step) -> Finding | None:
     """A finding if some ranks have called a wrapped model more often than others before a step, or None.
 
-    ``calls_of_ranks`` is {rank: how it has called the model until then}. ``step`` is one rank's note of the step.
+    ``calls_of_ranks`` is {rank: how it has called the model until this step}. ``step`` is the step as one rank made it.
     """
-    # If the ranks have not averaged gradients equally often, a step was left out, which is another mistake.
-    if len(calls_of_ranks) < 2 or not equal(calls.averaged for calls in calls_of_ranks.values()):
+    if len(calls_of_ranks) < 2:
+        return None
+    # If the ranks have not averaged gradients equally often, a step was left out, which is a different mistake.
+    if not equal(calls.averaged for calls in calls_of_ranks.values()):
         return None
 
     with_gradients = {rank: calls.to_average for rank, calls in calls_of_ranks.items()}
     if not equal(with_gradients.values()):
         return uneven_calls(with_gradients, "with gradients", calls_of_ranks, step)
 
-    # Calls without gradients make only a note. DDP broadcasts its buffers in them, and leaves that out in the next
-    # call. So the ranks' broadcasts pair up, and programs that evaluate on rank 0 alone work. They would not between
-    # the first two steps, where DDP also broadcasts how it divides the gradients into buckets.
     without_gradients = {rank: calls.to_broadcast for rank, calls in calls_of_ranks.items()}
     if not equal(without_gradients.values()):
-        return replace(uneven_calls(without_gradients, "without gradients", calls_of_ranks, step), is_note=True)
+        # This does not make the check fail, because programs that evaluate on rank 0 alone mostly work: DDP broadcasts
+        # its buffers in a call without gradients, and leaves that out in the next call, so the ranks' broadcasts pair
+        # up. (Between the first two steps they do not, because there DDP also broadcasts its buckets.)
+        found = uneven_calls(without_gradients, "without gradients", calls_of_ranks, step)
+        return replace(found, is_note=True)
     return None
 
 
 def uneven_calls(counts: dict[int, int], manner: str, calls_of_ranks: dict[int, Calls], step: Step) -> Finding:
-    """The finding that ranks have called a wrapped model differently often before ``step``.
+    """The finding that some ranks have called a wrapped model more often than others before ``step``.
 
-    ``counts`` is {rank: how often}, and ``manner`` says which calls are counted: "with gradients". ``calls_of_ranks``
-    has the lines of the calls. The finding is at a line that only the rank with the most calls has, if there is one.
+    ``counts`` is {rank: how often}, and ``manner`` says which calls are counted, such as "with gradients".
+    ``calls_of_ranks``, {rank: its calls}, has the lines of the calls. The finding is at a line that only the rank with
+    the most calls has, if there is one, or else at the step.
     """
-    most = max(counts, key=lambda rank: counts[rank])
-    fewest = min(counts, key=lambda rank: counts[rank])
-    place = step.place
-    lines_elsewhere = calls_of_ranks[fewest].places
-    lines_of_most_alone = [line for line in calls_of_ranks[most].places if line not in lines_elsewhere]
-    if lines_of_most_alone:
-        place = lines_of_most_alone[0]
-    ranks = [rank for rank, count in counts.items() if count > counts[fewest]]
+    busiest_rank = max(counts, key=lambda rank: counts[rank])
+    idlest_rank = min(counts, key=lambda rank: counts[rank])
+    most = counts[busiest_rank]
+    fewest = counts[idlest_rank]
+    line = step.place
+    common_lines = calls_of_ranks[idlest_rank].places
+    extra_lines = [place for place in calls_of_ranks[busiest_rank].places if place not in common_lines]
+    if extra_lines:
+        line = extra_lines[0]
+    ranks = [rank for rank, count in counts.items() if count > fewest]
     sentence = (
-        f"Before step {step.number}, the wrapped model is called {manner} {counts[most]} times on {listed(ranks)} "
-        f"and {counts[fewest]} times elsewhere."
+        f"Before step {step.number}, the wrapped model is called {manner} {most} times on {listed(ranks)} "
+        f"and {fewest} times elsewhere."
     )
-    return finding("rank_alone", place, ranks, sentence)
+    return finding("rank_alone", line, ranks, sentence)
 
 
 @dataclass(frozen=True)
@@ -3263,25 +3376,26 @@ class LeftOutStep:
 
 
 def left_out_steps(model: str, holders: Sequence[Record]) -> list[LeftOutStep]:
-    """The steps that some ranks made after a backward pass that averaged a model's gradients, and others did not.
+    """The optimizer steps that some ranks made after a backward pass of a model, and other ranks did not.
 
-    All ranks take part in such a backward pass, so its number is the same on all ranks, and says which steps belong
-    together. ``holders`` are the records of the ranks that train the model.
+    In the backward pass the gradients are averaged, so all ranks take part, and its number is the same on all ranks. A
+    step has the number of the backward pass before it. ``holders`` are the records of the ranks that train the model.
     """
     left_out = []
     for optimizer in optimizers_of(model, holders):
-        steps_of_ranks: dict[int, dict[int, Step]] = {}  # {rank: {number of the backward pass: the step after it}}
+        steps_of_ranks: dict[int, dict[int, Step]] = {}  # {rank: {number of a backward pass: the step after it}}
         for record in holders:
             steps = [step for step in record.steps if step.optimizer == optimizer and model in step.calls]
             steps_of_ranks[record.rank] = {step.calls[model].averaged: step for step in steps}
         if not all(steps_of_ranks.values()):  # a rank has made no step at all
             continue
-        last_of_each_rank = [max(steps_after) for steps_after in steps_of_ranks.values()]
-        last_of_all = min(last_of_each_rank)  # the last backward pass that every rank has come to
+
+        # Later backward passes are not compared, because some rank was not observed that long.
+        last_compared = min(max(steps) for steps in steps_of_ranks.values())
         for rank, own_steps in steps_of_ranks.items():
             for steps_of_other in steps_of_ranks.values():
-                for backward, step in steps_of_other.items():
-                    if backward <= last_of_all and backward not in own_steps:
+                for backward_pass, step in steps_of_other.items():
+                    if backward_pass <= last_compared and backward_pass not in own_steps:
                         left_out.append(LeftOutStep(rank, step))
     return left_out
 
@@ -3297,7 +3411,7 @@ def optimizers_of(model: str, holders: Sequence[Record]) -> list[int]:
 def find_uneven_steps(records: Sequence[Record]) -> list[Finding]:
     """Find steps of an optimizer that some ranks leave out, as a rank may do that skips a step after a large loss.
 
-    ``records`` are the notes of all ranks.
+    ``records`` are what each rank observed.
     """
     for model, holders in wrapped_models(records):
         left_out = left_out_steps(model, holders)
@@ -3318,70 +3432,83 @@ def find_uneven_steps(records: Sequence[Record]) -> list[Finding]:
 def find_different_buffers(records: Sequence[Record]) -> list[Finding]:
     """Find replicas that evaluate different data with different batch statistics, and then add up their results.
 
-    The result depends on which rank gets which data then. ``records`` are the notes of all ranks.
+    The sum then depends on which rank evaluates which data. ``records`` are what each rank observed.
     """
-    evaluations: dict[tuple[str, int], dict[int, Evaluation]] = {}  # {(model, number): {rank: the rank's note}}
+    # {(model, number of the evaluation): {rank: the evaluation there}}
+    evaluations: dict[tuple[str, int], dict[int, Evaluation]] = {}
     for record in records:
         for evaluation in record.evaluations:
             if evaluation.reduced:
                 by_rank = evaluations.setdefault((evaluation.model, evaluation.number), {})
                 by_rank[record.rank] = evaluation
     for by_rank in evaluations.values():
-        ranks = list(by_rank)
-        notes = list(by_rank.values())
-        same_weights = equal(note.weights for note in notes)
-        same_data = equal(note.inputs for note in notes)
-        if len(notes) < 2 or not same_weights or same_data:
-            continue
-        different = [name for name in notes[0].buffers if not equal(note.buffers.get(name) for note in notes)]
+        different = different_statistics(list(by_rank.values()))
         if different:
+            ranks = list(by_rank)
+            line = by_rank[ranks[0]].place
             sentence = f"{different[0]} differs on {listed(ranks)}, whose results are then added up."
-            return [finding("different_buffers", notes[0].place, ranks, sentence)]
+            return [finding("different_buffers", line, ranks, sentence)]
     return []
 
 
-def find_own_losses(records: Sequence[Record]) -> list[Finding]:
-    """Find a loss that rank 0 reads, as to log it, although it is only that of the rank's own share of the data.
+def different_statistics(evaluations: Sequence[Evaluation]) -> list[str]:
+    """The names of batch statistics that differ between ranks in an evaluation, which is given as each rank made it.
 
-    It is certain if rank 0 alone reads a loss, no rank ever sends something as small as a loss, and the ranks' batches
-    differ. ``records`` are the notes of all ranks.
+    Empty unless several ranks evaluate different data with equal weights.
     """
-    readers = [record for record in records if record.loss_reads]
-    only_rank_0_reads = [record.rank for record in readers] == [0]
+    same_weights = equal(evaluation.weights for evaluation in evaluations)
+    same_data = equal(evaluation.inputs for evaluation in evaluations)
+    if len(evaluations) < 2 or not same_weights or same_data:
+        return []
+    names = evaluations[0].buffers
+    return [name for name in names if not equal(evaluation.buffers.get(name) for evaluation in evaluations)]
+
+
+def find_own_losses(records: Sequence[Record]) -> list[Finding]:
+    """Find a loss that rank 0 reads, for example to log it, although it is only the loss of rank 0's share of the data.
+
+    It is certain if rank 0 alone reads a loss, if no rank ever sends something as small as a loss, and if each rank has
+    different batches. ``records`` are what each rank observed.
+    """
+    records_with_reads = [record for record in records if record.loss_reads]
+    only_rank_0_reads = [record.rank for record in records_with_reads] == [0]
+    if not only_rank_0_reads:
+        return []
     something_small_is_sent = any(record.sent_sizes for record in records)
-    if not only_rank_0_reads or something_small_is_sent:
+    if something_small_is_sent:
         return []
     for model, holders in common_models(records):
-        first_batches = set()
+        first_batches = set()  # checksums
         for record in holders:
-            forwards = forwards_of(record, model)
-            if len(forwards) >= 2:
-                first_batches.add(forwards[0].inputs)
-        each_has_its_own = len(first_batches) == len(holders)
-        if each_has_its_own:
+            calls = forwards_of(record, model)
+            if len(calls) >= 2:
+                first_batches.add(calls[0].inputs)
+        each_rank_has_its_own = len(first_batches) == len(holders)
+        if each_rank_has_its_own:
             sentence = "Rank 0 alone reads the loss, and no rank ever reduces one: it is the loss of rank 0's share."
-            first_line = readers[0].loss_reads[0]
+            first_line = records_with_reads[0].loss_reads[0]
             return [finding("own_loss", first_line, [0], sentence)]
     return []
 
 
 def find_same_files(records: Sequence[Record]) -> list[Finding]:
-    """Find files that several ranks of one host write at about the same time. ``records`` are the notes of all ranks.
+    """Find files that several ranks of one host write at about the same time. ``records`` are what each rank observed.
 
-    It is about the same time if the ranks have made the same number of steps when each first writes the file.
+    It is about the same time if all of them have made the same number of steps when they first write the file.
     """
-    writers: dict[tuple[str, str, int], dict[int, Place]] = {}  # {(host, path, steps made): {rank: line}}
+    # {(host, path, steps made): {rank: the line that writes the file}}
+    writers: dict[tuple[str, str, int], dict[int, Place]] = {}
     for record in records:
         for path, save in record.saves.items():
-            by_rank = writers.setdefault((record.host, path, save.steps_made), {})
-            by_rank[record.rank] = save.place
+            lines_by_rank = writers.setdefault((record.host, path, save.steps_made), {})
+            lines_by_rank[record.rank] = save.place
     findings = []
-    for (_, path, _), lines in writers.items():
-        if len(lines) > 1:
-            ranks = list(lines)
-            place_of_first = lines[ranks[0]]
+    for (_host, path, _steps_made), lines_by_rank in writers.items():
+        if len(lines_by_rank) > 1:
+            ranks = list(lines_by_rank)
+            first_line = lines_by_rank[ranks[0]]
             sentence = f"{listed(ranks).capitalize()} all write {os.path.basename(path)} at the same time."
-            findings.append(finding("same_file", place_of_first, ranks, sentence))
+            findings.append(finding("same_file", first_line, ranks, sentence))
     return findings
 
 
