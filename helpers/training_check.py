@@ -1053,11 +1053,13 @@ class Patches:
     def around(
         self, owner: Any, name: str, method: Callable[..., Any], in_worker: Callable[..., Any] | None = None
     ) -> None:
-        """From now on, let ``method`` take over each call of the function ``owner.name``, which is as in ``before``.
+        """From now on, call ``method`` in the place of the function ``owner.name``, which is a class or module's.
 
-        ``method`` gets torch's function and the arguments of the call. It calls the function itself, because it has
-        something to do both before and after that, and returns the function's result. ``in_worker`` is such a method
-        for the calls in the forked workers of a DataLoader.
+        After ``around(GradScaler, "step", step_scaler)``, a script's ``scaler.step(optimizer)`` is
+        ``step_scaler(GradScaler.step, scaler, optimizer)``. The method calls the function that it gets, because it has
+        something to do both before and after that, and returns the function's result. Calls that are not observed, such
+        as those of torch itself in another thread, go to the function as before. ``in_worker`` is such a method for the
+        calls in the forked workers of a DataLoader.
         """
         original = getattr(owner, name)
         names = positional_names(original)

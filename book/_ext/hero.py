@@ -200,14 +200,14 @@ def lines_of_statements(
     The statements are those of ``train_by_hand``, which has the same mistake at three places. Each is an ``if`` that
     only some ranks enter, with a call that all ranks should make::
 
-        if place == "in the loop" and rank in callers:
-            dist.all_reduce(loss)
+        for step in range(2):                           # shown as it is
+            if place == "before" and rank in callers:   # left out if ``place`` is "in the loop"
+                dist.all_reduce(loss)                   # left out, too
+            if place == "in the loop" and rank in callers:  # shown as "if rank == 0:", or not at all if ``repaired``
+                dist.all_reduce(loss)                   # shown, and marked as part of the mistake
 
-    Of the mistake at ``place`` the animation shows ``if rank == 0:`` and the call, or the call alone if ``repaired``.
-    It leaves out the mistakes at the two other places.
-
-    ``source_lines`` are all lines of the function. Each line that is yielded begins with ``indent``. The lines of the
-    mistake are marked: for the statements inside it, ``is_marked`` is true.
+    ``source_lines`` are all lines of the function, without the statements' own indentation being used: each line that
+    is yielded begins with ``indent``. ``is_marked`` says that the statements are inside the mistake.
     """
     for statement in statements:
         first_line = source_lines[statement.lineno - 1].strip()

@@ -309,7 +309,11 @@ def values_to_try(model: Model, cluster: Cluster, batch: int, constraints: dict[
 
 
 def choices(model: Model, cluster: Cluster, attention: str = "flash") -> dict[str, list[Any]]:
-    """{field of a layout: the values that a search tries by default}.
+    """The values that a search tries by default for each field of a layout, such as {"tp": [1, 2, 4, 8], …}.
+
+    The fields are the sizes of tensor, pipeline, context and expert parallelism (tp, pp, cp, ep), the stage of ZeRO
+    (zero: 3 shards the weights), how many ranks share the shards (shard: 0 is all), samples in a micro-batch, model
+    chunks on a rank of the pipeline (interleave), and what is recomputed: "sac" is selective activation checkpointing.
 
     Some values never win, such as tensor parallelism on two nodes. They are tried so that the search can say why not.
     """

@@ -386,23 +386,34 @@ def check_devices(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
         return  # A copy may go from one device to another.
     if func.namespace in COLLECTIVES:
         return  # ``nccl`` checks the tensors of collectives.
-    if func in INDEXING and index_of(args[0]) is not None:
-        _, indices, *other_args = args  # x[indices], or x[indices] = values
+    devices_of_pretended = {str(tensor.device) for tensor in tensors if index_of(tensor) is not None}
+    devices = devices_of_pretended | devices_on_host(func, args, tensors)
+    if len(devices) > 1 and not called_by_torch_itself():
+        message = "Expected all tensors to be on the same device, but found at least two devices"
+        raise gpu_error(f"{message}, {' and '.join(sorted(devices))}! (when checking arguments of {func})")
+
+
+def devices_on_host(func: Any, args: Any, tensors: list[torch.Tensor]) -> set[str]:
+    """{"cpu"} if an operator gets a CPU tensor that must not be beside tensors on a GPU, or else the empty set.
+
+    The arguments are those of ``check_devices``. The indices of x[indices] may be on the CPU: their upload is counted.
+    """
+    cpu_tensors = on_host(tensors)
+    indexes_gpu_tensor = func in INDEXING and index_of(args[0]) is not None  # args[0] is x
+    if indexes_gpu_tensor:
+        _, indices, *values = args  # x[indices], or x[indices] = values
         if on_host([indices]):
             COUNTS.count(UPLOAD, "index")
-        cpu_tensors = on_host(other_args)
-    else:
-        cpu_tensors = on_host(tensors)
-    devices = {str(tensor.device) for tensor in tensors if index_of(tensor) is not None}
+        cpu_tensors = on_host(values)
+
+    devices = set()
     for tensor in cpu_tensors:
         # torch takes a tensor without dimensions for a number, which is allowed beside tensors of any device. An empty
         # one has no values that would have to be read.
         is_number_or_empty = tensor.dim() == 0 or tensor.numel() == 0
         if not is_number_or_empty:
             devices.add(str(tensor.device))
-    if len(devices) > 1 and not called_by_torch_itself():
-        message = "Expected all tensors to be on the same device, but found at least two devices"
-        raise gpu_error(f"{message}, {' and '.join(sorted(devices))}! (when checking arguments of {func})")
+    return devices
 
 
 def count_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> None:

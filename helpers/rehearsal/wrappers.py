@@ -113,7 +113,11 @@ def explained(groups: list[Any]) -> Iterator[None]:
 
 
 def patch_dtensor() -> None:
-    """Make a DTensor a CPU tensor for torch's C++, as its local part is, while Python sees the local part's device."""
+    """Let DTensors work whose local parts are pretended tensors, that is, CPU tensors which say they are on a GPU.
+
+    torch's C++ has to take such a DTensor for a CPU tensor, while the script sees the device of its local part.
+    """
+    # For C++: a DTensor is made as a CPU tensor.
     original_make_wrapper: Any = torch.Tensor._make_wrapper_subclass  # with this function torch makes a DTensor
 
     def make_wrapper_on_cpu(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -122,11 +126,15 @@ def patch_dtensor() -> None:
         return original_make_wrapper(*args, device=device, **kwargs)
 
     replace(torch.Tensor, _make_wrapper_subclass=staticmethod(make_wrapper_on_cpu))
+    # For the script: its device is that of its local part.
     replace(DTensor, device=property(lambda self: self._local_tensor.device))
     replace(DTensor, is_cuda=property(lambda self: self._local_tensor.is_cuda))
+    # Random numbers: torch would read and set the state of the GPU's generator, which is the CPU's here.
     replace(OffsetBasedRNGTracker, _distribute_region=own_random_numbers)
+    # The shape of a result: torch would find it by running the operator on the mesh's device.
     replace(sys.modules["torch.distributed.tensor._op_schema"], _rebuild_tensor_from_dtensor_meta=fake_tensor)
-    # The operators that run on the CPU where a GPU would run its own fused attention, forward and backward.
+    # Attention: the CPU has fused operators of its own. The forward returns 2 tensors and takes 3 (query, key, value),
+    # the backward returns their 3 gradients and takes 6.
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     allow_sharding(getattr(torch.ops.aten, attention), results=2, tensors=3)
     allow_sharding(getattr(torch.ops.aten, f"{attention}_backward"), results=3, tensors=6)

@@ -66,12 +66,16 @@ def without_folders(text: str) -> str:
 def describe(item: Any, error: Exception) -> Failure:
     """How a cell failed that was run: its outputs are not the stored ones, or it raised an exception.
 
+    The kind of the failure is "output" in the first case, and ``describe_exception`` says it in the second. It is
+    "fault" if the run proves nothing, because not the cell failed but what runs it.
+
     ``item`` is the cell, and ``error`` is what nbval raised, the plugin of pytest that runs notebooks. When the cell's
     code has raised an exception, nbval raises another one, and the cell's own is among its outputs.
     """
     message_of_nbval = str(error)
     if message_of_nbval.startswith("Timeout"):
-        # If ranks hang, launch ends them long before this. So the machine was too busy, and the run proves nothing.
+        # Ranks that hang do not come so far, because helpers.launch, which started them, ends them long before. So the
+        # machine was too busy.
         return Failure("fault", message_of_nbval)
 
     outputs = item.test_outputs or []  # nbval has None for a cell that printed nothing
@@ -81,7 +85,7 @@ def describe(item: Any, error: Exception) -> Failure:
     exceptions = [output for output in outputs if output.output_type == "error"]
     if not exceptions:
         return Failure("fault", message_of_nbval)
-    exception = exceptions[-1]
+    exception = exceptions[-1]  # a cell that prints an error on purpose has that one first
     message = " ".join(exception.evalue.split())
     traceback = COLOR.sub("", str(getattr(error, "inner_traceback", "")))  # not every error of nbval has one
     return describe_exception(exception.ename, message, traceback, item.cell.source)
