@@ -38,9 +38,9 @@ RANKS = range(4)
 TEMPLATES = Path(__file__).parents[1] / "_templates"
 
 ENDINGS = {  # how the walk ends, which hero.css knows too: what the picture says
-    "hang": "All four ranks wait, and nothing moves.",
-    "wrong": "Wrong sums: SUMS would be right. No error until the others have ended.",
-    "lost": "The others have ended. Rank 0 loses its connection.",
+    "hang": "All four ranks wait for each other, for ever.",
+    "wrong": "The sums should be SUMS. There is no error until the other ranks have ended.",
+    "lost": "The other ranks have ended, so rank 0 loses its connection.",
     "right": "Fixed: every rank makes the call, and the sums are right.",
 }
 # The line that begins the mistake at a place, and a call of a collective with the tensor that it is given.

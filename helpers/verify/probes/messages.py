@@ -22,6 +22,14 @@ LIMIT_ON_CPU = 40
 BEGINNING = 1000  # characters of what a program printed that are kept, and of its end
 END = 2000
 
+TWO_RANKS_ON_ONE_GPU = (
+    "Duplicate GPU detected",
+    "Multiple ranks detected using the same GPU on this node",  # NCCL 2.30.3 and 2.30.4
+    "Multiple Ranks are using the same GPU/Partition",  # newer ones
+    "Failed to initialize NCCL communicator",  # PyTorch 2.15, which does not quote NCCL's words
+    "ProcessGroupNCCL is bound to device",  # PyTorch 2.15, where each rank has a GPU and uses that of another one
+)
+
 
 @dataclass(frozen=True)
 class Mistake:
@@ -41,14 +49,14 @@ MISTAKES = (
         "x = torch.ones(1, device='cuda')\n"
         "dist.all_reduce(x)\n"
         "print(x)",
-        ("Duplicate GPU detected", "Multiple ranks detected using the same GPU on this node"),
+        TWO_RANKS_ON_ONE_GPU,
         ranks=2,
     ),
     Mistake(
         "two ranks bound to one GPU",
         "dist.init_process_group('nccl', device_id=torch.device('cuda', 0))\n"
         "dist.all_reduce(torch.ones(1, device='cuda'))",
-        ("Duplicate GPU detected", "Multiple ranks detected using the same GPU on this node"),
+        TWO_RANKS_ON_ONE_GPU,
         ranks=2,
     ),
     Mistake(
