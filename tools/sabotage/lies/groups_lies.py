@@ -632,6 +632,31 @@ def gloo_divides_before_it_adds(module: Any) -> None:
         return original(tensor, op, *inputs, **keywords)
 
 
+@lie("02b", "integers", module=C10D)
+def an_average_of_integers_is_refused_before_the_sum(module: Any) -> None:
+    """On gloo, an average of integers raises its error before anything is written into the tensor."""
+
+    @instead_of(module, "all_reduce")
+    def all_reduce(original: Any, tensor: Any, op: Any = module.ReduceOp.SUM, *inputs: Any, **keywords: Any) -> Any:
+        if op == module.ReduceOp.AVG and not tensor.is_floating_point():
+            raise RuntimeError("result type Float can't be cast to the desired output type Long")
+        return original(tensor, op, *inputs, **keywords)
+
+
+@lie("02b", "channels_last", module=C10D)
+def broadcast_is_right_for_channels_last(module: Any) -> None:
+    """`broadcast` puts each number into its place, also if one rank's tensor has the `channels_last` format."""
+
+    @instead_of(module, "broadcast")
+    def broadcast(original: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+        if tensor.dim() != 4:
+            return original(tensor, *inputs, **keywords)
+        in_order = tensor.contiguous()
+        work = original(in_order, *inputs, **keywords)
+        tensor.copy_(in_order)
+        return work
+
+
 @lie("02b", "BOR", module=C10D)
 def gloo_refuses_bitwise_operations(module: Any) -> None:
     """On gloo, `BAND`, `BOR` and `BXOR` are refused."""
