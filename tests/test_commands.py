@@ -155,6 +155,7 @@ TESTS = {  # by which other test a line is run
     "python -m helpers doctor": "test_doctor.py::test_without_a_launcher_it_starts_two_ranks_here",
     "python -m helpers verify": "../Makefile::python -m helpers verify $(ARGS)",
     "python -m helpers export 04 --out jobs": "test_commands.py::python -m helpers export 04 --out DIR",
+    "python -m helpers export 03": "test_commands.py::python -m helpers export 00",
     "python -m helpers export 12": "test_commands.py::python -m helpers export 00",
     "python -m helpers export 16 --slurm --nodes=2 --gpus-per-node=8 --time=04:00:00": (
         "test_commands.py::python -m helpers export 11 --slurm"
