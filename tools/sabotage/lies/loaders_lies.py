@@ -124,7 +124,7 @@ def adam_does_not_rescale(module: Any) -> None:
 @lie("03b", "agree|stop", notebook=True)
 def all_stop_with_the_last(text: str) -> str:
     """The generator stops all ranks with the last one, where it should stop them with the first."""
-    return swap(text, "ReduceOp.MIN  # go on while all", "ReduceOp.MAX  # go on while all")
+    return swap(text, "ReduceOp.MIN  # continue while all", "ReduceOp.MAX  # continue while all")
 
 
 @lie("03b", "multiply its loss by 0", notebook=True)
