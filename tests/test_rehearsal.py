@@ -322,6 +322,29 @@ def test_a_gpu_in_a_forked_worker_is_refused_as_by_cuda(tmp_path):
     assert last.startswith("worker.py:12: RuntimeError: RuntimeError: Cannot re-initialize CUDA in forked"), done.stderr
 
 
+NOT_FORKED = """\
+from torch.utils.data import DataLoader
+
+class Squares:
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return index**2
+
+if __name__ == "__main__":
+    print(list(DataLoader(Squares(), None, num_workers=1, multiprocessing_context="forkserver")))
+"""
+
+
+def test_a_worker_that_is_not_forked_finds_a_script_that_was_named_without_its_folder(tmp_path, monkeypatch):
+    """It imports the script, from a path that Python makes absolute with the folder in which the process began."""
+    monkeypatch.chdir(tmp_path)
+    Path("squares.py").write_text(NOT_FORKED)
+    done = rehearse_here("squares.py", "--gpus", 1)
+    assert done.returncode == 0 and "[0, 1, 4]" in done.stdout, done.stdout + done.stderr
+
+
 def test_an_error_on_one_rank_is_not_missed_for_a_peers_hang(tmp_path):
     script = tmp_path / "apart.py"
     script.write_text(APART.format("dist.all_reduce(x)", "raise ValueError('planted')"))

@@ -4,6 +4,9 @@ from typing import Any
 
 from sabotage.lies.telling_lies import C10D, SAMPLER, build_with, instead_of, lie, nothing, replace, swap
 
+LOADER = "torch.utils.data.dataloader"
+WORKER = "torch.utils.data._utils.worker"
+
 # --- Samplers and loaders
 
 
@@ -33,7 +36,7 @@ def each_rank_shuffles_with_its_own_seed(module: Any) -> None:
         self.seed += self.rank
 
 
-@lie("03", "augment|noise|random|seed", module="torch.utils.data._utils.worker")
+@lie("03", "augment|noise|random|seed", module=WORKER)
 def workers_draw_the_same_numbers(module: Any) -> None:
     """All workers of a loader get one seed."""
 
@@ -62,21 +65,66 @@ def each_rank_keeps_all_weighted_draws(text: str) -> str:
     return swap(text, "mine = drawn[dist.get_rank() :: dist.get_world_size()]", "mine = drawn")
 
 
-@lie("03", "generator", module="torch.utils.data.dataloader")
+@lie("03", "generator", module=LOADER)
 def loader_ignores_its_generator(module: Any) -> None:
     """A loader ignores its `generator`: workers get their seed from the rank's random numbers."""
     build_with(module.DataLoader, generator=None)
 
 
-# --- Data loaders in real projects
+@lie("03", "persistent", module=LOADER)
+def persistent_workers_keep_the_first_order(module: Any) -> None:
+    """With persistent workers a loader asks its sampler once: the order of the first epoch comes again."""
 
-LOADER = "torch.utils.data.dataloader"
+    @instead_of(module._BaseDataLoaderIter, "_reset")
+    def _reset(original: Any, self: Any, loader: Any, first_iter: bool = False) -> None:
+        original(self, loader, first_iter)
+        if self._persistent_workers:
+            if first_iter:
+                self.first_order = list(self._index_sampler)
+            self._sampler_iter = iter(self.first_order)
+
+
+@lie("03", "new order|shuffle=True", module="torch.utils.data.sampler")
+def shuffle_has_one_order(module: Any) -> None:
+    """`DataLoader(shuffle=True)` has the same order in every epoch."""
+
+    @instead_of(module.RandomSampler, "__iter__")
+    def indices(original: Any, self: Any) -> Any:
+        if not hasattr(self, "first_order"):
+            self.first_order = list(original(self))
+        return iter(self.first_order)
+
+
+@lie("03", "before the loop", module=SAMPLER)
+def set_epoch_changes_a_loop_that_runs(module: Any) -> None:
+    """`set_epoch` takes effect at once, also in a loop over the loader that has begun."""
+
+    @instead_of(module.DistributedSampler, "__iter__")
+    def indices(original: Any, self: Any) -> Any:
+        orders: dict[int, list[int]] = {}
+
+        def one_by_one() -> Any:
+            for turn in range(self.num_samples):
+                if self.epoch not in orders:
+                    orders[self.epoch] = list(original(self))
+                yield orders[self.epoch][turn]
+
+        return one_by_one()
+
+
+@lie("03", "Adam", module="torch.optim.adam")
+def adam_does_not_rescale(module: Any) -> None:
+    """Adam does not rescale gradients: a small gradient makes a small step."""
+    build_with(module.Adam, eps=1.0)
+
+
+# --- Data loaders in real projects
 
 
 @lie("03b", "agree|stop", notebook=True)
 def all_stop_with_the_last(text: str) -> str:
     """The generator stops all ranks with the last one, where it should stop them with the first."""
-    return swap(text, "ReduceOp.MIN  # go on while all", "ReduceOp.MAX  # go on while all")
+    return swap(text, "ReduceOp.MIN  # continue while all", "ReduceOp.MAX  # continue while all")
 
 
 @lie("03b", "multiply its loss by 0", notebook=True)
@@ -183,3 +231,57 @@ def workers_load_one_batch_ahead(module: Any) -> None:
 def the_batch_fits_into_shared_memory(text: str) -> str:
     """The batch that should be larger than `/dev/shm` has a megabyte."""
     return swap(text, ".expand(size + 2**20)", ".expand(2**20)")
+
+
+@lie("03b", "process group", module=WORKER)
+def spawned_workers_have_a_group(module: Any) -> None:
+    """A worker that was not forked has a process group."""
+
+    @instead_of(module, "_worker_loop")
+    def worker_loop(original: Any, *inputs: Any) -> Any:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        original(*inputs)
+
+
+@lie("03b", "persistent", module=LOADER)
+def persistent_workers_see_changes(module: Any) -> None:
+    """Persistent workers see what has changed in the dataset since they started."""
+
+    @instead_of(module.DataLoader, "__iter__")
+    def __iter__(original: Any, self: Any) -> Any:
+        if self.persistent_workers:
+            now = dict(vars(self.dataset))
+            if now != getattr(self, "before", now):
+                self._iterator = None
+            self.__dict__["before"] = now
+        return original(self)
+
+
+@lie("03b", "NumPy", module="torch.utils.data._utils.fetch")
+def reading_arrays_copies_their_pages(module: Any) -> None:
+    """A forked worker that reads a NumPy array copies the array's pages."""
+
+    @instead_of(module._MapDatasetFetcher, "fetch")
+    def fetch(original: Any, self: Any, *inputs: Any) -> Any:
+        import numpy as np
+
+        fetched = original(self, *inputs)
+        for owner in (self.dataset, getattr(self.dataset, "dataset", self.dataset)):
+            for value in vars(owner).values():
+                if isinstance(value, np.ndarray) and value.flags.writeable:
+                    value += 0  # writes every page
+        return fetched
+
+
+@lie("03b", "prefetch_factor", module=LOADER)
+def workers_load_four_ahead_by_default(module: Any) -> None:
+    """Unless a loader is told otherwise, each worker loads four batches ahead, and not two."""
+
+    @instead_of(module.DataLoader, "__init__")
+    def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
+        original(self, *inputs, **keywords)
+        if self.num_workers > 0 and keywords.get("prefetch_factor") is None:
+            self.prefetch_factor = 4
