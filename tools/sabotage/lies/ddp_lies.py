@@ -110,8 +110,11 @@ def join_never_throws(module: Any) -> None:
 @lie("04", "sampler|step count", notebook=True)
 def ranks_without_a_sampler_see_other_images(text: str) -> str:
     """Without a sampler, each rank takes other images than the others."""
-    everything = r"next(iter(loaders[\"no sampler, 96 images a rank\"]))"
-    return swap(text, everything, "next(iter(make_loader(train_set, 192, 0)))")
+    return swap(
+        text,
+        "my_first_images, _ = next(iter(loader))",
+        "my_first_images, _ = next(iter(make_loader(train_set, 192, 0)))",
+    )
 
 
 @lie("04", "micro-batch|tokens", notebook=True)
