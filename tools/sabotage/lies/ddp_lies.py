@@ -315,6 +315,46 @@ def the_average_includes_buffers(module: Any) -> None:
     build_with(module.AveragedModel, use_buffers=True)
 
 
+@lie("04b", "unfrozen|wrapping", module=DDP)
+def ddp_sees_layers_that_are_unfrozen(module: Any) -> None:
+    """DDP averages the gradients of a layer that was frozen when DDP was built, and unfrozen later."""
+    dist = module.dist
+
+    def average(parameter: Any) -> None:
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+    @instead_of(module.DistributedDataParallel, "__init__")
+    def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
+        original(self, *inputs, **keywords)
+        self.frozen_when_built = [parameter for parameter in self.parameters() if not parameter.requires_grad]
+
+    @instead_of(module.DistributedDataParallel, "forward")
+    def forward(original: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
+        for parameter in list(self.frozen_when_built):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(average)
+                self.frozen_when_built = [other for other in self.frozen_when_built if other is not parameter]
+        return original(self, *inputs, **keywords)
+
+
+@lie("04b", "bf16|bfloat16", module="torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+def the_bfloat16_hook_rounds_once(module: Any) -> None:
+    """`bf16_compress_hook` adds up in float32, and rounds the average to bfloat16 once."""
+
+    def hook(state: Any, bucket: Any) -> Any:
+        future = module.allreduce_hook(state, bucket)
+        return future.then(lambda done: done.value().bfloat16().float())
+
+    replace(module, "bf16_compress_hook", hook)
+
+
+@lie("04b", "PowerSGD", module="torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
+def powersgd_forgets_what_it_left_out(module: Any) -> None:
+    """PowerSGD does not add what a message left out to the next one."""
+    build_with(module.PowerSGDState, use_error_feedback=False)
+
+
 # --- Automatic mixed precision
 
 
