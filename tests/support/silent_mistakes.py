@@ -819,6 +819,37 @@ def weights_averaged_now_and_then():
 
 
 @correct
+def every_argument_by_its_name():
+    """The functions that the check replaces, with the names that torch gives their parameters."""
+    model = DDP(network())
+    optimizer = torch.optim.SGD(params=model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer=optimizer)
+    scaler = torch.amp.GradScaler(device=DEVICE, init_scale=1024.0)
+    for _ in range(STEPS):
+        inputs, targets = own_batch()
+        optimizer.zero_grad(set_to_none=True)
+        loss = F.mse_loss(input=model(inputs), target=targets)
+        torch.autograd.backward(tensors=scaler.scale(outputs=loss))
+        scaler.unscale_(optimizer=optimizer)
+        nn.utils.clip_grad_value_(parameters=model.parameters(), clip_value=10.0)
+        nn.utils.clip_grad_norm_(parameters=model.parameters(), max_norm=10.0)
+        scaler.step(optimizer=optimizer)
+        scaler.update()
+        total = loss.detach().clone()
+        dist.all_reduce(tensor=total, op=dist.ReduceOp.SUM)
+        scheduler.step(metrics=total.item())
+    folder = folder_of_rank_0()
+    if dist.get_rank() == 0:
+        torch.save(obj=model.module.state_dict(), f=os.path.join(folder, "weights.pt"))
+    dist.barrier()
+    weights = torch.load(f=os.path.join(folder, "weights.pt"))
+    model.module.load_state_dict(state_dict=weights, strict=False)
+    dcp.save(state_dict=weights, checkpoint_id=folder)
+    dcp.load(state_dict=weights, checkpoint_id=folder)
+    model.module.register_parameter(name="scale", param=nn.Parameter(torch.ones(1, device=DEVICE)))
+
+
+@correct
 def mixed_precision_with_clipping():
     model = DDP(network())
     optimizer = torch.optim.AdamW(model.parameters())
