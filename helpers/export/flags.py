@@ -132,8 +132,12 @@ def parse_args_text(flags: dict[str, str], adds: bool = False, reads: bool = Fal
         lines.append("    switch = argparse.BooleanOptionalAction")
     if has_groups:
         lines.append("    group = parser")  # for the flags above the first heading
-    if calls:
+    has_options = adds or any(re.search(r", (action|choices|type)=", call) for call in calls)
+    if calls and has_options:
         lines += ["", "    def add(flag, default, help, **options):"]
+    elif calls:
+        lines += ["", "    def add(flag, default, help):"]
+    if calls:
         if adds:
             lines.append("        if default is None or isinstance(default, (list, tuple, dict)):")
             lines.append('            raise TypeError(f"{flag}: a flag cannot have the type of {default!r}.")')
@@ -141,11 +145,15 @@ def parse_args_text(flags: dict[str, str], adds: bool = False, reads: bool = Fal
             lines.append('            options["action"] = argparse.BooleanOptionalAction')
             lines.append('        elif "type" not in options:  # a choice is of that type too')
             lines.append('            options["type"] = type(default)')
-        else:
-            lines.append('        options = options or {"type": type(default)}')
+        elif has_options:
+            lines.append("        if not options:")
+            lines.append('            options["type"] = type(default)')
         lines.append('        help = f"{help} (default: %(default)s)"')
         target = "group" if has_groups else "parser"
-        lines.append(f"        {target}.add_argument(flag, default=default, help=help, **options)")
+        if has_options:
+            lines.append(f"        {target}.add_argument(flag, default=default, help=help, **options)")
+        else:
+            lines.append(f"        {target}.add_argument(flag, type=type(default), default=default, help=help)")
         lines.append("")
         lines += [f"    {call}" for call in calls]
     if reads:
