@@ -116,7 +116,7 @@ def run_as_main(script: str, is_module: bool, folder: Path) -> int:
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            # Python gives a script its absolute path as __file__. Workers that are not forked import the script from it.
+            # As in Python, __file__ is an absolute path: workers that are not forked import the script from it.
             runpy.run_path(os.path.abspath(script), run_name="__main__")
     except SystemExit as end:
         if end.code is None:
